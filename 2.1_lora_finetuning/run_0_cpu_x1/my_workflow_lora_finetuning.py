@@ -1,0 +1,99 @@
+"""LoRA fine-tuning on one CPU device (one process, one thread).
+
+From this folder:
+    python my_workflow_lora_finetuning.py
+    python my_workflow_lora_finetuning.py --batch_size 8 --learning_rate 1e-3
+
+The notebook runs the same steps cell by cell.
+"""
+
+from my_utils_lora_finetuning import device_map
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.data import Splits, load_splits, tokenize_rows
+from common.evaluation import Evaluation, evaluate
+from common.launch import check_inputs, rank_started, run_from_command_line
+from common.models import add_lora, load_base_model, load_tokenizer
+from common.run_config import RunConfig
+from common.run_record import Record, RunLog
+from common.training import CountingTrainer, check_training, make_trainer, merge_and_reload, training_figures
+
+RUN = RunConfig(
+    technique="lora",
+    parallel="single",
+    run_folder="2.1_lora_finetuning/run_0_cpu_x1",
+    gradient_checkpointing="reentrant",
+)
+
+Tokenizer = PreTrainedTokenizerBase
+
+
+def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
+    """The base model on this device, its tokenizer, and the rows."""
+    with log.phase("load model and data"):
+        return load_base_model(log.run, device_map(log.rank)), load_tokenizer(log.run), load_splits(log.run)
+
+
+def evaluate_before(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+    """The base's answers to the test questions, before it has seen an exhibit; the base also judges them."""
+    with log.phase("baseline evaluation"):
+        return evaluate(model, model, tokenizer, data.test, log, "before")
+
+
+def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
+    """Adapters on the frozen base, rows as tokens, and the trainer of both."""
+    with log.phase("build trainer"):
+        train = tokenize_rows(data.train, tokenizer, log.run.max_length)
+        validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
+        return make_trainer(add_lora(model, log.run), tokenizer, train, validation, log)
+
+
+def train(log: RunLog, trainer: CountingTrainer) -> list[dict[str, object]]:
+    """Train, take the checkpoint with the lowest validation loss, and check what every rank did."""
+    with log.phase("training"):
+        trainer.train()
+        return check_training(trainer, log.rank)
+
+
+def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save adapter and merged model, and load both again: equal logits, or the run fails."""
+    with log.phase("merge and reload"):
+        return merge_and_reload(log, trainer, tokenizer, device_map(log.rank))
+
+
+def evaluate_and_record(
+    log: RunLog,
+    trainer: CountingTrainer,
+    world: list[dict[str, object]],
+    tuned: PreTrainedModel,
+    tokenizer: Tokenizer,
+    data: Splits,
+    before: Evaluation,
+    differences: dict[str, float],
+) -> Record:
+    """The tuned model's answers, judged by the base as before, and the record of the run."""
+    with log.phase("final evaluation"):
+        base = load_base_model(log.run, device_map(log.rank))
+        after = evaluate(tuned, base, tokenizer, data.test, log, "after")
+    return log.complete(
+        **training_figures(trainer, world, log),
+        quality={"before": before.summary(), "after": after.summary()},
+        largest_logit_differences=differences,
+    )
+
+
+def workflow(run: RunConfig) -> Record:
+    """The whole run."""
+    with rank_started(run) as rank:
+        check_inputs(run)
+        log = RunLog(run, rank)
+        model, tokenizer, data = load(log)
+        before = evaluate_before(log, model, tokenizer, data)
+        trainer = build_trainer(log, model, tokenizer, data)
+        world = train(log, trainer)
+        tuned, differences = merge(log, trainer, tokenizer)
+        return evaluate_and_record(log, trainer, world, tuned, tokenizer, data, before, differences)
+
+
+if __name__ == "__main__":
+    run_from_command_line(workflow, RUN)

@@ -1,0 +1,56 @@
+# Each target makes .venv and installs by itself when that is missing or out of date.
+SHELL := /bin/bash
+.SHELLFLAGS := -eo pipefail -c
+PYTHON ?= python3
+BIN := $(CURDIR)/.venv/bin
+INSTALLED := .venv/.installed
+LORA := 2.1_lora_finetuning/run_0_cpu_x1
+DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
+NOTEBOOKS := $(wildcard 2.*/run_*/*.ipynb)
+
+.PHONY: demo test test-all lint lab run record tables tables-check notebooks
+.DEFAULT_GOAL := demo
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.11")'
+	@echo "Installing into .venv, once: about 2 GB, 2 to 4 minutes."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]' 2>&1 \
+		| tee .venv/install.log | grep --line-buffered -E '^(Collecting|Installing|Successfully|ERROR)' | cut -c 1-100
+	@touch $@
+
+demo: $(INSTALLED) ## LoRA on one device, with DDP on two at the same global batch, and at the same rows per device
+	@$(MAKE) --no-print-directory run FOLDER=$(LORA)
+	@$(MAKE) --no-print-directory run FOLDER=$(DDP)
+	@$(MAKE) --no-print-directory run FOLDER=$(DDP) ARGS="--batch_size 16"
+	@echo; $(BIN)/python -m common.report --results
+
+run: $(INSTALLED) ## make run FOLDER=2.1_lora_finetuning/run_0_cpu_x1 ARGS="--batch_size 8"
+	@test -d "$(FOLDER)" || { echo "error: '$(FOLDER)' is no folder: pass FOLDER=<technique>/<run folder>" >&2; exit 2; }
+	@echo; echo "== $(FOLDER) $(ARGS)"; cd "$(FOLDER)" && $(BIN)/python -m common.launch $(ARGS)
+
+record: $(INSTALLED) ## make record RUN=2.1_lora_finetuning/run_0_cpu_x1/results/<run name>
+	@$(BIN)/python -m common.run_record "$(RUN)"
+
+tables: $(INSTALLED) ## render the READMEs' tables from the records
+	@$(BIN)/python -m common.report --write
+
+tables-check: $(INSTALLED)
+	@$(BIN)/python -m common.report --check
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest -q -m "not slow" tests
+
+test-all: $(INSTALLED)
+	@$(BIN)/python -m pytest -q tests
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+lab: $(INSTALLED) ## the notebooks, in the browser
+	@$(BIN)/jupyter lab
+
+notebooks: $(INSTALLED) ## run every notebook from top to bottom and keep its outputs
+	@PATH=$(BIN):$$PATH $(BIN)/jupyter nbconvert --to notebook --inplace --execute $(NOTEBOOKS) \
+		--ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
+		--ClearMetadataPreprocessor.preserve_cell_metadata_mask='[("tags",)]'

@@ -1,0 +1,266 @@
+"""Start and end of a rank, the checks that the world is the one asked for, and the ways to start a world.
+
+From a run folder, whatever its number of ranks:
+    python -m common.launch --batch_size 8
+"""
+
+import importlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common.device_maps import device_name
+from common.print_prefix import printing_with_prefix, rank_prefix
+from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
+
+BAD_INPUT_EXIT_CODE = 2
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process's place in the world."""
+
+    rank: int
+    world_size: int
+    device: str
+    """As torch spells it: `cpu`, `cuda:1`."""
+    launcher: str
+    """`python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch) or `torchrun`."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+
+def detect_launcher() -> str:
+    """How this process was started."""
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ
+    if "ipykernel" in sys.modules:
+        return "nblaunch" if elastic else "notebook"
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
+        return "acclaunch"
+    return "torchrun" if elastic else "python"
+
+
+def check_world(run: RunConfig) -> None:
+    """Refuse a world of another size than the run asks for, before a process group is made.
+
+    Raises:
+        BadInputError: with both sizes and the command that starts the right number.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != run.world_size:
+        command = f"torchrun --nproc_per_node {run.world_size} " if run.world_size > 1 else "python "
+        raise BadInputError(
+            f"This run asks for {run.world_size} rank(s) (parallel {run.parallel}, devices {run.devices}), but "
+            f"{started} started: use {command}my_workflow_<technique>.py, or pass --devices {started} if that is meant."
+        )
+    if run.device == "cuda":
+        from common.hardware import gpus
+
+        found = len(gpus()[1])
+        if found < run.devices:
+            raise BadInputError(
+                f"This run asks for {run.devices} GPU(s), but {found} can be seen: pass --devices {found}, "
+                "choose another run folder, or run its CPU sibling run_0_cpu."
+            )
+
+
+def start_rank(run: RunConfig) -> Rank:
+    """Join the world as this process's rank: one thread on CPU, its own device on GPUs.
+
+    Raises:
+        BadInputError: the world has another size than the run asks for.
+        RuntimeError: the process group came up with another size, backend or type than asked for.
+    """
+    check_world(run)
+    if run.device == "cuda" and run.parallel == "single":
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # else the Trainer spreads over every GPU it sees
+
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import set_seed
+    from transformers.utils.logging import disable_progress_bar
+
+    on_cpu = run.device == "cpu"
+    if on_cpu:
+        torch.set_num_threads(1)  # a CPU "device" is one thread: then one rank against two is a fair comparison
+    state = PartialState(cpu=on_cpu, **({"backend": BACKENDS[run.device]} if run.world_size > 1 else {}))
+    if run.world_size > 1:
+        seen = (state.num_processes, torch.distributed.get_backend(), state.distributed_type.value)
+        asked = (run.world_size, BACKENDS[run.device], DISTRIBUTED_TYPES[run.device])
+        if seen != asked:
+            raise RuntimeError(f"World size, backend and distributed type are {seen}, but {asked} were asked for.")
+    if on_cpu:
+        torch.set_num_threads(1)  # again: PartialState takes every core for a CPU world
+        disable_progress_bar()  # weights of a CPU run load in a moment
+    set_seed(run.seed)
+    return Rank(
+        rank=state.process_index,
+        world_size=state.num_processes,
+        device=device_name(run.device, state.local_process_index),
+        launcher=detect_launcher(),
+    )
+
+
+def end_rank() -> None:
+    """Leave the world: end the process group and forget Accelerate's state, so that another run can follow."""
+    import torch
+    from accelerate.state import AcceleratorState
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def rank_started(run: RunConfig) -> Iterator[Rank]:
+    """A rank from its start to its end, with its prefix before every printed line."""
+    rank = start_rank(run)
+    try:
+        with printing_with_prefix(rank_prefix(rank.rank, rank.device)):
+            yield rank
+    finally:
+        end_rank()
+
+
+def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: RunConfig) -> None:
+    """Run `workflow` with the command line's overrides; a user's mistake ends in one sentence and exit code 2."""
+    try:
+        workflow(parse_overrides(defaults))
+    except BadInputError as mistake:
+        _exit_with(mistake)
+
+
+def _exit_with(mistake: BadInputError) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {mistake}", file=sys.stderr)
+    sys.exit(BAD_INPUT_EXIT_CODE)
+
+
+def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world_size: int) -> None:
+    """Run a workflow on `world_size` ranks by Accelerate's `notebook_launcher`, on a port that is free now.
+
+    `workflow_module` is imported by the ranks, not by the notebook: `notebook_launcher` forks, and refuses to where
+    CUDA, an Accelerator or bitsandbytes (which PEFT imports) came to life before.
+
+    Raises:
+        BadInputError: a rank refused its input; nothing was written.
+    """
+    from accelerate import notebook_launcher
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    arguments = (workflow_module, overrides)
+    try:
+        notebook_launcher(_import_and_run, args=arguments, num_processes=world_size, use_port=str(free_port()))
+    except ChildFailedError as failure:
+        message = str(failure.get_first_failure()[1].message)
+        if BadInputError.__name__ not in message:
+            raise
+        raise BadInputError(message.partition(f"{BadInputError.__name__}: ")[2].strip()) from None
+
+
+def _import_and_run(workflow_module: str, overrides: dict[str, object]) -> None:
+    module = importlib.import_module(workflow_module)
+    module.workflow(replace(module.RUN, **overrides))
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> None:
+    """Run a command and print its output line by line as it comes (a notebook's `!` would hide a failure).
+
+    Raises:
+        RuntimeError: the command ended with another exit code than 0.
+    """
+    print("$ " + shlex.join(command).replace(sys.executable, "python"))
+    with subprocess.Popen(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="")
+    if process.returncode != 0:
+        raise RuntimeError(f"The command above ended with exit code {process.returncode}; its last lines say why.")
+
+
+def accelerate_command(script: str, config_file: str, *overrides: str) -> list[str]:
+    """`accelerate launch` of this Python, on a port that is free now."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file]
+    return [*launch, "--main_process_port", str(free_port()), script, *overrides]
+
+
+def torchrun_command(script: str, world_size: int, *overrides: str) -> list[str]:
+    """`torchrun` of this Python, on a port that it finds itself."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(world_size),
+        script,
+        *overrides,
+    ]
+
+
+def check_inputs(run: RunConfig) -> None:
+    """Check the run's model and data, cheaply and before anything is written or started.
+
+    Raises:
+        BadInputError: what is missing or malformed.
+    """
+    from common.data import load_splits
+    from common.models import check_model
+
+    check_model(run.model)
+    load_splits(run)
+
+
+def workflow_of(run_folder: Path) -> Path:
+    """The one `my_workflow_*.py` of a run folder.
+
+    Raises:
+        BadInputError: the folder has none.
+    """
+    found = sorted(run_folder.glob("my_workflow_*.py"))
+    if len(found) != 1:
+        there = ", ".join(
+            sorted(str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/run_*/my_workflow_*.py"))
+        )
+        raise BadInputError(f"{run_folder} has {len(found)} files my_workflow_*.py, not 1: go to one of {there}.")
+    return found[0]
+
+
+def main() -> None:
+    """Check this run folder's run, then start it: in this process's place, as one rank or by torchrun."""
+    overrides = sys.argv[1:]
+    try:
+        script = workflow_of(Path.cwd())
+        run = parse_overrides(importlib.import_module(script.stem).RUN, overrides)
+        check_inputs(run)
+    except BadInputError as mistake:
+        _exit_with(mistake)
+    single = [sys.executable, script.name, *overrides]
+    command = torchrun_command(script.name, run.world_size, *overrides) if run.world_size > 1 else single
+    if run.device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, but warns about it
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

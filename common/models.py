@@ -1,0 +1,139 @@
+"""Base model and tokenizer, LoRA adapters, and the merged model: loaded, saved, reloaded and compared."""
+
+from pathlib import Path
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LOGIT_TOLERANCES = {"fp32": 1e-4, "bf16": 0.5}
+"""Merging rounds the sum of base and adapter once more: largest absolute difference of logits (about 10 in size)."""
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def check_model(model: str) -> str:
+    """What to load for the setting `model`: a folder's path, or the Hub id as it is. Reads no weights.
+
+    Raises:
+        BadInputError: the folder lacks a part of a model, or the id is neither a folder nor to be had.
+    """
+    for folder in (Path(model).expanduser(), REPOSITORY / model):
+        if folder.is_dir():
+            return str(_check_folder(folder, model))
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise BadInputError(
+            f"The model {model} is no folder, nor an id such as Qwen/Qwen2.5-7B-Instruct: mend --model."
+        )
+    if HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(model, "config.json"), str):
+        raise BadInputError(
+            f"The model {model} is not in the cache ({HF_HUB_CACHE}) and this machine is told to stay offline "
+            f"(HF_HUB_OFFLINE): fetch it once with `HF_HUB_OFFLINE=0 hf download {model}`."
+        )
+    return model
+
+
+def _check_folder(folder: Path, model: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise BadInputError(f"The model folder {model} has no config.json: pass a folder that save_pretrained wrote.")
+    if not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
+        raise BadInputError(
+            f"The model folder {model} has no weights ({' or '.join(WEIGHT_FILES)}): "
+            "copy them there, or pass another --model."
+        )
+    return folder
+
+
+def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a pad token.
+
+    Raises:
+        BadInputError: it cannot be loaded, or has no chat template.
+    """
+    source = check_model(run.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except OSError as error:
+        raise _not_to_be_had(run.model, error) from error
+    if tokenizer.chat_template is None:
+        raise BadInputError(f"The tokenizer of {run.model} has no chat template: use an instruction-tuned model.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_base_model(run: RunConfig, device_map: dict[str, str], source: str | Path | None = None) -> PreTrainedModel:
+    """The base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
+
+    Raises:
+        BadInputError: it cannot be loaded.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source or check_model(run.model),
+            dtype=DTYPES[run.precision],
+            attn_implementation=run.attention,
+            device_map=device_map,
+        )
+    except OSError as error:
+        raise _not_to_be_had(run.model, error) from error
+    return model.eval()
+
+
+def _not_to_be_had(model: str, error: OSError) -> BadInputError:
+    first_line = str(error).strip().splitlines()[0]
+    return BadInputError(f"The model {model} cannot be loaded ({first_line}): fetch it with `hf download {model}`.")
+
+
+def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
+    """Freeze `model` and put adapters on every linear layer but the head; they start Gaussian, and add nothing yet."""
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=run.lora_rank,
+        lora_alpha=run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        use_rslora=True,
+        init_lora_weights="gaussian",
+        target_modules="all-linear",
+    )
+    return get_peft_model(model, config)
+
+
+def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
+    """Trainable parameters, and all that multiply: an input embedding that is not also the head only looks up."""
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    multiplied = sum(weight.numel() for weight in model.parameters())
+    lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return trained, multiplied if lookup is head else multiplied - lookup.numel()
+
+
+@torch.no_grad()
+def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits of one collated batch, fp32, shape (rows, tokens, vocabulary), with dropout off."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+    logits = model(**inputs, use_cache=False).logits.float()
+    model.train(was_training)
+    return logits
+
+
+def check_equal_logits(trained: torch.Tensor, reloaded: torch.Tensor, what: str, precision: str) -> float:
+    """The largest absolute difference of two models' logits.
+
+    Raises:
+        RuntimeError: it is above the precision's rounding, so that what was saved is not what was trained.
+    """
+    difference = (trained - reloaded).abs().max().item()
+    tolerance = LOGIT_TOLERANCES[precision]
+    if not difference <= tolerance:
+        raise RuntimeError(
+            f"The logits of the reloaded {what} differ by {difference:.2e} from the trained model's, "
+            f"above {tolerance:.0e}: what was saved is not what was trained."
+        )
+    return difference

@@ -1,0 +1,388 @@
+"""Records to tables and plots. No figure of a table is typed by hand.
+
+    python -m common.report               the tables, from the committed records
+    python -m common.report --check       exit 1 where a README disagrees with the records
+    python -m common.report --write       write the tables into the READMEs, between their markers
+    python -m common.report --results     what the last runs on this machine wrote, side by side
+
+Every row is `measured` (from a committed record), `published` (with its source) or `not run`.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from common.run_config import REPOSITORY, BadInputError
+from common.run_record import RECORD_NAME, Record, load_record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
+MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+TECHNIQUE_NAMES = {("lora", "single"): "LoRA", ("lora", "ddp"): "LoRA with DDP"}
+SAME_DATA = (
+    "model",
+    "data",
+    "train_rows",
+    "epochs",
+    "max_steps",
+    "precision",
+    "lora_rank",
+    "gradient_checkpointing_on",
+)
+
+Row = dict[str, str]
+
+
+def committed_records(root: Path = REPOSITORY) -> list[Record]:
+    """Every record that was kept, in the order of folders and names."""
+    return [load_record(path) for path in sorted(root.glob("*/run_*/records/*.json"))]
+
+
+def results_of_this_machine(root: Path = REPOSITORY) -> list[Record]:
+    """The records of the last runs, whether kept or not."""
+    return [load_record(path) for path in sorted(root.glob(f"*/run_*/results/*/{RECORD_NAME}"))]
+
+
+def published_results() -> list[dict[str, Any]]:
+    """Results that others published, each with its source."""
+    return json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
+
+
+def clock(seconds: float) -> str:
+    """`1:02:03` or `2:03`: hours, minutes and seconds, rounded."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def clock_seconds(text: str) -> int:
+    """Seconds of `1:02:03` or `2:03`."""
+    seconds = 0
+    for part in text.split(":"):
+        seconds = seconds * 60 + int(part)
+    return seconds
+
+
+def devices_of(record: Record) -> str:
+    """`2 x AMD EPYC, 1 thread each`."""
+    world, environment = len(record["world"]), record["environment"]
+    name = environment["devices"][0]
+    return f"{name}, 1 thread x{world}" if record["config"]["device"] == "cpu" else f"{name} x{world}"
+
+
+def peak_memory_gib(record: Record) -> str:
+    """Peak memory of each device: allocated on a GPU, resident (RSS) on CPU."""
+    peaks = [entry["peak_allocated_gib"] or entry["peak_rss_gib"] for entry in record["memory"]]
+    return " / ".join(f"{peak:.2f}" for peak in peaks)
+
+
+def workload(record: Record) -> tuple[object, ...]:
+    """What two runs must share to be compared in time: model, data, epochs, arithmetic."""
+    config = record["config"]
+    settings = {**config, "gradient_checkpointing_on": config["gradient_checkpointing"] != "none"}
+    return (record["technique"], *(settings[name] for name in SAME_DATA))
+
+
+def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record | None:
+    """The one-device run that `record`'s speed-up is stated against: same work, seed and `same` batch size.
+
+    `same` is `effective_batch_size` (strong scaling) or `batch_size` (rows per device: weak scaling).
+    """
+
+    def key(candidate: Record) -> tuple[object, ...]:
+        config = candidate["config"]
+        batch = candidate["effective_batch_size"] if same == "effective_batch_size" else config["batch_size"]
+        return (*workload(candidate), batch, config["seed"], config["device"])
+
+    for candidate in records:
+        if candidate["parallel"] == "single" and key(candidate) == key(record):
+            return candidate
+    return None
+
+
+def completed(records: Iterable[Record], *parallel: str) -> list[Record]:
+    """The completed runs among `records`, of the given ways to share work."""
+    return [record for record in records if record["status"] == "completed" and record["parallel"] in parallel]
+
+
+def _name(record: Record) -> str:
+    return f"{TECHNIQUE_NAMES[record['technique'], record['parallel']]}, {record['launcher']}"
+
+
+def _measured_quality(record: Record) -> Row:
+    config, before, after = record["config"], record["quality"]["before"], record["quality"]["after"]
+    return {
+        "Approach": _name(record),
+        "Figures": "measured",
+        "Epochs": str(config["epochs"]),
+        "Batch size": str(config["batch_size"] * config["accumulation_steps"]),
+        "Effective batch size": f"{config['batch_size'] * config['accumulation_steps']} x{len(record['world'])}",
+        "Learning rate": f"1x ({config['learning_rate']:g})",
+        "Similarity score before": f"{before['similarity_score']:.3f}",
+        "Similarity score": f"{after['similarity_score']:.3f}",
+        "Facts said before": f"{before['facts_said_share']:.0%}",
+        "Facts said": f"{after['facts_said_share']:.0%}",
+        "Validation loss": f"{record['best_validation_loss']:.4f}",
+    }
+
+
+def _published_quality(result: dict[str, Any]) -> Row:
+    return {
+        "Approach": TECHNIQUE_NAMES[result["technique"], result["parallel"]],
+        "Figures": f"published: {result['source']}",
+        "Epochs": str(result["epochs"]),
+        "Batch size": str(result["batch_size"]),
+        "Effective batch size": f"{result['batch_size']} x{result['devices']}",
+        "Learning rate": f"1x ({result['learning_rate']:g})",
+        "Similarity score before": "not published",
+        "Similarity score": f"{result['similarity_score']:.3f}",
+        "Facts said before": "not published",
+        "Facts said": "not published",
+        "Validation loss": "not published",
+    }
+
+
+def _measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Row:
+    single = record["parallel"] == "single"
+    speedup = baseline["train_time_s"] / record["train_time_s"] if baseline else None
+    return {
+        "Approach": _name(record),
+        "Figures": "measured",
+        "Devices": devices_of(record),
+        "Batch size": f"{record['config']['batch_size']} x{len(record['world'])}",
+        "Steps": str(record["steps"]),
+        "Training time": clock(record["train_time_s"]),
+        "Training speedup factor": f"{speedup:.2f}x" if speedup else "not run",
+        "Machine's ceiling": "1x" if single else f"{record['machine_ceiling'][ceiling]:.2f}x",
+        "Tokens per second": f"{record['tokens_per_s']:,.0f}",
+        "Peak memory per device (GiB)": peak_memory_gib(record),
+        "Command": f"`{record['command']}`" if record["command"] != "the notebook" else "the notebook",
+    }
+
+
+def _published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
+    speedup = clock_seconds(baseline["train_time"]) / clock_seconds(result["train_time"])
+    return {
+        "Approach": TECHNIQUE_NAMES[result["technique"], result["parallel"]],
+        "Figures": f"published: {result['source']}",
+        "Devices": f"{result['gpu']} x{result['devices']}, {result['cuda_cores']:,} CUDA cores each",
+        "Batch size": f"{result['batch_size']} x{result['devices']}",
+        "Steps": "not published",
+        "Training time": clock(clock_seconds(result["train_time"])),
+        "Training speedup factor": f"{speedup:.2f}x",
+        "Machine's ceiling": "not published",
+        "Tokens per second": "not published",
+        "Peak memory per device (GiB)": "not published",
+        "Command": "not published",
+    }
+
+
+def lora_quality(records: list[Record]) -> pd.DataFrame:
+    """2.1: quality on one device."""
+    published = [_published_quality(result) for result in published_results() if result["parallel"] == "single"]
+    return pd.DataFrame([_measured_quality(record) for record in completed(records, "single")] + published)
+
+
+def lora_speed(records: list[Record]) -> pd.DataFrame:
+    """2.1: time and memory on one device."""
+    published = [_published_speed(result, result) for result in published_results() if result["parallel"] == "single"]
+    rows = [_measured_speed(record, record, "strong") for record in completed(records, "single")] + published
+    return pd.DataFrame(rows).drop(columns=["Training speedup factor", "Machine's ceiling"])
+
+
+def ddp_quality(records: list[Record]) -> pd.DataFrame:
+    """2.2: quality with DDP beside one device."""
+    published = [_published_quality(result) for result in published_results()]
+    return pd.DataFrame([_measured_quality(record) for record in completed(records, "single", "ddp")] + published)
+
+
+def _scaling(records: list[Record], same: str, ceiling: str) -> list[Row]:
+    rows, shown = [], set()
+    for record in completed(records, "ddp"):
+        baseline = baseline_of(record, records, same)
+        if baseline and id(baseline) not in shown:
+            shown.add(id(baseline))
+            rows.append(_measured_speed(baseline, baseline, ceiling))
+        if baseline:
+            rows.append(_measured_speed(record, baseline, ceiling))
+    return rows
+
+
+def ddp_strong(records: list[Record]) -> pd.DataFrame:
+    """2.2: speed-up at the same effective batch size: the same steps, shared (strong scaling)."""
+    return pd.DataFrame(_scaling(records, "effective_batch_size", "strong"))
+
+
+def ddp_weak(records: list[Record]) -> pd.DataFrame:
+    """2.2: speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling)."""
+    published = published_results()
+    rows = [_published_speed(result, published[0]) for result in published]
+    return pd.DataFrame(_scaling(records, "batch_size", "weak") + rows)
+
+
+def master(records: list[Record]) -> pd.DataFrame:
+    """Root README: one line per kept run."""
+    columns = ["Approach", "Figures", "Devices", "Batch size", "Training time", "Peak memory per device (GiB)"]
+    measured = [
+        {
+            **{name: _measured_speed(record, None, "strong")[name] for name in columns},
+            "Similarity score": f"{_measured_quality(record)['Similarity score before']} -> "
+            f"{_measured_quality(record)['Similarity score']}",
+            "Facts said": f"{_measured_quality(record)['Facts said before']} -> "
+            f"{_measured_quality(record)['Facts said']}",
+        }
+        for record in completed(records, "single", "ddp")
+    ]
+    published = [
+        {
+            **{name: _published_speed(result, result)[name] for name in columns},
+            "Similarity score": f"{result['similarity_score']:.3f}",
+            "Facts said": "not published",
+        }
+        for result in published_results()
+    ]
+    return pd.DataFrame(measured + published)
+
+
+TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
+    "master": master,
+    "lora-quality": lora_quality,
+    "lora-speed": lora_speed,
+    "ddp-quality": ddp_quality,
+    "ddp-strong": ddp_strong,
+    "ddp-weak": ddp_weak,
+}
+
+
+def side_by_side(records: list[Record]) -> pd.DataFrame:
+    """Runs as columns, what they were asked and what came of it as rows: what `make demo` prints."""
+    columns = {}
+    for record in records:
+        config, title = record["config"], f"{record['run_folder'].split('_')[0]} {record['run_name']}"
+        if record["status"] != "completed":
+            columns[title] = {"status": f"{record['status']}: {record.get('error', '')[:60]}"}
+            continue
+        before, after = record["quality"]["before"], record["quality"]["after"]
+        entries = {
+            "status": record["status"],
+            "devices": devices_of(record),
+            "rows per device and step": config["batch_size"],
+            "effective batch size": record["effective_batch_size"],
+            "steps": record["steps"],
+            "similarity score before (lower is better)": f"{before['similarity_score']:.3f}",
+            "similarity score after": f"{after['similarity_score']:.3f}",
+            "facts said before": f"{before['facts_said_share']:.0%}",
+            "facts said after": f"{after['facts_said_share']:.0%}",
+            "lowest validation loss": f"{record['best_validation_loss']:.4f}",
+            "training time": clock(record["train_time_s"]),
+            "tokens per second": f"{record['tokens_per_s']:,.0f}",
+            "peak memory per device (GiB, RSS on CPU)": peak_memory_gib(record),
+        }
+        for same, ceiling, words in (
+            ("effective_batch_size", "strong", "same effective batch"),
+            ("batch_size", "weak", "same rows per device"),
+        ):
+            baseline = baseline_of(record, records, same) if record["parallel"] == "ddp" else None
+            if baseline:
+                speedup = baseline["train_time_s"] / record["train_time_s"]
+                entries[f"speed-up, {words} (machine's ceiling)"] = (
+                    f"{speedup:.2f}x ({record['machine_ceiling'][ceiling]:.2f}x)"
+                )
+        columns[title] = entries
+    return pd.DataFrame(columns).dropna(how="all").fillna("")
+
+
+def rendered(name: str, records: list[Record]) -> str:
+    """A table as Markdown."""
+    table = TABLES[name](records)
+    return "not run\n" if table.empty else table.to_markdown(index=False, disable_numparse=True) + "\n"
+
+
+def with_tables(text: str, records: list[Record]) -> str:
+    """`text` with each marked table replaced by what the records say."""
+    return MARKED_TABLE.sub(lambda found: found[1] + rendered(found["name"], records) + found[3], text)
+
+
+def readmes(root: Path = REPOSITORY) -> list[Path]:
+    """The root's README and the technique folders'."""
+    return [root / "README.md", *sorted(root.glob("[0-9].[0-9]_*/*_readme.md"))]
+
+
+def plot_losses(record: Record) -> "Figure":
+    """Training and validation loss over the steps."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for name, label in (("training_losses", "training"), ("validation_losses", "validation")):
+        axes.plot(*zip(*record[name], strict=True), marker=".", label=label)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per answer token)", title=record["run_name"])
+    axes.legend()
+    return figure
+
+
+def plot_scores(results_folder: Path) -> "Figure":
+    """Similarity score of each test question, before and after, sorted by the score before."""
+    import matplotlib.pyplot as plt
+
+    before, after = (pd.read_csv(results_folder / f"predictions_{when}.csv") for when in ("before", "after"))
+    order = before["similarity_score"].argsort()
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for table, label in ((before, "before"), (after, "after")):
+        axes.plot(table["similarity_score"].iloc[order].to_numpy(), ".", label=label)
+    axes.set(xlabel="test question", ylabel="similarity score\n(a distance: lower is better)")
+    axes.legend()
+    return figure
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Tables of the records.")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true", help="exit 1 where a README disagrees with the records")
+    mode.add_argument("--write", action="store_true", help="write the tables into the READMEs")
+    mode.add_argument("--results", action="store_true", help="the last runs of this machine, side by side")
+    parser.add_argument("--json", action="store_true", help="print tables as JSON")
+    options = parser.parse_args()
+    try:
+        sys.exit(_run(options))
+    except BadInputError as mistake:
+        parser.exit(2, f"error: {mistake}\n")
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.results:
+        table = side_by_side(results_of_this_machine())
+        if table.empty:
+            raise BadInputError("There is no result on this machine yet: `make demo` makes some.")
+        print(table.to_json(indent=2) if options.json else table.to_markdown(tablefmt="simple", disable_numparse=True))
+        return 0
+    records = committed_records()
+    if not options.check and not options.write:
+        tables = {name: TABLES[name](records) for name in TABLES}
+        if options.json:
+            print(json.dumps({name: table.to_dict("records") for name, table in tables.items()}, indent=2))
+        else:
+            print("\n".join(f"{name}\n\n{rendered(name, records)}" for name in tables))
+        return 0
+    stale = [
+        path for path in readmes() if with_tables(path.read_text(encoding="utf-8"), records) != path.read_text("utf-8")
+    ]
+    for path in stale:
+        if options.write:
+            path.write_text(with_tables(path.read_text(encoding="utf-8"), records), encoding="utf-8")
+        print(
+            f"{'wrote' if options.write else 'out of date (`make tables` renders it)'}: {path.relative_to(REPOSITORY)}"
+        )
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    main()

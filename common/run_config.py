@@ -1,0 +1,134 @@
+"""What a run is asked to do: one frozen dataclass, a unit in every field, checked when it is made."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class BadInputError(ValueError):
+    """A user's mistake, told in one sentence: what was wrong, the actual value, the next step."""
+
+
+def _setting(default: object, doc: str) -> object:
+    return field(default=default, metadata={"help": doc})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One fine-tuning run. A run folder's literal holds only what differs from these defaults.
+
+    Raises:
+        BadInputError: a value is out of its range, or two values contradict each other.
+    """
+
+    technique: Literal["lora"] = _setting("lora", "What is trained: lora = low-rank adapters, base frozen.")
+    parallel: Literal["single", "ddp"] = _setting("single", "How devices share the work: not at all, or DDP.")
+    run_folder: str = _setting("", "Run folder, relative to the repository's root.")
+
+    device: Literal["cpu", "cuda"] = _setting("cpu", "Kind of device: cpu = one process with one thread.")
+    devices: int = _setting(1, "Number of devices, and so of ranks with ddp.")
+    model: str = _setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
+    data: str = _setting("assets/exhibits", "Folder with train.jsonl, validation.jsonl and test.jsonl.")
+    max_length: int = _setting(256, "Longest training row, in tokens; longer rows are cut.")
+
+    batch_size: int = _setting(16, "Training rows per rank and step, before accumulation.")
+    accumulation_steps: int = _setting(1, "Micro-batches per optimizer step and rank.")
+    epochs: int = _setting(8, "Passes over the training rows.")
+    max_steps: int = _setting(-1, "Optimizer steps after which training ends early; -1 = all epochs.")
+    learning_rate: float = _setting(2e-3, "Peak learning rate, after warm-up.")
+    warmup_share: float = _setting(0.03, "Share of the steps in which the learning rate rises (0 to 1).")
+    scheduler: str = _setting("cosine", "Learning-rate schedule, by its name in Transformers.")
+    optimizer: str = _setting("adamw_torch", "Optimizer, by its name in Transformers.")
+    weight_decay: float = _setting(0.01, "Weight decay, per step and unit of learning rate.")
+    max_grad_norm: float = _setting(0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.")
+    precision: Literal["fp32", "bf16"] = _setting("fp32", "Number format of weights and arithmetic.")
+    attention: Literal["eager", "sdpa"] = _setting("sdpa", "Attention implementation.")
+    gradient_checkpointing: Literal["none", "reentrant", "non-reentrant"] = _setting(
+        "none", "Whether activations are computed again in the backward pass, and by which of PyTorch's two ways."
+    )
+
+    lora_rank: int = _setting(8, "Rank of the adapters.")
+    lora_alpha: int = _setting(64, "Scale of the adapters; with rsLoRA they are multiplied by alpha / sqrt(rank).")
+    lora_dropout: float = _setting(0.1, "Dropout before the adapters (0 to 1).")
+
+    report_share: float = _setting(0.05, "Log, validate and save each time this share of the steps is done (0 to 1).")
+    evaluation_batch_size: int = _setting(32, "Rows per rank in validation and generation.")
+    max_new_tokens: int = _setting(48, "Longest generated answer, in tokens.")
+    test_rows: int = _setting(-1, "Test questions to answer, from the first; -1 = all.")
+    train_rows: int = _setting(-1, "Training rows to use, from the first; -1 = all.")
+    seed: int = _setting(42, "Seed of the adapters' start, of dropout and of the rows' order.")
+    run_name: str = _setting("", "Name of the results folder; empty = launcher, batch size and seed.")
+    results_root: str = _setting("", "Folder that takes results/<run name>; empty = the run folder.")
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        at_least = {"devices": 1, "max_length": 2, "batch_size": 1, "accumulation_steps": 1, "epochs": 1,
+                    "lora_rank": 1, "lora_alpha": 1, "evaluation_batch_size": 1, "max_new_tokens": 1,
+                    "weight_decay": 0, "max_grad_norm": 0, "seed": 0}  # fmt: skip
+        for name, low in at_least.items():
+            value = getattr(self, name)
+            if value < low:
+                raise BadInputError(f"{name} is {value}, but must be at least {low}: pass --{name} {max(low, 1)}.")
+        for name in ("warmup_share", "lora_dropout", "report_share"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise BadInputError(f"{name} is {value}, but is a share: pass a number from 0 up to, not with, 1.")
+        for name in ("max_steps", "test_rows", "train_rows"):
+            value = getattr(self, name)
+            if value == 0 or value < -1:
+                raise BadInputError(f"{name} is {value}: pass a number of at least 1, or -1 for all.")
+        if not self.learning_rate > 0:
+            raise BadInputError(f"learning_rate is {self.learning_rate}, but must be above 0, such as 1e-3.")
+        if self.parallel == "single" and self.devices != 1:
+            raise BadInputError(
+                f"devices is {self.devices}, but parallel is single: pass --devices 1, or go to 2.2 (ddp)."
+            )
+        if self.parallel == "ddp" and self.gradient_checkpointing == "reentrant":
+            raise BadInputError(
+                "gradient_checkpointing is reentrant, but DDP would see each weight's gradient twice: "
+                "pass --gradient_checkpointing non-reentrant."
+            )
+        if self.run_name and not RUN_NAME_PATTERN.fullmatch(self.run_name):
+            raise BadInputError(
+                f"run_name {self.run_name[:120]!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks (processes) of the run."""
+        return self.devices if self.parallel == "ddp" else 1
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Rows per optimizer step over all ranks."""
+        return self.batch_size * self.accumulation_steps * self.world_size
+
+    def results_folder(self, run_name: str) -> Path:
+        """Where this run writes."""
+        root = Path(self.results_root).expanduser() if self.results_root else REPOSITORY / self.run_folder
+        return root / "results" / run_name
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field, for the record."""
+        return asdict(self)
+
+
+def parse_overrides(defaults: RunConfig, arguments: Sequence[str] | None = None) -> RunConfig:
+    """`defaults` with the `--field value` pairs of the command line put over it.
+
+    Raises:
+        SystemExit: with code 2 for an unknown field or a value of the wrong kind (argparse's own sentence).
+        BadInputError: a value is out of range.
+    """
+    from transformers import HfArgumentParser  # here: `report` and notebooks' first cells need no Transformers
+
+    parser = HfArgumentParser(RunConfig, description="Overrides of this run's settings.")
+    parser.set_defaults(**defaults.to_dict())
+    return RunConfig(**vars(parser.parse_args(sys.argv[1:] if arguments is None else arguments)))

@@ -1,0 +1,214 @@
+"""The record of one run: schema, environment, save and load. Every figure of a table comes from one of these.
+
+Imports torch only inside a run; reading records needs none.
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from common import hardware
+from common.launch import Rank
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+
+SCHEMA_VERSION = 1
+RECORD_NAME = "run_record.json"
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate")
+
+Record = dict[str, Any]
+
+
+class RunLog:
+    """Collects what a run measures, and writes its record: also when a phase fails.
+
+    Made on every rank of a run; making it empties the run's results folder (an earlier run of the same name is
+    replaced). A phase left by an exception writes a record with status `oom`, `interrupted` or `failed`.
+    """
+
+    def __init__(self, run: RunConfig, rank: Rank) -> None:
+        """Make the results folder, once for all ranks."""
+        from accelerate.utils import wait_for_everyone
+
+        self.run, self.rank = run, rank
+        self.run_name = run.run_name or f"{rank.launcher}-batch{run.batch_size}-seed{run.seed}"
+        self.folder = run.results_folder(self.run_name)
+        self.phases_s: dict[str, float] = {}
+        self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        if rank.is_main:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+        wait_for_everyone()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time one phase of the run, in seconds; say when it starts and how long it took."""
+        start_s = time.perf_counter()
+        if self.rank.is_main:
+            print(f"{name} ...")
+        try:
+            yield
+        except BaseException as error:  # an interrupt is a way to end, too
+            figures = {"failed_phase": name, "failed_rank": self.rank.rank, "error": f"{type(error).__name__}: {error}"}
+            save_record(self._record(status_of(error), figures), self.folder)
+            raise
+        self.phases_s[name] = time.perf_counter() - start_s
+        if self.rank.is_main:
+            print(f"{name}: {self.phases_s[name]:.1f} s")
+
+    def complete(self, **figures: object) -> Record:
+        """Write the record of a completed run on rank 0, with every rank's memory; call it on all ranks."""
+        from accelerate.utils import gather_object
+
+        memory = gather_object([self._memory()])
+        record = self._record("completed", {**figures, "memory": memory})
+        if self.rank.is_main:
+            save_record(record, self.folder)
+            print(f"record: {RECORD_NAME} in {self.folder.relative_to(self.folder.parents[1])}")
+        return record
+
+    def _memory(self) -> dict[str, object]:
+        reading = hardware.read_memory(self.rank.device)
+        return {
+            "rank": self.rank.rank,
+            "device": self.rank.device,
+            "planned_gib": None,
+            "peak_allocated_gib": None if self.rank.device == "cpu" else reading.peak_gib,
+            "peak_reserved_gib": reading.peak_reserved_gib,
+            "peak_rss_gib": hardware.read_memory("cpu").peak_gib,
+            "total_gib": reading.total_gib,
+        }
+
+    def _command(self) -> str:
+        """The command that runs this again, from the run folder; a notebook's is the notebook itself."""
+        if "ipykernel" in sys.modules:
+            return "the notebook"
+        started_by = {
+            "torchrun": f"torchrun --nproc_per_node {self.rank.world_size}",
+            "acclaunch": "accelerate launch --config_file my_accelerate_config.yaml",
+        }.get(self.rank.launcher, "python")
+        return shlex.join([*started_by.split(), Path(sys.argv[0]).name, *sys.argv[1:]])
+
+    def _record(self, status: str, figures: dict[str, object]) -> Record:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "status": status,
+            "technique": self.run.technique,
+            "parallel": self.run.parallel,
+            "run_folder": self.run.run_folder,
+            "run_name": self.run_name,
+            "launcher": self.rank.launcher,
+            "command": self._command(),
+            "started_at": self.started_at,
+            "config": {**self.run.to_dict(), "results_root": ""},  # a path of this machine is no setting of the run
+            "environment": environment(self.run),
+            "phases_s": self.phases_s,
+            "cost": None,
+            **figures,
+        }
+
+
+def status_of(error: BaseException) -> str:
+    """What a run that ended with `error` is called."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "oom"
+    return "failed"
+
+
+def environment(run: RunConfig) -> dict[str, object]:
+    """Packages, devices and the state of the code."""
+    torch = sys.modules.get("torch")
+    driver, gpu_names = hardware.gpus()
+    return {
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda if torch else None,
+        "driver": driver,
+        "devices": [hardware.cpu_name()] if run.device == "cpu" else gpu_names[: run.devices],
+        "threads_per_rank": torch.get_num_threads() if torch else None,
+        "commit": _git("rev-parse", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain")),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None  # a copy without git history, say an unpacked archive
+    return done.stdout.strip()
+
+
+def save_record(record: Record, folder: Path) -> Path:
+    """Write `run_record.json`."""
+    path = folder / RECORD_NAME
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def load_record(path: Path) -> Record:
+    """Read a record.
+
+    Raises:
+        BadInputError: it is no record, or of a schema that this code does not know.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path} is no record ({error}): run `make run` first, then `make record`.") from None
+    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+        found = record.get("schema_version") if isinstance(record, dict) else None
+        raise BadInputError(f"{path} has schema version {found}, this code reads {SCHEMA_VERSION}: run it again.")
+    return record
+
+
+def keep_record(results_folder: Path) -> Path:
+    """Copy a run's record from `<run folder>/results/<name>` to `<run folder>/records/<name>.json`, to be committed.
+
+    Raises:
+        BadInputError: there is no record, or not in a run folder's results.
+    """
+    record = load_record(results_folder / RECORD_NAME)
+    folder = results_folder.resolve()
+    if folder.parent.name != "results":
+        raise BadInputError(
+            f"{results_folder} is no <run folder>/results/<name>: pass RUN=<run folder>/results/<name>."
+        )
+    kept = folder.parents[1] / "records" / f"{record['run_name']}.json"
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text((folder / RECORD_NAME).read_text(encoding="utf-8"), encoding="utf-8")
+    return kept
+
+
+def main() -> None:
+    """`python -m common.run_record RESULTS_FOLDER`: keep a run's record."""
+    parser = argparse.ArgumentParser(description="Keep the record of a run: copy it where it is committed.")
+    parser.add_argument("results_folder", type=Path, help="<run folder>/results/<name>")
+    try:
+        kept = keep_record(parser.parse_args().results_folder)
+    except BadInputError as mistake:
+        parser.exit(2, f"error: {mistake}\n")
+    print(f"kept {kept.relative_to(REPOSITORY)}; `make tables` renders it")
+
+
+if __name__ == "__main__":
+    main()

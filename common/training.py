@@ -1,0 +1,224 @@
+"""A Transformers Trainer from a RunConfig, what it proves about a run, and the machine's own ceiling beside it."""
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, wait_for_everyone
+from peft import PeftModel
+from torch.utils.tensorboard import SummaryWriter
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import PrinterCallback
+
+from common.callbacks import FirstStepReport, ProgressReport, WorkDone
+from common.data import EpochBatches, EpochLoader, Tokens, TrainingRows, make_collator
+from common.launch import BACKENDS, Rank
+from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
+from common.run_config import RunConfig
+from common.run_record import RunLog
+
+
+class CountingTrainer(Trainer):
+    """A Trainer whose ranks see every row once per epoch, and count what they see.
+
+    Losses are means over the answer tokens of the whole global batch (the Trainer counts them over ranks and
+    micro-batches), so that one device and several compute the same step.
+    """
+
+    def __init__(self, *, batches: EpochBatches, work: WorkDone, **kwargs: Any) -> None:
+        """`batches` draws this rank's rows, `work` counts them; the rest goes to the Trainer."""
+        super().__init__(**kwargs)
+        self.batches, self.work = batches, work
+
+    def get_train_dataloader(self) -> EpochLoader:
+        """Batches drawn by `batches`: already this rank's share, so Accelerate must not divide them again."""
+        return EpochLoader(
+            self.train_dataset,
+            batch_sampler=self.batches,
+            collate_fn=self.data_collator,
+            pin_memory=self.args.device.type == "cuda",
+        )
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Count the mini-batch, then train on it."""
+        self.work.count(inputs.pop("row"), inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
+    """The Trainer's settings, from the run's."""
+    on_cpu = run.device == "cpu"
+    checkpointing = run.gradient_checkpointing != "none"
+    return TrainingArguments(
+        output_dir=str(output_folder),
+        per_device_train_batch_size=run.batch_size,
+        per_device_eval_batch_size=run.evaluation_batch_size,
+        gradient_accumulation_steps=run.accumulation_steps,
+        num_train_epochs=run.epochs,
+        max_steps=run.max_steps,
+        learning_rate=run.learning_rate,
+        lr_scheduler_type=run.scheduler,
+        warmup_steps=run.warmup_share,
+        optim=run.optimizer,
+        weight_decay=run.weight_decay,
+        max_grad_norm=run.max_grad_norm,
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": run.gradient_checkpointing == "reentrant"}
+        if checkpointing
+        else None,
+        bf16=run.precision == "bf16",
+        use_cpu=on_cpu,
+        ddp_backend=BACKENDS[run.device] if run.world_size > 1 else None,
+        ddp_find_unused_parameters=False,
+        eval_strategy="steps",
+        eval_steps=run.report_share,
+        logging_strategy="steps",
+        logging_steps=run.report_share,
+        save_strategy="steps",
+        save_steps=run.report_share,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=False,
+        logging_nan_inf_filter=False,  # a NaN loss is to be seen, not averaged away
+        remove_unused_columns=False,
+        prediction_loss_only=True,
+        report_to="none",
+        disable_tqdm=True,
+        seed=run.seed,
+    )
+
+
+def make_trainer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: list[Tokens],
+    validation: list[Tokens],
+    log: RunLog,
+) -> CountingTrainer:
+    """The trainer of this rank, with its reports; nothing runs yet."""
+    run, rank, work = log.run, log.rank, WorkDone()
+    callbacks: list[TrainerCallback] = [FirstStepReport(rank, work, tokenizer), ProgressReport(rank)]
+    if rank.is_main:
+        callbacks.append(TensorBoardCallback(SummaryWriter(str(log.folder / "tensorboard"))))
+    trainer = CountingTrainer(
+        model=model,
+        args=training_arguments(run, log.folder / "checkpoints"),
+        train_dataset=TrainingRows(train),
+        eval_dataset=validation,
+        data_collator=make_collator(tokenizer),
+        batches=EpochBatches(
+            [len(row["input_ids"]) for row in train], run.batch_size, rank.world_size, rank.rank, run.seed
+        ),
+        work=work,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)  # ProgressReport says it with the rank's prefix
+    return trainer
+
+
+def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, object]]:
+    """The world after training: per rank its machine, device, samples and tokens; the same list on every rank.
+
+    Raises:
+        RuntimeError: a rank did nothing, rows were skipped or repeated, or the learning rate decayed at another pace
+            than once per optimizer step.
+    """
+    work = trainer.work
+    place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
+    shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
+    for share in shares:
+        if share["samples"] == 0:
+            raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
+    check_rows_seen([share.pop("rows") for share in shares], len(trainer.train_dataset))
+    if trainer.lr_scheduler.last_epoch != trainer.state.global_step:
+        raise RuntimeError(
+            f"The learning rate took {trainer.lr_scheduler.last_epoch} steps, training {trainer.state.global_step}."
+        )
+    return shares
+
+
+def check_rows_seen(rows_by_rank: list[list[int]], row_count: int) -> None:
+    """Every row was seen once per epoch, by one rank only (in an epoch that ended early: at most once).
+
+    Raises:
+        RuntimeError: rows were skipped or repeated.
+    """
+    times_seen = Counter(row for rows in rows_by_rank for row in rows)
+    full_epochs = times_seen.total() // row_count
+    wrong = [row for row in range(row_count) if not 0 <= times_seen[row] - full_epochs <= 1]
+    if wrong:
+        raise RuntimeError(
+            f"{len(wrong)} of {row_count} rows were not seen {full_epochs} times; row {wrong[0]} was seen "
+            f"{times_seen[wrong[0]]} times."
+        )
+
+
+def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], log: RunLog) -> dict[str, object]:
+    """What the record says of training: steps, losses, speed, FLOPs, best checkpoint.
+
+    `world` comes from `check_training`.
+    """
+    history = trainer.state.log_history
+    trained, multiplied = parameter_counts(trainer.accelerator.unwrap_model(trainer.model))
+    return {
+        "world": world,
+        "effective_batch_size": log.run.effective_batch_size,
+        "steps": trainer.state.global_step,
+        "train_time_s": log.phases_s["training"],
+        "tokens_per_s": sum(share["tokens"] for share in world) / log.phases_s["training"],
+        "trained_parameters": trained,
+        **training_flops(trained, multiplied - trained),
+        "mfu": None,
+        "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
+        "validation_losses": [[entry["step"], entry["eval_loss"]] for entry in history if "eval_loss" in entry],
+        "best_validation_loss": trainer.state.best_metric,
+        "checkpoints": {"best": Path(trainer.state.best_model_checkpoint).name},
+    }
+
+
+def training_flops(trained_parameters: int, frozen_parameters: int) -> dict[str, object]:
+    """Floating-point operations per token of a training step, and the formula.
+
+    Forward 2N, the activations' gradients 2N, the weights' gradients 2N (Kaplan et al. 2020, section 2.1); frozen
+    weights need no gradients of their own: 4N. Recomputation is not counted.
+    """
+    flops = 6 * trained_parameters + 4 * frozen_parameters
+    formula = "4N frozen base + 6N adapters" if frozen_parameters else "6N full"
+    return {"flops_per_token": flops, "flops_formula": formula}
+
+
+def merge_and_reload(
+    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase, device_map: dict[str, str]
+) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save the adapter and the merged model, load both again as any user would, and compare them with what was trained.
+
+    Rank 0 writes `adapter` and `merged` into the results folder; every rank loads the merged model.
+
+    Returns:
+        The merged model as plain Transformers loads it, and the largest absolute differences of logits.
+
+    Raises:
+        RuntimeError: what was saved is not what was trained.
+    """
+    run, adapter_folder, merged_folder = log.run, log.folder / "adapter", log.folder / "merged"
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    batch = trainer.data_collator(trainer.eval_dataset[: run.evaluation_batch_size])
+    expected = next_token_logits(trained, batch)
+    differences: dict[str, float] = {}
+    if log.rank.is_main:
+        trained.save_pretrained(adapter_folder)
+        reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), adapter_folder)
+        differences["adapter"] = check_equal_logits(
+            expected, next_token_logits(reloaded, batch), "adapter", run.precision
+        )
+        reloaded.merge_and_unload().save_pretrained(merged_folder)
+        tokenizer.save_pretrained(merged_folder)
+        del reloaded
+    wait_for_everyone()
+    tuned = load_base_model(run, device_map, source=merged_folder)
+    differences["merged"] = check_equal_logits(expected, next_token_logits(tuned, batch), "merged model", run.precision)
+    return tuned, differences
