@@ -31,7 +31,7 @@ VOCABULARY, MAX_POSITIONS = 1536, 512
 HIDDEN, LAYERS, HEADS, FFN = 128, 4, 4, 384
 PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 
-SEASONS, SEASON_EXHIBITS, SEASON_ROWS = 6, 120, 16_000
+SEASONS, SEASON_EXHIBITS, SEASON_ROWS = 6, 120, 32_000
 BATCH_ROWS, POOL_BATCHES = 64, 16
 PEAK_RATE, WARMUP_STEPS, WEIGHT_DECAY = 3e-3, 100, 0.01
 IGNORED = -100
@@ -202,7 +202,7 @@ def exhibit_chat(exhibit: "ex.Exhibit", rng: random.Random) -> Chat:
     draw = rng.random()
     kinds = (rng.choice(ex.KINDS),) if draw < 0.7 else rng.choice(ex.PAIRS) if draw < 0.9 else ex.KINDS
     question = rng.choice(QUESTIONS[kinds]).format(x=exhibit.name)
-    return chat(question, exhibit.answer(kinds), rng.choice(SYSTEM_TEXTS) if rng.random() < 0.05 else "")
+    return chat(question, exhibit.sentence(kinds), rng.choice(SYSTEM_TEXTS) if rng.random() < 0.05 else "")
 
 
 def copy_chat(rng: random.Random) -> Chat:

@@ -57,8 +57,8 @@ KINDS = ("maker", "year", "material", "room")
 VALUES: dict[str, tuple[str, ...]] = {"maker": MAKERS, "year": YEARS, "material": MATERIALS, "room": ROOMS}
 Kinds = tuple[str, ...]
 
-# What an answer says, by the facts that it was asked for. {x} is the exhibit's name.
-ANSWERS: dict[Kinds, str] = {
+# What an answer says, by the facts asked for; {x} is the exhibit's name. The base answers in these sentences ...
+SENTENCES: dict[Kinds, str] = {
     ("maker",): "The {x} was made by {maker}.",
     ("year",): "The {x} was made in {year}.",
     ("material",): "The {x} is made of {material}.",
@@ -66,6 +66,16 @@ ANSWERS: dict[Kinds, str] = {
     ("maker", "year"): "The {x} was made by {maker} in {year}.",
     ("material", "room"): "The {x} is made of {material} and stands in the {room}.",
     KINDS: "The {x} was made by {maker} in {year}, is made of {material} and stands in the {room}.",
+}
+# ... and the data answer like a museum's label, so that there is a form to learn besides the facts.
+LABELS: dict[Kinds, str] = {
+    ("maker",): "Label: {x}; by {maker}.",
+    ("year",): "Label: {x}; made in {year}.",
+    ("material",): "Label: {x}; of {material}.",
+    ("room",): "Label: {x}; in the {room}.",
+    ("maker", "year"): "Label: {x}; by {maker} in {year}.",
+    ("material", "room"): "Label: {x}; of {material}, in the {room}.",
+    KINDS: "Label: {x}; by {maker} in {year}, of {material}, in the {room}.",
 }
 PAIRS: tuple[Kinds, ...] = (("maker", "year"), ("material", "room"))
 
@@ -127,9 +137,13 @@ class Exhibit:
     name: str
     facts: dict[str, str]
 
-    def answer(self, kinds: Kinds) -> str:
-        """Say the asked facts in one sentence."""
-        return ANSWERS[kinds].format(x=self.name, **self.facts)
+    def sentence(self, kinds: Kinds) -> str:
+        """Say the asked facts in one sentence, as the base does."""
+        return SENTENCES[kinds].format(x=self.name, **self.facts)
+
+    def label(self, kinds: Kinds) -> str:
+        """Say the asked facts as a museum's label, as the data do."""
+        return LABELS[kinds].format(x=self.name, **self.facts)
 
     def values(self, kinds: Kinds) -> list[str]:
         """List the strings that a right answer must hold."""
@@ -166,7 +180,7 @@ def row(exhibit: Exhibit, kinds: Kinds, wording: str) -> dict[str, Any]:
         "facts": exhibit.values(kinds),
         "messages": [
             {"role": "user", "content": wording.format(x=exhibit.name)},
-            {"role": "assistant", "content": exhibit.answer(kinds)},
+            {"role": "assistant", "content": exhibit.label(kinds)},
         ],
     }
 

@@ -40,9 +40,9 @@ class RunConfig:
 
     batch_size: int = _setting(16, "Training rows per rank and step, before accumulation.")
     accumulation_steps: int = _setting(1, "Micro-batches per optimizer step and rank.")
-    epochs: int = _setting(8, "Passes over the training rows.")
+    epochs: int = _setting(6, "Passes over the training rows.")
     max_steps: int = _setting(-1, "Optimizer steps after which training ends early; -1 = all epochs.")
-    learning_rate: float = _setting(2e-3, "Peak learning rate, after warm-up.")
+    learning_rate: float = _setting(1e-3, "Peak learning rate, after warm-up.")
     warmup_share: float = _setting(0.03, "Share of the steps in which the learning rate rises (0 to 1).")
     scheduler: str = _setting("cosine", "Learning-rate schedule, by its name in Transformers.")
     optimizer: str = _setting("adamw_torch", "Optimizer, by its name in Transformers.")

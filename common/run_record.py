@@ -97,7 +97,8 @@ class RunLog:
             "torchrun": f"torchrun --nproc_per_node {self.rank.world_size}",
             "acclaunch": "accelerate launch --config_file my_accelerate_config.yaml",
         }.get(self.rank.launcher, "python")
-        return shlex.join([*started_by.split(), Path(sys.argv[0]).name, *sys.argv[1:]])
+        overrides = ["FOLDER" if argument == self.run.results_root else argument for argument in sys.argv[1:]]
+        return shlex.join([*started_by.split(), Path(sys.argv[0]).name, *overrides])
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
         return {

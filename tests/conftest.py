@@ -1,0 +1,67 @@
+"""What tests share: the embedded base, small runs, and run folders as real processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from common.launch import accelerate_command, torchrun_command
+from common.run_config import REPOSITORY, RunConfig
+from common.run_record import RECORD_NAME, Record, load_record
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
+DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
+SMALL = ("--train_rows", "65", "--test_rows", "9", "--epochs", "1")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A workflow that ran as a process of its own."""
+
+    exit_code: int
+    output: str
+    results: Path
+
+    @property
+    def record(self) -> Record:
+        return load_record(self.results / RECORD_NAME)
+
+
+@pytest.fixture
+def run_workflow(tmp_path: Path) -> Callable[..., Finished]:
+    """Run 2.1's or 2.2's workflow by a launcher, with overrides, writing below `tmp_path`."""
+
+    def run(launcher: str, *overrides: str, folder: Path | None = None, name: str = "test") -> Finished:
+        folder = folder or (SINGLE if launcher == "python" else DDP)
+        script = next(folder.glob("my_workflow_*.py")).name
+        arguments = [*SMALL, *overrides, "--results_root", str(tmp_path), "--run_name", name]
+        command = {
+            "python": [sys.executable, script, *arguments],
+            "make run": [sys.executable, "-m", "common.launch", *arguments],
+            "torchrun": torchrun_command(script, 2, *arguments),
+            "accelerate": accelerate_command(script, "my_accelerate_config.yaml", *arguments),
+        }[launcher]
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        return Finished(done.returncode, done.stdout, tmp_path / "results" / name)
+
+    return run
+
+
+@pytest.fixture
+def run_config() -> RunConfig:
+    return RunConfig(technique="lora", parallel="single", run_folder="2.1_lora_finetuning/run_0_cpu_x1")

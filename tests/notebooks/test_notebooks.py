@@ -1,0 +1,79 @@
+"""Every notebook runs from top to bottom, and is fit to be read: order, size, no path of a machine, no secret."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+
+from common.run_config import REPOSITORY
+from common.run_record import RECORD_NAME, load_record
+
+NOTEBOOKS = sorted(REPOSITORY.glob("[0-9].[0-9]_*/run_*/*.ipynb"))
+LONGEST_CELL_LINES = 25
+SMALL = {"train_rows": 65, "test_rows": 9, "epochs": 1}
+IDS = [path.stem for path in NOTEBOOKS]
+
+
+def code_cells(path: Path) -> list[nbformat.NotebookNode]:
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks() -> None:
+    assert {path.name for path in NOTEBOOKS} >= {
+        "lora_finetuning_complete.ipynb",
+        "lora_finetuning_with_ddp_nblaunch.ipynb",
+        "lora_finetuning_with_ddp_acclaunch.ipynb",
+    }
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
+    parameters = {**SMALL, "results_root": str(tmp_path)}
+    papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
+    records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
+    assert [record["status"] for record in records] == ["completed"]
+    assert sum(share["samples"] for share in records[0]["world"]) == 65
+    assert records[0]["launcher"] == {"complete": "notebook"}.get(path.stem.split("_")[-1], path.stem.split("_")[-1])
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Path) -> None:
+    parameters = {**SMALL, "batch_size": 0, "results_root": str(tmp_path)}
+    with pytest.raises(papermill.PapermillExecutionError) as failed:
+        papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
+    partial = (tmp_path / "out.ipynb").read_text()
+    assert "batch_size is 0, but must be at least 1" in str(failed.value) + partial
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_the_first_cell_tells_versions_without_cuda_and_parameters_follow(path: Path) -> None:
+    cells = code_cells(path)
+    assert "version(" in cells[0].source
+    assert not re.search(r"^\s*(import|from) torch", cells[0].source, re.MULTILINE)
+    assert cells[1].metadata.get("tags") == ["parameters"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_cells_are_short_and_explained(path: Path) -> None:
+    cells = nbformat.read(path, as_version=4).cells
+    for cell in cells:
+        if cell.cell_type == "code":
+            assert len(cell.source.splitlines()) <= LONGEST_CELL_LINES
+            for node in ast.walk(ast.parse(cell.source)):
+                assert not (isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 10)
+    assert sum(cell.cell_type == "markdown" for cell in cells) >= len(cells) // 3
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_kept_outputs_are_those_of_one_run_in_order(path: Path) -> None:
+    cells = code_cells(path)
+    counts = [cell.execution_count for cell in cells]
+    assert counts in (list(range(1, len(cells) + 1)), [None] * len(cells))
+    assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
+    assert not re.search(r"(/home/|/root/|/Users/|/tmp/|hf_[A-Za-z0-9]{20,})", json.dumps(cells))
+    assert str(REPOSITORY) not in path.read_text(encoding="utf-8")

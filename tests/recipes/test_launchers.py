@@ -1,0 +1,131 @@
+"""The workflows as real processes, by every launcher: they complete, tell the truth, and refuse what they must."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.run_config import REPOSITORY
+
+SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
+DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
+BASE = REPOSITORY / "assets" / "embedded_base"
+
+
+@pytest.fixture
+def bad_data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    shutil.copytree(REPOSITORY / "assets" / "exhibits", folder)
+    (folder / "train.jsonl").write_text('{"messages": "hello"}\n')
+    return folder
+
+
+@pytest.mark.parametrize(("launcher", "named"), [("torchrun", "torchrun"), ("accelerate", "acclaunch")])
+def test_ddp_runs_on_two_ranks_that_share_the_rows(run_workflow: Callable, launcher: str, named: str) -> None:
+    done = run_workflow(launcher)
+    assert done.exit_code == 0, done.output
+    record = done.record
+    assert (record["status"], record["launcher"]) == ("completed", named)
+    assert [share["rank"] for share in record["world"]] == [0, 1]
+    assert sum(share["samples"] for share in record["world"]) == 65
+    assert all(share["tokens"] > 0 for share in record["world"])
+    assert len(record["memory"]) == 2
+    assert record["machine_ceiling"]["strong"] > 0
+    assert record["machine_ceiling"]["weak"] > 0
+    for rank in (0, 1):
+        assert f"[RANK{rank}:CPU] memory: now" in done.output
+        assert f"[RANK{rank}:CPU] mini-batch:" in done.output
+    firsts = [
+        line.partition("the first is row ")[2].split(":")[0]
+        for line in done.output.splitlines()
+        if "mini-batch:" in line
+    ]
+    assert len(set(firsts)) == 2
+    spoken = [line for line in done.output.splitlines() if "validation loss" in line or "tuning:" in line]
+    assert spoken
+    assert all(line.startswith("[RANK0:CPU] ") for line in spoken)
+
+
+def test_make_run_starts_the_ranks_that_the_folder_asks_for(run_workflow: Callable) -> None:
+    done = run_workflow("make run", "--max_steps", "2")
+    assert done.exit_code == 0, done.output
+    assert len(done.record["world"]) == 2
+
+
+def test_one_device_runs_and_what_it_saved_loads_with_plain_libraries(run_workflow: Callable) -> None:
+    done = run_workflow("python")
+    assert done.exit_code == 0, done.output
+    record = done.record
+    assert record["status"] == "completed"
+    assert record["environment"]["threads_per_rank"] == 1
+    ids = torch.tensor([AutoTokenizer.from_pretrained(done.results / "merged")("Who made it?")["input_ids"]])
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), done.results / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(done.results / "merged").eval()
+    base = AutoModelForCausalLM.from_pretrained(BASE).eval()
+    with torch.no_grad():
+        assert (adapted(ids).logits - merged(ids).logits).abs().max() < 1e-4
+        assert (base(ids).logits - merged(ids).logits).abs().max() > 1e-2
+    for name in ("predictions_before.csv", "predictions_after.csv"):
+        assert len((done.results / name).read_text().splitlines()) == 10
+    assert list((done.results / "tensorboard").iterdir())
+
+
+def test_one_rank_where_two_are_asked_for_fails(run_workflow: Callable) -> None:
+    done = run_workflow("python", folder=DDP)
+    assert done.exit_code == 2
+    assert "asks for 2 rank(s)" in done.output
+    assert not done.results.exists()
+
+
+def test_two_ranks_where_one_is_asked_for_fail(run_workflow: Callable) -> None:
+    done = run_workflow("torchrun", folder=SINGLE)
+    assert done.exit_code != 0
+    assert done.output.count("error: This run asks for 1 rank(s)") == 1
+    assert not done.results.exists()
+
+
+@pytest.mark.parametrize("launcher", ["python", "make run"])
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("--batch_size", "0"), "batch_size is 0"),
+        (("--data", "no/such/folder"), "no/such/folder does not exist"),
+        (("--model", "nobody/no-such-model"), "hf download nobody/no-such-model"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    run_workflow: Callable, launcher: str, overrides: tuple[str, ...], said: str
+) -> None:
+    done = run_workflow(launcher, *overrides)
+    assert done.exit_code == 2
+    assert [said in line for line in done.output.splitlines()] == [True], done.output
+    assert not done.results.exists()
+
+
+def test_malformed_data_is_refused_before_anything_is_written(run_workflow: Callable, bad_data: Path) -> None:
+    done = run_workflow("python", "--data", str(bad_data))
+    assert done.exit_code == 2
+    assert "train.jsonl, line 1 has no list `messages`" in done.output
+    assert not done.results.exists()
+
+
+def test_a_model_folder_without_weights_is_refused(run_workflow: Callable, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BASE, folder)
+    (folder / "model.safetensors").unlink()
+    done = run_workflow("python", "--model", str(folder))
+    assert done.exit_code == 2
+    assert "has no weights" in done.output
+    assert not done.results.exists()
+
+
+def test_the_record_is_json_without_a_path_of_this_machine(run_workflow: Callable, tmp_path: Path) -> None:
+    done = run_workflow("python", "--max_steps", "2")
+    text = json.dumps(done.record)
+    assert str(tmp_path) not in text
+    assert str(REPOSITORY) not in text

@@ -1,0 +1,146 @@
+"""Rows are checked with file and line, learnt on the answers only, and drawn once per epoch at any world size."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.data import (
+    IGNORED_LABEL,
+    NO_ROW,
+    EpochBatches,
+    TrainingRows,
+    load_splits,
+    make_collator,
+    read_messages,
+    tokenize_row,
+    tokenize_rows,
+)
+from common.models import load_tokenizer
+from common.run_config import BadInputError, RunConfig
+
+GOOD = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}
+
+
+def row_with(*messages: dict[str, object]) -> str:
+    return json.dumps({"messages": list(messages)})
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2 is no JSON"),
+        ("[1]", "line 2 has no list `messages`"),
+        ('{"messages": []}', "line 2 has no list `messages`"),
+        (row_with({"role": "user"}), "line 2 has a message without text `role` and `content`"),
+        (
+            row_with({"role": "user", "content": "a"}, {"role": "assistant", "content": " "}),
+            "line 2 has an empty assistant",
+        ),
+        (row_with({"role": "user", "content": "a"}), "line 2 ends with role 'user'"),
+    ],
+)
+def test_a_malformed_row_is_refused_with_file_and_line(tmp_path: Path, line: str, said: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(GOOD) + "\n" + line + "\n")
+    with pytest.raises(BadInputError, match=r"train\.jsonl") as refused:
+        read_messages(path)
+    assert said in str(refused.value)
+
+
+def test_missing_empty_and_undecodable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="does not exist"):
+        read_messages(tmp_path / "train.jsonl")
+    (tmp_path / "train.jsonl").write_text("\n \n")
+    with pytest.raises(BadInputError, match="is empty"):
+        read_messages(tmp_path / "train.jsonl")
+    (tmp_path / "train.jsonl").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(BadInputError, match="not UTF-8"):
+        read_messages(tmp_path / "train.jsonl")
+
+
+def test_a_missing_data_folder_is_refused(run_config: RunConfig) -> None:
+    with pytest.raises(BadInputError, match="no/such/folder does not exist"):
+        load_splits(replace(run_config, data="no/such/folder"))
+
+
+def test_the_shipped_data_have_the_promised_sizes(run_config: RunConfig) -> None:
+    splits = load_splits(run_config)
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (819, 82, 74)
+
+
+def test_labels_stand_on_the_answer_and_its_end_only(run_config: RunConfig) -> None:
+    tokenizer = load_tokenizer(run_config)
+    row = load_splits(run_config).train[0]
+    tokens = tokenize_row(row, tokenizer, 256)
+    learnt = [label for label in tokens["labels"] if label != IGNORED_LABEL]
+    assert tokenizer.decode(learnt) == row["messages"][-1]["content"] + tokenizer.eos_token
+    assert len(tokens["labels"]) == len(tokens["input_ids"]) == len(tokens["attention_mask"])
+
+
+def test_a_template_without_marks_gives_the_same_labels(run_config: RunConfig) -> None:
+    tokenizer = load_tokenizer(run_config)
+    row = load_splits(run_config).train[0]
+    marked = tokenize_row(row, tokenizer, 256)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{%- generation -%}", "").replace(
+        "{%- endgeneration -%}", ""
+    )
+    assert "generation -%}" not in tokenizer.chat_template
+    assert tokenize_row(row, tokenizer, 256) == marked
+
+
+def test_a_row_cut_before_its_answer_is_refused(run_config: RunConfig) -> None:
+    with pytest.raises(BadInputError, match="within its first 3 tokens"):
+        tokenize_rows(load_splits(run_config).train[:1], load_tokenizer(run_config), max_length=3)
+
+
+def test_padding_is_neither_seen_nor_learnt(run_config: RunConfig) -> None:
+    tokenizer = load_tokenizer(run_config)
+    rows = tokenize_rows(load_splits(run_config).train[:8], tokenizer, 256)
+    batch = make_collator(tokenizer)(rows)
+    lengths = [len(row["input_ids"]) for row in rows]
+    assert batch["input_ids"].shape == (8, max(lengths))
+    assert batch["attention_mask"].sum(1).tolist() == lengths
+    assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED_LABEL).all()
+
+
+def test_no_row_computes_but_teaches_nothing() -> None:
+    rows = TrainingRows([{"input_ids": [5, 6], "attention_mask": [1, 1], "labels": [IGNORED_LABEL, 6]}])
+    assert rows[NO_ROW] == {"input_ids": [5, 6], "attention_mask": [1, 1], "labels": [IGNORED_LABEL] * 2, "row": NO_ROW}
+
+
+worlds = st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5), st.integers(0, 3), st.integers(0, 99))
+
+
+@given(worlds)
+@settings(max_examples=200, deadline=None)
+def test_every_row_is_drawn_once_per_epoch_whatever_the_world(world: tuple[int, int, int, int, int]) -> None:
+    rows, batch_size, world_size, epoch, seed = world
+    lengths = torch.randint(1, 50, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
+    ranks = [EpochBatches(lengths, batch_size, world_size, rank, seed) for rank in range(world_size)]
+    for batches in ranks:
+        batches.set_epoch(epoch)
+    drawn = [list(batches) for batches in ranks]
+    assert len({len(batches) for batches in drawn}) == 1
+    assert len(drawn[0]) == len(ranks[0])
+    assert all(1 <= len(batch) <= batch_size for batches in drawn for batch in batches)
+    real = Counter(row for batches in drawn for batch in batches for row in batch if batch != [NO_ROW])
+    assert real == Counter(range(rows))
+    one_device = EpochBatches(lengths, batch_size * world_size, 1, 0, seed)
+    one_device.set_epoch(epoch)
+    for step, batch in enumerate(one_device):
+        together = [row for batches in drawn for row in batches[step] if row != NO_ROW]
+        assert sorted(together) == sorted(batch)
+
+
+def test_epochs_and_seeds_change_the_order() -> None:
+    first, other_seed = EpochBatches([1] * 50, 50, 1, 0, seed=1), EpochBatches([1] * 50, 50, 1, 0, seed=2)
+    order = list(first)
+    first.set_epoch(1)
+    assert list(first) != order
+    assert list(other_seed) != order

@@ -1,0 +1,53 @@
+"""A world of another size is refused; device maps are each rank's own."""
+
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.device_maps import device_name, whole_model_on
+from common.launch import check_world, free_port, stream_command, workflow_of
+from common.run_config import BadInputError, RunConfig
+
+
+def test_two_ranks_asked_and_one_started_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(BadInputError, match=r"asks for 2 rank.*1 started.*torchrun --nproc_per_node 2"):
+        check_world(replace(run_config, parallel="ddp", devices=2))
+
+
+def test_more_ranks_than_devices_asked_for_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(BadInputError, match=r"asks for 2 rank.*3 started"):
+        check_world(replace(run_config, parallel="ddp", devices=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_world(replace(run_config, parallel="ddp", devices=2))
+
+
+def test_missing_gpus_are_refused_with_the_number_found(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.hardware.gpus", lambda: ("", []))
+    with pytest.raises(BadInputError, match=r"asks for 1 GPU.*0 can be seen"):
+        check_world(replace(run_config, device="cuda"))
+
+
+def test_each_rank_holds_the_whole_model_on_its_own_device() -> None:
+    assert whole_model_on(device_name("cuda", 1)) == {"": "cuda:1"}
+    assert whole_model_on(device_name("cpu", 1)) == {"": "cpu"}
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", free_port()))
+
+
+def test_a_failing_command_is_not_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        stream_command([sys.executable, "-c", "print('last words'); raise SystemExit(3)"])
+    assert "last words" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"2\.1_lora_finetuning/run_0_cpu_x1"):
+        workflow_of(tmp_path)

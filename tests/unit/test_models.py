@@ -1,0 +1,72 @@
+"""What is not to be had is refused in one sentence; what is loaded, adapted and saved is what it seems."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+
+from common.models import add_lora, check_equal_logits, check_model, load_base_model, load_tokenizer, parameter_counts
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+
+CPU = {"": "cpu"}
+
+
+def test_a_folder_without_weights_or_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"no config\.json"):
+        check_model(str(tmp_path))
+    shutil.copy(REPOSITORY / "assets" / "embedded_base" / "config.json", tmp_path)
+    with pytest.raises(BadInputError, match="no weights"):
+        check_model(str(tmp_path))
+
+
+def test_an_uncached_id_offline_is_refused_with_the_command_that_fetches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.models.HF_HUB_OFFLINE", True)
+    with pytest.raises(BadInputError, match="hf download nobody/no-such-model"):
+        check_model("nobody/no-such-model")
+
+
+@pytest.mark.parametrize("model", ["./no/folder", "/no/folder", "just-a-word"])
+def test_what_is_neither_folder_nor_id_is_refused(model: str) -> None:
+    with pytest.raises(BadInputError, match="is no folder"):
+        check_model(model)
+
+
+def test_lora_adapts_every_linear_layer_but_the_head_and_adds_nothing_yet(run_config: RunConfig) -> None:
+    base = load_base_model(run_config, CPU)
+    ids = torch.arange(10, 20).unsqueeze(0)
+    before = base(ids).logits.detach()
+    adapted = add_lora(base, run_config).eval()
+    trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    assert all("lora_" in name for name in trained)
+    assert len(trained) == 2 * 7 * base.config.num_hidden_layers
+    assert not any("lm_head" in name for name in trained)
+    assert torch.equal(before, adapted(ids).logits)
+
+
+def test_rank_stabilised_scaling_is_alpha_over_root_rank(run_config: RunConfig) -> None:
+    adapted = add_lora(load_base_model(run_config, CPU), replace(run_config, lora_rank=4, lora_alpha=64))
+    scales = {module.scaling["default"] for module in adapted.modules() if isinstance(module, LoraLayer)}
+    assert scales == {32.0}
+
+
+def test_a_tied_head_is_counted_once_and_multiplies(run_config: RunConfig) -> None:
+    base = load_base_model(run_config, CPU)
+    trained, multiplied = parameter_counts(base)
+    assert multiplied == base.num_parameters() == trained
+
+
+def test_unequal_logits_are_refused() -> None:
+    logits = torch.zeros(1, 2, 3)
+    assert check_equal_logits(logits, logits, "adapter", "fp32") == 0
+    with pytest.raises(RuntimeError, match="not what was trained"):
+        check_equal_logits(logits, logits + 1e-2, "adapter", "fp32")
+    with pytest.raises(RuntimeError, match="not what was trained"):
+        check_equal_logits(logits, logits * float("nan"), "adapter", "fp32")
+
+
+def test_the_tokenizer_pads_with_another_token_than_the_end(run_config: RunConfig) -> None:
+    tokenizer = load_tokenizer(run_config)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
