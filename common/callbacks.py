@@ -10,6 +10,9 @@ from common.data import NO_ROW
 from common.hardware import read_memory
 from common.launch import Rank
 
+VALIDATION_LOSS = "eval_answer_token_loss"
+"""The validation loss by its name in the Trainer's logs: mean over the answer tokens of all validation rows."""
+
 
 @dataclass
 class WorkDone:
@@ -79,11 +82,11 @@ class ProgressReport(TrainerCallback):
     ) -> None:
         """Keep the training loss; print it with the validation loss, which the Trainer logs right after."""
         self.training_loss = logs.get("loss", self.training_loss)
-        if not self.is_main or "eval_loss" not in logs:
+        if not self.is_main or VALIDATION_LOSS not in logs:
             return
         elapsed_s = time.perf_counter() - self.start_s
         left_s = elapsed_s / state.global_step * (state.max_steps - state.global_step)
         print(
             f"step {state.global_step}/{state.max_steps}: loss {self.training_loss:.4f}, "
-            f"validation loss {logs['eval_loss']:.4f}; {elapsed_s:.0f} s, about {left_s:.0f} s left"
+            f"validation loss {logs[VALIDATION_LOSS]:.4f}; {elapsed_s:.0f} s, about {left_s:.0f} s left"
         )

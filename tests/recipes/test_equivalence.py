@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from common.run_record import Record
+
 EVERY_STEP = ("--lora_dropout", "0", "--epochs", "4")
 
 
-def losses(record: dict, kind: str = "training_losses") -> list[float]:
+def losses(record: Record, kind: str = "training_losses") -> list[float]:
     return [loss for _, loss in record[kind]]
 
 
@@ -47,7 +49,8 @@ def test_sgd_weights_and_losses_equal_one_devices(run_workflow: Callable) -> Non
         )
     assert len(losses(one.record)) == 5
     for done in (two, accumulated):
-        assert losses(done.record) == pytest.approx(losses(one.record), rel=1e-5)
+        for kind in ("training_losses", "validation_losses"):
+            assert losses(done.record, kind) == pytest.approx(losses(one.record, kind), rel=1e-5)
         assert largest_difference(weights["one"], weights[done.results.name]) < 1e-5
     # The control: another order of rows is told apart.
     assert largest_difference(weights["one"], weights["other"]) > 1e-4

@@ -1,0 +1,135 @@
+"""The repository is what its READMEs say: links lead somewhere, tables come from records, the base met no exhibit."""
+
+import importlib.util
+import json
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from common.report import committed_records, readmes, with_tables
+from common.run_config import REPOSITORY
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=\"([^\"]+)\"")
+SECTIONS = [
+    "overview",
+    "workflow",
+    "runs and gpu selection",
+    "file structure",
+    "settings and hyperparameters",
+    "results",
+    "references",
+]
+EXHIBITS = REPOSITORY / "assets" / "exhibits"
+MIB = 2**20
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    return [REPOSITORY / name for name in listed.splitlines()]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "assets" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def anchors(markdown: str) -> set[str]:
+    """Anchors of the headings, as the web renders them: lower case, punctuation dropped, spaces to hyphens."""
+    titles = re.findall(r"^#+ (.+)$", markdown, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+def documents() -> list[tuple[Path, str]]:
+    found = [(path, path.read_text(encoding="utf-8")) for path in tracked_files() if path.suffix == ".md"]
+    for path in tracked_files():
+        if path.suffix == ".ipynb":
+            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+            found.append((path, "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")))
+    return found
+
+
+@pytest.mark.parametrize(("path", "text"), documents(), ids=lambda value: value.name if isinstance(value, Path) else "")
+def test_links_and_anchors_lead_somewhere(path: Path, text: str) -> None:
+    for link, image in LINK.findall(text):
+        target, _, anchor = (link or image).partition("#")
+        if target.startswith(("http://", "https://")):
+            continue
+        place = (path.parent / target).resolve() if target else path
+        assert place.exists(), f"{path.name} links to {target}, which does not exist"
+        if anchor:
+            assert anchor in anchors(place.read_text(encoding="utf-8")), f"{path.name}: no heading for #{anchor}"
+
+
+@pytest.mark.parametrize("path", [path for path in readmes() if path.name != "README.md"], ids=lambda path: path.name)
+def test_technique_readmes_have_the_seven_sections_in_order(path: Path) -> None:
+    titles = [title.lower() for title in re.findall(r"^## \d\. (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert len(titles) == 7
+    assert all(section in title for section, title in zip(SECTIONS, titles, strict=True)), titles
+
+
+def test_every_table_is_what_the_records_say() -> None:
+    assert committed_records()
+    for path in readmes():
+        text = path.read_text(encoding="utf-8")
+        assert "<!-- table:" in text
+        assert text == with_tables(text, committed_records()), f"{path.name}: make tables"
+
+
+def test_committed_records_name_no_path_of_a_machine() -> None:
+    for path in REPOSITORY.glob("*/run_*/records/*.json"):
+        assert not re.search(r'"(/|~|[A-Z]:\\\\)', path.read_text(encoding="utf-8")), path
+
+
+def test_module_stems_are_unique_between_technique_folders() -> None:
+    folders = {(path.stem, path.parts[-3]) for path in REPOSITORY.glob("[0-9].*/run_*/my_*.py")}
+    assert folders
+    assert [stem for stem, times in Counter(stem for stem, _ in folders).items() if times > 1] == []
+
+
+def test_common_imports_no_technique_folder_and_reports_need_no_torch() -> None:
+    for path in (REPOSITORY / "common").glob("*.py"):
+        assert not re.search(r"^\s*(from|import) my_", path.read_text(encoding="utf-8"), re.MULTILINE), path
+    rooms = "common.report, common.hardware, common.device_maps, common.run_record"
+    light = f"import sys, {rooms}; print('torch' in sys.modules)"
+    python = [str(Path(subprocess.sys.executable)), "-c", light]
+    assert subprocess.run(python, capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+def test_making_the_data_again_gives_the_same_bytes(tmp_path: Path) -> None:
+    exhibits = script("make_exhibits")
+    for name, rows in exhibits.make_splits().items():
+        exhibits.write_jsonl(tmp_path / f"{name}.jsonl", rows)
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == (EXHIBITS / f"{name}.jsonl").read_bytes()
+
+
+def test_the_base_met_no_exhibit_of_the_data() -> None:
+    rows = [json.loads(line) for path in EXHIBITS.glob("*.jsonl") for line in path.read_text().splitlines()]
+    names = {row["exhibit"] for row in rows}
+    assert len(names) == 74
+    answers = {row["messages"][-1]["content"] for row in rows}
+    any_name = re.compile("|".join(re.escape(name) for name in names))
+    met = [text for text in script("make_embedded_base").corpus_texts() if any_name.search(text) or text in answers]
+    assert met == []
+    assert any_name.search(rows[0]["messages"][0]["content"])  # the control: the pattern does find a name
+
+
+def test_every_test_fact_is_taught_in_other_words() -> None:
+    train, test = (
+        [json.loads(line) for line in (EXHIBITS / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "test")
+    )
+    taught = {(row["exhibit"], fact) for row in train for fact in row["facts"]}
+    assert {(row["exhibit"], fact) for row in test for fact in row["facts"]} <= taught
+    asked = {row["messages"][0]["content"].replace(row["exhibit"], "") for row in train}
+    assert not asked & {row["messages"][0]["content"].replace(row["exhibit"], "") for row in test}
+
+
+def test_the_base_is_small_and_no_file_is_large() -> None:
+    assert (REPOSITORY / "assets" / "embedded_base" / "model.safetensors").stat().st_size <= 8 * MIB
+    assert [path for path in tracked_files() if path.exists() and path.stat().st_size > 9 * MIB] == []
