@@ -1,0 +1,78 @@
+"""Draw the technique folders' diagrams: `python assets/draw_diagrams.py`."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FROZEN, TRAINED, DATA, PLAIN = "#dfe6ee", "#ffd08a", "#cfe8cf", "#ffffff"
+
+
+def box(axes: Axes, x: float, y: float, width: float, height: float, text: str, colour: str) -> None:
+    """A rounded box with its text in the middle; (x, y) is the lower left corner."""
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.02", facecolor=colour, edgecolor="#444"))
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], style: str = "-|>") -> None:
+    """An arrow between two points."""
+    axes.add_patch(FancyArrowPatch(start, end, arrowstyle=style, mutation_scale=12, color="#444"))
+
+
+def blank(width: float, height: float) -> tuple[plt.Figure, Axes]:
+    """A drawing area without axes, in units of an inch."""
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    axes.set(xlim=(0, width), ylim=(0, height), aspect="equal")
+    axes.axis("off")
+    return figure, axes
+
+
+def draw_lora() -> plt.Figure:
+    """One linear layer with its adapter."""
+    figure, axes = blank(7, 3.2)
+    box(axes, 0.2, 1.3, 1.0, 0.6, "input x", DATA)
+    box(axes, 2.2, 1.9, 2.4, 1.0, "weight W\nfrozen", FROZEN)
+    box(axes, 2.2, 0.3, 0.9, 0.9, "A\nr rows", TRAINED)
+    box(axes, 3.7, 0.3, 0.9, 0.9, "B\nr columns,\nstarts at 0", TRAINED)
+    box(axes, 5.7, 1.3, 1.1, 0.6, "Wx + s·BAx", DATA)
+    for start, end in (((1.25, 1.75), (2.15, 2.3)), ((1.25, 1.45), (2.15, 0.8)), ((3.15, 0.75), (3.65, 0.75)),
+                       ((4.65, 2.3), (5.65, 1.75)), ((4.65, 0.8), (5.65, 1.45))):  # fmt: skip
+        arrow(axes, start, end)
+    axes.text(5.2, 0.75, "s = alpha / √r", fontsize=9)
+    return figure
+
+
+def draw_ddp() -> plt.Figure:
+    """Two ranks, each with the whole model and half of the global batch."""
+    figure, axes = blank(7.6, 4.2)
+    box(axes, 2.5, 3.5, 2.6, 0.5, "global batch: 16 rows", DATA)
+    for x, rank, base_x, lora_x in ((0.3, 0, 0.2, 2.2), (4.1, 1, 1.2, 0.2)):
+        box(axes, x + 0.6, 2.6, 2.0, 0.5, f"mini-batch {rank + 1}: 8 rows", DATA)
+        box(axes, x, 0.2, 3.2, 2.0, "", PLAIN)
+        axes.text(x + 0.1, 1.95, f"rank {rank} on device {rank}", fontsize=9, fontweight="bold")
+        box(axes, x + base_x, 0.95, 1.8, 0.75, "whole base model\nfrozen", FROZEN)
+        box(axes, x + lora_x, 0.95, 0.8, 0.75, "LoRA", TRAINED)
+        axes.text(x + 1.6, 0.5, "forward, backward, same step", ha="center", fontsize=8.5)
+        arrow(axes, (3.8, 3.45), (x + 1.6, 3.15))
+        arrow(axes, (x + 1.6, 2.55), (x + 1.6, 2.25))
+    arrow(axes, (3.35, 1.3), (4.25, 1.3), "<|-|>")
+    axes.text(3.8, 2.3, "gradients of LoRA\nare averaged", ha="center", fontsize=8.5)
+    return figure
+
+
+def main() -> None:
+    """Write the diagrams where the readmes show them."""
+    for folder, name, figure in (
+        ("2.1_lora_finetuning", "LoRA_finetuning", draw_lora()),
+        ("2.2_lora_finetuning_with_ddp", "LoRA_finetuning_with_ddp", draw_ddp()),
+    ):
+        path = REPOSITORY / folder / "assets" / f"{name}.png"
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, dpi=130)
+        print(path.relative_to(REPOSITORY))
+
+
+if __name__ == "__main__":
+    main()
