@@ -38,6 +38,14 @@ SAME_DATA = (
     "gradient_checkpointing_on",
 )
 
+LEGEND = """\
+similarity score: a distance between answer and reference, lower is better; it sees form more than facts
+facts said: share of the facts asked for that stand in the answers
+speed-up: training time of 2.1's run over this run's
+machine's ceiling: the highest speed-up to expect here: the same ranks without synchronising, against one
+memory: on CPU the resident memory of the process, most of it Python and PyTorch
+More in the readmes of 2.1 and 2.2."""
+
 Row = dict[str, str]
 
 
@@ -48,7 +56,10 @@ def committed_records(root: Path = REPOSITORY) -> list[Record]:
 
 def results_of_this_machine(root: Path = REPOSITORY) -> list[Record]:
     """The records of the last runs, whether kept or not."""
-    return [load_record(path) for path in sorted(root.glob(f"*/run_*/results/*/{RECORD_NAME}"))]
+    records = [load_record(path) for path in root.glob(f"*/run_*/results/*/{RECORD_NAME}")]
+    return sorted(
+        records, key=lambda record: (record["run_folder"], record["config"]["batch_size"], record["run_name"])
+    )
 
 
 def published_results() -> list[dict[str, Any]]:
@@ -272,30 +283,29 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
             continue
         before, after = record["quality"]["before"], record["quality"]["after"]
         entries = {
-            "status": record["status"],
+            "approach": TECHNIQUE_NAMES[record["technique"], record["parallel"]],
             "devices": devices_of(record),
             "rows per device and step": config["batch_size"],
             "effective batch size": record["effective_batch_size"],
             "steps": record["steps"],
-            "similarity score before (lower is better)": f"{before['similarity_score']:.3f}",
+            "similarity score before": f"{before['similarity_score']:.3f}",
             "similarity score after": f"{after['similarity_score']:.3f}",
             "facts said before": f"{before['facts_said_share']:.0%}",
             "facts said after": f"{after['facts_said_share']:.0%}",
             "lowest validation loss": f"{record['best_validation_loss']:.4f}",
             "training time": clock(record["train_time_s"]),
             "tokens per second": f"{record['tokens_per_s']:,.0f}",
-            "peak memory per device (GiB, RSS on CPU)": peak_memory_gib(record),
+            "peak memory per device (GiB)": peak_memory_gib(record),
         }
         for same, ceiling, words in (
-            ("effective_batch_size", "strong", "same effective batch"),
-            ("batch_size", "weak", "same rows per device"),
+            ("effective_batch_size", "strong", "at the same effective batch"),
+            ("batch_size", "weak", "at the same rows per device"),
         ):
             baseline = baseline_of(record, records, same) if record["parallel"] == "ddp" else None
             if baseline:
                 speedup = baseline["train_time_s"] / record["train_time_s"]
-                entries[f"speed-up, {words} (machine's ceiling)"] = (
-                    f"{speedup:.2f}x ({record['machine_ceiling'][ceiling]:.2f}x)"
-                )
+                entries[f"speed-up {words}"] = f"{speedup:.2f}x"
+                entries[f"machine's ceiling {words}"] = f"{record['machine_ceiling'][ceiling]:.2f}x"
         columns[title] = entries
     return pd.DataFrame(columns).dropna(how="all").fillna("")
 
@@ -362,7 +372,8 @@ def _run(options: argparse.Namespace) -> int:
         table = side_by_side(results_of_this_machine())
         if table.empty:
             raise BadInputError("There is no result on this machine yet: `make demo` makes some.")
-        print(table.to_json(indent=2) if options.json else table.to_markdown(tablefmt="simple", disable_numparse=True))
+        text = table.to_markdown(tablefmt="simple", disable_numparse=True) + "\n\n" + LEGEND
+        print(table.to_json(indent=2) if options.json else text)
         return 0
     records = committed_records()
     if not options.check and not options.write:

@@ -17,7 +17,7 @@ def device_map(rank: Rank) -> dict[str, str]:
 
 
 def measure_machine_ceiling(trainer: CountingTrainer, rank: Rank, steps: int = 8, rounds: int = 3) -> dict[str, float]:
-    """How much faster this machine's ranks are than one, when they need not agree: no speed-up can be above it.
+    """How much faster this machine's ranks are than one, when they need not agree: the most to expect of DDP here.
 
     Times the bare training step (forward, backward, optimizer) on the same rows, `rounds` times in turn: rank 0 alone
     with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch each,
@@ -26,6 +26,7 @@ def measure_machine_ceiling(trainer: CountingTrainer, rank: Rank, steps: int = 8
     Returns:
         `strong`: time of one rank with the global batch over time of all ranks, each with its share.
         `weak`: rows per second of all ranks over rows per second of one, at the same rows per rank.
+        The seconds per step of all three (medians of the rounds).
     """
     model = trainer.accelerator.unwrap_model(trainer.model).train()
     optimizer = torch.optim.AdamW(
@@ -49,7 +50,13 @@ def measure_machine_ceiling(trainer: CountingTrainer, rank: Rank, steps: int = 8
         for _ in range(rounds)
     ]
     one_global_s, one_share_s, all_shares_s = (statistics.median(column) for column in zip(*timings, strict=True))
-    return {"strong": one_global_s / all_shares_s, "weak": rank.world_size * one_share_s / all_shares_s}
+    return {
+        "strong": one_global_s / all_shares_s,
+        "weak": rank.world_size * one_share_s / all_shares_s,
+        "one_rank_global_batch_step_s": one_global_s / steps,
+        "one_rank_share_step_s": one_share_s / steps,
+        "all_ranks_share_step_s": all_shares_s / steps,
+    }
 
 
 def _bare_steps(
