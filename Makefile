@@ -53,4 +53,5 @@ lab: $(INSTALLED) ## the notebooks, in the browser
 notebooks: $(INSTALLED) ## run every notebook from top to bottom and keep its outputs
 	@PATH=$(BIN):$$PATH $(BIN)/jupyter nbconvert --to notebook --inplace --execute $(NOTEBOOKS) \
 		--ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
+		--ClearMetadataPreprocessor.preserve_nb_metadata_mask='["kernelspec"]' \
 		--ClearMetadataPreprocessor.preserve_cell_metadata_mask='[("tags",)]'

@@ -93,6 +93,7 @@ def start_rank(run: RunConfig) -> Rank:
 
     on_cpu = run.device == "cpu"
     if on_cpu:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it does so itself
         torch.set_num_threads(1)  # a CPU "device" is one thread: then one rank against two is a fair comparison
     state = PartialState(cpu=on_cpu, **({"backend": BACKENDS[run.device]} if run.world_size > 1 else {}))
     if run.world_size > 1:
