@@ -97,7 +97,10 @@ class RunLog:
             "torchrun": f"torchrun --nproc_per_node {self.rank.world_size}",
             "acclaunch": "accelerate launch --config_file my_accelerate_config.yaml",
         }.get(self.rank.launcher, "python")
-        overrides = ["FOLDER" if argument == self.run.results_root else argument for argument in sys.argv[1:]]
+        literal = getattr(sys.modules["__main__"], "RUN", self.run).to_dict()
+        changed = {name: value for name, value in self.run.to_dict().items() if value != literal[name]}
+        changed.pop("results_root", None)  # where it writes is no part of what it does
+        overrides = [word for name, value in changed.items() for word in (f"--{name}", str(value))]
         return shlex.join([*started_by.split(), Path(sys.argv[0]).name, *overrides])
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
