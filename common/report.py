@@ -105,7 +105,7 @@ def workload(record: Record) -> tuple[object, ...]:
 def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record | None:
     """The one-device run that `record`'s speed-up is stated against: same work, seed and `same` batch size.
 
-    A run by command comes before a notebook's, which pays for its kernel.
+    A run by command comes before a notebook's, as the others are runs by command, too.
 
     `same` is `effective_batch_size` (strong scaling) or `batch_size` (rows per device: weak scaling).
     """
