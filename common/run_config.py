@@ -3,9 +3,9 @@
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -69,6 +69,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check every field."""
+        self._check_types()
         at_least = {"devices": 1, "max_length": 2, "batch_size": 1, "accumulation_steps": 1, "epochs": 1,
                     "lora_rank": 1, "lora_alpha": 1, "evaluation_batch_size": 1, "max_new_tokens": 1,
                     "weight_decay": 0, "max_grad_norm": 0, "seed": 0}  # fmt: skip
@@ -99,6 +100,17 @@ class RunConfig:
             raise BadInputError(
                 f"run_name {self.run_name[:120]!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'."
             )
+
+    def _check_types(self) -> None:
+        hints = get_type_hints(RunConfig)
+        for setting in fields(self):
+            value, expected = getattr(self, setting.name), hints[setting.name]
+            if get_origin(expected) is Literal:
+                if value not in get_args(expected):
+                    choices = ", ".join(map(repr, get_args(expected)))
+                    raise BadInputError(f"{setting.name} is {value!r}: choose one of {choices}.")
+            elif isinstance(value, bool) or not isinstance(value, (int, float) if expected is float else expected):
+                raise BadInputError(f"{setting.name} is {value!r}, but must be of type {expected.__name__}.")
 
     @property
     def world_size(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.run_config import REPOSITORY
@@ -70,6 +71,10 @@ def test_one_device_runs_and_what_it_saved_loads_with_plain_libraries(run_workfl
     with torch.no_grad():
         assert (adapted(ids).logits - merged(ids).logits).abs().max() < 1e-4
         assert (base(ids).logits - merged(ids).logits).abs().max() > 1e-2
+    weights = load_file(done.results / "adapter" / "adapter_model.safetensors")
+    untouched = [name for name, weight in weights.items() if "lora_B" in name and not weight.any()]
+    assert len(weights) == 2 * 7 * base.config.num_hidden_layers
+    assert untouched == []  # gradients reached every layer through reentrant checkpointing
     for name in ("predictions_before.csv", "predictions_after.csv"):
         assert len((done.results / name).read_text().splitlines()) == 10
     assert list((done.results / "tensorboard").iterdir())

@@ -1,0 +1,103 @@
+"""Tables say what the records say, and speed-ups are stated against the right run."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import report
+from common.report import (
+    TABLES,
+    baseline_of,
+    clock,
+    clock_seconds,
+    committed_records,
+    published_results,
+    rendered,
+    side_by_side,
+    with_tables,
+)
+from common.run_record import Record
+
+
+@pytest.fixture
+def records() -> list[Record]:
+    """One device at batch 16 in 100 s; two ranks at 8 rows each in 60 s, and at 16 rows each in 50 s."""
+    kept = committed_records()
+    single = copy.deepcopy(next(record for record in kept if record["launcher"] == "python"))
+    strong, weak = (
+        copy.deepcopy(next(r for r in kept if r["launcher"] == "torchrun" and r["config"]["batch_size"] == batch))
+        for batch in (8, 16)
+    )
+    single["train_time_s"], strong["train_time_s"], weak["train_time_s"] = 100.0, 60.0, 50.0
+    return [single, strong, weak]
+
+
+def test_speedups_are_times_against_the_one_device_run_with_the_same_batch(records: list[Record]) -> None:
+    strong, weak = TABLES["ddp-strong"](records), TABLES["ddp-weak"](records)
+    measured = weak[weak["Figures"] == "measured"]
+    assert strong["Training speedup factor"].tolist() == ["1.00x", "1.67x"]
+    assert measured["Training speedup factor"].tolist() == ["1.00x", "2.00x"]
+    assert strong["Machine's ceiling"].tolist()[1] == f"{records[1]['machine_ceiling']['strong']:.2f}x"
+    assert measured["Machine's ceiling"].tolist()[1] == f"{records[2]['machine_ceiling']['weak']:.2f}x"
+
+
+@pytest.mark.parametrize(("setting", "value"), [("epochs", 1), ("seed", 7), ("train_rows", 65), ("model", "other")])
+def test_runs_of_other_work_are_not_compared(records: list[Record], setting: str, value: object) -> None:
+    single, strong, _ = records
+    assert baseline_of(strong, records, "effective_batch_size") is single
+    single["config"][setting] = value
+    assert baseline_of(strong, records, "effective_batch_size") is None
+    assert TABLES["ddp-strong"](records).empty
+
+
+def test_a_failed_run_is_a_column_not_a_gap(records: list[Record]) -> None:
+    failed = {key: records[0][key] for key in ("technique", "parallel", "run_folder", "config")}
+    failed |= {"status": "oom", "error": "OutOfMemoryError: no", "run_name": "big"}
+    assert "oom: OutOfMemoryError: no" in side_by_side([records[0], failed]).loc["status"].tolist()
+    assert len(TABLES["master"]([failed])) == len(published_results())
+
+
+def test_published_speedups_are_those_of_the_source(records: list[Record]) -> None:
+    weak = TABLES["ddp-weak"](records)
+    published = weak[weak["Figures"].str.startswith("published")]
+    assert published["Training speedup factor"].tolist() == ["1.00x", "1.91x", "3.59x"]
+    assert published["Training time"].tolist() == ["23:51", "12:29", "6:39"]
+    assert all(result["source"] for result in published_results())
+
+
+def test_a_typed_figure_is_overwritten_by_the_records(records: list[Record]) -> None:
+    text = f"before\n<!-- table: ddp-strong -->\n{rendered('ddp-strong', records)}<!-- /table -->\nafter\n"
+    assert with_tables(text, records) == text
+    assert with_tables(text.replace("1.67x", "1.99x"), records) == text
+    assert with_tables("<!-- table: ddp-strong -->\n<!-- /table -->", []) == (
+        "<!-- table: ddp-strong -->\nnot run\n<!-- /table -->"
+    )
+
+
+def test_tables_check_exits_with_1_when_a_readme_is_out_of_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    monkeypatch.setattr(report, "readmes", lambda: [readme])
+    monkeypatch.setattr(report, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["report", "--check"])
+    monkeypatch.setattr(report, "committed_records", lambda kept=committed_records(): kept)
+    for table, exit_code in (("1.99x\n", 1), (rendered("ddp-strong", committed_records()), 0)):
+        readme.write_text(f"<!-- table: ddp-strong -->\n{table}<!-- /table -->\n")
+        with pytest.raises(SystemExit) as left:
+            report.main()
+        assert left.value.code == exit_code
+        assert ("out of date" in capsys.readouterr().out) == bool(exit_code)
+
+
+@given(st.integers(0, 10**6))
+def test_clock_and_back(seconds: int) -> None:
+    assert clock_seconds(clock(seconds)) == seconds
+
+
+def test_clock_reads_as_the_sources_do() -> None:
+    assert (clock(59.6), clock(749), clock(4555)) == ("1:00", "12:29", "1:15:55")
