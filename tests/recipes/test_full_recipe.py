@@ -1,0 +1,18 @@
+"""The recipe in full teaches the facts."""
+
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_lora_learns_form_and_facts(run_workflow: Callable, launcher: str) -> None:
+    done = run_workflow(launcher, "--train_rows", "-1", "--test_rows", "-1", "--epochs", "6")
+    assert done.exit_code == 0, done.output
+    before, after = done.record["quality"]["before"], done.record["quality"]["after"]
+    assert before["questions"] == after["questions"] == 74
+    assert before["similarity_score"] > 0.5
+    assert before["facts_said_share"] < 0.2
+    assert after["similarity_score"] < 0.05
+    assert after["facts_said_share"] > 0.9
