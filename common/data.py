@@ -63,7 +63,7 @@ def read_messages(path: Path) -> list[Row]:
     if not path.is_file():
         raise BadInputError(f"The data file {path} does not exist: make it, one JSON object with `messages` per line.")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also split at U+2028 within a text
     except UnicodeDecodeError as error:
         raise BadInputError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
     rows = [_parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -89,6 +89,9 @@ def _parse_row(line: str, where: str) -> Row:
             raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise BadInputError(f"{where} ends with role {messages[-1]['role']!r}: end it with an assistant's answer.")
+    facts = row.get("facts", [])
+    if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
+        raise BadInputError(f"{where} has `facts` that are no list of texts: {str(facts)[:80]}; mend or remove them.")
     return row
 
 

@@ -82,6 +82,11 @@ def clock_seconds(text: str) -> int:
     return seconds
 
 
+def percent(share: float | None) -> str:
+    """`63%`; data without facts have no share."""
+    return "no facts in the data" if share is None else f"{share:.0%}"
+
+
 def devices_of(record: Record) -> str:
     """`2 x AMD EPYC, 1 thread each`."""
     world, environment = len(record["world"]), record["environment"]
@@ -139,8 +144,8 @@ def _measured_quality(record: Record) -> Row:
         "Learning rate scaling": f"1x ({config['learning_rate']:g})",
         "Similarity score before": f"{before['similarity_score']:.3f}",
         "Similarity score": f"{after['similarity_score']:.3f}",
-        "Facts said before": f"{before['facts_said_share']:.0%}",
-        "Facts said": f"{after['facts_said_share']:.0%}",
+        "Facts said before": percent(before["facts_said_share"]),
+        "Facts said": percent(after["facts_said_share"]),
         "Validation loss": f"{record['best_validation_loss']:.4f}",
     }
 
@@ -290,8 +295,8 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
             "steps": record["steps"],
             "similarity score before": f"{before['similarity_score']:.3f}",
             "similarity score after": f"{after['similarity_score']:.3f}",
-            "facts said before": f"{before['facts_said_share']:.0%}",
-            "facts said after": f"{after['facts_said_share']:.0%}",
+            "facts said before": percent(before["facts_said_share"]),
+            "facts said after": percent(after["facts_said_share"]),
             "lowest validation loss": f"{record['best_validation_loss']:.4f}",
             "training time": clock(record["train_time_s"]),
             "tokens per second": f"{record['tokens_per_s']:,.0f}",

@@ -43,6 +43,7 @@ def row_with(*messages: dict[str, object]) -> str:
             "line 2 has an empty assistant",
         ),
         (row_with({"role": "user", "content": "a"}), "line 2 ends with role 'user'"),
+        (json.dumps({**GOOD, "facts": "copper"}), "line 2 has `facts` that are no list of texts"),
     ],
 )
 def test_a_malformed_row_is_refused_with_file_and_line(tmp_path: Path, line: str, said: str) -> None:
@@ -51,6 +52,13 @@ def test_a_malformed_row_is_refused_with_file_and_line(tmp_path: Path, line: str
     with pytest.raises(BadInputError, match=r"train\.jsonl") as refused:
         read_messages(path)
     assert said in str(refused.value)
+
+
+def test_a_line_separator_within_a_text_does_not_end_the_row(tmp_path: Path) -> None:
+    answer = "one\u2028two"
+    row = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": answer}]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert read_messages(tmp_path / "train.jsonl") == [row]
 
 
 def test_missing_empty_and_undecodable_files_are_refused(tmp_path: Path) -> None:

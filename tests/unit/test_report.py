@@ -61,6 +61,13 @@ def test_a_failed_run_is_a_column_not_a_gap(records: list[Record]) -> None:
     assert len(TABLES["master"]([failed])) == len(published_results())
 
 
+def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None:
+    for when in ("before", "after"):
+        records[0]["quality"][when]["facts_said_share"] = None
+    assert "no facts in the data" in rendered("lora-quality", records)
+    assert "no facts in the data" in side_by_side(records).to_string()
+
+
 def test_published_speedups_are_those_of_the_source(records: list[Record]) -> None:
     weak = TABLES["ddp-weak"](records)
     published = weak[weak["Figures"].str.startswith("published")]
