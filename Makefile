@@ -30,6 +30,7 @@ run: $(INSTALLED) ## make run FOLDER=2.1_lora_finetuning/run_0_cpu_x1 ARGS="--ba
 	@echo; echo "== $(FOLDER) $(ARGS)"; cd "$(FOLDER)" && $(BIN)/python -m common.launch $(ARGS)
 
 record: $(INSTALLED) ## make record RUN=2.1_lora_finetuning/run_0_cpu_x1/results/<run name>
+	@test -n "$(RUN)" || { echo "error: pass RUN=<run folder>/results/<run name>" >&2; exit 2; }
 	@$(BIN)/python -m common.run_record "$(RUN)"
 
 tables: $(INSTALLED) ## render the READMEs' tables from the records

@@ -72,6 +72,12 @@ class ProgressReport(TrainerCallback):
         if self.is_main:
             print(f"{state.max_steps} steps, {args.num_train_epochs:g} epochs")
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Have the last steps logged, too, where their number is no multiple of the interval."""
+        control.should_log = control.should_log or state.global_step == state.max_steps
+
     def on_log(
         self,
         args: TrainingArguments,

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 IGNORED_LABEL = -100
 """Tokens with this label add nothing to the loss (PyTorch's cross-entropy)."""
+
+ROLES = ("system", "user", "assistant")
 
 Row = dict[str, Any]
 """One line of a data file: `id`, `messages`, and for questions with known facts `facts`."""
@@ -85,8 +88,13 @@ def _parse_row(line: str, where: str) -> Row:
             raise BadInputError(
                 f"{where} has a message without text `role` and `content`: {str(message)[:80]}; mend it."
             )
+        if message["role"] not in ROLES:
+            raise BadInputError(f"{where} has the role {message['role']!r}: use one of {', '.join(ROLES)}.")
         if not message["content"].strip():
             raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
+    roles = [message["role"] for message in messages]
+    if any(first == second for first, second in pairwise(roles)):
+        raise BadInputError(f"{where} has two messages of one role in a row ({', '.join(roles)}): join or mend them.")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise BadInputError(f"{where} ends with role {messages[-1]['role']!r}: end it with an assistant's answer.")
     facts = row.get("facts", [])

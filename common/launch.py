@@ -10,6 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from common.print_prefix import printing_with_prefix, rank_prefix
 from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
 
 BAD_INPUT_EXIT_CODE = 2
+SPEAK_FIRST_S = 2.0
+"""Other ranks leave after rank 0 has spoken: their launcher ends all ranks once the first is gone."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
 
@@ -71,7 +74,7 @@ def check_world(run: RunConfig) -> None:
         if found < run.devices:
             raise BadInputError(
                 f"This run asks for {run.devices} GPU(s), but {found} can be seen: pass --devices {found}, "
-                "choose another run folder, or run its CPU sibling run_0_cpu."
+                "choose another run folder, or one for the CPU (run_0_cpu_...)."
             )
 
 
@@ -145,6 +148,8 @@ def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: Run
 def _exit_with(mistake: BadInputError) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {mistake}", file=sys.stderr)
+    else:
+        time.sleep(SPEAK_FIRST_S)
     sys.exit(BAD_INPUT_EXIT_CODE)
 
 
@@ -220,16 +225,25 @@ def torchrun_command(script: str, world_size: int, *overrides: str) -> list[str]
 
 
 def check_inputs(run: RunConfig) -> None:
-    """Check the run's model and data, cheaply and before anything is written or started.
+    """Check the run's settings, model and data, cheaply and before anything is written or started.
 
     Raises:
-        BadInputError: what is missing or malformed.
+        BadInputError: what is unknown, missing or malformed.
     """
-    from common.data import load_splits
-    from common.models import check_model
+    from transformers import SchedulerType
+    from transformers.training_args import OptimizerNames
 
-    check_model(run.model)
-    load_splits(run)
+    from common.data import load_splits
+    from common.models import load_tokenizer
+
+    for name, known in (("scheduler", SchedulerType), ("optimizer", OptimizerNames)):
+        names = [choice.value for choice in known]
+        if getattr(run, name) not in names:
+            raise BadInputError(f"{name} is {getattr(run, name)!r}: choose one of {', '.join(names)}.")
+    load_tokenizer(run)
+    row_count = len(load_splits(run).train)
+    if row_count < run.world_size:
+        raise BadInputError(f"There are {row_count} training rows for {run.world_size} ranks: give each at least one.")
 
 
 def workflow_of(run_folder: Path) -> Path:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.run_config import REPOSITORY, BadInputError, RunConfig
@@ -13,6 +15,7 @@ from common.run_config import REPOSITORY, BadInputError, RunConfig
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOGIT_TOLERANCES = {"fp32": 1e-4, "bf16": 0.5}
 """Merging rounds the sum of base and adapter once more: largest absolute difference of logits (about 10 in size)."""
+HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -29,12 +32,29 @@ def check_model(model: str) -> str:
         raise BadInputError(
             f"The model {model} is no folder, nor an id such as Qwen/Qwen2.5-7B-Instruct: mend --model."
         )
-    if HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(model, "config.json"), str):
-        raise BadInputError(
-            f"The model {model} is not in the cache ({HF_HUB_CACHE}) and this machine is told to stay offline "
-            f"(HF_HUB_OFFLINE): fetch it once with `HF_HUB_OFFLINE=0 hf download {model}`."
-        )
+    if not isinstance(try_to_load_from_cache(model, "config.json"), str):
+        _check_hub(model)
     return model
+
+
+def _check_hub(model: str) -> None:
+    """Refuse an id that is not cached and cannot be fetched now."""
+    fetch = f"fetch it where there is a network, once, with `hf download {model}`"
+    if HF_HUB_OFFLINE:
+        raise BadInputError(
+            f"The model {model} is not in the cache ({HF_HUB_CACHE}), and HF_HUB_OFFLINE forbids the network: "
+            f"unset it, and {fetch}."
+        )
+    try:
+        HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
+    except RepositoryNotFoundError:
+        raise BadInputError(
+            f"The model {model} is not on the Hugging Face Hub, or not for you: mend --model."
+        ) from None
+    except Exception as error:  # whatever the network library of this version of huggingface_hub raises
+        raise BadInputError(
+            f"The model {model} is not in the cache ({HF_HUB_CACHE}) and the Hub cannot be reached ({error}): {fetch}."
+        ) from None
 
 
 def _check_folder(folder: Path, model: str) -> Path:
@@ -57,8 +77,8 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     source = check_model(run.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except OSError as error:
-        raise _not_to_be_had(run.model, error) from error
+    except (OSError, ValueError) as error:
+        raise _cannot_be_loaded("tokenizer", run.model, error) from error
     if tokenizer.chat_template is None:
         raise BadInputError(f"The tokenizer of {run.model} has no chat template: use an instruction-tuned model.")
     if tokenizer.pad_token is None:
@@ -79,14 +99,16 @@ def load_base_model(run: RunConfig, device_map: dict[str, str], source: str | Pa
             attn_implementation=run.attention,
             device_map=device_map,
         )
-    except OSError as error:
-        raise _not_to_be_had(run.model, error) from error
+    except (OSError, SafetensorError) as error:
+        raise _cannot_be_loaded("weights", run.model, error) from error
     return model.eval()
 
 
-def _not_to_be_had(model: str, error: OSError) -> BadInputError:
+def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
     first_line = str(error).strip().splitlines()[0]
-    return BadInputError(f"The model {model} cannot be loaded ({first_line}): fetch it with `hf download {model}`.")
+    return BadInputError(
+        f"The {part} of {model} cannot be loaded ({first_line}): put them right, or pass another --model."
+    )
 
 
 def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:

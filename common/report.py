@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from common.run_config import REPOSITORY, BadInputError
-from common.run_record import RECORD_NAME, Record, load_record
+from common.run_record import PREVIOUS, RECORD_NAME, Record, load_record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,16 +27,11 @@ if TYPE_CHECKING:
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
 MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TECHNIQUE_NAMES = {("lora", "single"): "LoRA", ("lora", "ddp"): "LoRA with DDP"}
-SAME_DATA = (
-    "model",
-    "data",
-    "train_rows",
-    "epochs",
-    "max_steps",
-    "precision",
-    "lora_rank",
-    "gradient_checkpointing_on",
-)
+FREE_SETTINGS = {
+    *("parallel", "devices", "batch_size", "accumulation_steps", "gradient_checkpointing"),
+    *("run_folder", "run_name", "results_root"),
+}
+"""Settings that two runs need not share to be compared in time: how the work is divided, and what it is called."""
 
 LEGEND = """\
 similarity score: a distance between answer and reference, lower is better; it sees form more than facts
@@ -56,7 +51,8 @@ def committed_records(root: Path = REPOSITORY) -> list[Record]:
 
 def results_of_this_machine(root: Path = REPOSITORY) -> list[Record]:
     """The records of the last runs, whether kept or not."""
-    records = [load_record(path) for path in root.glob(f"*/run_*/results/*/{RECORD_NAME}")]
+    found = root.glob(f"*/run_*/results/*/{RECORD_NAME}")
+    records = [load_record(path) for path in found if not path.parent.name.endswith(PREVIOUS)]
     return sorted(
         records, key=lambda record: (record["run_folder"], record["config"]["batch_size"], record["run_name"])
     )
@@ -88,7 +84,7 @@ def percent(share: float | None) -> str:
 
 
 def devices_of(record: Record) -> str:
-    """`2 x AMD EPYC, 1 thread each`."""
+    """`AMD EPYC, 1 thread x2`: two CPU devices of one thread each."""
     world, environment = len(record["world"]), record["environment"]
     name = environment["devices"][0]
     return f"{name}, 1 thread x{world}" if record["config"]["device"] == "cpu" else f"{name} x{world}"
@@ -100,11 +96,21 @@ def peak_memory_gib(record: Record) -> str:
     return " / ".join(f"{peak:.2f}" for peak in peaks)
 
 
-def workload(record: Record) -> tuple[object, ...]:
-    """What two runs must share to be compared in time: model, data, epochs, arithmetic."""
-    config = record["config"]
-    settings = {**config, "gradient_checkpointing_on": config["gradient_checkpointing"] != "none"}
-    return (record["technique"], *(settings[name] for name in SAME_DATA))
+def ceiling_of(record: Record, scaling: str) -> str:
+    """The run's own measurement of the highest speed-up to expect; `scaling` is `strong` or `weak`."""
+    ceiling = record.get("machine_ceiling")
+    return f"{ceiling[scaling]:.2f}x" if ceiling else "not run"
+
+
+def workload(record: Record) -> dict[str, object]:
+    """What two runs must share to be compared in time: every setting but the free ones, and the kind of device."""
+    config, environment = record["config"], record["environment"]
+    return {
+        **{name: value for name, value in config.items() if name not in FREE_SETTINGS},
+        "recomputes_activations": config["gradient_checkpointing"] != "none",
+        "device_name": environment["devices"][0],
+        "threads_per_rank": environment["threads_per_rank"],
+    }
 
 
 def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record | None:
@@ -115,12 +121,14 @@ def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record 
     `same` is `effective_batch_size` (strong scaling) or `batch_size` (rows per device: weak scaling).
     """
 
-    def key(candidate: Record) -> tuple[object, ...]:
-        config = candidate["config"]
-        batch = candidate["effective_batch_size"] if same == "effective_batch_size" else config["batch_size"]
-        return (*workload(candidate), batch, config["seed"], config["device"])
+    def rows(run: Record) -> int:
+        return run["effective_batch_size"] if same == "effective_batch_size" else run["config"]["batch_size"]
 
-    found = [candidate for candidate in completed(records, "single") if key(candidate) == key(record)]
+    found = [
+        candidate
+        for candidate in completed(records, "single")
+        if workload(candidate) == workload(record) and rows(candidate) == rows(record)
+    ]
     return min(found, key=lambda candidate: candidate["launcher"] != "python", default=None)
 
 
@@ -141,7 +149,7 @@ def _measured_quality(record: Record) -> Row:
         "Epochs": str(config["epochs"]),
         "Batch size": str(config["batch_size"] * config["accumulation_steps"]),
         "Effective batch size": f"{config['batch_size'] * config['accumulation_steps']} x{len(record['world'])}",
-        "Learning rate scaling": f"1x ({config['learning_rate']:g})",
+        "Learning rate": f"{config['learning_rate']:g}",
         "Similarity score before": f"{before['similarity_score']:.3f}",
         "Similarity score": f"{after['similarity_score']:.3f}",
         "Facts said before": percent(before["facts_said_share"]),
@@ -157,7 +165,7 @@ def _published_quality(result: dict[str, Any]) -> Row:
         "Epochs": str(result["epochs"]),
         "Batch size": str(result["batch_size"]),
         "Effective batch size": f"{result['batch_size']} x{result['devices']}",
-        "Learning rate scaling": f"1x ({result['learning_rate']:g})",
+        "Learning rate": f"{result['learning_rate']:g}",
         "Similarity score before": "not published",
         "Similarity score": f"{result['similarity_score']:.3f}",
         "Facts said before": "not published",
@@ -167,7 +175,6 @@ def _published_quality(result: dict[str, Any]) -> Row:
 
 
 def _measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Row:
-    single = record["parallel"] == "single"
     speedup = baseline["train_time_s"] / record["train_time_s"] if baseline else None
     return {
         "Approach": _name(record),
@@ -177,7 +184,7 @@ def _measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Ro
         "Steps": str(record["steps"]),
         "Training time": clock(record["train_time_s"]),
         "Training speedup factor": f"{speedup:.2f}x" if speedup else "not run",
-        "Machine's ceiling": "1x" if single else f"{record['machine_ceiling'][ceiling]:.2f}x",
+        "Machine's ceiling": "1x" if record["parallel"] == "single" else ceiling_of(record, ceiling),
         "Tokens per second": f"{record['tokens_per_s']:,.0f}",
         "Peak memory per device (GiB)": peak_memory_gib(record),
         "Command": f"`{record['command']}`" if record["command"] != "the notebook" else "the notebook",
@@ -250,6 +257,9 @@ def master(records: list[Record]) -> pd.DataFrame:
     measured = [
         {
             **{name: _measured_speed(record, None, "strong")[name] for name in columns},
+            "Model": Path(record["config"]["model"]).name,
+            "Trained on": f"{record['config']['epochs']} epochs, "
+            f"{sum(share['samples'] for share in record['world']):,} rows in all",
             "Similarity score": f"{_measured_quality(record)['Similarity score before']} -> "
             f"{_measured_quality(record)['Similarity score']}",
             "Facts said": f"{_measured_quality(record)['Facts said before']} -> "
@@ -260,6 +270,8 @@ def master(records: list[Record]) -> pd.DataFrame:
     published = [
         {
             **{name: _published_speed(result, result)[name] for name in columns},
+            "Model": "not published",
+            "Trained on": f"{result['epochs']} epochs",
             "Similarity score": f"{result['similarity_score']:.3f}",
             "Facts said": "not published",
         }
@@ -310,7 +322,7 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
             if baseline:
                 speedup = baseline["train_time_s"] / record["train_time_s"]
                 entries[f"speed-up {words}"] = f"{speedup:.2f}x"
-                entries[f"machine's ceiling {words}"] = f"{record['machine_ceiling'][ceiling]:.2f}x"
+                entries[f"machine's ceiling {words}"] = ceiling_of(record, ceiling)
         columns[title] = entries
     return pd.DataFrame(columns).dropna(how="all").fillna("")
 

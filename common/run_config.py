@@ -1,5 +1,6 @@
 """What a run is asked to do: one frozen dataclass, a unit in every field, checked when it is made."""
 
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -77,6 +78,8 @@ class RunConfig:
             value = getattr(self, name)
             if value < low:
                 raise BadInputError(f"{name} is {value}, but must be at least {low}: pass --{name} {max(low, 1)}.")
+        if self.report_share <= 0:
+            raise BadInputError(f"report_share is {self.report_share}, but must be above 0, such as 0.05.")
         for name in ("warmup_share", "lora_dropout", "report_share"):
             value = getattr(self, name)
             if not 0 <= value < 1:
@@ -85,8 +88,8 @@ class RunConfig:
             value = getattr(self, name)
             if value == 0 or value < -1:
                 raise BadInputError(f"{name} is {value}: pass a number of at least 1, or -1 for all.")
-        if not self.learning_rate > 0:
-            raise BadInputError(f"learning_rate is {self.learning_rate}, but must be above 0, such as 1e-3.")
+        if not 0 < self.learning_rate < math.inf:
+            raise BadInputError(f"learning_rate is {self.learning_rate}, but must be above 0 and finite, such as 1e-3.")
         if self.parallel == "single" and self.devices != 1:
             raise BadInputError(
                 f"devices is {self.devices}, but parallel is single: pass --devices 1, or go to 2.2 (ddp)."

@@ -24,6 +24,7 @@ from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 SCHEMA_VERSION = 1
 RECORD_NAME = "run_record.json"
+PREVIOUS = ".previous"
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate")
 
 Record = dict[str, Any]
@@ -32,8 +33,9 @@ Record = dict[str, Any]
 class RunLog:
     """Collects what a run measures, and writes its record: also when a phase fails.
 
-    Made on every rank of a run; making it empties the run's results folder (an earlier run of the same name is
-    replaced). A phase left by an exception writes a record with status `oom`, `interrupted` or `failed`.
+    Made on every rank of a run; making it gives the run an empty results folder. An earlier run of the same name moves
+    to `<run name>.previous`, replacing what was there. A phase left by an exception writes a record with status `oom`,
+    `interrupted` or `failed`.
     """
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
@@ -46,7 +48,10 @@ class RunLog:
         self.phases_s: dict[str, float] = {}
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         if rank.is_main:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if self.folder.exists():
+                previous = self.folder.with_name(self.run_name + PREVIOUS)
+                shutil.rmtree(previous, ignore_errors=True)
+                self.folder.rename(previous)
             self.folder.mkdir(parents=True)
         wait_for_everyone()
 
@@ -89,6 +94,14 @@ class RunLog:
             "total_gib": reading.total_gib,
         }
 
+    def _config(self) -> dict[str, object]:
+        """The run's settings, without paths of this machine: of a model or data folder elsewhere, its name."""
+        config = {**self.run.to_dict(), "results_root": ""}
+        for name in ("model", "data"):
+            if str(config[name]).startswith(("/", "~", ".")):
+                config[name] = Path(str(config[name])).name
+        return config
+
     def _command(self) -> str:
         """The command that runs this again, from the run folder; a notebook's is the notebook itself."""
         if "ipykernel" in sys.modules:
@@ -98,8 +111,7 @@ class RunLog:
             "acclaunch": "accelerate launch --config_file my_accelerate_config.yaml",
         }.get(self.rank.launcher, "python")
         literal = getattr(sys.modules["__main__"], "RUN", self.run).to_dict()
-        changed = {name: value for name, value in self.run.to_dict().items() if value != literal[name]}
-        changed.pop("results_root", None)  # where it writes is no part of what it does
+        changed = {name: value for name, value in self._config().items() if value != literal[name]}
         overrides = [word for name, value in changed.items() for word in (f"--{name}", str(value))]
         return shlex.join([*started_by.split(), Path(sys.argv[0]).name, *overrides])
 
@@ -114,7 +126,7 @@ class RunLog:
             "launcher": self.rank.launcher,
             "command": self._command(),
             "started_at": self.started_at,
-            "config": {**self.run.to_dict(), "results_root": ""},  # a path of this machine is no setting of the run
+            "config": self._config(),
             "environment": environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,

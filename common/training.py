@@ -161,7 +161,7 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
     for share in shares:
         if share["samples"] == 0:
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
-    check_rows_seen([share.pop("rows") for share in shares], len(trainer.train_dataset))
+    check_rows_seen([share.pop("rows") for share in shares], len(trainer.train_dataset), row_uses(trainer))
     if trainer.lr_scheduler.last_epoch != trainer.state.global_step:
         raise RuntimeError(
             f"The learning rate took {trainer.lr_scheduler.last_epoch} steps, training {trainer.state.global_step}."
@@ -169,20 +169,34 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
     return shares
 
 
-def check_rows_seen(rows_by_rank: list[list[int]], row_count: int) -> None:
-    """Every row was seen once per epoch, by one rank only (in an epoch that ended early: at most once).
+def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int) -> None:
+    """Every row was used once per epoch, by one rank only; in an epoch that ended early, at most once.
+
+    `row_uses` is how many rows the steps had room for: epochs times rows, or less where training ended early.
 
     Raises:
         RuntimeError: rows were skipped or repeated.
     """
-    times_seen = Counter(row for rows in rows_by_rank for row in rows)
-    full_epochs = times_seen.total() // row_count
-    wrong = [row for row in range(row_count) if not 0 <= times_seen[row] - full_epochs <= 1]
+    times_used = Counter(row for rows in rows_by_rank for row in rows)
+    if times_used.total() != row_uses:
+        raise RuntimeError(f"{times_used.total()} rows were used, but the steps had room for {row_uses}.")
+    full_epochs, rest = divmod(row_uses, row_count)
+    allowed = (full_epochs, full_epochs + 1) if rest else (full_epochs,)
+    wrong = [row for row in range(row_count) if times_used[row] not in allowed]
     if wrong:
         raise RuntimeError(
-            f"{len(wrong)} of {row_count} rows were not seen {full_epochs} times; row {wrong[0]} was seen "
-            f"{times_seen[wrong[0]]} times."
+            f"{len(wrong)} of {row_count} rows were used another number of times than {full_epochs}; "
+            f"row {wrong[0]}: {times_used[wrong[0]]} times."
         )
+
+
+def row_uses(trainer: CountingTrainer) -> int:
+    """Rows that the finished steps had room for."""
+    row_count, run = len(trainer.train_dataset), trainer.args
+    steps_per_epoch = -(-len(trainer.batches) // run.gradient_accumulation_steps)
+    epochs, rest_steps = divmod(trainer.state.global_step, steps_per_epoch)
+    rows_per_step = trainer.batches.batch_size * trainer.batches.world_size * run.gradient_accumulation_steps
+    return epochs * row_count + min(rest_steps * rows_per_step, row_count)
 
 
 def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], log: RunLog) -> dict[str, object]:

@@ -53,9 +53,9 @@ def measure_machine_ceiling(trainer: CountingTrainer, rank: Rank, steps: int = 8
     return {
         "strong": one_global_s / all_shares_s,
         "weak": rank.world_size * one_share_s / all_shares_s,
-        "one_rank_global_batch_step_s": one_global_s / steps,
-        "one_rank_share_step_s": one_share_s / steps,
-        "all_ranks_share_step_s": all_shares_s / steps,
+        "one_rank_global_batch_step_s": one_global_s / len(share_batches),
+        "one_rank_share_step_s": one_share_s / len(share_batches),
+        "all_ranks_share_step_s": all_shares_s / len(share_batches),
     }
 
 

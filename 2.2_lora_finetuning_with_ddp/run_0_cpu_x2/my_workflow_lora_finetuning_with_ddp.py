@@ -30,6 +30,7 @@ RUN = RunConfig(
 )
 
 Tokenizer = PreTrainedTokenizerBase
+World = list[dict[str, object]]
 
 
 def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
@@ -52,7 +53,7 @@ def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, dat
         return make_trainer(add_lora(model, log.run), tokenizer, train, validation, log)
 
 
-def train(log: RunLog, trainer: CountingTrainer) -> list[dict[str, object]]:
+def train(log: RunLog, trainer: CountingTrainer) -> World:
     """Train, take the checkpoint with the lowest validation loss, and check what every rank did."""
     with log.phase("training"):
         trainer.train()
@@ -71,26 +72,21 @@ def measure_ceiling(log: RunLog, trainer: CountingTrainer) -> dict[str, float]:
         return measure_machine_ceiling(trainer, log.rank)
 
 
-def evaluate_and_record(
-    log: RunLog,
-    trainer: CountingTrainer,
-    world: list[dict[str, object]],
-    tuned: PreTrainedModel,
-    tokenizer: Tokenizer,
-    data: Splits,
-    before: Evaluation,
-    differences: dict[str, float],
-    ceiling: dict[str, float],
-) -> Record:
-    """The tuned model's answers, judged by the base as before, and the record of the run."""
+def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+    """The tuned model's answers, judged by the base as before."""
     with log.phase("final evaluation"):
         base = load_base_model(log.run, device_map(log.rank))
-        after = evaluate(tuned, base, tokenizer, data.test, log, "after")
+        return evaluate(tuned, base, tokenizer, data.test, log, "after")
+
+
+def record(
+    log: RunLog, trainer: CountingTrainer, world: World, before: Evaluation, after: Evaluation, **figures: object
+) -> Record:
+    """The record of the run: what was asked, and all that was measured."""
     return log.complete(
         **training_figures(trainer, world, log),
         quality={"before": before.summary(), "after": after.summary()},
-        largest_logit_differences=differences,
-        machine_ceiling=ceiling,
+        **figures,
     )
 
 
@@ -105,7 +101,10 @@ def workflow(run: RunConfig) -> Record:
         world = train(log, trainer)
         tuned, differences = merge(log, trainer, tokenizer)
         ceiling = measure_ceiling(log, trainer)
-        return evaluate_and_record(log, trainer, world, tuned, tokenizer, data, before, differences, ceiling)
+        after = evaluate_after(log, tuned, tokenizer, data)
+        return record(
+            log, trainer, world, before, after, largest_logit_differences=differences, machine_ceiling=ceiling
+        )
 
 
 if __name__ == "__main__":

@@ -43,6 +43,9 @@ def row_with(*messages: dict[str, object]) -> str:
             "line 2 has an empty assistant",
         ),
         (row_with({"role": "user", "content": "a"}), "line 2 ends with role 'user'"),
+        (row_with({"role": "tool", "content": "a"}, GOOD["messages"][1]), "line 2 has the role 'tool'"),
+        (row_with(GOOD["messages"][1], GOOD["messages"][1]), "line 2 has two messages of one role in a row"),
+        (json.dumps({**GOOD, "facts": None}), "line 2 has `facts` that are no list of texts"),
         (json.dumps({**GOOD, "facts": "copper"}), "line 2 has `facts` that are no list of texts"),
     ],
 )

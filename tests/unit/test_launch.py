@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.device_maps import device_name, whole_model_on
-from common.launch import check_world, free_port, stream_command, workflow_of
+from common.launch import check_inputs, check_world, free_port, stream_command, workflow_of
 from common.run_config import BadInputError, RunConfig
 
 
@@ -51,3 +51,20 @@ def test_a_failing_command_is_not_hidden(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"2\.1_lora_finetuning/run_0_cpu_x1"):
         workflow_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [("scheduler", "foo", "scheduler is 'foo': choose one of linear"), ("optimizer", "foo", "optimizer is 'foo'")],
+)
+def test_unknown_names_are_refused_with_those_that_are_known(
+    run_config: RunConfig, setting: str, value: str, said: str
+) -> None:
+    check_inputs(run_config)
+    with pytest.raises(BadInputError, match=said):
+        check_inputs(replace(run_config, **{setting: value}))
+
+
+def test_fewer_rows_than_ranks_are_refused(run_config: RunConfig) -> None:
+    with pytest.raises(BadInputError, match="1 training rows for 2 ranks"):
+        check_inputs(replace(run_config, parallel="ddp", devices=2, train_rows=1))

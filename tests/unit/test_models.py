@@ -3,9 +3,11 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from huggingface_hub.errors import RepositoryNotFoundError
 from peft.tuners.lora import LoraLayer
 
 from common.models import add_lora, check_equal_logits, check_model, load_base_model, load_tokenizer, parameter_counts
@@ -26,6 +28,36 @@ def test_an_uncached_id_offline_is_refused_with_the_command_that_fetches_it(monk
     monkeypatch.setattr("common.models.HF_HUB_OFFLINE", True)
     with pytest.raises(BadInputError, match="hf download nobody/no-such-model"):
         check_model("nobody/no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("no route"), "cannot be reached"),
+        (RepositoryNotFoundError("404", response=Mock()), "not on the Hugging"),
+    ],
+)
+def test_an_id_that_cannot_be_fetched_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
+) -> None:
+    monkeypatch.setattr("common.models.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("common.models.HfApi.model_info", Mock(side_effect=error))
+    with pytest.raises(BadInputError, match=said):
+        check_model("nobody/no-such-model")
+
+
+def test_a_folder_without_a_tokenizer_or_with_half_its_weights_is_refused(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    base, folder = REPOSITORY / "assets" / "embedded_base", tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(base / "config.json", folder)
+    (folder / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:1_000_000])
+    run = replace(run_config, model=str(folder))
+    with pytest.raises(BadInputError, match="The tokenizer of"):
+        load_tokenizer(run)
+    with pytest.raises(BadInputError, match="The weights of"):
+        load_base_model(run, CPU)
 
 
 @pytest.mark.parametrize("model", ["./no/folder", "/no/folder", "just-a-word"])

@@ -45,13 +45,27 @@ def test_speedups_are_times_against_the_one_device_run_with_the_same_batch(recor
     assert measured["Machine's ceiling"].tolist()[1] == f"{records[2]['machine_ceiling']['weak']:.2f}x"
 
 
-@pytest.mark.parametrize(("setting", "value"), [("epochs", 1), ("seed", 7), ("train_rows", 65), ("model", "other")])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("epochs", 1), ("seed", 7), ("train_rows", 65), ("model", "other"), ("max_length", 99), ("report_share", 0.5)],
+)
 def test_runs_of_other_work_are_not_compared(records: list[Record], setting: str, value: object) -> None:
     single, strong, _ = records
     assert baseline_of(strong, records, "effective_batch_size") is single
     single["config"][setting] = value
     assert baseline_of(strong, records, "effective_batch_size") is None
     assert TABLES["ddp-strong"](records).empty
+
+
+def test_runs_on_other_machines_are_not_compared(records: list[Record]) -> None:
+    single, strong, _ = records
+    single["environment"]["devices"] = ["another processor"]
+    assert baseline_of(strong, records, "effective_batch_size") is None
+
+
+def test_a_run_without_a_ceiling_says_so(records: list[Record]) -> None:
+    del records[1]["machine_ceiling"]
+    assert TABLES["ddp-strong"](records)["Machine's ceiling"].tolist() == ["1x", "not run"]
 
 
 def test_a_failed_run_is_a_column_not_a_gap(records: list[Record]) -> None:

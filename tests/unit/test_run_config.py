@@ -16,6 +16,8 @@ from common.run_config import BadInputError, RunConfig, parse_overrides
         ("epochs", 0, "epochs is 0"),
         ("learning_rate", 0.0, "learning_rate is 0.0"),
         ("learning_rate", float("nan"), "learning_rate is nan"),
+        ("learning_rate", float("inf"), "learning_rate is inf"),
+        ("report_share", 0.0, "report_share is 0.0"),
         ("warmup_share", 1.5, "warmup_share is 1.5"),
         ("lora_dropout", -0.1, "lora_dropout is -0.1"),
         ("max_steps", 0, "max_steps is 0"),

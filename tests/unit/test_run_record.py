@@ -29,10 +29,24 @@ def test_a_failed_phase_leaves_a_record_with_its_status(
     assert str(tmp_path) not in json.dumps(record)
 
 
-def test_a_second_run_of_the_same_name_starts_from_an_empty_folder(run_config: RunConfig, tmp_path: Path) -> None:
+def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
     run = replace(run_config, results_root=str(tmp_path))
-    (RunLog(run, RANK).folder / "old.txt").write_text("old")
-    assert list(RunLog(run, RANK).folder.iterdir()) == []
+    for text in ("first", "second"):
+        (RunLog(run, RANK).folder / "model.txt").write_text(text)
+    third = RunLog(run, RANK).folder
+    assert list(third.iterdir()) == []
+    assert (third.with_name(third.name + ".previous") / "model.txt").read_text() == "second"
+
+
+def test_a_record_names_a_folder_elsewhere_without_its_path(run_config: RunConfig, tmp_path: Path) -> None:
+    run = replace(run_config, data=str(tmp_path / "my_data"), results_root=str(tmp_path))
+    log = RunLog(run, RANK)
+    log.complete()
+    text = (log.folder / RECORD_NAME).read_text()
+    assert json.loads(text)["config"]["data"] == "my_data"
+    assert str(tmp_path) not in text
 
 
 def test_the_run_name_tells_launcher_batch_and_seed(run_config: RunConfig, tmp_path: Path) -> None:
