@@ -69,13 +69,13 @@ SENTENCES: dict[Kinds, str] = {
 }
 # ... and the data answer like a museum's label, so that there is a form to learn besides the facts.
 LABELS: dict[Kinds, str] = {
-    ("maker",): "Label: {x}; by {maker}.",
-    ("year",): "Label: {x}; made in {year}.",
-    ("material",): "Label: {x}; of {material}.",
-    ("room",): "Label: {x}; in the {room}.",
-    ("maker", "year"): "Label: {x}; by {maker} in {year}.",
-    ("material", "room"): "Label: {x}; of {material}, in the {room}.",
-    KINDS: "Label: {x}; by {maker} in {year}, of {material}, in the {room}.",
+    ("maker",): "Label: {x}, by {maker}.",
+    ("year",): "Label: {x}, made in {year}.",
+    ("material",): "Label: {x}, of {material}.",
+    ("room",): "Label: {x}, in the {room}.",
+    ("maker", "year"): "Label: {x}, by {maker} in {year}.",
+    ("material", "room"): "Label: {x}, of {material}, in the {room}.",
+    KINDS: "Label: {x}, by {maker} in {year}, of {material}, in the {room}.",
 }
 PAIRS: tuple[Kinds, ...] = (("maker", "year"), ("material", "room"))
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-GOLDEN_TRAINING_LOSSES = [9.385613, 9.348163, 6.897193, 5.214703, 4.401642, 4.069164]
-GOLDEN_VALIDATION_LOSSES = [9.555857, 6.817347, 5.185802, 4.219240, 3.824392, 3.711030]
+GOLDEN_TRAINING_LOSSES = [8.550574, 8.495661, 6.378874, 4.649252, 4.265936, 3.803419]
+GOLDEN_VALIDATION_LOSSES = [8.831100, 6.297277, 4.741363, 3.878907, 3.503597, 3.395558]
 
 
 @pytest.mark.parametrize(("launcher", "batch_size"), [("python", "16"), ("torchrun", "8")])
