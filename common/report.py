@@ -146,6 +146,7 @@ def _measured_quality(record: Record) -> Row:
     return {
         "Approach": _name(record),
         "Figures": "measured",
+        "Seed": str(record["config"]["seed"]),
         "Epochs": str(config["epochs"]),
         "Batch size": str(config["batch_size"] * config["accumulation_steps"]),
         "Effective batch size": f"{config['batch_size'] * config['accumulation_steps']} x{len(record['world'])}",
@@ -162,6 +163,7 @@ def _published_quality(result: dict[str, Any]) -> Row:
     return {
         "Approach": TECHNIQUE_NAMES[result["technique"], result["parallel"]],
         "Figures": f"published: {result['source']}",
+        "Seed": "not published",
         "Epochs": str(result["epochs"]),
         "Batch size": str(result["batch_size"]),
         "Effective batch size": f"{result['batch_size']} x{result['devices']}",
@@ -179,6 +181,7 @@ def _measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Ro
     return {
         "Approach": _name(record),
         "Figures": "measured",
+        "Seed": str(record["config"]["seed"]),
         "Devices": devices_of(record),
         "Batch size": f"{record['config']['batch_size']} x{len(record['world'])}",
         "Steps": str(record["steps"]),
@@ -196,6 +199,7 @@ def _published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
     return {
         "Approach": TECHNIQUE_NAMES[result["technique"], result["parallel"]],
         "Figures": f"published: {result['source']}",
+        "Seed": "not published",
         "Devices": f"{result['gpu']} x{result['devices']}, {result['cuda_cores']:,} CUDA cores each",
         "Batch size": f"{result['batch_size']} x{result['devices']}",
         "Steps": "not published",
@@ -253,7 +257,7 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
 
 def master(records: list[Record]) -> pd.DataFrame:
     """Root README: one line per kept run."""
-    columns = ["Approach", "Figures", "Devices", "Batch size", "Training time", "Peak memory per device (GiB)"]
+    columns = ["Approach", "Figures", "Seed", "Devices", "Batch size", "Training time", "Peak memory per device (GiB)"]
     measured = [
         {
             **{name: _measured_speed(record, None, "strong")[name] for name in columns},

@@ -15,4 +15,4 @@ def test_lora_learns_form_and_facts(run_workflow: Callable, launcher: str) -> No
     assert before["similarity_score"] > 0.5
     assert before["facts_said_share"] < 0.2
     assert after["similarity_score"] < 0.05
-    assert after["facts_said_share"] > 0.9
+    assert after["facts_said_share"] > 0.8  # seeds, launchers and roundings give 0.92 to 1.00
