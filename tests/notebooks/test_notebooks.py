@@ -75,5 +75,5 @@ def test_kept_outputs_are_those_of_one_run_in_order(path: Path) -> None:
     counts = [cell.execution_count for cell in cells]
     assert counts in (list(range(1, len(cells) + 1)), [None] * len(cells))
     assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
-    assert not re.search(r"(/home/|/root/|/Users/|/tmp/|hf_[A-Za-z0-9]{20,})", json.dumps(cells))
+    assert not re.search(r"(/(home|root|Users|tmp)/|hf_[A-Za-z0-9]{20,})", json.dumps(cells))
     assert str(REPOSITORY) not in path.read_text(encoding="utf-8")

@@ -38,8 +38,10 @@ def test_each_rank_holds_the_whole_model_on_its_own_device() -> None:
 
 
 def test_a_free_port_can_be_listened_on() -> None:
+    port = free_port()
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
+        listener.bind(("127.0.0.1", port))
+        assert listener.getsockname()[1] == port
 
 
 def test_a_failing_command_is_not_hidden(capsys: pytest.CaptureFixture[str]) -> None:
