@@ -6,16 +6,16 @@ BIN := $(CURDIR)/.venv/bin
 INSTALLED := .venv/.installed
 LORA := 2.1_lora_finetuning/run_0_cpu_x1
 DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
-NOTEBOOKS := $(wildcard 2.*/run_*/*.ipynb)
+NOTEBOOKS := $(wildcard 2.*/run_0_*/*.ipynb)
 
-.PHONY: demo test test-all lint lab run record tables tables-check notebooks
+.PHONY: demo test test-all lint lab run record tables tables-check notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.11")'
 	@echo "Installing into .venv, once: about 2 GB, 2 to 4 minutes."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]' 2>&1 \
+	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,judge]' 2>&1 \
 		| tee .venv/install.log | grep --line-buffered -E '^(Collecting|Installing|Successfully|ERROR)' | cut -c 1-100
 	@touch $@
 
@@ -48,10 +48,13 @@ test-all: $(INSTALLED)
 lint: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
+siblings: $(INSTALLED) ## copy each technique's first run folder to the others, but for their literals
+	@$(BIN)/python -m common.siblings
+
 lab: $(INSTALLED) ## the notebooks, in the browser
 	@$(BIN)/jupyter lab
 
-notebooks: $(INSTALLED) ## run every notebook from top to bottom and keep its outputs
+notebooks: $(INSTALLED) ## run every notebook for the CPU from top to bottom and keep its outputs
 	@PATH=$(BIN):$$PATH $(BIN)/jupyter nbconvert --to notebook --inplace --execute $(NOTEBOOKS) \
 		--ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
 		--ClearMetadataPreprocessor.preserve_nb_metadata_mask='["kernelspec"]' \

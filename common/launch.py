@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.device_maps import device_name
+from common.hardware import find_gpu, gpu_of_device, gpus
 from common.print_prefix import printing_with_prefix, rank_prefix
 from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
 
@@ -67,15 +68,36 @@ def check_world(run: RunConfig) -> None:
             f"This run asks for {run.world_size} rank(s) (parallel {run.parallel}, devices {run.devices}), but "
             f"{started} started: use {command}my_workflow_<technique>.py, or pass --devices {started} if that is meant."
         )
-    if run.device == "cuda":
-        from common.hardware import gpus
+    check_gpus(run)
 
-        found = len(gpus()[1])
-        if found < run.devices:
-            raise BadInputError(
-                f"This run asks for {run.devices} GPU(s), but {found} can be seen: pass --devices {found}, "
-                "choose another run folder, or one for the CPU (run_0_cpu_...)."
-            )
+
+def check_gpus(run: RunConfig) -> None:
+    """Refuse a GPU that the catalogue does not know, and more GPUs than there are.
+
+    Raises:
+        BadInputError: with the names known, or the number found and the command for that many.
+    """
+    if run.gpu:
+        find_gpu(run.gpu)
+    if run.device == "cpu":
+        return
+    found = len(gpus()[1])
+    if found == 0:
+        raise BadInputError(
+            f"This run asks for {run.devices} GPU(s), but none can be seen: `nvidia-smi` should list it; on a machine "
+            "without one use a run folder for the CPU (run_0_cpu_...)."
+        )
+    if found < run.devices:
+        raise BadInputError(
+            f"This run asks for {run.devices} GPU(s), but {found} can be seen: use {command_for(found)}, "
+            "or choose another run folder."
+        )
+
+
+def command_for(devices: int) -> str:
+    """The command that runs a DDP folder's workflow on so many devices."""
+    start = f"torchrun --nproc_per_node {devices}" if devices > 1 else "python"
+    return f"`{start} my_workflow_<technique>.py --devices {devices}`"
 
 
 def start_rank(run: RunConfig) -> Rank:
@@ -108,6 +130,8 @@ def start_rank(run: RunConfig) -> Rank:
         torch.set_num_threads(1)  # again: PartialState takes every core for a CPU world
         disable_progress_bar()  # weights of a CPU run load in a moment
     set_seed(run.seed)
+    if not on_cpu and run.gpu and state.is_main_process and gpu_of_device(gpus()[1][0]) != find_gpu(run.gpu):
+        print(f"note: this run folder was made for {run.gpu}; it runs on {gpus()[1][0]}")
     return Rank(
         rank=state.process_index,
         world_size=state.num_processes,
@@ -231,11 +255,25 @@ def check_inputs(run: RunConfig) -> None:
         BadInputError: what is unknown, missing or malformed.
     """
     from transformers import SchedulerType
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
     from transformers.training_args import OptimizerNames
 
     from common.data import load_splits
-    from common.models import load_tokenizer
+    from common.evaluation import check_independent_judge
+    from common.models import check_attention, load_tokenizer
 
+    check_gpus(run)
+    check_attention(run)
+    check_independent_judge(run)
+    for tracker in run.report_to.split(","):
+        if tracker not in ("none", "all", *INTEGRATION_TO_CALLBACK):
+            known = ", ".join(INTEGRATION_TO_CALLBACK)
+            raise BadInputError(f"report_to names {tracker!r}: choose none, or some of {known}.")
+        if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
+            raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
     for name, known in (("scheduler", SchedulerType), ("optimizer", OptimizerNames)):
         names = [choice.value for choice in known]
         if getattr(run, name) not in names:

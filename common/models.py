@@ -1,5 +1,7 @@
 """Base model and tokenizer, LoRA adapters, and the merged model: loaded, saved, reloaded and compared."""
 
+import importlib.util
+import re
 from pathlib import Path
 
 import torch
@@ -8,13 +10,24 @@ from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LOGIT_TOLERANCES = {"fp32": 1e-4, "bf16": 0.5}
 """Merging rounds the sum of base and adapter once more: largest absolute difference of logits (about 10 in size)."""
+ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
+"""Our names and those of Transformers."""
+EMBEDDED_BASE = REPOSITORY / "assets" / "embedded_base"
+MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
 HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -68,12 +81,28 @@ def _check_folder(folder: Path, model: str) -> Path:
     return folder
 
 
+def check_attention(run: RunConfig) -> None:
+    """Refuse flash attention where its package is missing.
+
+    Raises:
+        BadInputError: with the command that installs it.
+    """
+    if run.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
+        raise BadInputError(
+            "attention is flash, but flash-attn is not installed: `pip install flash-attn --no-build-isolation` (it "
+            "compiles on a machine with CUDA), or pass --attention sdpa."
+        )
+
+
 def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a pad token.
+    """The model's tokenizer, with a pad token; for random weights the embedded one.
 
     Raises:
         BadInputError: it cannot be loaded, or has no chat template.
     """
+    if run.weights == "random":
+        shape_config(run.model)
+        return AutoTokenizer.from_pretrained(EMBEDDED_BASE)
     source = check_model(run.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -92,15 +121,62 @@ def load_base_model(run: RunConfig, device_map: dict[str, str], source: str | Pa
     Raises:
         BadInputError: it cannot be loaded.
     """
+    if run.weights == "random" and source is None:
+        return _random_model(run, device_map)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source or check_model(run.model),
             dtype=DTYPES[run.precision],
-            attn_implementation=run.attention,
+            attn_implementation=ATTENTION[run.attention],
             device_map=device_map,
         )
     except (OSError, SafetensorError) as error:
         raise _cannot_be_loaded("weights", run.model, error) from error
+    return model.eval()
+
+
+def shape_config(model: str) -> PretrainedConfig:
+    """The architecture of `model`: a config.json, a folder with one, or a name that assets/model_configs knows.
+
+    A Hub id is found by its last part without `-Instruct`: Qwen/Qwen2.5-7B-Instruct is qwen2.5-7b.json.
+
+    Raises:
+        BadInputError: none of these, or not a language model that continues a text.
+    """
+    path = next((path for path in _config_places(model) if path.is_file()), None)
+    if path is None:
+        known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
+        raise BadInputError(
+            f"There is no shape of {model} for random weights: pass --model with one of {known}, or a config.json."
+        )
+    config = AutoConfig.from_pretrained(path)
+    if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
+        raise BadInputError(
+            f"{path.name} is a {', '.join(config.architectures or ['?'])}, which does not continue a text: "
+            "pass --model with a shape such as qwen2.5-7b."
+        )
+    return config
+
+
+def _config_places(model: str) -> list[Path]:
+    name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
+    here = [Path(model).expanduser(), REPOSITORY / model]
+    return [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json"]
+
+
+def _random_model(run: RunConfig, device_map: dict[str, str]) -> PreTrainedModel:
+    """A model of `run.model`'s shape, made on its device; the same weights each time, so that adapters can be reloaded.
+
+    The embedded tokenizer's ids stand below any real vocabulary, so that nothing has to be resized.
+    """
+    tokenizer, config = AutoTokenizer.from_pretrained(EMBEDDED_BASE), shape_config(run.model)
+    config.pad_token_id, config.eos_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
+    device = torch.device(device_map[""])
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(run.seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[run.precision], attn_implementation=ATTENTION[run.attention]
+        )
     return model.eval()
 
 
@@ -123,6 +199,16 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         target_modules="all-linear",
     )
     return get_peft_model(model, config)
+
+
+def train_linear_layers(model: PreTrainedModel) -> PreTrainedModel:
+    """Freeze `model` but for its linear layers; the head stays frozen, too. Changes and returns `model`."""
+    head = model.get_output_embeddings()
+    model.requires_grad_(False)
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear) and layer is not head:
+            layer.requires_grad_(True)
+    return model
 
 
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Records to tables and plots. No figure of a table is typed by hand.
+"""Records to tables. No figure of a table is typed by hand.
 
     python -m common.report               the tables, from the committed records
     python -m common.report --check       exit 1 where a README disagrees with the records
@@ -14,17 +14,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 
-from common.run_config import REPOSITORY, BadInputError
+from common.hardware import gpu_of_device
+from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.run_record import PREVIOUS, RECORD_NAME, Record, load_record
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from common.siblings import run_folders
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
+BENCH_FILE = REPOSITORY / "bench" / "bench.json"
+NOT_RUN, NOT_PUBLISHED, NO_GPU = "not run", "not published", "no GPU"
 MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TECHNIQUE_NAMES = {("lora", "single"): "LoRA", ("lora", "ddp"): "LoRA with DDP"}
 FREE_SETTINGS = {
@@ -34,7 +35,9 @@ FREE_SETTINGS = {
 """Settings that two runs need not share to be compared in time: how the work is divided, and what it is called."""
 
 LEGEND = """\
-similarity score: a distance between answer and reference, lower is better; it sees form more than facts
+similarity score: a distance between answer and reference, lower is better; judged by the base model
+by MiniLM: the same by a sentence encoder that had no part in the training
+shuffled: the score of the right answers to other questions: a score near it says nothing of the content
 facts said: share of the facts asked for that stand in the answers
 speed-up: training time of 2.1's run over this run's
 machine's ceiling: the highest speed-up to expect here: the same ranks without synchronising, against one
@@ -99,7 +102,7 @@ def peak_memory_gib(record: Record) -> str:
 def ceiling_of(record: Record, scaling: str) -> str:
     """The run's own measurement of the highest speed-up to expect; `scaling` is `strong` or `weak`."""
     ceiling = record.get("machine_ceiling")
-    return f"{ceiling[scaling]:.2f}x" if ceiling else "not run"
+    return f"{ceiling[scaling]:.2f}x" if ceiling else NOT_RUN
 
 
 def workload(record: Record) -> dict[str, object]:
@@ -137,6 +140,32 @@ def completed(records: Iterable[Record], *parallel: str) -> list[Record]:
     return [record for record in records if record["status"] == "completed" and record["parallel"] in parallel]
 
 
+def score(value: float | None) -> str:
+    """A similarity score; None where nobody judged."""
+    return NOT_RUN if value is None else f"{value:.3f}"
+
+
+def learning_rate_scaling(record: Record) -> str:
+    """`1x (0.001)`: the peak learning rate, and how much of it comes from scaling with the ranks."""
+    peak = record["peak_learning_rate"]
+    return f"{peak / record['config']['learning_rate']:.3g}x ({peak:g})"
+
+
+def hardware_factors(record: Record, baseline: Record | None) -> Row:
+    """CUDA cores and memory of a run's GPUs, as multiples of its baseline's."""
+    gpu, other = (gpu_of_device(run["environment"]["devices"][0]) if run else None for run in (record, baseline))
+    if gpu is None:
+        return {"CUDA scaling factor": NO_GPU, "VRAM scaling factor": NO_GPU}
+    count, base_count = len(record["world"]), len(baseline["world"]) if baseline else 1
+    base = other or gpu
+    cores = count * gpu.cuda_cores / (base_count * base.cuda_cores)
+    memory = count * gpu.memory_gib / (base_count * base.memory_gib)
+    return {
+        "CUDA scaling factor": f"{cores:.3g}x ({gpu.cuda_cores:,} x{count})",
+        "VRAM scaling factor": f"{memory:.3g}x ({gpu.memory_gib:.0f} GiB x{count})",
+    }
+
+
 def _name(record: Record) -> str:
     return f"{TECHNIQUE_NAMES[record['technique'], record['parallel']]}, {record['launcher']}"
 
@@ -150,9 +179,14 @@ def _measured_quality(record: Record) -> Row:
         "Epochs": str(config["epochs"]),
         "Batch size": str(config["batch_size"] * config["accumulation_steps"]),
         "Effective batch size": f"{config['batch_size'] * config['accumulation_steps']} x{len(record['world'])}",
-        "Learning rate": f"{config['learning_rate']:g}",
-        "Similarity score before": f"{before['similarity_score']:.3f}",
-        "Similarity score": f"{after['similarity_score']:.3f}",
+        "Learning rate scaling": learning_rate_scaling(record),
+        "Similarity score before": score(before["similarity_score"]),
+        "Similarity score": score(after["similarity_score"]),
+        "By the tuned model": score(after["similarity_score_tuned"]),
+        "By MiniLM before": score(before["similarity_score_minilm"]),
+        "By MiniLM": score(after["similarity_score_minilm"]),
+        "Answers shuffled": score(after["shuffled_score"]),
+        "Shuffled, by MiniLM": score(after["shuffled_score_minilm"]),
         "Facts said before": percent(before["facts_said_share"]),
         "Facts said": percent(after["facts_said_share"]),
         "Validation loss": f"{record['best_validation_loss']:.4f}",
@@ -163,16 +197,20 @@ def _published_quality(result: dict[str, Any]) -> Row:
     return {
         "Approach": TECHNIQUE_NAMES[result["technique"], result["parallel"]],
         "Figures": f"published: {result['source']}",
-        "Seed": "not published",
+        "Seed": NOT_PUBLISHED,
         "Epochs": str(result["epochs"]),
         "Batch size": str(result["batch_size"]),
         "Effective batch size": f"{result['batch_size']} x{result['devices']}",
-        "Learning rate": f"{result['learning_rate']:g}",
-        "Similarity score before": "not published",
-        "Similarity score": f"{result['similarity_score']:.3f}",
-        "Facts said before": "not published",
-        "Facts said": "not published",
-        "Validation loss": "not published",
+        "Learning rate scaling": f"1x ({result['learning_rate']:g})",
+        "Similarity score before": NOT_PUBLISHED,
+        "Similarity score": score(result["similarity_score"]),
+        **dict.fromkeys(
+            ("By the tuned model", "By MiniLM before", "By MiniLM", "Answers shuffled", "Shuffled, by MiniLM"),
+            NOT_PUBLISHED,
+        ),
+        "Facts said before": NOT_PUBLISHED,
+        "Facts said": NOT_PUBLISHED,
+        "Validation loss": NOT_PUBLISHED,
     }
 
 
@@ -183,10 +221,11 @@ def _measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Ro
         "Figures": "measured",
         "Seed": str(record["config"]["seed"]),
         "Devices": devices_of(record),
+        **hardware_factors(record, baseline),
         "Batch size": f"{record['config']['batch_size']} x{len(record['world'])}",
         "Steps": str(record["steps"]),
         "Training time": clock(record["train_time_s"]),
-        "Training speedup factor": f"{speedup:.2f}x" if speedup else "not run",
+        "Training speedup factor": f"{speedup:.2f}x" if speedup else NOT_RUN,
         "Machine's ceiling": "1x" if record["parallel"] == "single" else ceiling_of(record, ceiling),
         "Tokens per second": f"{record['tokens_per_s']:,.0f}",
         "Peak memory per device (GiB)": peak_memory_gib(record),
@@ -199,36 +238,72 @@ def _published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
     return {
         "Approach": TECHNIQUE_NAMES[result["technique"], result["parallel"]],
         "Figures": f"published: {result['source']}",
-        "Seed": "not published",
-        "Devices": f"{result['gpu']} x{result['devices']}, {result['cuda_cores']:,} CUDA cores each",
+        "Seed": NOT_PUBLISHED,
+        "Devices": f"{result['gpu']} x{result['devices']}",
+        "CUDA scaling factor": f"{result['devices'] / baseline['devices']:g}x "
+        f"({result['cuda_cores']:,} x{result['devices']})",
+        "VRAM scaling factor": f"{result['devices'] / baseline['devices']:g}x "
+        f"({result['vram_gb']}G x{result['devices']})",
         "Batch size": f"{result['batch_size']} x{result['devices']}",
-        "Steps": "not published",
+        "Steps": NOT_PUBLISHED,
         "Training time": clock(clock_seconds(result["train_time"])),
         "Training speedup factor": f"{speedup:.2f}x",
-        "Machine's ceiling": "not published",
-        "Tokens per second": "not published",
-        "Peak memory per device (GiB)": "not published",
-        "Command": "not published",
+        "Machine's ceiling": NOT_PUBLISHED,
+        "Tokens per second": NOT_PUBLISHED,
+        "Peak memory per device (GiB)": NOT_PUBLISHED,
+        "Command": NOT_PUBLISHED,
     }
+
+
+def _not_run(folder: Path, run: RunConfig) -> Row:
+    """What is known of a run folder without a record: its settings and its command."""
+    return {
+        "Approach": TECHNIQUE_NAMES[run.technique, run.parallel],
+        "Figures": NOT_RUN,
+        "Seed": str(run.seed),
+        "Model": Path(run.model).name,
+        "Devices": f"{run.gpu or 'CPU, 1 thread'} x{run.devices}",
+        "Epochs": str(run.epochs),
+        "Batch size": f"{run.batch_size} x{run.devices}",
+        "Effective batch size": f"{run.batch_size * run.accumulation_steps} x{run.world_size}",
+        "Learning rate scaling": f"{run.peak_learning_rate / run.learning_rate:.3g}x ({run.peak_learning_rate:g})",
+        "Trained on": f"{run.epochs} epochs",
+        "Command": f"`make run FOLDER={folder.relative_to(REPOSITORY)}`",
+    }
+
+
+def _table(records: list[Record], parallel: tuple[str, ...], measured: list[Row], published: list[Row]) -> pd.DataFrame:
+    """Measured rows, a row for each run folder without any record, and published rows."""
+    done = {record["run_folder"] for record in records}
+    waiting = [
+        _not_run(folder, run)
+        for folder, run in run_folders().items()
+        if run.parallel in parallel and run.run_folder not in done
+    ]
+    columns = list((measured + published)[0])
+    return pd.DataFrame(measured + waiting + published, columns=columns).fillna(NOT_RUN)
 
 
 def lora_quality(records: list[Record]) -> pd.DataFrame:
     """2.1: quality on one device."""
     published = [_published_quality(result) for result in published_results() if result["parallel"] == "single"]
-    return pd.DataFrame([_measured_quality(record) for record in completed(records, "single")] + published)
+    measured = [_measured_quality(record) for record in completed(records, "single")]
+    return _table(records, ("single",), measured, published)
 
 
 def lora_speed(records: list[Record]) -> pd.DataFrame:
     """2.1: time and memory on one device."""
     published = [_published_speed(result, result) for result in published_results() if result["parallel"] == "single"]
-    rows = [_measured_speed(record, record, "strong") for record in completed(records, "single")] + published
-    return pd.DataFrame(rows).drop(columns=["Training speedup factor", "Machine's ceiling"])
+    measured = [_measured_speed(record, record, "strong") for record in completed(records, "single")]
+    columns = ["Training speedup factor", "Machine's ceiling", "CUDA scaling factor", "VRAM scaling factor"]
+    return _table(records, ("single",), measured, published).drop(columns=columns)
 
 
 def ddp_quality(records: list[Record]) -> pd.DataFrame:
     """2.2: quality with DDP beside one device."""
     published = [_published_quality(result) for result in published_results()]
-    return pd.DataFrame([_measured_quality(record) for record in completed(records, "single", "ddp")] + published)
+    measured = [_measured_quality(record) for record in completed(records, "single", "ddp")]
+    return _table(records, ("single", "ddp"), measured, published)
 
 
 def _scaling(records: list[Record], same: str, ceiling: str) -> list[Row]:
@@ -245,46 +320,63 @@ def _scaling(records: list[Record], same: str, ceiling: str) -> list[Row]:
 
 def ddp_strong(records: list[Record]) -> pd.DataFrame:
     """2.2: speed-up at the same effective batch size: the same steps, shared (strong scaling)."""
-    return pd.DataFrame(_scaling(records, "effective_batch_size", "strong"))
+    hardware = ["CUDA scaling factor", "VRAM scaling factor"]
+    return pd.DataFrame(_scaling(records, "effective_batch_size", "strong")).drop(columns=hardware, errors="ignore")
 
 
 def ddp_weak(records: list[Record]) -> pd.DataFrame:
     """2.2: speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling)."""
     published = published_results()
     rows = [_published_speed(result, published[0]) for result in published]
-    return pd.DataFrame(_scaling(records, "batch_size", "weak") + rows)
+    return _table(records, ("ddp",), _scaling(records, "batch_size", "weak"), rows)
 
 
 def master(records: list[Record]) -> pd.DataFrame:
     """Root README: one line per kept run."""
     columns = ["Approach", "Figures", "Seed", "Devices", "Batch size", "Training time", "Peak memory per device (GiB)"]
-    measured = [
-        {
-            **{name: _measured_speed(record, None, "strong")[name] for name in columns},
+    measured = []
+    for record in completed(records, "single", "ddp"):
+        speed, quality = _measured_speed(record, None, "strong"), _measured_quality(record)
+        measured.append({
+            **{name: speed[name] for name in columns},
             "Model": Path(record["config"]["model"]).name,
             "Trained on": f"{record['config']['epochs']} epochs, "
             f"{sum(share['samples'] for share in record['world']):,} rows in all",
-            "Similarity score": f"{_measured_quality(record)['Similarity score before']} -> "
-            f"{_measured_quality(record)['Similarity score']}",
-            "Facts said": f"{_measured_quality(record)['Facts said before']} -> "
-            f"{_measured_quality(record)['Facts said']}",
-        }
-        for record in completed(records, "single", "ddp")
-    ]
+            "Similarity score": f"{quality['Similarity score before']} -> {quality['Similarity score']}",
+            "By MiniLM": f"{quality['By MiniLM before']} -> {quality['By MiniLM']}",
+            "Facts said": f"{quality['Facts said before']} -> {quality['Facts said']}",
+        })  # fmt: skip
     published = [
         {
             **{name: _published_speed(result, result)[name] for name in columns},
-            "Model": "not published",
+            "Model": NOT_PUBLISHED,
             "Trained on": f"{result['epochs']} epochs",
-            "Similarity score": f"{result['similarity_score']:.3f}",
-            "Facts said": "not published",
+            "Similarity score": score(result["similarity_score"]),
+            "By MiniLM": NOT_PUBLISHED,
+            "Facts said": NOT_PUBLISHED,
         }
         for result in published_results()
     ]
-    return pd.DataFrame(measured + published)
+    return _table(records, ("single", "ddp"), measured, published)
+
+
+def bench(records: list[Record]) -> pd.DataFrame:
+    """What `make bench` measured last, each figure beside its bar; it stands in bench.json, not in the `records`."""
+    entries = json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
+    return pd.DataFrame([
+        {
+            "What": entry["name"],
+            "Measured": NOT_RUN if entry["value"] is None else f"{entry['value']:,.4g} {entry['unit']}",
+            "Bar": "none" if entry["bar"] is None else str(entry["bar"]),
+            "Holds": {True: "yes", False: "**no**", None: ""}[entry["holds"]],
+            "Command": f"`{entry['command']}`",
+        }
+        for entry in entries
+    ])  # fmt: skip
 
 
 TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
+    "bench": bench,
     "master": master,
     "lora-quality": lora_quality,
     "lora-speed": lora_speed,
@@ -309,8 +401,12 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
             "rows per device and step": config["batch_size"],
             "effective batch size": record["effective_batch_size"],
             "steps": record["steps"],
-            "similarity score before": f"{before['similarity_score']:.3f}",
-            "similarity score after": f"{after['similarity_score']:.3f}",
+            "similarity score before": score(before["similarity_score"]),
+            "similarity score after": score(after["similarity_score"]),
+            "by MiniLM before": score(before["similarity_score_minilm"]),
+            "by MiniLM after": score(after["similarity_score_minilm"]),
+            "answers shuffled": score(after["shuffled_score"]),
+            "shuffled, by MiniLM": score(after["shuffled_score_minilm"]),
             "facts said before": percent(before["facts_said_share"]),
             "facts said after": percent(after["facts_said_share"]),
             "lowest validation loss": f"{record['best_validation_loss']:.4f}",
@@ -345,32 +441,6 @@ def with_tables(text: str, records: list[Record]) -> str:
 def readmes(root: Path = REPOSITORY) -> list[Path]:
     """The root's README and the technique folders'."""
     return [root / "README.md", *sorted(root.glob("[0-9].[0-9]_*/*_readme.md"))]
-
-
-def plot_losses(record: Record) -> "Figure":
-    """Training and validation loss over the steps."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for name, label in (("training_losses", "training"), ("validation_losses", "validation")):
-        axes.plot(*zip(*record[name], strict=True), marker=".", label=label)
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per answer token)", title=record["run_name"])
-    axes.legend()
-    return figure
-
-
-def plot_scores(results_folder: Path) -> "Figure":
-    """Similarity score of each test question, before and after, sorted by the score before."""
-    import matplotlib.pyplot as plt
-
-    before, after = (pd.read_csv(results_folder / f"predictions_{when}.csv") for when in ("before", "after"))
-    order = before["similarity_score"].argsort()
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    for table, label in ((before, "before"), (after, "after")):
-        axes.plot(table["similarity_score"].iloc[order].to_numpy(), ".", label=label)
-    axes.set(xlabel="test question", ylabel="similarity score\n(a distance: lower is better)")
-    axes.legend()
-    return figure
 
 
 def main() -> None:

@@ -34,23 +34,38 @@ class RunConfig:
     run_folder: str = _setting("", "Run folder, relative to the repository's root.")
 
     device: Literal["cpu", "cuda"] = _setting("cpu", "Kind of device: cpu = one process with one thread.")
+    gpu: str = _setting("", "GPU that the run folder was made for, by its name in common/hardware.py; empty on CPU.")
     devices: int = _setting(1, "Number of devices, and so of ranks with ddp.")
     model: str = _setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
-    data: str = _setting("assets/exhibits", "Folder with train.jsonl, validation.jsonl and test.jsonl.")
+    weights: Literal["pretrained", "random"] = _setting(
+        "pretrained",
+        "random = the model's shape from assets/model_configs, with random weights and the embedded tokenizer: "
+        "memory and speed without a download.",
+    )
+    data: str = _setting(
+        "assets/exhibits",
+        "Rows of messages: a folder with train.jsonl, validation.jsonl and test.jsonl, one .jsonl file, "
+        "an fsspec URL of either, or the id of a dataset on the Hugging Face Hub.",
+    )
     max_length: int = _setting(256, "Longest training row, in tokens; longer rows are cut.")
 
     batch_size: int = _setting(16, "Training rows per rank and step, before accumulation.")
     accumulation_steps: int = _setting(1, "Micro-batches per optimizer step and rank.")
     epochs: int = _setting(6, "Passes over the training rows.")
     max_steps: int = _setting(-1, "Optimizer steps after which training ends early; -1 = all epochs.")
-    learning_rate: float = _setting(1e-3, "Peak learning rate, after warm-up.")
+    learning_rate: float = _setting(1e-3, "Peak learning rate, after warm-up and before scaling.")
+    learning_rate_scaling: Literal["none", "sqrt", "linear"] = _setting(
+        "none", "Growth of the learning rate with the ranks that share a step: none, by their square root, or linear."
+    )
     warmup_share: float = _setting(0.03, "Share of the steps in which the learning rate rises (0 to 1).")
     scheduler: str = _setting("cosine", "Learning-rate schedule, by its name in Transformers.")
     optimizer: str = _setting("adamw_torch", "Optimizer, by its name in Transformers.")
     weight_decay: float = _setting(0.01, "Weight decay, per step and unit of learning rate.")
     max_grad_norm: float = _setting(0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.")
     precision: Literal["fp32", "bf16"] = _setting("fp32", "Number format of weights and arithmetic.")
-    attention: Literal["eager", "sdpa"] = _setting("sdpa", "Attention implementation.")
+    attention: Literal["eager", "sdpa", "flash"] = _setting(
+        "sdpa", "Attention implementation; flash = the package flash-attn, on GPUs only."
+    )
     gradient_checkpointing: Literal["none", "reentrant", "non-reentrant"] = _setting(
         "none", "Whether activations are computed again in the backward pass, and by which of PyTorch's two ways."
     )
@@ -62,6 +77,12 @@ class RunConfig:
     report_share: float = _setting(0.05, "Log, validate and save each time this share of the steps is done (0 to 1).")
     evaluation_batch_size: int = _setting(32, "Rows per rank in validation and generation.")
     max_new_tokens: int = _setting(48, "Longest generated answer, in tokens.")
+    independent_judge: Literal["minilm", "none"] = _setting(
+        "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
+    )
+    report_to: str = _setting(
+        "tensorboard", "Experiment trackers by their names in Transformers, with commas between, or none."
+    )
     test_rows: int = _setting(-1, "Test questions to answer, from the first; -1 = all.")
     train_rows: int = _setting(-1, "Training rows to use, from the first; -1 = all.")
     seed: int = _setting(42, "Seed of the adapters' start, of dropout and of the rows' order.")
@@ -94,6 +115,8 @@ class RunConfig:
             raise BadInputError(
                 f"devices is {self.devices}, but parallel is single: pass --devices 1, or go to 2.2 (ddp)."
             )
+        if self.device == "cpu" and self.attention == "flash":
+            raise BadInputError("attention is flash, but device is cpu, where flash-attn has no kernel: pass sdpa.")
         if self.parallel == "ddp" and self.gradient_checkpointing == "reentrant":
             raise BadInputError(
                 "gradient_checkpointing is reentrant, but DDP would see each weight's gradient twice: "
@@ -124,6 +147,16 @@ class RunConfig:
     def effective_batch_size(self) -> int:
         """Rows per optimizer step over all ranks."""
         return self.batch_size * self.accumulation_steps * self.world_size
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate after warm-up, scaled with the ranks: sqrt as in Krizhevsky 2014, linear as in Goyal 2017.
+
+        (Krizhevsky, "One weird trick for parallelizing convolutional neural networks"; Goyal et al., "Accurate, Large
+        Minibatch SGD".)
+        """
+        factors = {"none": 1, "sqrt": math.sqrt(self.world_size), "linear": self.world_size}
+        return self.learning_rate * factors[self.learning_rate_scaling]
 
     def results_folder(self, run_name: str) -> Path:
         """Where this run writes."""

@@ -22,7 +22,7 @@ from common import hardware
 from common.launch import Rank
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
 PREVIOUS = ".previous"
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate")

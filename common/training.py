@@ -9,7 +9,6 @@ import torch
 from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
-from torch.utils.tensorboard import SummaryWriter
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
@@ -18,11 +17,11 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback
 
 from common.callbacks import VALIDATION_LOSS, FirstStepReport, ProgressReport, WorkDone
 from common.data import IGNORED_LABEL, EpochBatches, EpochLoader, Tokens, TrainingRows, make_collator
+from common.hardware import gpu_of_device, gpus
 from common.launch import BACKENDS, Rank
 from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
 from common.run_config import RunConfig
@@ -75,8 +74,8 @@ def mean_answer_token_loss(prediction: EvalPrediction) -> dict[str, float]:
     return {VALIDATION_LOSS: float(loss_sum / token_count)}
 
 
-def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
-    """The Trainer's settings, from the run's."""
+def training_arguments(run: RunConfig, output_folder: Path, run_name: str) -> TrainingArguments:
+    """The Trainer's settings, from the run's; `run_name` is what an experiment tracker calls the run."""
     on_cpu = run.device == "cpu"
     checkpointing = run.gradient_checkpointing != "none"
     return TrainingArguments(
@@ -86,7 +85,7 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         gradient_accumulation_steps=run.accumulation_steps,
         num_train_epochs=run.epochs,
         max_steps=run.max_steps,
-        learning_rate=run.learning_rate,
+        learning_rate=run.peak_learning_rate,
         lr_scheduler_type=run.scheduler,
         warmup_steps=run.warmup_share,
         optim=run.optimizer,
@@ -112,7 +111,8 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         greater_is_better=False,
         logging_nan_inf_filter=False,  # a NaN loss is to be seen, not averaged away
         remove_unused_columns=False,
-        report_to="none",
+        report_to=run.report_to.split(","),
+        run_name=run_name,
         disable_tqdm=True,
         seed=run.seed,
     )
@@ -128,11 +128,10 @@ def make_trainer(
     """The trainer of this rank, with its reports; nothing runs yet."""
     run, rank, work = log.run, log.rank, WorkDone()
     callbacks: list[TrainerCallback] = [FirstStepReport(rank, work, tokenizer), ProgressReport(rank)]
-    if rank.is_main:
-        callbacks.append(TensorBoardCallback(SummaryWriter(str(log.folder / "tensorboard"))))
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     trainer = CountingTrainer(
         model=model,
-        args=training_arguments(run, log.folder / "checkpoints"),
+        args=training_arguments(run, log.folder / "checkpoints", log.run_name),
         train_dataset=TrainingRows(train),
         eval_dataset=validation,
         data_collator=make_collator(tokenizer),
@@ -204,17 +203,20 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
 
     `world` comes from `check_training`.
     """
-    history = trainer.state.log_history
+    history, run = trainer.state.log_history, log.run
     trained, multiplied = parameter_counts(trainer.accelerator.unwrap_model(trainer.model))
+    flops = training_flops(trained, multiplied - trained)
+    tokens_per_s = sum(share["tokens"] for share in world) / log.phases_s["training"]
     return {
         "world": world,
-        "effective_batch_size": log.run.effective_batch_size,
+        "effective_batch_size": run.effective_batch_size,
+        "peak_learning_rate": run.peak_learning_rate,
         "steps": trainer.state.global_step,
         "train_time_s": log.phases_s["training"],
-        "tokens_per_s": sum(share["tokens"] for share in world) / log.phases_s["training"],
+        "tokens_per_s": tokens_per_s,
         "trained_parameters": trained,
-        **training_flops(trained, multiplied - trained),
-        "mfu": None,
+        **flops,
+        "mfu": model_flops_utilization(tokens_per_s * flops["flops_per_token"] / len(world), run),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
         "best_validation_loss": trainer.state.best_metric,
@@ -233,12 +235,23 @@ def training_flops(trained_parameters: int, frozen_parameters: int) -> dict[str,
     return {"flops_per_token": flops, "flops_formula": formula}
 
 
+def model_flops_utilization(flops_per_s: float, run: RunConfig) -> float | None:
+    """MFU: a device's useful floating-point operations per second over its dense peak in the run's precision.
+
+    None on CPU, and on a GPU that the catalogue does not know. (Chowdhery et al. 2022, "PaLM", appendix B.)
+    """
+    gpu = gpu_of_device(gpus()[1][0]) if run.device == "cuda" else None
+    peak_tflops = gpu.tflops_dense[run.precision] if gpu else None
+    return flops_per_s / (peak_tflops * 1e12) if peak_tflops else None
+
+
 def merge_and_reload(
     log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase, device_map: dict[str, str]
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the adapter and the merged model, load both again as any user would, and compare them with what was trained.
 
-    Rank 0 writes `adapter` and `merged` into the results folder; every rank loads the merged model.
+    Rank 0 writes `adapter` and `merged` into the results folder; every rank loads the merged model. The trainer's own
+    model is given up on the way, so that a device holds no more than two models at a time.
 
     Returns:
         The merged model as plain Transformers loads it, and the largest absolute differences of logits.
@@ -253,6 +266,10 @@ def merge_and_reload(
     differences: dict[str, float] = {}
     if log.rank.is_main:
         trained.save_pretrained(adapter_folder)
+    trained.to("meta")  # frees the memory, also where a notebook still has names for the model
+    if run.device == "cuda":
+        torch.cuda.empty_cache()
+    if log.rank.is_main:
         reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), adapter_folder)
         differences["adapter"] = check_equal_logits(
             expected, next_token_logits(reloaded, batch), "adapter", run.precision

@@ -1,8 +1,8 @@
-"""LoRA fine-tuning on one CPU device (one process, one thread).
+"""LoRA fine-tuning on one device.
 
 From this folder:
     python my_workflow_lora_finetuning.py
-    python my_workflow_lora_finetuning.py --batch_size 8 --learning_rate 1e-3
+    python my_workflow_lora_finetuning.py --batch_size 8 --learning_rate 1e-4
 
 The notebook runs the same steps cell by cell.
 """
@@ -11,7 +11,7 @@ from my_utils_lora_finetuning import device_map
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data import Splits, load_splits, tokenize_rows
-from common.evaluation import Evaluation, evaluate
+from common.evaluation import Evaluation, Judge, evaluate, independent_judges
 from common.launch import check_inputs, rank_started, run_from_command_line
 from common.models import add_lora, load_base_model, load_tokenizer
 from common.run_config import RunConfig
@@ -26,7 +26,7 @@ RUN = RunConfig(
 )
 
 Tokenizer = PreTrainedTokenizerBase
-World = list[dict[str, object]]
+Figures = dict[str, object]
 
 
 def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
@@ -38,7 +38,8 @@ def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
 def evaluate_before(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """The base's answers to the test questions, before it has seen an exhibit; the base also judges them."""
     with log.phase("baseline evaluation"):
-        return evaluate(model, model, tokenizer, data.test, log, "before")
+        judges = [Judge("base", model, tokenizer), *independent_judges(log.run, log.rank.device)]
+        return evaluate(model, tokenizer, data.test, judges, log, "before")
 
 
 def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
@@ -49,11 +50,12 @@ def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, dat
         return make_trainer(add_lora(model, log.run), tokenizer, train, validation, log)
 
 
-def train(log: RunLog, trainer: CountingTrainer) -> World:
-    """Train, take the checkpoint with the lowest validation loss, and check what every rank did."""
+def train(log: RunLog, trainer: CountingTrainer) -> Figures:
+    """Train, take the checkpoint with the lowest validation loss, check what every rank did, and sum it up."""
     with log.phase("training"):
         trainer.train()
-        return check_training(trainer, log.rank)
+        world = check_training(trainer, log.rank)
+    return training_figures(trainer, world, log)
 
 
 def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
@@ -63,21 +65,17 @@ def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[
 
 
 def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
-    """The tuned model's answers, judged by the base as before."""
+    """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
     with log.phase("final evaluation"):
         base = load_base_model(log.run, device_map(log.rank))
-        return evaluate(tuned, base, tokenizer, data.test, log, "after")
+        judges = [Judge("base", base, tokenizer), Judge("tuned", tuned, tokenizer)]
+        judges += independent_judges(log.run, log.rank.device)
+        return evaluate(tuned, tokenizer, data.test, judges, log, "after")
 
 
-def record(
-    log: RunLog, trainer: CountingTrainer, world: World, before: Evaluation, after: Evaluation, **figures: object
-) -> Record:
+def record(log: RunLog, before: Evaluation, after: Evaluation, **figures: object) -> Record:
     """The record of the run: what was asked, and all that was measured."""
-    return log.complete(
-        **training_figures(trainer, world, log),
-        quality={"before": before.summary(), "after": after.summary()},
-        **figures,
-    )
+    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
 
 
 def workflow(run: RunConfig) -> Record:
@@ -88,10 +86,10 @@ def workflow(run: RunConfig) -> Record:
         model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data)
         trainer = build_trainer(log, model, tokenizer, data)
-        world = train(log, trainer)
+        trained = train(log, trainer)
         tuned, differences = merge(log, trainer, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data)
-        return record(log, trainer, world, before, after, largest_logit_differences=differences)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def measure_machine_ceiling(trainer: CountingTrainer, rank: Rank, steps: int = 8
 
     Times the bare training step (forward, backward, optimizer) on the same rows, `rounds` times in turn: rank 0 alone
     with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch each,
-    without synchronising. The trained weights are spoilt afterwards: save them first.
+    without synchronising. The trained weights are put back afterwards.
 
     Returns:
         `strong`: time of one rank with the global batch over time of all ranks, each with its share.
@@ -29,9 +29,9 @@ def measure_machine_ceiling(trainer: CountingTrainer, rank: Rank, steps: int = 8
         The seconds per step of all three (medians of the rounds).
     """
     model = trainer.accelerator.unwrap_model(trainer.model).train()
-    optimizer = torch.optim.AdamW(
-        [weight for weight in model.parameters() if weight.requires_grad], lr=trainer.args.learning_rate
-    )
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    before = [weight.detach().clone() for weight in trained]
+    optimizer = torch.optim.AdamW(trained, lr=trainer.args.learning_rate)
     share_batches = list(trainer.get_train_dataloader())[:steps]
     every_row = list(trainer.batches.global_batches())[:steps]
     global_batches = [trainer.data_collator([trainer.train_dataset[row] for row in rows]) for rows in every_row]
@@ -49,6 +49,8 @@ def measure_machine_ceiling(trainer: CountingTrainer, rank: Rank, steps: int = 8
         (time_s(global_batches, rank.is_main), time_s(share_batches, rank.is_main), time_s(share_batches, True))
         for _ in range(rounds)
     ]
+    with torch.no_grad():
+        torch._foreach_copy_(trained, before)
     one_global_s, one_share_s, all_shares_s = (statistics.median(column) for column in zip(*timings, strict=True))
     return {
         "strong": one_global_s / all_shares_s,

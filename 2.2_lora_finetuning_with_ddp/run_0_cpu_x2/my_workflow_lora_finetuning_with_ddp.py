@@ -1,11 +1,11 @@
-"""LoRA fine-tuning with DDP on two CPU devices (two processes, one thread each).
+"""LoRA fine-tuning with DDP: one process on each device, every one with the whole model.
 
 From this folder:
     torchrun --nproc_per_node 2 my_workflow_lora_finetuning_with_ddp.py
     torchrun --nproc_per_node 2 my_workflow_lora_finetuning_with_ddp.py --batch_size 16
     accelerate launch --config_file my_accelerate_config.yaml my_workflow_lora_finetuning_with_ddp.py
 
-Against 2.1: (1) two ranks start and are counted, (2) the model sits on its rank's device, (3) gradient checkpointing is
+Against 2.1: (1) ranks start and are counted, (2) the model sits on its rank's device, (3) gradient checkpointing is
 non-reentrant, (4) the machine's ceiling is measured beside the speed-up.
 """
 
@@ -13,7 +13,7 @@ from my_utils_lora_finetuning_with_ddp import device_map, measure_machine_ceilin
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data import Splits, load_splits, tokenize_rows
-from common.evaluation import Evaluation, evaluate
+from common.evaluation import Evaluation, Judge, evaluate, independent_judges
 from common.launch import check_inputs, rank_started, run_from_command_line
 from common.models import add_lora, load_base_model, load_tokenizer
 from common.run_config import RunConfig
@@ -30,7 +30,7 @@ RUN = RunConfig(
 )
 
 Tokenizer = PreTrainedTokenizerBase
-World = list[dict[str, object]]
+Figures = dict[str, object]
 
 
 def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
@@ -42,7 +42,8 @@ def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
 def evaluate_before(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """The base's answers, each rank to its share of the questions, before the base has seen an exhibit."""
     with log.phase("baseline evaluation"):
-        return evaluate(model, model, tokenizer, data.test, log, "before")
+        judges = [Judge("base", model, tokenizer), *independent_judges(log.run, log.rank.device)]
+        return evaluate(model, tokenizer, data.test, judges, log, "before")
 
 
 def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
@@ -53,11 +54,20 @@ def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, dat
         return make_trainer(add_lora(model, log.run), tokenizer, train, validation, log)
 
 
-def train(log: RunLog, trainer: CountingTrainer) -> World:
-    """Train, take the checkpoint with the lowest validation loss, and check what every rank did."""
+def train(log: RunLog, trainer: CountingTrainer) -> Figures:
+    """Train, take the checkpoint with the lowest validation loss, check what every rank did, and sum it up."""
     with log.phase("training"):
         trainer.train()
-        return check_training(trainer, log.rank)
+        world = check_training(trainer, log.rank)
+    return training_figures(trainer, world, log)
+
+
+def measure_ceiling(log: RunLog, trainer: CountingTrainer) -> dict[str, float] | None:
+    """What a speed-up on this machine can be at most (4); on CPU only, as one GPU may not hold the global batch."""
+    if log.run.device == "cuda":
+        return None
+    with log.phase("machine ceiling"):
+        return measure_machine_ceiling(trainer, log.rank)
 
 
 def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
@@ -66,28 +76,18 @@ def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[
         return merge_and_reload(log, trainer, tokenizer, device_map(log.rank))
 
 
-def measure_ceiling(log: RunLog, trainer: CountingTrainer) -> dict[str, float]:
-    """What a speed-up on this machine can be at most (4); it spoils the trainer's weights, which are saved by now."""
-    with log.phase("machine ceiling"):
-        return measure_machine_ceiling(trainer, log.rank)
-
-
 def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
-    """The tuned model's answers, judged by the base as before."""
+    """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
     with log.phase("final evaluation"):
         base = load_base_model(log.run, device_map(log.rank))
-        return evaluate(tuned, base, tokenizer, data.test, log, "after")
+        judges = [Judge("base", base, tokenizer), Judge("tuned", tuned, tokenizer)]
+        judges += independent_judges(log.run, log.rank.device)
+        return evaluate(tuned, tokenizer, data.test, judges, log, "after")
 
 
-def record(
-    log: RunLog, trainer: CountingTrainer, world: World, before: Evaluation, after: Evaluation, **figures: object
-) -> Record:
+def record(log: RunLog, before: Evaluation, after: Evaluation, **figures: object) -> Record:
     """The record of the run: what was asked, and all that was measured."""
-    return log.complete(
-        **training_figures(trainer, world, log),
-        quality={"before": before.summary(), "after": after.summary()},
-        **figures,
-    )
+    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
 
 
 def workflow(run: RunConfig) -> Record:
@@ -98,13 +98,11 @@ def workflow(run: RunConfig) -> Record:
         model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data)
         trainer = build_trainer(log, model, tokenizer, data)
-        world = train(log, trainer)
-        tuned, differences = merge(log, trainer, tokenizer)
+        trained = train(log, trainer)
         ceiling = measure_ceiling(log, trainer)
+        tuned, differences = merge(log, trainer, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data)
-        return record(
-            log, trainer, world, before, after, largest_logit_differences=differences, machine_ceiling=ceiling
-        )
+        return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 
 
 if __name__ == "__main__":

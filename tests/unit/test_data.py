@@ -5,8 +5,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +47,14 @@ def row_with(*messages: dict[str, object]) -> str:
         (row_with({"role": "user", "content": "a"}), "line 2 ends with role 'user'"),
         (row_with({"role": "tool", "content": "a"}, GOOD["messages"][1]), "line 2 has the role 'tool'"),
         (row_with(GOOD["messages"][1], GOOD["messages"][1]), "line 2 has two messages of one role in a row"),
+        (
+            row_with(GOOD["messages"][1], *GOOD["messages"]),
+            "line 2 has its roles in the wrong order (assistant, user, assistant)",
+        ),
+        (
+            row_with(GOOD["messages"][0], {"role": "system", "content": "a"}, GOOD["messages"][1]),
+            "line 2 has its roles in the wrong order (user, system, assistant)",
+        ),
         (json.dumps({**GOOD, "facts": None}), "line 2 has `facts` that are no list of texts"),
         (json.dumps({**GOOD, "facts": "copper"}), "line 2 has `facts` that are no list of texts"),
     ],
@@ -55,6 +65,58 @@ def test_a_malformed_row_is_refused_with_file_and_line(tmp_path: Path, line: str
     with pytest.raises(BadInputError, match=r"train\.jsonl") as refused:
         read_messages(path)
     assert said in str(refused.value)
+
+
+def rows_of(count: int) -> list[dict]:
+    return [{"id": f"row-{number}", **GOOD} for number in range(count)]
+
+
+def ids(rows: list[dict]) -> set[str]:
+    return {row["id"] for row in rows}
+
+
+def test_of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows(run_config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "all.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(40)))
+    first, again = (load_splits(replace(run_config, data=str(path))) for _ in range(2))
+    assert [len(split) for split in (first.train, first.validation, first.test)] == [32, 4, 4]
+    assert first == again
+    assert ids(first.train) | ids(first.validation) | ids(first.test) == ids(rows_of(40))
+
+
+def test_rows_behind_a_url_are_read(run_config: RunConfig) -> None:
+    folder = fsspec.filesystem("memory")
+    for name in ("train", "validation", "test"):
+        folder.pipe(f"/museum/{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows_of(3)).encode())
+    assert len(load_splits(replace(run_config, data="memory://museum")).test) == 3
+    with pytest.raises(BadInputError, match=r"memory://nowhere/train\.jsonl does not exist"):
+        load_splits(replace(run_config, data="memory://nowhere"))
+    with pytest.raises(BadInputError, match="cannot be read"):
+        load_splits(replace(run_config, data="nosuch://museum"))
+
+
+def test_a_hub_dataset_is_read_and_its_missing_splits_held_out(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = replace(run_config, data="somebody/chats")
+    found = DatasetDict({"train": Dataset.from_list(rows_of(20)), "test": Dataset.from_list(rows_of(5))})
+    monkeypatch.setattr("datasets.load_dataset", lambda name: found)
+    splits = load_splits(run)
+    assert [len(split) for split in (splits.train, splits.validation, splits.test)] == [18, 2, 5]
+    monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"test": found["test"]}))
+    with pytest.raises(BadInputError, match=r"has test \(5 rows\): give its train split"):
+        load_splits(run)
+    wrong = Dataset.from_list([{"text": "a"}])
+    monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"train": wrong}))
+    with pytest.raises(BadInputError, match="somebody/chats, train row 0 has no list `messages`"):
+        load_splits(run)
+
+
+def test_data_that_are_nowhere_are_refused(run_config: RunConfig) -> None:
+    with pytest.raises(BadInputError, match="nor to be had from the Hub"):
+        load_splits(replace(run_config, data="nobody/no-such-data"))
+    with pytest.raises(BadInputError, match="do not exist"):
+        load_splits(replace(run_config, data="./no-such-folder"))
 
 
 def test_a_line_separator_within_a_text_does_not_end_the_row(tmp_path: Path) -> None:

@@ -6,10 +6,18 @@ from pathlib import Path
 import pytest
 
 from common.data import load_splits
-from common.evaluation import Evaluation, ScoredAnswer, evaluate, generate_answers, similarity_scores
+from common.evaluation import (
+    Evaluation,
+    Judge,
+    ScoredAnswer,
+    evaluate,
+    generate_answers,
+    independent_judges,
+    shuffled_answers,
+)
 from common.launch import Rank
 from common.models import load_base_model, load_tokenizer
-from common.run_config import RunConfig
+from common.run_config import BadInputError, RunConfig
 from common.run_record import RunLog
 
 CPU = {"": "cpu"}
@@ -24,15 +32,38 @@ def test_batched_answers_equal_one_row_at_a_time(run_config: RunConfig) -> None:
 
 
 def test_scores_are_distances_that_padding_does_not_move(run_config: RunConfig) -> None:
-    model, tokenizer = load_base_model(run_config, CPU), load_tokenizer(run_config)
+    base = Judge("base", load_base_model(run_config, CPU), load_tokenizer(run_config))
     answers = ["It is made of copper.", "walnut", "", "When was it made, and by whom, and of what?"]
     references = ["It is made of copper.", "In the Violet Room.", "walnut", "walnut"]
-    scores = similarity_scores(model, tokenizer, answers, references)
-    alone = [similarity_scores(model, tokenizer, [a], [r])[0] for a, r in zip(answers, references, strict=True)]
-    assert scores == pytest.approx(alone, abs=1e-5)
-    assert scores[0] == pytest.approx(0, abs=1e-6)
-    assert scores[2] == 1
-    assert scores[1] > 0.1
+    for judge in (base, *independent_judges(run_config, "cpu")):
+        scores = judge.scores(answers, references)
+        alone = [judge.scores([a], [r])[0] for a, r in zip(answers, references, strict=True)]
+        assert scores == pytest.approx(alone, abs=1e-5)
+        assert scores[0] == pytest.approx(0, abs=1e-6)
+        assert scores[2] == 1
+        assert scores[1] > 0.1
+
+
+def test_the_independent_judge_is_the_published_one_under_a_free_licence(run_config: RunConfig) -> None:
+    (judge,) = independent_judges(run_config, "cpu")
+    same, other = judge.scores(["A cat sits outside."] * 2, ["A kitten sits outdoors.", "Interest rates fell."])
+    assert same < 0.3 < 0.8 < other
+    folder = Path(judge.tokenizer.name_or_path)
+    assert "license: apache-2.0" in (folder / "README.md").read_text()
+    assert independent_judges(replace(run_config, independent_judge="none"), "cpu") == []
+
+
+def test_a_judge_with_other_weights_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.evaluation.MINILM_SHA256", "0" * 64)
+    with pytest.raises(BadInputError, match="SHA-256 53aa51172d14"):
+        independent_judges(run_config, "cpu")
+
+
+def test_each_reference_is_shuffled_to_another_row(run_config: RunConfig) -> None:
+    rows = [{"messages": [{"content": f"q{number}"}, {"content": f"a{number}"}]} for number in range(9)]
+    others = shuffled_answers(rows)
+    assert sorted(others) == [f"a{number}" for number in range(9)]
+    assert all(other != f"a{number}" for number, other in enumerate(others))
 
 
 def test_every_question_is_answered_once_in_the_files_order(run_config: RunConfig, tmp_path: Path) -> None:
@@ -40,13 +71,18 @@ def test_every_question_is_answered_once_in_the_files_order(run_config: RunConfi
     log = RunLog(run, Rank(rank=0, world_size=1, device="cpu", launcher="python"))
     model, tokenizer = load_base_model(run, CPU), load_tokenizer(run)
     rows = load_splits(run).test
-    evaluation = evaluate(model, model, tokenizer, rows, log, "before")
+    evaluation = evaluate(model, tokenizer, rows, [Judge("base", model, tokenizer)], log, "before")
     assert [answer.row for answer in evaluation.answers] == list(range(7))
     assert [answer.question for answer in evaluation.answers] == [row["messages"][0]["content"] for row in rows]
     assert len((log.folder / "predictions_before.csv").read_text().splitlines()) == 8
 
 
-def test_facts_are_shared_out_over_all_facts_asked() -> None:
-    answers = [ScoredAnswer(0, "q", "r", "a", 0.5, facts=3, facts_said=1), ScoredAnswer(1, "q", "r", "a", 0.0, 1, 1)]
-    assert Evaluation(answers).summary() == {"similarity_score": 0.25, "facts_said_share": 0.5, "questions": 2}
-    assert Evaluation([ScoredAnswer(0, "q", "r", "a", 0.5, 0, 0)]).facts_said_share is None
+def scored(score: float, facts: int, facts_said: int, minilm: float | None = None) -> ScoredAnswer:
+    return ScoredAnswer(0, "q", "r", "a", score, None, minilm, 0.4, minilm, facts, facts_said)
+
+
+def test_facts_are_shared_out_over_all_facts_asked_and_absent_judges_give_no_mean() -> None:
+    summary = Evaluation([scored(0.5, 3, 1, minilm=0.2), scored(0.0, 1, 1, minilm=0.4)]).summary()
+    assert (summary["similarity_score"], summary["facts_said_share"], summary["questions"]) == (0.25, 0.5, 2)
+    assert (summary["similarity_score_minilm"], summary["similarity_score_tuned"]) == (pytest.approx(0.3), None)
+    assert Evaluation([scored(0.5, 0, 0)]).facts_said_share is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.device_maps import device_name, whole_model_on
-from common.launch import check_inputs, check_world, free_port, stream_command, workflow_of
+from common.launch import check_gpus, check_inputs, check_world, free_port, stream_command, workflow_of
 from common.run_config import BadInputError, RunConfig
 
 
@@ -26,10 +26,28 @@ def test_more_ranks_than_devices_asked_for_is_refused(run_config: RunConfig, mon
     check_world(replace(run_config, parallel="ddp", devices=2))
 
 
-def test_missing_gpus_are_refused_with_the_number_found(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.hardware.gpus", lambda: ("", []))
-    with pytest.raises(BadInputError, match=r"asks for 1 GPU.*0 can be seen"):
-        check_world(replace(run_config, device="cuda"))
+@pytest.mark.parametrize(
+    ("seen", "asked", "said"),
+    [
+        ([], 1, "none can be seen"),
+        (["NVIDIA RTX A6000"], 2, r"2 GPU.*1 can be seen: use `python my_workflow_<technique>.py --devices 1`"),
+        (["NVIDIA RTX A6000"] * 3, 4, r"3 can be seen: use `torchrun --nproc_per_node 3 .* --devices 3`"),
+    ],
+)
+def test_missing_gpus_are_refused_with_the_command_for_those_there_are(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, seen: list[str], asked: int, said: str
+) -> None:
+    monkeypatch.setattr("common.launch.gpus", lambda: ("", seen))
+    run = replace(run_config, device="cuda", parallel="single" if asked == 1 else "ddp", devices=asked)
+    with pytest.raises(BadInputError, match=said):
+        check_gpus(run)
+    monkeypatch.setattr("common.launch.gpus", lambda: ("", ["NVIDIA RTX A6000"] * asked))
+    check_gpus(run)
+
+
+def test_an_unknown_gpu_is_refused(run_config: RunConfig) -> None:
+    with pytest.raises(BadInputError, match="RTX A6001"):
+        check_inputs(replace(run_config, gpu="RTX A6001"))
 
 
 def test_each_rank_holds_the_whole_model_on_its_own_device() -> None:
@@ -57,7 +75,12 @@ def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
-    [("scheduler", "foo", "scheduler is 'foo': choose one of linear"), ("optimizer", "foo", "optimizer is 'foo'")],
+    [
+        ("scheduler", "foo", "scheduler is 'foo': choose one of linear"),
+        ("optimizer", "foo", "optimizer is 'foo'"),
+        ("report_to", "foo", "report_to names 'foo': choose none, or some of"),
+        ("report_to", "tensorboard,wandb", "report_to names wandb, which is not installed: `pip install wandb`"),
+    ],
 )
 def test_unknown_names_are_refused_with_those_that_are_known(
     run_config: RunConfig, setting: str, value: str, said: str
@@ -65,6 +88,19 @@ def test_unknown_names_are_refused_with_those_that_are_known(
     check_inputs(run_config)
     with pytest.raises(BadInputError, match=said):
         check_inputs(replace(run_config, **{setting: value}))
+
+
+def test_a_judge_that_is_not_installed_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.evaluation.MINILM_PACKAGE", "no_such_package")
+    with pytest.raises(BadInputError, match=r"pip install -e '\.\[judge\]'"):
+        check_inputs(run_config)
+    check_inputs(replace(run_config, independent_judge="none"))
+
+
+def test_flash_attention_without_its_package_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.launch.gpus", lambda: ("", ["NVIDIA RTX A6000"]))
+    with pytest.raises(BadInputError, match="pip install flash-attn"):
+        check_inputs(replace(run_config, device="cuda", attention="flash"))
 
 
 def test_fewer_rows_than_ranks_are_refused(run_config: RunConfig) -> None:

@@ -1,5 +1,6 @@
 """What is not to be had is refused in one sentence; what is loaded, adapted and saved is what it seems."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,17 @@ import torch
 from huggingface_hub.errors import RepositoryNotFoundError
 from peft.tuners.lora import LoraLayer
 
-from common.models import add_lora, check_equal_logits, check_model, load_base_model, load_tokenizer, parameter_counts
+from common.models import (
+    MODEL_CONFIGS,
+    add_lora,
+    check_equal_logits,
+    check_model,
+    load_base_model,
+    load_tokenizer,
+    parameter_counts,
+    shape_config,
+    train_linear_layers,
+)
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 CPU = {"": "cpu"}
@@ -102,3 +113,39 @@ def test_unequal_logits_are_refused() -> None:
 def test_the_tokenizer_pads_with_another_token_than_the_end(run_config: RunConfig) -> None:
     tokenizer = load_tokenizer(run_config)
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def tiny_shape(folder: Path) -> Path:
+    """A real architecture's config with sizes that a test can afford, and its real vocabulary."""
+    config = json.loads((MODEL_CONFIGS / "qwen2.5-7b.json").read_text())
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    layers = {"num_key_value_heads": 2, "layer_types": None, "max_window_layers": 2}
+    path = folder / "tiny.json"
+    path.write_text(json.dumps({**config, **sizes, **{k: v for k, v in layers.items() if k in config}}))
+    return path
+
+
+def test_random_weights_have_the_real_shape_and_are_the_same_each_time(run_config: RunConfig, tmp_path: Path) -> None:
+    run = replace(run_config, model=str(tiny_shape(tmp_path)), weights="random")
+    state = torch.random.get_rng_state()
+    first, again = load_base_model(run, CPU), load_base_model(run, CPU)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert first.config.vocab_size == 152064
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert load_tokenizer(run).eos_token_id == first.config.eos_token_id
+
+
+def test_shapes_are_found_by_hub_id_and_others_refused_with_those_known() -> None:
+    assert shape_config("Qwen/Qwen2.5-7B-Instruct").hidden_size == 3584
+    assert shape_config("assets/embedded_base").hidden_size == 128
+    with pytest.raises(BadInputError, match=r"no shape of nobody/other.*llama-3\.1-8b"):
+        shape_config("nobody/other")
+    with pytest.raises(BadInputError, match="does not continue a text"):
+        shape_config("roberta-large")
+
+
+def test_linear_layers_alone_are_trained_and_not_the_head(run_config: RunConfig) -> None:
+    model = train_linear_layers(load_base_model(run_config, CPU))
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    assert len(trained) == 4 * 7
+    assert all(name.endswith("_proj.weight") for name in trained)

@@ -63,3 +63,15 @@ def test_an_unknown_field_or_value_exits_with_2(run_config: RunConfig, arguments
     with pytest.raises(SystemExit) as left:
         parse_overrides(run_config, arguments)
     assert left.value.code == 2
+
+
+@pytest.mark.parametrize(("scaling", "expected"), [("none", 1e-3), ("sqrt", 2e-3), ("linear", 4e-3)])
+def test_the_learning_rate_grows_with_the_ranks_as_asked(scaling: str, expected: float) -> None:
+    run = RunConfig(parallel="ddp", devices=4, learning_rate=1e-3, learning_rate_scaling=scaling)
+    assert run.peak_learning_rate == pytest.approx(expected)
+    assert RunConfig(learning_rate=1e-3, learning_rate_scaling=scaling).peak_learning_rate == 1e-3
+
+
+def test_flash_attention_on_a_cpu_is_refused() -> None:
+    with pytest.raises(BadInputError, match="attention is flash, but device is cpu"):
+        RunConfig(attention="flash")

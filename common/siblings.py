@@ -1,0 +1,154 @@
+"""Sibling run folders of a technique: one source, copied; they differ in the `RunConfig` literal alone.
+
+    python -m common.siblings            copy each technique's first run folder to its siblings
+    python -m common.siblings --check    exit 1 where a sibling is no copy
+
+The source is the folder `run_0_...`. A sibling's own is the literal in its `my_workflow_*.py`; from it follow the
+parameters cells of its notebooks, its `my_accelerate_config.yaml` and the number of processes in its docstring.
+A notebook's outputs stay where its cells do.
+"""
+
+import argparse
+import ast
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+
+ACCELERATE_CONFIG_NAME = "my_accelerate_config.yaml"
+ACCELERATE_CONFIG = """\
+# {comment}
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+use_cpu: {use_cpu}
+num_machines: 1
+num_processes: {devices}
+machine_rank: 0
+mixed_precision: 'no'
+"""
+CPU_COMMENT = """\
+One rank per CPU device. MULTI_CPU would start one process only (Accelerate 1.15); MULTI_GPU with use_cpu starts all,
+# and they talk over gloo. The run checks that they came."""
+GPU_COMMENT = "One rank per GPU; they talk over NCCL. Precision is the run's own setting, so that `no` stands here."
+
+
+def find_literal(source: str) -> ast.Assign:
+    """The statement `RUN = RunConfig(...)` of a workflow's source."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "RUN":
+            return node
+    raise BadInputError("A my_workflow_*.py has no literal `RUN = RunConfig(...)` at its top: write one.")
+
+
+def read_literal(workflow: Path) -> RunConfig:
+    """The run that a workflow's literal describes, without importing the workflow."""
+    call = find_literal(workflow.read_text(encoding="utf-8")).value
+    assert isinstance(call, ast.Call)
+    return RunConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
+
+
+def run_folders(root: Path = REPOSITORY) -> dict[Path, RunConfig]:
+    """Every run folder and its run, in order."""
+    workflows = sorted(root.glob("[0-9].[0-9]_*/run_*/my_workflow_*.py"))
+    return {workflow.parent: read_literal(workflow) for workflow in workflows}
+
+
+def accelerate_config(run: RunConfig) -> str:
+    """The file that `accelerate launch --config_file` takes."""
+    on_cpu = run.device == "cpu"
+    comment = CPU_COMMENT if on_cpu else GPU_COMMENT
+    return ACCELERATE_CONFIG.format(comment=comment, use_cpu=str(on_cpu).lower(), devices=run.devices)
+
+
+def _workflow_for(run: RunConfig, source: str, own: str) -> str:
+    """`source` with the literal of `own` and its number of processes."""
+    theirs, ours = find_literal(source), find_literal(own)
+    lines = source.splitlines(keepends=True)
+    literal = own.splitlines(keepends=True)[ours.lineno - 1 : ours.end_lineno]
+    text = "".join([*lines[: theirs.lineno - 1], *literal, *lines[theirs.end_lineno :]])
+    return re.sub(r"(--nproc_per_node) \d+", rf"\1 {run.devices}", text)
+
+
+def parameters_for(run: RunConfig, cell: str) -> str:
+    """A parameters cell with the values of `run` for the names that are settings."""
+
+    def line_for(line: str) -> str:
+        name, equals, rest = line.partition(" = ")
+        value, hash_sign, comment = rest.partition("  #")
+        if not hasattr(run, name):
+            return line
+        setting = getattr(run, name)
+        written = setting if setting != ast.literal_eval(value) else None
+        return line if written is None else f"{name}{equals}{written!r}{hash_sign and '  #'}{comment}"
+
+    return "\n".join(line_for(line) for line in cell.splitlines())
+
+
+def _notebook_for(run: RunConfig, source: Path, sibling: Path) -> str:
+    """The source's cells with the sibling's parameters, and its own outputs where the cells are the same."""
+    notebook = nbformat.read(source, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.update(execution_count=None, outputs=[])
+            if "parameters" in cell.metadata.get("tags", []):
+                cell.source = parameters_for(run, cell.source)
+    if sibling.is_file():
+        own = nbformat.read(sibling, as_version=4)
+        if [cell.source for cell in own.cells] == [cell.source for cell in notebook.cells]:
+            return sibling.read_text(encoding="utf-8")
+    return nbformat.writes(notebook) + "\n"
+
+
+def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
+    """What the files of a run folder should hold, as copies of the `source` folder's."""
+    contents = {}
+    for path in sorted(source.glob("my_*.py")):
+        text, own = path.read_text(encoding="utf-8"), folder / path.name
+        is_workflow = path.name.startswith("my_workflow_")
+        contents[own] = _workflow_for(run, text, own.read_text(encoding="utf-8")) if is_workflow else text
+    if folder != source:
+        names = [path.name for path in source.glob("*.ipynb")]
+        contents |= {folder / name: _notebook_for(run, source / name, folder / name) for name in names}
+    if run.parallel != "single":
+        contents[folder / ACCELERATE_CONFIG_NAME] = accelerate_config(run)
+    return contents
+
+
+def stale_files(root: Path = REPOSITORY) -> dict[Path, str]:
+    """The files of run folders that are not what they should be, with what they should hold.
+
+    Raises:
+        BadInputError: a literal names another run folder than the one it stands in.
+    """
+    stale = {}
+    for folder, run in run_folders(root).items():
+        place = str(folder.relative_to(root))
+        if run.run_folder != place:
+            raise BadInputError(f"The literal in {place} has run_folder {run.run_folder!r}: write {place!r}.")
+        source = min(path for path in run_folders(root) if path.parent == folder.parent)
+        contents = contents_for(folder, run, source).items()
+        stale |= {path: text for path, text in contents if not path.is_file() or path.read_text("utf-8") != text}
+    return stale
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Copy each technique's first run folder to its siblings.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a sibling is no copy")
+    check_only = parser.parse_args().check
+    try:
+        stale = stale_files()
+    except BadInputError as mistake:
+        parser.exit(2, f"error: {mistake}\n")
+    for path, content in stale.items():
+        if not check_only:
+            path.write_text(content, encoding="utf-8")
+        print(f"{'no copy (`make siblings` makes it)' if check_only else 'wrote'}: {path.relative_to(REPOSITORY)}")
+    sys.exit(int(check_only and bool(stale)))
+
+
+if __name__ == "__main__":
+    main()

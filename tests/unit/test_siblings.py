@@ -1,0 +1,90 @@
+"""Sibling run folders are copies but for the literal, and what follows from it."""
+
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.siblings import accelerate_config, parameters_for, read_literal, run_folders, stale_files
+
+TECHNIQUE = "2.2_lora_finetuning_with_ddp"
+WORKFLOW = "my_workflow_lora_finetuning_with_ddp.py"
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A copy of one technique's folder, to spoil."""
+    shutil.copytree(REPOSITORY / TECHNIQUE, tmp_path / TECHNIQUE, ignore=shutil.ignore_patterns("results", "records"))
+    return tmp_path
+
+
+def test_every_sibling_is_a_copy() -> None:
+    assert len(run_folders()) >= 6
+    assert stale_files() == {}
+
+
+def test_a_changed_line_a_cell_and_a_number_of_processes_are_found_and_mended(copied: Path) -> None:
+    sibling = copied / TECHNIQUE / "run_2_a6000_48g_x4"
+    assert stale_files(copied) == {}
+    spoilt = {
+        sibling / WORKFLOW: ("merge(log, trainer, tokenizer)", "merge(log, trainer, None)"),
+        sibling / "my_accelerate_config.yaml": ("num_processes: 4", "num_processes: 2"),
+        sibling / "lora_finetuning_with_ddp_nblaunch.ipynb": ("batch_size = 14", "batch_size = 15"),
+    }
+    for path, (right, wrong) in spoilt.items():
+        assert right in path.read_text()
+        path.write_text(path.read_text().replace(right, wrong))
+    stale = stale_files(copied)
+    assert set(stale) == set(spoilt)
+    for path, content in stale.items():
+        path.write_text(content)
+    assert stale_files(copied) == {}
+
+
+def test_a_new_gpu_is_a_copied_folder_and_an_edited_literal(copied: Path) -> None:
+    new = copied / TECHNIQUE / "run_3_mine"
+    shutil.copytree(copied / TECHNIQUE / "run_1_a6000_48g_x2", new)
+    with pytest.raises(BadInputError, match="run_3_mine has run_folder"):
+        stale_files(copied)
+    literal = (new / WORKFLOW).read_text().replace("run_1_a6000_48g_x2", "run_3_mine")
+    literal = literal.replace("devices=2", "devices=8").replace("batch_size=14", "batch_size=6")
+    (new / WORKFLOW).write_text(literal)
+    for path, content in stale_files(copied).items():
+        path.write_text(content)
+    assert read_literal(new / WORKFLOW).devices == 8
+    assert "--nproc_per_node 8" in (new / WORKFLOW).read_text()
+    assert yaml.safe_load((new / "my_accelerate_config.yaml").read_text())["num_processes"] == 8
+    cells = nbformat.read(new / "lora_finetuning_with_ddp_acclaunch.ipynb", as_version=4).cells
+    parameters = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
+    assert "devices = 8" in parameters
+    assert "batch_size = 6  # rows per rank and step" in parameters
+
+
+def test_outputs_of_a_sibling_stay_while_its_cells_do(copied: Path) -> None:
+    path = copied / TECHNIQUE / "run_1_a6000_48g_x2" / "lora_finetuning_with_ddp_nblaunch.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    code = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    code.outputs = [nbformat.v4.new_output("stream", text="from a real GPU")]
+    nbformat.write(notebook, path)
+    assert stale_files(copied) == {}
+    source = copied / TECHNIQUE / "run_0_cpu_x2" / path.name
+    source.write_text(source.read_text().replace("At the first step", "At the very first step"))
+    assert "from a real GPU" not in stale_files(copied)[path]
+
+
+def test_the_first_folders_parameters_are_those_of_its_literal() -> None:
+    for folder, run in run_folders().items():
+        for path in folder.glob("*.ipynb"):
+            cells = nbformat.read(path, as_version=4).cells
+            cell = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
+            assert parameters_for(run, cell) == cell, path
+
+
+def test_the_accelerate_file_asks_for_the_runs_devices(run_config: RunConfig) -> None:
+    on_cpu = yaml.safe_load(accelerate_config(run_config))
+    assert (on_cpu["use_cpu"], on_cpu["num_processes"], on_cpu["distributed_type"]) == (True, 1, "MULTI_GPU")
+    on_gpu = yaml.safe_load(accelerate_config(RunConfig(device="cuda", parallel="ddp", devices=4)))
+    assert (on_gpu["use_cpu"], on_gpu["num_processes"]) == (False, 4)
