@@ -1,0 +1,208 @@
+"""The catalogue of GPUs: its figures agree with each other and with the seeds, and names find their rows."""
+
+import re
+import subprocess
+import sys
+from datetime import date
+from itertools import pairwise
+
+import pytest
+
+from common.hardware import CATALOGUE, Gpu, find_gpu, gpu_of_device
+from common.run_config import REPOSITORY, BadInputError
+
+by_name = pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("RTX A6000 48GB", "RTX A6000 48GB"),
+        ("rtx a6000", "RTX A6000 48GB"),
+        ("A6000", "RTX A6000 48GB"),
+        ("RTXA6000", "RTX A6000 48GB"),
+        ("NVIDIA RTX A6000 (48G)", "RTX A6000 48GB"),
+        ("6000 Ada", "RTX 6000 Ada 48GB"),
+        ("4090", "RTX 4090 24GB"),
+        ("GeForce RTX-3090 24 GB", "RTX 3090 24GB"),
+        ("l4", "L4 24GB"),
+        ("L40S", "L40S 48GB"),
+        ("a10g", "A10G 24GB"),
+        ("Tesla T4", "T4 16GB"),
+        ("H100", "H100 80GB SXM"),
+        ("H100 SXM5 80GiB", "H100 80GB SXM"),
+        ("A100-80GB", "A100 80GB SXM"),
+        ("A100 PCIe 80GB", "A100 80GB PCIe"),
+        ("A100 PCIe", "A100 80GB PCIe"),
+        ("SXM A100 40gb", "A100 40GB SXM"),
+        ("v100 32g", "V100 32GB SXM"),
+        *(  # as the run folders are named
+            (folder, name)
+            for folder, name in {
+                "a4000_16g": "RTX A4000 16GB",
+                "a5000_24g": "RTX A5000 24GB",
+                "a6000_48g": "RTX A6000 48GB",
+                "a100_80g": "A100 80GB SXM",
+                "h200_141g": "H200 141GB SXM",
+                "v100_16g": "V100 16GB SXM",
+            }.items()
+        ),
+    ],
+)
+def test_names_as_users_write_them(asked: str, name: str) -> None:
+    assert find_gpu(asked).name == name
+
+
+@by_name
+def test_every_row_is_found_by_its_own_name(gpu: Gpu) -> None:
+    assert find_gpu(gpu.name) is gpu
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("A60000", "'A60000' is not in the catalogue. Did you mean RTX A6000 48GB?"),
+        ("RTX A6000 24GB", "'RTX A6000 24GB' is not in the catalogue. Did you mean RTX A6000 48GB?"),
+        ("RTX 6000", "is not in the catalogue"),  # three cards bear this name
+        ("H100 PCIe", "is not in the catalogue. Did you mean H100 80GB SXM?"),
+        ("A100 24GB", "Did you mean A100 40GB SXM or A100 80GB SXM or A100 80GB PCIe?"),
+        ("RTX 3090 Ti", "is not in the catalogue. Did you mean RTX 3090 24GB?"),
+        ("", "The GPU '' is not in the catalogue. It has: RTX A4000 16GB, "),
+        ("zzz", "The GPU 'zzz' is not in the catalogue. It has: RTX A4000 16GB, "),
+        ("48GB", "is not in the catalogue"),
+        ("NVIDIA", "is not in the catalogue"),
+        ("A100", "'A100' may be A100 40GB SXM or A100 80GB SXM or A100 80GB PCIe: name its memory."),
+        ("V100", "'V100' may be V100 16GB SXM or V100 32GB SXM: name its memory."),
+    ],
+)
+def test_unknown_and_ambiguous_names_are_refused(asked: str, said: str) -> None:
+    with pytest.raises(BadInputError) as refusal:
+        find_gpu(asked)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("nvml_name", "name"),
+    [
+        ("NVIDIA RTX A4000", "RTX A4000 16GB"),
+        ("NVIDIA RTX A6000", "RTX A6000 48GB"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada 48GB"),
+        ("NVIDIA L4", "L4 24GB"),
+        ("NVIDIA L40S", "L40S 48GB"),
+        ("NVIDIA A10G", "A10G 24GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB SXM"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB SXM"),
+        ("NVIDIA A100 80GB PCIe", "A100 80GB PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100 80GB SXM"),
+        ("NVIDIA H200", "H200 141GB SXM"),
+        ("Tesla V100-SXM2-16GB", "V100 16GB SXM"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB SXM"),
+        ("Tesla T4", "T4 16GB"),
+        ("NVIDIA GeForce RTX 3090", "RTX 3090 24GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090 24GB"),
+    ],
+)
+def test_devices_by_their_nvml_names(nvml_name: str, name: str) -> None:
+    gpu = gpu_of_device(nvml_name)
+    assert gpu is not None
+    assert gpu.name == name
+
+
+@pytest.mark.parametrize(
+    "nvml_name",
+    [
+        "Quadro RTX 6000",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "NVIDIA A10",
+        "NVIDIA L40",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA A100 80GB PCIe MIG 1g.10gb",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H200 NVL",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "Tesla V100-PCIE-16GB",
+        "",
+    ],
+)
+def test_other_devices_have_no_row(nvml_name: str) -> None:
+    assert gpu_of_device(nvml_name) is None
+
+
+def test_cuda_cores_are_those_of_the_published_tables() -> None:
+    published = {"RTX A6000": 10_752, "RTX A5000": 8_192, "A100 80GB": 6_912}
+    assert {name: find_gpu(name).cuda_cores for name in published} == published
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "tflops"),
+    [
+        ("H100", "bf16", 989.4),  # 1,979 is with sparsity
+        ("H200", "bf16", 989.4),
+        ("A100 80GB", "bf16", 312.0),
+        ("RTX A6000", "bf16", 154.8),
+        ("RTX 3090", "bf16", 71.0),  # 142 adds up in fp16
+        ("RTX 4090", "bf16", 165.2),
+        ("L4", "bf16", 121.0),
+        ("V100 16GB", "fp16", 125.0),
+        ("V100 16GB", "bf16", None),
+        ("T4", "bf16", None),
+        ("T4", "tf32", None),
+    ],
+)
+def test_rates_are_dense(name: str, precision: str, tflops: float | None) -> None:
+    assert find_gpu(name).tflops_dense[precision] == tflops
+
+
+@by_name
+def test_rates_fit_together(gpu: Gpu) -> None:
+    rates = gpu.tflops_dense
+    assert list(rates) == ["fp32", "tf32", "bf16", "fp16"]
+    assert rates["fp32"] is not None
+    assert rates["fp16"] is not None
+    clock_ghz = rates["fp32"] * 1e3 / (2 * gpu.cuda_cores)  # one multiply-add per core and cycle
+    assert 1.4 < clock_ghz < 2.6
+    assert (rates["bf16"] is None) == (rates["tf32"] is None)
+    if rates["bf16"] is not None and rates["tf32"] is not None:
+        assert rates["bf16"] == rates["fp16"]
+        assert rates["tf32"] == pytest.approx(rates["bf16"] / 2, rel=0.012)  # catches one sparse figure of the two
+    assert rates["fp16"] <= 16.2 * rates["fp32"]
+
+
+@by_name
+def test_memory_is_a_little_below_the_name(gpu: Gpu) -> None:
+    named = re.search(r"(\d+)GB", gpu.name)
+    assert named is not None
+    assert 0.9 * int(named[1]) < gpu.memory_gib < int(named[1])
+
+
+@by_name
+def test_every_row_has_its_sources(gpu: Gpu) -> None:
+    assert gpu.source.startswith("https://")
+    assert gpu.link.startswith(("NVLink", "PCIe"))
+    assert gpu.nvlink_gb_per_s is not None or not gpu.nvlink_bridge
+    price = (gpu.usd_per_hour, gpu.price_date, gpu.price_source)
+    assert all(part is None for part in price) or all(part is not None for part in price)
+    if gpu.price_date is not None and gpu.price_source is not None and gpu.usd_per_hour is not None:
+        assert "https://" in gpu.price_source
+        assert date(2026, 1, 1) <= date.fromisoformat((gpu.price_date + "-01")[:10])
+        assert 0.1 < gpu.usd_per_hour < 10
+
+
+def test_links_in_words() -> None:
+    assert find_gpu("H200").link == "NVLink 900 GB/s"
+    assert find_gpu("A6000").link == "NVLink 112.5 GB/s (bridge of two), else PCIe 4"
+    assert find_gpu("T4").link == "PCIe 3"
+
+
+def test_names_are_unique_and_bandwidth_grows_with_the_generation() -> None:
+    assert len({gpu.name for gpu in CATALOGUE}) == len(CATALOGUE)
+    generations = ["T4", "V100 32GB", "A100 40GB", "A100 80GB", "H100", "H200"]
+    bandwidths = [find_gpu(name).memory_bandwidth_gb_per_s for name in generations]
+    assert all(older < newer for older, newer in pairwise(bandwidths))
+
+
+def test_the_catalogue_needs_no_torch() -> None:
+    code = "import sys, common.hardware as h; h.find_gpu('a6000'); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)

@@ -1,0 +1,62 @@
+"""The architectures in assets/model_configs have the parameter counts that are published for the real models."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from common.run_config import REPOSITORY
+
+FOLDER = REPOSITORY / "assets" / "model_configs"
+
+PUBLISHED = {  # where: assets/README.md
+    "qwen2.5-7b": 7_615_616_512,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "roberta-large": 355_412_057,
+    "bart-large-cnn": 406_290_432,
+}
+
+
+def parameters(config: transformers.PreTrainedConfig, architecture: str, **options: bool) -> int:
+    """Parameters of the architecture, tied ones once. On `meta` it takes no memory."""
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(config, **options)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_every_file_is_checked() -> None:
+    assert {path.stem for path in FOLDER.glob("*.json")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name: str) -> None:
+    config = AutoConfig.from_pretrained(FOLDER / f"{name}.json")
+    assert parameters(config, config.architectures[0]) == PUBLISHED[name]
+
+
+def test_roberta_large_without_its_heads() -> None:
+    config = AutoConfig.from_pretrained(FOLDER / "roberta-large.json")
+    assert parameters(config, "RobertaModel") == 355_359_744
+    assert parameters(config, "RobertaModel", add_pooling_layer=False) == 354_310_144
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_files_hold_only_known_facts(path: Path) -> None:
+    facts = json.loads(path.read_text())
+    assert facts.pop("_source").startswith("https://huggingface.co/")
+    config = AutoConfig.from_pretrained(path)
+    unread = {"rope_scaling", "rope_theta"}  # Transformers 5 reads both into `rope_parameters`
+    assert {key: value for key, value in facts.items() if key not in unread and key != "dtype"} == {
+        key: getattr(config, key) for key in facts if key not in unread and key != "dtype"
+    }
+    rope = dict(facts.get("rope_scaling") or {})
+    if "rope_theta" in facts:
+        rope["rope_theta"] = facts["rope_theta"]
+        assert rope.items() <= config.rope_parameters.items()
+    assert config.dtype == (torch.bfloat16 if "dtype" in facts else None)
