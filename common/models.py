@@ -171,6 +171,7 @@ def _random_model(run: RunConfig, device_map: dict[str, str]) -> PreTrainedModel
     """
     tokenizer, config = AutoTokenizer.from_pretrained(EMBEDDED_BASE), shape_config(run.model)
     config.pad_token_id, config.eos_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
+    config.name_or_path = ""  # else PEFT looks for a whole model where the shape came from
     device = torch.device(device_map[""])
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(run.seed)

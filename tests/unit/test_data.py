@@ -138,7 +138,7 @@ def test_missing_empty_and_undecodable_files_are_refused(tmp_path: Path) -> None
 
 
 def test_a_missing_data_folder_is_refused(run_config: RunConfig) -> None:
-    with pytest.raises(BadInputError, match="no/such/folder does not exist"):
+    with pytest.raises(BadInputError, match="The data no/such/folder do not exist"):
         load_splits(replace(run_config, data="no/such/folder"))
 
 
