@@ -15,7 +15,10 @@ from common.run_record import RECORD_NAME, load_record
 NOTEBOOKS = sorted(REPOSITORY.glob("[0-9].[0-9]_*/run_*/*.ipynb"))
 LONGEST_CELL_LINES = 25
 SMALL = {"train_rows": 65, "test_rows": 9, "epochs": 1}
-IDS = [path.stem for path in NOTEBOOKS]
+IDS = [f"{path.parent.name}-{path.stem}" for path in NOTEBOOKS]
+FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_")]
+EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
+"""What makes a GPU folder's notebook run here: another device and model, and nothing else."""
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
@@ -30,17 +33,39 @@ def test_there_are_notebooks() -> None:
     }
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
+def with_gpu_folders_slow() -> list:
+    """Every notebook; those of GPU folders only in `make test-all`."""
+    return [
+        pytest.param(path, id=name, marks=[] if path in FOR_CPU else [pytest.mark.slow])
+        for path, name in zip(NOTEBOOKS, IDS, strict=True)
+    ]
+
+
+def parameters_for(path: Path, tmp_path: Path) -> dict:
+    """A small run; a GPU folder's on two CPU devices, with the embedded default in place of its model."""
     parameters = {**SMALL, "results_root": str(tmp_path)}
+    if path not in FOR_CPU:
+        parameters |= {"settings": EMBEDDED_DEFAULT, "batch_size": 4}
+        if "ddp" in path.stem:
+            parameters["devices"] = 2
+        if "acclaunch" in path.stem:
+            parameters["config_file"] = "../run_0_cpu_x2/my_accelerate_config.yaml"
+    return parameters
+
+
+@pytest.mark.parametrize("path", with_gpu_folders_slow())
+def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
+    parameters = parameters_for(path, tmp_path)
     papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
-    records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
-    assert [record["status"] for record in records] == ["completed"]
-    assert sum(share["samples"] for share in records[0]["world"]) == 65
-    assert records[0]["launcher"] == {"complete": "notebook"}.get(path.stem.split("_")[-1], path.stem.split("_")[-1])
+    (record,) = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
+    assert record["status"] == "completed"
+    assert sum(share["samples"] for share in record["world"]) == 65
+    assert record["launcher"] == {"complete": "notebook"}.get(path.stem.split("_")[-1], path.stem.split("_")[-1])
+    assert record["run_folder"] == str(path.parent.relative_to(REPOSITORY))
+    assert {picture.name for picture in tmp_path.glob("results/*/*.png")} == {"losses.png", "scores.png", "memory.png"}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", FOR_CPU, ids=lambda path: path.stem)
 def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Path) -> None:
     parameters = {**SMALL, "batch_size": 0, "results_root": str(tmp_path)}
     with pytest.raises(papermill.PapermillExecutionError) as failed:
