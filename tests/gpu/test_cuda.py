@@ -1,11 +1,16 @@
-"""The same workflow on a GPU. Skips, visibly, where there is none."""
+"""The same workflows on GPUs. They skip, visibly, where there are none or too few."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+from common.hardware import gpu_of_device, gpus
+from common.run_config import REPOSITORY
+
+GPU_COUNT = torch.cuda.device_count()
+needs_gpu = pytest.mark.skipif(GPU_COUNT < 1, reason="needs an NVIDIA GPU")
+needs_two_gpus = pytest.mark.skipif(GPU_COUNT < 2, reason=f"needs two NVIDIA GPUs, {GPU_COUNT} found")
 
 
 @needs_gpu
@@ -16,4 +21,42 @@ def test_lora_trains_on_one_gpu_and_reports_its_memory(run_workflow: Callable, p
     record = done.record
     assert record["world"][0]["device"] == "cuda:0"
     assert 0 < record["memory"][0]["peak_allocated_gib"] <= record["memory"][0]["peak_reserved_gib"]
+    assert (record["mfu"] is None) == (gpu_of_device(gpus()[1][0]) is None)
     assert "[RANK0:GPU0]" in done.output
+
+
+@needs_gpu
+def test_a_gpu_computes_the_losses_of_the_cpu(run_workflow: Callable) -> None:
+    recipe = ("--batch_size", "16", "--lora_dropout", "0", "--max_steps", "6", "--report_share", "0.16")
+    losses = {}
+    for device in ("cpu", "cuda"):
+        done = run_workflow("python", "--device", device, *recipe, "--train_rows", "819", name=device)
+        assert done.exit_code == 0, done.output
+        losses[device] = [loss for _, loss in done.record["training_losses"]]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-3)
+
+
+@needs_gpu
+def test_a_real_shape_trains_with_random_weights(run_workflow: Callable) -> None:
+    settings = ("--device", "cuda", "--precision", "bf16", "--weights", "random", "--model", "llama-3.2-1b")
+    done = run_workflow("python", *settings, "--max_steps", "2", "--batch_size", "4")
+    assert done.exit_code == 0, done.output
+    assert done.record["memory"][0]["peak_allocated_gib"] > 2.3  # 1.24 billion weights of two bytes
+
+
+@needs_gpu
+def test_more_gpus_than_there_are_are_refused(run_workflow: Callable) -> None:
+    settings = ("--device", "cuda", "--parallel", "ddp", "--devices", str(GPU_COUNT + 1))
+    done = run_workflow("make run", *settings)
+    assert done.exit_code == 2
+    assert f"{GPU_COUNT} can be seen: use `" in done.output
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_ddp_uses_both_gpus(run_workflow: Callable, launcher: str) -> None:
+    settings = ("--model", "assets/embedded_base", "--precision", "fp32", "--max_steps", "4")
+    done = run_workflow(launcher, *settings, folder=REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_1_a6000_48g_x2")
+    assert done.exit_code == 0, done.output
+    assert [share["device"] for share in done.record["world"]] == ["cuda:0", "cuda:1"]
+    assert all(entry["peak_allocated_gib"] > 0 for entry in done.record["memory"])
