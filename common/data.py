@@ -180,13 +180,19 @@ class TrainingRows(Dataset[Tokens]):
         return {**self.rows[number], "row": number}
 
 
+WINDOW_BATCHES = 50
+"""Global batches whose rows are sorted by length together: little padding, and yet other neighbours in each epoch."""
+
+
 class EpochBatches(Sampler[list[int]]):
     """The row numbers of each of this rank's batches, so that every row is used once per epoch, at any world size.
 
-    The order is drawn from seed and epoch. A global batch of `batch_size * world_size` rows is dealt out to the ranks
-    like cards, longest row first, so that ranks have about the same work. Every rank has the same number of batches;
-    where the last global batch has fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and Accelerate's samplers
-    repeat or drop rows there, and one device would then not see the rows that two see.)
+    The order is drawn from seed and epoch. Within windows of it, rows are sorted by length and cut into global batches
+    of `batch_size * world_size` rows, so that little is padded; the batches' order is shuffled again, as going from
+    long to short rows teaches less per epoch. A global batch is dealt out to the ranks like cards, longest row first,
+    so that ranks have about the same work. Every rank has the same number of batches; where the last global batch has
+    fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and Accelerate's samplers repeat or drop rows there, and
+    one device would then not see the rows that two see.)
     """
 
     def __init__(self, lengths: list[int], batch_size: int, world_size: int, rank: int, seed: int) -> None:
@@ -209,8 +215,14 @@ class EpochBatches(Sampler[list[int]]):
         generator = torch.Generator().manual_seed(self.seed * 10_007 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
         size = self.batch_size * self.world_size
-        for start in range(0, len(order), size):
-            yield order[start : start + size]
+        in_full_batches = len(order) - len(order) % size
+        for start in range(0, in_full_batches, WINDOW_BATCHES * size):
+            window = order[start : min(start + WINDOW_BATCHES * size, in_full_batches)]
+            window.sort(key=lambda row: -self.lengths[row])  # stable: rows of one length stay in random order
+            for number in torch.randperm(len(window) // size, generator=generator).tolist():
+                yield window[number * size : (number + 1) * size]
+        if in_full_batches < len(order):
+            yield order[in_full_batches:]
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's share of each global batch."""

@@ -1,4 +1,4 @@
-"""A Transformers Trainer from a RunConfig, what it proves about a run, and the machine's own ceiling beside it."""
+"""A Transformers Trainer from a RunConfig, and what it proves about a run."""
 
 import os
 from collections import Counter
@@ -53,7 +53,23 @@ class CountingTrainer(Trainer):
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Count the mini-batch, then train on it."""
         self.work.count(inputs.pop("row"), inputs)
-        return super().training_step(model, inputs, *args, **kwargs)
+        return super().training_step(model, with_head_on_answers(inputs), *args, **kwargs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """None counted: the Trainer would look at every weight at every step; `training_flops` has the formula."""
+        return 0
+
+
+def with_head_on_answers(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same batch, told to compute logits only where some row has an answer token to be predicted.
+
+    The loss and its gradients stay the same: other positions have no label. `inputs` holds tensors of shape
+    (rows, tokens); position t predicts token t + 1.
+    """
+    targets = inputs["labels"][:, 1:]
+    positions = (targets != IGNORED_LABEL).any(0).nonzero().squeeze(1)
+    targets = targets[:, positions]
+    return {**inputs, "labels": targets, "shift_labels": targets, "logits_to_keep": positions}
 
 
 def row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -126,22 +142,38 @@ def make_trainer(
     log: RunLog,
 ) -> CountingTrainer:
     """The trainer of this rank, with its reports; nothing runs yet."""
-    run, rank, work = log.run, log.rank, WorkDone()
-    callbacks: list[TrainerCallback] = [FirstStepReport(rank, work, tokenizer), ProgressReport(rank)]
+    run, rank = log.run, log.rank
+    arguments = training_arguments(run, log.folder / "checkpoints")
+    trainer = trainer_of_rows(model, tokenizer, train, validation, arguments, rank, [ProgressReport(rank)])
+    trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
     if rank.is_main:
-        callbacks.append(TensorBoardCallback(SummaryWriter(str(log.folder / "tensorboard"))))
+        trainer.add_callback(TensorBoardCallback(SummaryWriter(str(log.folder / "tensorboard"))))
+    return trainer
+
+
+def trainer_of_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: list[Tokens],
+    validation: list[Tokens],
+    arguments: TrainingArguments,
+    rank: Rank,
+    callbacks: list[TrainerCallback],
+) -> CountingTrainer:
+    """The trainer of this rank: rows drawn once per epoch, losses over the answer tokens only."""
+    lengths = [len(row["input_ids"]) for row in train]
     trainer = CountingTrainer(
         model=model,
-        args=training_arguments(run, log.folder / "checkpoints"),
+        args=arguments,
         train_dataset=TrainingRows(train),
         eval_dataset=validation,
         data_collator=make_collator(tokenizer),
         preprocess_logits_for_metrics=row_losses,
         compute_metrics=mean_answer_token_loss,
         batches=EpochBatches(
-            [len(row["input_ids"]) for row in train], run.batch_size, rank.world_size, rank.rank, run.seed
+            lengths, arguments.per_device_train_batch_size, rank.world_size, rank.rank, arguments.seed
         ),
-        work=work,
+        work=WorkDone(),
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)  # ProgressReport says it with the rank's prefix
