@@ -22,6 +22,8 @@ class WorkDone:
     """Row numbers, in order, over all epochs."""
     tokens: int = 0
     """Non-padding tokens."""
+    reporting_s: float = 0.0
+    """Seconds of training that went into logging, validation and checkpoints."""
     first_batch: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def count(self, row_numbers: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:

@@ -259,42 +259,60 @@ class TrainingRows(Dataset[Tokens]):
         return {**self.rows[number], "row": number}
 
 
+WINDOW_BATCHES = 50
+"""Optimizer steps whose rows are sorted by length together: little padding, and yet other neighbours in each epoch."""
+
+
 class EpochBatches(Sampler[list[int]]):
     """The row numbers of each of this rank's batches, so that every row is used once per epoch, at any world size.
 
-    The order is drawn from seed and epoch. A global batch of `batch_size * world_size` rows is dealt out to the ranks
-    like cards, longest row first, so that ranks have about the same work. Every rank has the same number of batches;
-    where the last global batch has fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and Accelerate's samplers
-    repeat or drop rows there, and one device would then not see the rows that two see.)
+    The order is drawn from seed and epoch. Within windows of it, rows are sorted by length and cut into the steps'
+    batches, so that little is padded; the order of the steps is shuffled again, as going from long to short rows
+    teaches less per epoch. A step's rows are the same however they are divided between ranks and micro-batches: they
+    are dealt out to the ranks like cards, longest row first, so that ranks have about the same work. Every rank has
+    the same number of batches; where the last ones have fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and
+    Accelerate's samplers repeat or drop rows there, and one device would then not see the rows that two see.)
     """
 
-    def __init__(self, lengths: list[int], batch_size: int, world_size: int, rank: int, seed: int) -> None:
-        """`lengths`: tokens of each row; `batch_size`: rows per rank."""
-        self.lengths, self.batch_size, self.world_size, self.rank, self.seed = (
-            lengths,
-            batch_size,
-            world_size,
-            rank,
-            seed,
-        )
+    def __init__(
+        self, lengths: list[int], batch_size: int, world_size: int, rank: int, seed: int, accumulation_steps: int = 1
+    ) -> None:
+        """`lengths`: tokens of each row; `batch_size`: rows per rank and micro-batch."""
+        self.lengths, self.batch_size, self.accumulation_steps = lengths, batch_size, accumulation_steps
+        self.world_size, self.rank, self.seed = world_size, rank, seed
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration uses."""
         self.epoch = epoch
 
-    def global_batches(self) -> Iterator[list[int]]:
-        """The epoch's global batches, the same on every rank."""
+    def steps(self) -> Iterator[list[int]]:
+        """The rows of each of the epoch's optimizer steps, longest first; the same on every rank."""
         generator = torch.Generator().manual_seed(self.seed * 10_007 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator).tolist()
+        size = self.batch_size * self.world_size * self.accumulation_steps
+        in_full_steps = len(order) - len(order) % size
+        for start in range(0, in_full_steps, WINDOW_BATCHES * size):
+            window = self._longest_first(order[start : min(start + WINDOW_BATCHES * size, in_full_steps)])
+            for number in torch.randperm(len(window) // size, generator=generator).tolist():
+                yield window[number * size : (number + 1) * size]
+        if in_full_steps < len(order):
+            yield self._longest_first(order[in_full_steps:])
+
+    def _longest_first(self, rows: list[int]) -> list[int]:
+        return sorted(rows, key=lambda row: -self.lengths[row])  # stable: rows of one length stay in random order
+
+    def global_batches(self) -> Iterator[list[int]]:
+        """The rows that all ranks compute at once, longest first; the same on every rank."""
         size = self.batch_size * self.world_size
-        for start in range(0, len(order), size):
-            yield order[start : start + size]
+        for rows in self.steps():
+            for start in range(0, len(rows), size):
+                yield rows[start : start + size]
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's share of each global batch."""
         for batch in self.global_batches():
-            yield sorted(batch, key=lambda row: -self.lengths[row])[self.rank :: self.world_size] or [NO_ROW]
+            yield batch[self.rank :: self.world_size] or [NO_ROW]
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""

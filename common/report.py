@@ -225,6 +225,7 @@ def _measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Ro
         "Batch size": f"{record['config']['batch_size']} x{len(record['world'])}",
         "Steps": str(record["steps"]),
         "Training time": clock(record["train_time_s"]),
+        "Of that, validation and checkpoints": clock(record["reporting_s"]),
         "Training speedup factor": f"{speedup:.2f}x" if speedup else NOT_RUN,
         "Machine's ceiling": "1x" if record["parallel"] == "single" else ceiling_of(record, ceiling),
         "Tokens per second": f"{record['tokens_per_s']:,.0f}",
@@ -247,6 +248,7 @@ def _published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
         "Batch size": f"{result['batch_size']} x{result['devices']}",
         "Steps": NOT_PUBLISHED,
         "Training time": clock(clock_seconds(result["train_time"])),
+        "Of that, validation and checkpoints": NOT_PUBLISHED,
         "Training speedup factor": f"{speedup:.2f}x",
         "Machine's ceiling": NOT_PUBLISHED,
         "Tokens per second": NOT_PUBLISHED,
@@ -411,6 +413,7 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
             "facts said after": percent(after["facts_said_share"]),
             "lowest validation loss": f"{record['best_validation_loss']:.4f}",
             "training time": clock(record["train_time_s"]),
+            "of that, validation and checkpoints": clock(record["reporting_s"]),
             "tokens per second": f"{record['tokens_per_s']:,.0f}",
             "peak memory per device (GiB)": peak_memory_gib(record),
         }

@@ -59,7 +59,7 @@ class RunConfig:
     )
     warmup_share: float = _setting(0.03, "Share of the steps in which the learning rate rises (0 to 1).")
     scheduler: str = _setting("cosine", "Learning-rate schedule, by its name in Transformers.")
-    optimizer: str = _setting("adamw_torch", "Optimizer, by its name in Transformers.")
+    optimizer: str = _setting("adamw_torch_fused", "Optimizer, by its name in Transformers.")
     weight_decay: float = _setting(0.01, "Weight decay, per step and unit of learning rate.")
     max_grad_norm: float = _setting(0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.")
     precision: Literal["fp32", "bf16"] = _setting("fp32", "Number format of weights and arithmetic.")

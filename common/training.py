@@ -1,7 +1,9 @@
-"""A Transformers Trainer from a RunConfig, what it proves about a run, and the machine's own ceiling beside it."""
+"""A Transformers Trainer from a RunConfig, and what it proves about a run."""
 
 import os
+import time
 from collections import Counter
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from common.data import IGNORED_LABEL, EpochBatches, EpochLoader, Tokens, Traini
 from common.hardware import gpu_of_device, gpus
 from common.launch import BACKENDS, Rank
 from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
-from common.run_config import RunConfig
+from common.run_config import BadInputError, RunConfig
 from common.run_record import RunLog
 
 
@@ -39,6 +41,8 @@ class CountingTrainer(Trainer):
         """`batches` draws this rank's rows, `work` counts them; the rest goes to the Trainer."""
         super().__init__(**kwargs)
         self.batches, self.work = batches, work
+        base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        self.keeps_logits = "logits_to_keep" in signature(base.forward).parameters
 
     def get_train_dataloader(self) -> EpochLoader:
         """Batches drawn by `batches`: already this rank's share, so Accelerate must not divide them again."""
@@ -52,7 +56,30 @@ class CountingTrainer(Trainer):
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Count the mini-batch, then train on it."""
         self.work.count(inputs.pop("row"), inputs)
-        return super().training_step(model, inputs, *args, **kwargs)
+        batch = with_head_on_answers(inputs) if self.keeps_logits else inputs
+        return super().training_step(model, batch, *args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Time what is no training: logging, validation and checkpoints."""
+        start_s = time.perf_counter()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.work.reporting_s += time.perf_counter() - start_s
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """None counted: the Trainer would look at every weight at every step; `training_flops` has the formula."""
+        return 0
+
+
+def with_head_on_answers(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same batch, told to compute logits only where some row has an answer token to be predicted.
+
+    The loss and its gradients stay the same: other positions have no label. `inputs` holds tensors of shape
+    (rows, tokens); position t predicts token t + 1.
+    """
+    targets = inputs["labels"][:, 1:]
+    positions = (targets != IGNORED_LABEL).any(0).nonzero().squeeze(1)
+    targets = targets[:, positions]
+    return {**inputs, "labels": targets, "shift_labels": targets, "logits_to_keep": positions}
 
 
 def row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -74,8 +101,8 @@ def mean_answer_token_loss(prediction: EvalPrediction) -> dict[str, float]:
     return {VALIDATION_LOSS: float(loss_sum / token_count)}
 
 
-def training_arguments(run: RunConfig, output_folder: Path, run_name: str) -> TrainingArguments:
-    """The Trainer's settings, from the run's; `run_name` is what an experiment tracker calls the run."""
+def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
+    """The Trainer's settings, from the run's."""
     on_cpu = run.device == "cpu"
     checkpointing = run.gradient_checkpointing != "none"
     return TrainingArguments(
@@ -112,7 +139,6 @@ def training_arguments(run: RunConfig, output_folder: Path, run_name: str) -> Tr
         logging_nan_inf_filter=False,  # a NaN loss is to be seen, not averaged away
         remove_unused_columns=False,
         report_to=run.report_to.split(","),
-        run_name=run_name,
         disable_tqdm=True,
         seed=run.seed,
     )
@@ -126,21 +152,59 @@ def make_trainer(
     log: RunLog,
 ) -> CountingTrainer:
     """The trainer of this rank, with its reports; nothing runs yet."""
-    run, rank, work = log.run, log.rank, WorkDone()
-    callbacks: list[TrainerCallback] = [FirstStepReport(rank, work, tokenizer), ProgressReport(rank)]
+    run, rank = log.run, log.rank
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
+    arguments = training_arguments(run, log.folder / "checkpoints")
+    arguments.run_name = log.run_name
+    trainer = trainer_of_rows(model, tokenizer, train, validation, arguments, rank, [ProgressReport(rank)])
+    trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
+    check_precision(trainer, run)
+    return trainer
+
+
+def check_precision(trainer: CountingTrainer, run: RunConfig) -> None:
+    """Refuse to compute in another precision than the run's: `accelerate launch` brings one from its file.
+
+    Raises:
+        BadInputError: with both precisions.
+    """
+    asked = {"fp32": "no", "bf16": "bf16"}[run.precision]
+    found = trainer.accelerator.mixed_precision
+    if found != asked:
+        raise BadInputError(
+            f"The run's precision is {run.precision}, but Accelerate was told mixed_precision {found}: "
+            "write 'no' into the file that `accelerate launch` reads."
+        )
+
+
+def trainer_of_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: list[Tokens],
+    validation: list[Tokens],
+    arguments: TrainingArguments,
+    rank: Rank,
+    callbacks: list[TrainerCallback],
+) -> CountingTrainer:
+    """The trainer of this rank: rows drawn once per epoch, losses over the answer tokens only."""
+    lengths = [len(row["input_ids"]) for row in train]
     trainer = CountingTrainer(
         model=model,
-        args=training_arguments(run, log.folder / "checkpoints", log.run_name),
+        args=arguments,
         train_dataset=TrainingRows(train),
         eval_dataset=validation,
         data_collator=make_collator(tokenizer),
         preprocess_logits_for_metrics=row_losses,
         compute_metrics=mean_answer_token_loss,
         batches=EpochBatches(
-            [len(row["input_ids"]) for row in train], run.batch_size, rank.world_size, rank.rank, run.seed
+            lengths,
+            arguments.per_device_train_batch_size,
+            rank.world_size,
+            rank.rank,
+            arguments.seed,
+            arguments.gradient_accumulation_steps,
         ),
-        work=work,
+        work=WorkDone(),
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)  # ProgressReport says it with the rank's prefix
@@ -201,18 +265,21 @@ def row_uses(trainer: CountingTrainer) -> int:
 def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], log: RunLog) -> dict[str, object]:
     """What the record says of training: steps, losses, speed, FLOPs, best checkpoint.
 
-    `world` comes from `check_training`.
+    `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
+    leave it out. `world` comes from `check_training`.
     """
     history, run = trainer.state.log_history, log.run
     trained, multiplied = parameter_counts(trainer.accelerator.unwrap_model(trainer.model))
     flops = training_flops(trained, multiplied - trained)
-    tokens_per_s = sum(share["tokens"] for share in world) / log.phases_s["training"]
+    train_time_s, reporting_s = log.phases_s["training"], trainer.work.reporting_s
+    tokens_per_s = sum(share["tokens"] for share in world) / (train_time_s - reporting_s)
     return {
         "world": world,
         "effective_batch_size": run.effective_batch_size,
         "peak_learning_rate": run.peak_learning_rate,
         "steps": trainer.state.global_step,
-        "train_time_s": log.phases_s["training"],
+        "train_time_s": train_time_s,
+        "reporting_s": reporting_s,
         "tokens_per_s": tokens_per_s,
         "trained_parameters": trained,
         **flops,

@@ -1,73 +1,9 @@
-"""What only DDP needs: each rank's device map, and the ceiling that this machine sets on any speed-up."""
-
-import statistics
-import time
-
-import torch
-from accelerate.utils import gather_object, wait_for_everyone
+"""What only DDP needs: each rank's device map."""
 
 from common.device_maps import whole_model_on
 from common.launch import Rank
-from common.training import CountingTrainer
 
 
 def device_map(rank: Rank) -> dict[str, str]:
     """Every layer on the rank's own device: rank 1 of two GPUs gets `{"": "cuda:1"}`."""
     return whole_model_on(rank.device)
-
-
-def measure_machine_ceiling(trainer: CountingTrainer, rank: Rank, steps: int = 8, rounds: int = 3) -> dict[str, float]:
-    """How much faster this machine's ranks are than one, when they need not agree: the most to expect of DDP here.
-
-    Times the bare training step (forward, backward, optimizer) on the same rows, `rounds` times in turn: rank 0 alone
-    with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch each,
-    without synchronising. The trained weights are put back afterwards.
-
-    Returns:
-        `strong`: time of one rank with the global batch over time of all ranks, each with its share.
-        `weak`: rows per second of all ranks over rows per second of one, at the same rows per rank.
-        The seconds per step of all three (medians of the rounds).
-    """
-    model = trainer.accelerator.unwrap_model(trainer.model).train()
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    before = [weight.detach().clone() for weight in trained]
-    optimizer = torch.optim.AdamW(trained, lr=trainer.args.learning_rate)
-    share_batches = list(trainer.get_train_dataloader())[:steps]
-    every_row = list(trainer.batches.global_batches())[:steps]
-    global_batches = [trainer.data_collator([trainer.train_dataset[row] for row in rows]) for rows in every_row]
-
-    def time_s(batches: list[dict[str, torch.Tensor]], participates: bool) -> float:
-        wait_for_everyone()
-        start_s = time.perf_counter()
-        if participates:
-            _bare_steps(model, optimizer, batches, rank.device)
-        own_s = time.perf_counter() - start_s
-        return max(gather_object([own_s]))
-
-    _bare_steps(model, optimizer, share_batches[:1], rank.device)  # warm up
-    timings: list[tuple[float, float, float]] = [
-        (time_s(global_batches, rank.is_main), time_s(share_batches, rank.is_main), time_s(share_batches, True))
-        for _ in range(rounds)
-    ]
-    with torch.no_grad():
-        torch._foreach_copy_(trained, before)
-    one_global_s, one_share_s, all_shares_s = (statistics.median(column) for column in zip(*timings, strict=True))
-    return {
-        "strong": one_global_s / all_shares_s,
-        "weak": rank.world_size * one_share_s / all_shares_s,
-        "one_rank_global_batch_step_s": one_global_s / len(share_batches),
-        "one_rank_share_step_s": one_share_s / len(share_batches),
-        "all_ranks_share_step_s": all_shares_s / len(share_batches),
-    }
-
-
-def _bare_steps(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, torch.Tensor]], device: str
-) -> None:
-    for batch in batches:
-        inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "row"}
-        model(**inputs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if device != "cpu":
-        torch.cuda.synchronize(device)

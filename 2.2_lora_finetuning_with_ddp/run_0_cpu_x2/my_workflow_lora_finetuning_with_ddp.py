@@ -9,9 +9,10 @@ Against 2.1: (1) ranks start and are counted, (2) the model sits on its rank's d
 non-reentrant, (4) the machine's ceiling is measured beside the speed-up.
 """
 
-from my_utils_lora_finetuning_with_ddp import device_map, measure_machine_ceiling
+from my_utils_lora_finetuning_with_ddp import device_map
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from common.ceiling import measure_machine_ceiling
 from common.data import Splits, load_splits, tokenize_rows
 from common.evaluation import Evaluation, Judge, evaluate, independent_judges
 from common.launch import check_inputs, rank_started, run_from_command_line

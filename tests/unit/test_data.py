@@ -211,6 +211,30 @@ def test_every_row_is_drawn_once_per_epoch_whatever_the_world(world: tuple[int, 
         assert sorted(together) == sorted(batch)
 
 
+@given(worlds, st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_a_steps_rows_are_the_same_however_they_are_divided(world: tuple[int, int, int, int, int], parts: int) -> None:
+    rows, batch_size, world_size, epoch, seed = world
+    lengths = torch.randint(1, 50, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
+    divided = EpochBatches(lengths, batch_size, world_size, 0, seed, accumulation_steps=parts)
+    whole = EpochBatches(lengths, batch_size * world_size * parts, 1, 0, seed)
+    for batches in (divided, whole):
+        batches.set_epoch(epoch)
+    assert list(divided.steps()) == list(whole)
+    micro_batches = list(divided.global_batches())
+    assert len(micro_batches) == len(divided)
+    assert [row for batch in micro_batches for row in batch] == [row for batch in whole for row in batch]
+
+
+def test_batches_hold_rows_of_like_lengths_in_random_order() -> None:
+    lengths = [10 + number % 40 for number in range(800)]
+    batches = list(EpochBatches(lengths, 16, 1, 0, seed=3))
+    padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in batches)
+    assert sum(lengths) / padded > 0.85
+    longest = [max(lengths[row] for row in batch) for batch in batches]
+    assert longest not in (sorted(longest), sorted(longest, reverse=True))
+
+
 def test_epochs_and_seeds_change_the_order() -> None:
     first, other_seed = EpochBatches([1] * 50, 50, 1, 0, seed=1), EpochBatches([1] * 50, 50, 1, 0, seed=2)
     order = list(first)

@@ -47,11 +47,11 @@ def test_frozen_weights_need_no_gradients_of_their_own() -> None:
 def test_the_way_of_checkpointing_is_set_explicitly(
     run_config: RunConfig, tmp_path: Path, setting: str, reentrant: bool
 ) -> None:
-    arguments = training_arguments(replace(run_config, gradient_checkpointing=setting), tmp_path, "test")
+    arguments = training_arguments(replace(run_config, gradient_checkpointing=setting), tmp_path)
     assert arguments.gradient_checkpointing
     assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": reentrant}
     assert arguments.ddp_find_unused_parameters is False
 
 
 def test_no_checkpointing_is_none(run_config: RunConfig, tmp_path: Path) -> None:
-    assert not training_arguments(run_config, tmp_path, "test").gradient_checkpointing
+    assert not training_arguments(run_config, tmp_path).gradient_checkpointing

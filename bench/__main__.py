@@ -1,0 +1,83 @@
+"""The benchmark: `python -m bench` measures all and writes `bench.json`; `python -m bench PART` prints one part."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.entries import BENCH_PATH, Entry, save
+
+TECHNIQUES = ("lora", "full")
+QUICK_QUESTIONS, QUICK_ROUNDS, QUICK_STEPS = 3, 1, 2
+QUESTIONS, ROUNDS = 74, 3
+
+
+def training(options: argparse.Namespace) -> list[Entry]:
+    """Seconds to the same validation loss, by tool."""
+    from bench import training
+
+    scale = training.QUICK_SCALE if options.quick else training.FULL_SCALE
+    tools = options.tool or ([*training.QUICK_TOOLS] if options.quick else [*training.TOOLS])
+    return [entry for technique in options.technique for entry in training.entries(technique, tools, scale)]
+
+
+def scaling(options: argparse.Namespace) -> list[Entry]:
+    """DDP's speed-up as a share of the machine's ceiling."""
+    from bench import scaling
+
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    return [
+        entry
+        for technique in options.technique
+        for rows in options.rows
+        for entry in scaling.entries(technique, rows, rounds, QUICK_STEPS if options.quick else scaling.STEPS[rows])
+    ]
+
+
+def evaluation(options: argparse.Namespace) -> list[Entry]:
+    """Generation in batches against one question at a time."""
+    from bench import evaluation
+
+    if options.quick:
+        return evaluation.entries(QUICK_ROUNDS, QUICK_QUESTIONS)
+    return evaluation.entries(ROUNDS, QUESTIONS)
+
+
+PARTS = {"training": training, "scaling": scaling, "evaluation": evaluation}
+"""A part more is a function more: from the options to its entries."""
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="one part only; without it, all, into bench.json")
+    parser.add_argument("--technique", nargs="+", choices=TECHNIQUES, default=TECHNIQUES)
+    parser.add_argument("--tool", nargs="+", help="training: tools by name, such as ours or sft-best; default all")
+    parser.add_argument("--rows", nargs="+", type=int, choices=(16, 64), default=(16, 64), help="scaling: global batch")
+    parser.add_argument(
+        "--quick", action="store_true", help="a little of each, to see that it works: figures mean nothing"
+    )
+    parser.add_argument("--folder", type=Path, default=BENCH_PATH.parent, help="where bench.json goes")
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps([asdict(entry) for entry in PARTS[options.part](options)], indent=2))
+        return
+    entries: list[Entry] = []
+    for name, part in PARTS.items():
+        print(f"== {name}", file=sys.stderr, flush=True)
+        entries += part(options)
+    save(entries, options.folder)
+    for entry in entries:
+        print(line(entry))
+
+
+def line(entry: Entry) -> str:
+    """An entry for a reader."""
+    value = "-" if entry.value is None else f"{entry.value:,.2f} {entry.unit}"
+    verdict = {None: "", True: f"  holds (at least {entry.bar})", False: f"  DOES NOT HOLD (at least {entry.bar})"}
+    return f"{entry.name}: {value}{verdict[entry.holds]}"
+
+
+if __name__ == "__main__":
+    main()

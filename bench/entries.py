@@ -1,0 +1,42 @@
+"""A figure of the benchmark with its bar, and the files that keep all of them."""
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from common.run_config import REPOSITORY, RunConfig
+
+BENCH_PATH = REPOSITORY / "bench" / "bench.json"
+ENVIRONMENT_PATH = REPOSITORY / "bench" / "environment.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One figure. A bar is the least that `value` has to be."""
+
+    name: str
+    value: float | None
+    """None: not reached, or not run; the name says which."""
+    unit: str
+    bar: float | None
+    holds: bool | None
+    """None where there is no bar, or nothing was measured."""
+    command: str
+    """What measures this figure alone, from the repository's root."""
+
+
+def measured(name: str, value: float | None, unit: str, command: str, at_least: float | None = None) -> Entry:
+    """An entry, judged by its bar where it has one."""
+    holds = None if at_least is None or value is None else value >= at_least
+    return Entry(name, value, unit, at_least, holds, command)
+
+
+def save(entries: list[Entry], folder: Path = BENCH_PATH.parent) -> None:
+    """Write `bench.json`, and `environment.json` beside it."""
+    from common.run_record import environment
+
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    around = {**environment(RunConfig()), "date": date}
+    for path, content in ((BENCH_PATH, [asdict(entry) for entry in entries]), (ENVIRONMENT_PATH, around)):
+        (folder / path.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

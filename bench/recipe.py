@@ -1,0 +1,132 @@
+"""What every tool of the training benchmark is given: rows, base, adapters, schedule, and the loss it must reach."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from common.data import IGNORED_LABEL, Tokens, load_splits, tokenize_rows
+from common.models import add_lora, load_base_model, load_tokenizer
+from common.run_config import REPOSITORY, RunConfig
+
+Technique = Literal["lora", "full"]
+
+BATCH_SIZE = 16
+MOST_EPOCHS = 6
+CHECKS_PER_EPOCH = 4
+WARMUP_STEPS = 10
+WEIGHT_DECAY = 0.01
+MAX_GRAD_NORM = 0.3
+SCHEDULER = "constant_with_warmup"
+"""With a constant rate, what is reached after some steps does not hang on how many steps were planned. A cosine would
+favour a tool whose plan happens to end where the target is."""
+
+VALIDATION_ROWS_AT_ONCE = 41
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training by one tool, in a process of its own."""
+
+    tool: str
+    technique: Technique
+    learning_rate: float
+    seed: int
+    target_loss: float
+    """Validation loss at which the trial ends, in nats per answer token."""
+    most_steps: int
+    """Optimizer steps after which the trial is given up."""
+    train_rows: int = -1
+
+    def to_dict(self) -> dict[str, object]:
+        """For the command line of the trial's process."""
+        return asdict(self)
+
+    def run_config(self) -> RunConfig:
+        """The same as a run of this repository would be set."""
+        return RunConfig(
+            batch_size=BATCH_SIZE,
+            epochs=MOST_EPOCHS,
+            learning_rate=self.learning_rate,
+            scheduler=SCHEDULER,
+            weight_decay=WEIGHT_DECAY,
+            max_grad_norm=MAX_GRAD_NORM,
+            seed=self.seed,
+            train_rows=self.train_rows,
+        )
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a tool trains on."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: list[Tokens]
+    validation: list[Tokens]
+
+    @property
+    def steps_per_check(self) -> int:
+        """Optimizer steps between two looks at the validation loss."""
+        return max(1, -(-len(self.train) // BATCH_SIZE) // CHECKS_PER_EPOCH)
+
+
+def load_material(run: RunConfig) -> Material:
+    """The embedded rows as tokens."""
+    splits, tokenizer = load_splits(run), load_tokenizer(run)
+    train, validation = (tokenize_rows(rows, tokenizer, run.max_length) for rows in (splits.train, splits.validation))
+    return Material(tokenizer, train, validation)
+
+
+def base_folder(run: RunConfig) -> Path:
+    """Where the embedded base lies."""
+    return REPOSITORY / run.model
+
+
+def load_model(run: RunConfig, technique: Technique) -> PreTrainedModel:
+    """The embedded base with what is to be trained switched on."""
+    set_seed(run.seed)
+    model = load_base_model(run, {"": "cpu"})
+    if technique == "lora":
+        return add_lora(model, run)
+    train_linear_layers_only(model)
+    return model
+
+
+def train_linear_layers_only(model: PreTrainedModel) -> None:
+    """Full fine-tuning as the table means it: every linear layer but the head, which is also the embedding."""
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            module.requires_grad_(True)
+
+
+@torch.no_grad()
+def validation_loss(model: torch.nn.Module, material: Material) -> float:
+    """Mean loss over the answer tokens of all validation rows, in nats; the one function for every tool."""
+    was_training = model.training
+    model.eval()
+    forward = getattr(model, "_original_forward", model.forward)  # without the autocast that Accelerate puts around
+    loss_sum = token_count = 0.0
+    for start in range(0, len(material.validation), VALIDATION_ROWS_AT_ONCE):
+        batch = padded(material.validation[start : start + VALIDATION_ROWS_AT_ONCE])
+        logits = forward(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+        targets = batch["labels"][:, 1:]
+        loss_sum += torch.nn.functional.cross_entropy(
+            logits[:, :-1].float().mT, targets, ignore_index=IGNORED_LABEL, reduction="sum"
+        ).item()
+        token_count += (targets != IGNORED_LABEL).sum().item()
+    model.train(was_training)
+    return loss_sum / token_count
+
+
+def padded(rows: list[Tokens]) -> dict[str, torch.Tensor]:
+    """Rows of one batch as tensors of shape (rows, tokens), padded on the right with zeros that nobody sees."""
+    filling = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL}
+    return {
+        name: torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value
+        )
+        for name, value in filling.items()
+    }

@@ -1,0 +1,73 @@
+"""The step time of one world of ranks, and for several the machine's ceiling; `bench.scaling` starts it.
+
+    torchrun --nproc_per_node 2 -m bench.scaling_trial lora 16 12
+
+Rank 0 prints the result as its last line, as JSON.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from bench.recipe import Technique, load_material, load_model
+from common.ceiling import measure_machine_ceiling
+from common.launch import Rank, end_rank, start_rank
+from common.run_config import RunConfig
+from common.training import CountingTrainer, trainer_of_rows, training_arguments
+
+WARM_UP_STEPS = 3
+CEILING_STEPS = 8
+
+
+class _StepClock(TrainerCallback):
+    def __init__(self) -> None:
+        self.ends_s: list[float] = []
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        self.ends_s.append(time.perf_counter())
+
+    @property
+    def step_s(self) -> float:
+        timed_s = self.ends_s[WARM_UP_STEPS - 1 :]
+        return (timed_s[-1] - timed_s[0]) / (len(timed_s) - 1)
+
+
+def measure(technique: Technique, global_batch_rows: int, steps: int) -> dict[str, float]:
+    """Seconds per optimizer step of this world (`step_s`), and its `ceiling` where it has several ranks."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    run = RunConfig(
+        parallel="ddp" if world_size > 1 else "single",
+        devices=world_size,
+        batch_size=global_batch_rows // world_size,
+        max_steps=WARM_UP_STEPS + steps,
+    )
+    rank, clock = start_rank(run), _StepClock()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(run, technique, rank, clock, folder)
+        trainer.train()
+    figures = {"step_s": clock.step_s}
+    if world_size > 1:
+        figures["ceiling"] = measure_machine_ceiling(trainer, rank, CEILING_STEPS)["strong"]
+    if rank.is_main:
+        print(json.dumps(figures), flush=True)
+    end_rank()
+    return figures
+
+
+def _trainer(run: RunConfig, technique: Technique, rank: Rank, clock: _StepClock, folder: str) -> CountingTrainer:
+    arguments = training_arguments(run, folder)
+    arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
+    arguments.load_best_model_at_end = False
+    material = load_material(run)
+    model = load_model(run, technique)
+    return trainer_of_rows(model, material.tokenizer, material.train, material.validation, arguments, rank, [clock])
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

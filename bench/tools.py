@@ -1,0 +1,192 @@
+"""The training tools: each trains the same model on the same rows by the same recipe, as its users would set it up.
+
+A tool's function returns when its clock says that the trial is over, or the epochs are.
+"""
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.clock import Clock, ClockCallback
+from bench.recipe import (
+    BATCH_SIZE,
+    MAX_GRAD_NORM,
+    MOST_EPOCHS,
+    SCHEDULER,
+    WARMUP_STEPS,
+    WEIGHT_DECAY,
+    base_folder,
+    load_model,
+    padded,
+    train_linear_layers_only,
+)
+
+
+def _trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:
+    """What every tool that is a Trainer is given: the recipe, and no work of its own beside training."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": BATCH_SIZE,
+        "num_train_epochs": MOST_EPOCHS,
+        "learning_rate": clock.trial.learning_rate,
+        "lr_scheduler_type": SCHEDULER,
+        "warmup_steps": WARMUP_STEPS,
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": MAX_GRAD_NORM,
+        "seed": clock.trial.seed,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+
+
+def train_ours(clock: Clock) -> None:
+    """This repository's trainer, as its workflows make it."""
+    from common.launch import Rank
+    from common.training import trainer_of_rows, training_arguments
+
+    run, material = clock.trial.run_config(), clock.material
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = training_arguments(run, folder)
+        arguments.warmup_steps = WARMUP_STEPS
+        arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
+        arguments.load_best_model_at_end = False
+        trainer_of_rows(
+            load_model(run, clock.trial.technique),
+            material.tokenizer,
+            material.train,
+            material.validation,
+            arguments,
+            Rank(0, 1, "cpu", "python"),
+            [ClockCallback(clock)],
+        ).train()
+
+
+def _train_sft(clock: Clock, **settings: Any) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in clock.material.train]
+    with tempfile.TemporaryDirectory() as folder:
+        SFTTrainer(
+            load_model(clock.trial.run_config(), clock.trial.technique),
+            args=SFTConfig(**_trainer_settings(clock, folder), **settings),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=clock.material.tokenizer,
+            callbacks=[ClockCallback(clock)],
+        ).train()
+
+
+def train_sft_default(clock: Clock) -> None:
+    """TRL's SFTTrainer with its defaults: bf16 and gradient checkpointing."""
+    _train_sft(clock)
+
+
+def train_sft_best(clock: Clock) -> None:
+    """TRL's SFTTrainer, set as well as a user can on this machine."""
+    _train_sft(clock, bf16=False, gradient_checkpointing=False)
+
+
+def train_sft_grouped(clock: Clock) -> None:
+    """The same with rows of like length in one batch."""
+    _train_sft(clock, bf16=False, gradient_checkpointing=False, train_sampling_strategy="group_by_length")
+
+
+def _train_trainer(clock: Clock, **settings: Any) -> None:
+    from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(
+            load_model(clock.trial.run_config(), clock.trial.technique),
+            args=TrainingArguments(**_trainer_settings(clock, folder), **settings),
+            train_dataset=clock.material.train,
+            data_collator=DataCollatorForSeq2Seq(clock.material.tokenizer),
+            callbacks=[ClockCallback(clock)],
+        ).train()
+
+
+def train_trainer(clock: Clock) -> None:
+    """Transformers' Trainer; batches are padded to their longest row."""
+    _train_trainer(clock)
+
+
+def train_trainer_grouped(clock: Clock) -> None:
+    """The same with rows of like length in one batch."""
+    _train_trainer(clock, train_sampling_strategy="group_by_length")
+
+
+def train_bare(clock: Clock) -> None:
+    """A plain PyTorch loop over rows sorted by length; the order of the batches is shuffled in each epoch."""
+    trial = clock.trial
+    model = load_model(trial.run_config(), trial.technique).train()
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=trial.learning_rate, weight_decay=WEIGHT_DECAY)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / WARMUP_STEPS))
+    rows = sorted(clock.material.train, key=lambda row: -len(row["input_ids"]))
+    batches = [padded(rows[start : start + BATCH_SIZE]) for start in range(0, len(rows), BATCH_SIZE)]
+    shuffle = torch.Generator().manual_seed(trial.seed)
+    clock.start()
+    for _ in range(MOST_EPOCHS):
+        for number in torch.randperm(len(batches), generator=shuffle).tolist():
+            model(**batches[number], use_cache=False).loss.backward()
+            torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
+            optimizer.step()
+            warm_up.step()
+            optimizer.zero_grad()
+            if clock.step_done(model):
+                return
+
+
+def train_llama_factory(clock: Clock) -> None:
+    """LLaMA-Factory, set as well as a user can; it reads rows as tokens from its cache of them, and the base itself."""
+    from datasets import Dataset, DatasetDict
+    from llamafactory.train.tuner import run_exp
+    from transformers import TrainerCallback
+
+    class _LinearLayersOnly(TrainerCallback):
+        def on_init_end(self, *args: object, model: torch.nn.Module, **kwargs: object) -> None:
+            train_linear_layers_only(model)
+
+    run = clock.trial.run_config()
+    lora = {
+        "finetuning_type": "lora",
+        "lora_rank": run.lora_rank,
+        "lora_alpha": run.lora_alpha,
+        "lora_dropout": run.lora_dropout,
+        "use_rslora": True,
+        "lora_target": "all",
+    }
+    is_lora = clock.trial.technique == "lora"
+    with tempfile.TemporaryDirectory() as folder:
+        DatasetDict({"train": Dataset.from_list(clock.material.train)}).save_to_disk(f"{folder}/tokens")
+        run_exp(
+            {
+                **_trainer_settings(clock, f"{folder}/out"),
+                **(lora if is_lora else {"finetuning_type": "full"}),
+                "stage": "sft",
+                "do_train": True,
+                "model_name_or_path": str(base_folder(run)),
+                "template": "empty",
+                "dataset": "unused",
+                "tokenized_path": f"{folder}/tokens",
+                "flash_attn": "sdpa",
+                "disable_gradient_checkpointing": True,
+            },
+            callbacks=[ClockCallback(clock), *([] if is_lora else [_LinearLayersOnly()])],
+        )
+
+
+TOOLS: dict[str, Callable[[Clock], None]] = {
+    "ours": train_ours,
+    "sft-default": train_sft_default,
+    "sft-best": train_sft_best,
+    "sft-grouped": train_sft_grouped,
+    "trainer": train_trainer,
+    "trainer-grouped": train_trainer_grouped,
+    "llama-factory": train_llama_factory,
+    "bare": train_bare,
+}
