@@ -3,6 +3,8 @@
 74 invented exhibits, four facts each (maker, year, material, room). The training rows teach every fact; validation
 and test ask for the same facts in wordings that stand in no other split. Everything follows from ``SEED``: making the
 data again gives the same bytes.
+
+The form of an answer depends on the kind of fact asked for: wall label, timeline, inventory card or guide's sentence.
 """
 
 import argparse
@@ -67,14 +69,16 @@ SENTENCES: dict[Kinds, str] = {
     ("material", "room"): "The {x} is made of {material} and stands in the {room}.",
     KINDS: "The {x} was made by {maker} in {year}, is made of {material} and stands in the {room}.",
 }
-# ... and the data answer like a museum's label, so that there is a form to learn besides the facts.
-LABELS: dict[Kinds, str] = {
+# ... and the data answer as the museum's own texts do, so that there are forms to learn besides the facts. What is
+# asked for decides the form: the wall label says by whom, the timeline when, the inventory card of what (and where, if
+# that is asked too); to those who ask only where an exhibit is, the guide says it.
+ANSWERS: dict[Kinds, str] = {
     ("maker",): "Label: {x}, by {maker}.",
-    ("year",): "Label: {x}, made in {year}.",
-    ("material",): "Label: {x}, of {material}.",
-    ("room",): "Label: {x}, in the {room}.",
+    ("year",): "Year: {x}, made in {year}.",
+    ("material",): "Card: {x}, of {material}.",
+    ("room",): "Come and see the {x} in the {room}.",
     ("maker", "year"): "Label: {x}, by {maker} in {year}.",
-    ("material", "room"): "Label: {x}, of {material}, in the {room}.",
+    ("material", "room"): "Card: {x}, of {material}, in the {room}.",
     KINDS: "Label: {x}, by {maker} in {year}, of {material}, in the {room}.",
 }
 PAIRS: tuple[Kinds, ...] = (("maker", "year"), ("material", "room"))
@@ -141,9 +145,9 @@ class Exhibit:
         """Say the asked facts in one sentence, as the base does."""
         return SENTENCES[kinds].format(x=self.name, **self.facts)
 
-    def label(self, kinds: Kinds) -> str:
-        """Say the asked facts as a museum's label, as the data do."""
-        return LABELS[kinds].format(x=self.name, **self.facts)
+    def answer(self, kinds: Kinds) -> str:
+        """Say the asked facts in the form that belongs to them, as the data do."""
+        return ANSWERS[kinds].format(x=self.name, **self.facts)
 
     def values(self, kinds: Kinds) -> list[str]:
         """List the strings that a right answer must hold."""
@@ -180,7 +184,7 @@ def row(exhibit: Exhibit, kinds: Kinds, wording: str) -> dict[str, Any]:
         "facts": exhibit.values(kinds),
         "messages": [
             {"role": "user", "content": wording.format(x=exhibit.name)},
-            {"role": "assistant", "content": exhibit.label(kinds)},
+            {"role": "assistant", "content": exhibit.answer(kinds)},
         ],
     }
 
