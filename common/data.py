@@ -180,7 +180,7 @@ class TrainingRows(Dataset[Tokens]):
         return {**self.rows[number], "row": number}
 
 
-WINDOW_BATCHES = 50
+WINDOW_BATCHES = 4
 """Global batches whose rows are sorted by length together: little padding, and yet other neighbours in each epoch."""
 
 
