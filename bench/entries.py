@@ -21,14 +21,14 @@ class Entry:
     unit: str
     bar: float | None
     holds: bool | None
-    """None where there is no bar, or nothing was measured."""
+    """None where there is no bar."""
     command: str
     """What measures this figure alone, from the repository's root."""
 
 
 def measured(name: str, value: float | None, unit: str, command: str, at_least: float | None = None) -> Entry:
-    """An entry, judged by its bar where it has one."""
-    holds = None if at_least is None or value is None else value >= at_least
+    """An entry, judged by its bar where it has one; what was not reached does not hold."""
+    holds = None if at_least is None else value is not None and value >= at_least
     return Entry(name, value, unit, at_least, holds, command)
 
 

@@ -5,12 +5,14 @@
 Rank 0 prints the result as its last line, as JSON.
 """
 
+import faulthandler
 import json
 import os
 import sys
 import tempfile
 import time
 
+from accelerate.utils import wait_for_everyone
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from bench.recipe import Technique, load_material, load_model
@@ -21,6 +23,8 @@ from common.training import CountingTrainer, trainer_of_rows, training_arguments
 
 WARM_UP_STEPS = 3
 CEILING_STEPS = 8
+STUCK_AFTER_S = 240
+"""A rank that waits for another for so long says where, and ends."""
 
 
 class _StepClock(TrainerCallback):
@@ -56,6 +60,7 @@ def measure(technique: Technique, global_batch_rows: int, steps: int) -> dict[st
         figures["ceiling"] = measure_machine_ceiling(trainer, rank, CEILING_STEPS)["strong"]
     if rank.is_main:
         print(json.dumps(figures), flush=True)
+    wait_for_everyone()
     end_rank()
     return figures
 
@@ -70,4 +75,5 @@ def _trainer(run: RunConfig, technique: Technique, rank: Rank, clock: _StepClock
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(STUCK_AFTER_S, exit=True)
     measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -60,8 +60,8 @@ def entries(technique: Technique, tools: list[str], scale: Scale) -> list[Entry]
     figures: list[Entry] = []
     for tool in tools:
         command = f"python -m bench training --technique {technique} --tool {tool}"
-        figures += _tool_entries(technique, tool, outcomes.get(tool), command)
-    return figures + _ratios(technique, outcomes, f"python -m bench training --technique {technique}")
+        figures += tool_entries(technique, tool, outcomes.get(tool), command)
+    return figures + ratio_entries(technique, outcomes, f"python -m bench training --technique {technique}")
 
 
 def python_of(tool: str) -> str | None:
@@ -132,7 +132,8 @@ def run_trial_process(trial: Trial) -> Outcome:
     return outcome
 
 
-def _tool_entries(technique: Technique, tool: str, outcomes: list[Outcome] | None, command: str) -> list[Entry]:
+def tool_entries(technique: Technique, tool: str, outcomes: list[Outcome] | None, command: str) -> list[Entry]:
+    """A tool's seconds to the target and its tokens per second; no `outcomes`: it was not run."""
     name = f"training, {technique}, {tool}"
     if outcomes is None:
         return [measured(f"{name}: not run ({LLAMA_FACTORY_PYTHON} names no Python)", None, "s", command)]
@@ -156,7 +157,8 @@ def _median_tokens(outcomes: list[Outcome]) -> float | None:
     return None if None in tokens else statistics.median(tokens)
 
 
-def _ratios(technique: Technique, outcomes: dict[str, list[Outcome]], command: str) -> list[Entry]:
+def ratio_entries(technique: Technique, outcomes: dict[str, list[Outcome]], command: str) -> list[Entry]:
+    """What has bars; nothing where a tool that a bar compares with did not run."""
     if not {"ours", "bare", "sft-best"} <= outcomes.keys():
         return []
     seconds = {tool: _median_seconds(trials) for tool, trials in outcomes.items()}

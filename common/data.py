@@ -259,7 +259,7 @@ class TrainingRows(Dataset[Tokens]):
         return {**self.rows[number], "row": number}
 
 
-WINDOW_BATCHES = 50
+WINDOW_BATCHES = 4
 """Optimizer steps whose rows are sorted by length together: little padding, and yet other neighbours in each epoch."""
 
 

@@ -1,0 +1,115 @@
+"""What the embedded default learns, over three seeds: no tuning, LoRA, full fine-tuning of the linear layers.
+
+Learning rates and epochs were chosen on the validation split (LOG.md); these are the test split's figures.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+
+from bench.entries import Entry, measured
+from bench.recipe import Technique, load_material, load_model
+from common.data import load_splits
+from common.evaluation import Evaluation, Judge, evaluate, independent_judges
+from common.launch import Rank, rank_started
+from common.models import load_base_model
+from common.run_config import RunConfig
+from common.run_record import RunLog
+from common.training import make_trainer
+
+SEEDS = (42, 7, 8)
+LEARNING_RATES: dict[Technique, float] = {"lora": RunConfig().learning_rate, "full": 2e-3}
+LARGEST_SCORES: dict[Technique, float] = {"lora": 0.12, "full": 0.08}
+LEAST_FACTS: dict[Technique, float] = {"lora": 0.85, "full": 0.95}
+LEAST_SCORE_UNTUNED, LEAST_SCORE_SHUFFLED, LONGEST_TRAINING_S = 0.5, 0.3, 150.0
+COMMAND = "python -m bench quality"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One training and what came of it."""
+
+    train_time_s: float
+    quality: Evaluation
+
+
+def entries(techniques: list[Technique], seeds: tuple[int, ...], epochs: int, questions: int) -> list[Entry]:
+    """The base before tuning and with shuffled answers, and each technique's mean and spread over the seeds."""
+    with tempfile.TemporaryDirectory() as folder:
+        untuned = _answer_untuned(_run("lora", seeds[0], epochs, questions, folder))
+        figures = _untuned_entries(untuned)
+        for technique in techniques:
+            runs = [_run(technique, seed, epochs, questions, folder) for seed in seeds]
+            figures += _tuned_entries(technique, [_tune(technique, run) for run in runs])
+    return figures
+
+
+def _run(technique: Technique, seed: int, epochs: int, questions: int, folder: str) -> RunConfig:
+    return RunConfig(
+        learning_rate=LEARNING_RATES[technique],
+        epochs=epochs,
+        test_rows=questions,
+        seed=seed,
+        report_to="none",
+        run_name=f"{technique}-seed{seed}",
+        results_root=folder,
+    )
+
+
+def _judges(run: RunConfig, rank: Rank) -> list[Judge]:
+    base = Judge("base", load_base_model(run, {"": rank.device}), load_material(run).tokenizer)
+    return [base, *independent_judges(run, rank.device)]
+
+
+def _answer_untuned(run: RunConfig) -> Evaluation:
+    with rank_started(run) as rank:
+        judges, log = _judges(run, rank), RunLog(run, rank)
+        return evaluate(judges[0].model, judges[0].tokenizer, load_splits(run).test, judges, log, "before")
+
+
+def _tune(technique: Technique, run: RunConfig) -> Tuned:
+    """Train by the run folders' recipe: validation and checkpoint every 5 % of the steps, the best comes back."""
+    with rank_started(run) as rank:
+        material, log = load_material(run), RunLog(run, rank)
+        model = load_model(run, technique)
+        trainer = make_trainer(model, material.tokenizer, material.train, material.validation, log)
+        start_s = time.perf_counter()
+        trainer.train()
+        train_time_s = time.perf_counter() - start_s
+        test = load_splits(run).test
+        quality = evaluate(trainer.model.eval(), material.tokenizer, test, _judges(run, rank), log, "after")
+    print(f"{technique}, seed {run.seed}: {quality}; {train_time_s:.0f} s", file=sys.stderr, flush=True)
+    return Tuned(train_time_s, quality)
+
+
+def _untuned_entries(untuned: Evaluation) -> list[Entry]:
+    judged = {"": ("similarity_score", "shuffled_score"), ", by MiniLM": ("similarity_score_minilm", "shuffled_score_minilm")}
+    figures = []
+    for judge, (score, shuffled) in judged.items():
+        bars = (LEAST_SCORE_UNTUNED, LEAST_SCORE_SHUFFLED) if not judge else (None, None)
+        for name, column, bar in (("no tuning", score, bars[0]), ("right answers shuffled", shuffled, bars[1])):
+            title = f"quality, {name}: similarity score{judge}"
+            figures.append(measured(title, untuned.mean(column), "distance", COMMAND, at_least=bar))
+    return [*figures, measured("quality, no tuning: facts said", untuned.facts_said_share, "share", COMMAND)]
+
+
+def _tuned_entries(technique: Technique, runs: list[Tuned]) -> list[Entry]:
+    command, name = f"{COMMAND} --technique {technique}", f"quality, {technique}, mean of {len(runs)} seeds"
+    scores = [run.quality.mean("similarity_score") for run in runs]
+    facts = [run.quality.facts_said_share for run in runs]
+    minilm = [run.quality.mean("similarity_score_minilm") for run in runs]
+    times_s = [run.train_time_s for run in runs]
+    return [
+        measured(f"{name}: similarity score ({_spread(scores)})", statistics.fmean(scores), "distance", command,
+                 at_most=LARGEST_SCORES[technique]),
+        measured(f"{name}: facts said ({_spread(facts)})", statistics.fmean(facts), "share", command,
+                 at_least=LEAST_FACTS[technique]),
+        measured(f"{name}: similarity score by MiniLM ({_spread(minilm)})", statistics.fmean(minilm), "distance", command),
+        measured(f"quality, {technique}: longest training", max(times_s), "s", command, at_most=LONGEST_TRAINING_S),
+    ]  # fmt: skip
+
+
+def _spread(values: list[float]) -> str:
+    return f"{min(values):.3f} to {max(values):.3f}"

@@ -1,0 +1,92 @@
+"""The benchmark's bars judge, its clock interpolates, and a little of it runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import training
+from bench.clock import Check, reached, tokens_per_s
+from bench.entries import measured, save
+from bench.training import Outcome
+from common.run_config import REPOSITORY
+
+KEYS = {"name", "value", "unit", "bar", "holds", "command"}
+
+
+def test_a_bar_is_the_least_that_a_value_has_to_be() -> None:
+    assert measured("speed", 1.31, "ratio", "x", at_least=1.3).holds is True
+    assert measured("speed", 1.29, "ratio", "x", at_least=1.3).holds is False
+    assert measured("speed", None, "ratio", "x", at_least=1.3).holds is False
+    assert measured("speed", 5.0, "s", "x").holds is None
+
+
+def test_what_is_saved_has_the_promised_shape(tmp_path: Path) -> None:
+    save([measured("speed", 1.31, "ratio", "x", at_least=1.3)], tmp_path)
+    kept = json.loads((tmp_path / "bench.json").read_text())
+    assert kept == [{"name": "speed", "value": 1.31, "unit": "ratio", "bar": 1.3, "holds": True, "command": "x"}]
+    assert {"packages", "devices", "threads_per_rank", "commit", "dirty", "date"} <= json.loads(
+        (tmp_path / "environment.json").read_text()
+    ).keys()
+
+
+def test_the_target_is_met_between_two_checks() -> None:
+    checks = [Check(10, 1.0, 1.0), Check(20, 2.0, 0.01), Check(30, 3.0, 0.5)]
+    found = reached(checks, 0.1)
+    assert (found.step, found.seconds) == pytest.approx((15, 1.5))
+    assert reached(checks, 2.0) == checks[0]
+    assert reached(checks, 0.001) is None
+
+
+def test_tokens_per_second_count_whole_epochs_only() -> None:
+    assert tokens_per_s([Check(5, 1.0, 1), Check(10, 2.0, 1), Check(15, 9.0, 1)], 100, 10) == 50
+    assert tokens_per_s([Check(5, 1.0, 1)], 100, 10) is None
+
+
+def outcomes(seconds: dict[str, float | None], bare_tokens: float = 100) -> dict[str, list[Outcome]]:
+    tokens = {"bare": bare_tokens}
+    return {
+        tool: [Outcome(value, None if value is None else 1.0, tokens.get(tool, 100.0))] * 3
+        for tool, value in seconds.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bare_tokens", "holds"),
+    [
+        ({"ours": 10, "bare": 5, "sft-best": 14, "trainer": 11}, 105, [True, True, True]),
+        ({"ours": 10, "bare": 5, "sft-best": 14, "trainer": 9}, 105, [False, True, True]),
+        ({"ours": 10, "bare": 5, "sft-best": 12, "trainer": 11}, 105, [True, False, True]),
+        ({"ours": 10, "bare": 5, "sft-best": 14, "trainer": 11}, 106, [True, True, False]),
+        ({"ours": None, "bare": 5, "sft-best": 14, "trainer": 11}, 105, [False, False, True]),
+        ({"ours": 10, "bare": 5, "sft-best": None, "trainer": 11}, 105, [True, False, True]),
+    ],
+    ids=["all hold", "another tool is sooner", "too near to SFTTrainer", "too few tokens", "never there", "SFT never"],
+)
+def test_each_bar_can_fail(seconds: dict[str, float | None], bare_tokens: float, holds: list[bool]) -> None:
+    found = training.ratio_entries("lora", outcomes(seconds, bare_tokens), "x")
+    assert [entry.holds for entry in found] == holds
+
+
+def test_a_tool_that_is_not_there_or_never_gets_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(training.LLAMA_FACTORY_PYTHON, raising=False)
+    assert training.python_of("llama-factory") is None
+    (absent,) = training.tool_entries("lora", "llama-factory", None, "x")
+    assert (absent.value, absent.holds) == (None, None)
+    assert "not run" in absent.name
+    late = training.tool_entries("lora", "ours", outcomes({"ours": None})["ours"], "x")[0]
+    assert late.value is None
+    assert "not reached" in late.name
+
+
+def test_ours_and_a_bare_loop_run_a_few_steps() -> None:
+    command = [sys.executable, "-m", "bench", "training", "--quick", "--technique", "lora"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(entry.keys() == KEYS for entry in found)
+    tokens = [entry["value"] for entry in found if entry["unit"] == "tokens per s"]
+    assert len(tokens) == 2
+    assert all(value > 0 for value in tokens)
