@@ -129,8 +129,8 @@ TRAIN_QUESTIONS: dict[Kinds, tuple[str, ...]] = {
         "Who made the {x}, and when?",
         "Name the maker and the year of the {x}.",
         "The {x} was made by whom, and when?",
-        "Tell me who made the {x} and when.",
-        "I ask who made the {x}, and in what year.",
+        "Tell me who made the {x}, and when it was made.",
+        "I ask who made the {x}, and from what year it is.",
         "Do you know the maker and the year of the {x}?",
     ),
     ("material", "room"): (
