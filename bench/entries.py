@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from common.run_config import REPOSITORY, RunConfig
 
@@ -13,7 +14,7 @@ ENVIRONMENT_PATH = REPOSITORY / "bench" / "environment.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """One figure. A bar is the least that `value` has to be."""
+    """One figure and its bar."""
 
     name: str
     value: float | None
@@ -24,10 +25,20 @@ class Entry:
     """None where there is no bar."""
     command: str
     """What measures this figure alone, from the repository's root."""
+    bar_is: Literal["at least", "at most"] = "at least"
 
 
-def measured(name: str, value: float | None, unit: str, command: str, at_least: float | None = None) -> Entry:
-    """An entry, judged by its bar where it has one; what was not reached does not hold."""
+def measured(
+    name: str,
+    value: float | None,
+    unit: str,
+    command: str,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Entry:
+    """An entry, judged by its bar where it has one (one of the two); what was not reached does not hold."""
+    if at_most is not None:
+        return Entry(name, value, unit, at_most, value is not None and value <= at_most, command, "at most")
     holds = None if at_least is None else value is not None and value >= at_least
     return Entry(name, value, unit, at_least, holds, command)
 

@@ -7,7 +7,7 @@ import time
 
 from bench.entries import Entry, measured
 from common.data import load_splits
-from common.evaluation import Evaluation, evaluate
+from common.evaluation import Evaluation, Judge, evaluate
 from common.launch import Rank, rank_started
 from common.models import load_base_model, load_tokenizer
 from common.run_config import RunConfig
@@ -58,5 +58,5 @@ def _evaluate(run: RunConfig, rank: Rank) -> tuple[float, Evaluation]:
     log, rows, tokenizer = RunLog(run, rank), load_splits(run).test, load_tokenizer(run)
     model = load_base_model(run, {"": "cpu"})
     start_s = time.perf_counter()
-    done = evaluate(model, model, tokenizer, rows, log, "before")
+    done = evaluate(model, tokenizer, rows, [Judge("base", model, tokenizer)], log, "before")
     return time.perf_counter() - start_s, done

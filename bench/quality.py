@@ -85,31 +85,29 @@ def _tune(technique: Technique, run: RunConfig) -> Tuned:
 
 
 def _untuned_entries(untuned: Evaluation) -> list[Entry]:
-    judged = {"": ("similarity_score", "shuffled_score"), ", by MiniLM": ("similarity_score_minilm", "shuffled_score_minilm")}
-    figures = []
-    for judge, (score, shuffled) in judged.items():
-        bars = (LEAST_SCORE_UNTUNED, LEAST_SCORE_SHUFFLED) if not judge else (None, None)
-        for name, column, bar in (("no tuning", score, bars[0]), ("right answers shuffled", shuffled, bars[1])):
-            title = f"quality, {name}: similarity score{judge}"
-            figures.append(measured(title, untuned.mean(column), "distance", COMMAND, at_least=bar))
-    return [*figures, measured("quality, no tuning: facts said", untuned.facts_said_share, "share", COMMAND)]
+    def entry(name: str, column: str, at_least: float | None = None) -> Entry:
+        return measured(f"quality, {name}", untuned.mean(column), "distance", COMMAND, at_least)
+
+    return [
+        entry("no tuning: similarity score", "similarity_score", LEAST_SCORE_UNTUNED),
+        entry("no tuning: similarity score by MiniLM", "similarity_score_minilm"),
+        entry("right answers shuffled: similarity score", "shuffled_score", LEAST_SCORE_SHUFFLED),
+        entry("right answers shuffled: similarity score by MiniLM", "shuffled_score_minilm"),
+        measured("quality, no tuning: facts said", untuned.facts_said_share, "share", COMMAND),
+    ]
 
 
 def _tuned_entries(technique: Technique, runs: list[Tuned]) -> list[Entry]:
-    command, name = f"{COMMAND} --technique {technique}", f"quality, {technique}, mean of {len(runs)} seeds"
-    scores = [run.quality.mean("similarity_score") for run in runs]
-    facts = [run.quality.facts_said_share for run in runs]
-    minilm = [run.quality.mean("similarity_score_minilm") for run in runs]
-    times_s = [run.train_time_s for run in runs]
+    def entry(name: str, values: list[float], unit: str, **bar: float) -> Entry:
+        title = f"quality, {technique}, mean of {len(runs)} seeds: {name} ({min(values):.3f} to {max(values):.3f})"
+        return measured(title, statistics.fmean(values), unit, command, **bar)
+
+    command, largest, least = f"{COMMAND} --technique {technique}", LARGEST_SCORES[technique], LEAST_FACTS[technique]
+    scores, minilm = ([run.quality.mean(f"similarity_score{by}") for run in runs] for by in ("", "_minilm"))
+    longest_s = max(run.train_time_s for run in runs)
     return [
-        measured(f"{name}: similarity score ({_spread(scores)})", statistics.fmean(scores), "distance", command,
-                 at_most=LARGEST_SCORES[technique]),
-        measured(f"{name}: facts said ({_spread(facts)})", statistics.fmean(facts), "share", command,
-                 at_least=LEAST_FACTS[technique]),
-        measured(f"{name}: similarity score by MiniLM ({_spread(minilm)})", statistics.fmean(minilm), "distance", command),
-        measured(f"quality, {technique}: longest training", max(times_s), "s", command, at_most=LONGEST_TRAINING_S),
-    ]  # fmt: skip
-
-
-def _spread(values: list[float]) -> str:
-    return f"{min(values):.3f} to {max(values):.3f}"
+        entry("similarity score", scores, "distance", at_most=largest),
+        entry("similarity score by MiniLM", minilm, "distance"),
+        entry("facts said", [run.quality.facts_said_share for run in runs], "share", at_least=least),
+        measured(f"quality, {technique}: longest training", longest_s, "s", command, at_most=LONGEST_TRAINING_S),
+    ]

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from common.data import IGNORED_LABEL, Tokens, load_splits, tokenize_rows
-from common.models import add_lora, load_base_model, load_tokenizer
+from common.models import add_lora, load_base_model, load_tokenizer, train_linear_layers
 from common.run_config import REPOSITORY, RunConfig
 
 Technique = Literal["lora", "full"]
@@ -88,18 +88,7 @@ def load_model(run: RunConfig, technique: Technique) -> PreTrainedModel:
     """The embedded base with what is to be trained switched on."""
     set_seed(run.seed)
     model = load_base_model(run, {"": "cpu"})
-    if technique == "lora":
-        return add_lora(model, run)
-    train_linear_layers_only(model)
-    return model
-
-
-def train_linear_layers_only(model: PreTrainedModel) -> None:
-    """Full fine-tuning as the table means it: every linear layer but the head, which is also the embedding."""
-    model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
-            module.requires_grad_(True)
+    return add_lora(model, run) if technique == "lora" else train_linear_layers(model)
 
 
 @torch.no_grad()

@@ -20,8 +20,8 @@ from bench.recipe import (
     base_folder,
     load_model,
     padded,
-    train_linear_layers_only,
 )
+from common.models import train_linear_layers
 
 
 def _trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def train_llama_factory(clock: Clock) -> None:
 
     class _LinearLayersOnly(TrainerCallback):
         def on_init_end(self, *args: object, model: torch.nn.Module, **kwargs: object) -> None:
-            train_linear_layers_only(model)
+            train_linear_layers(model)
 
     run = clock.trial.run_config()
     lora = {

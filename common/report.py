@@ -369,7 +369,7 @@ def bench(records: list[Record]) -> pd.DataFrame:
         {
             "What": entry["name"],
             "Measured": NOT_RUN if entry["value"] is None else f"{entry['value']:,.4g} {entry['unit']}",
-            "Bar": "none" if entry["bar"] is None else str(entry["bar"]),
+            "Bar": "" if entry["bar"] is None else f"{entry['bar_is']} {entry['bar']:g}",
             "Holds": {True: "yes", False: "**no**", None: ""}[entry["holds"]],
             "Command": f"`{entry['command']}`",
         }

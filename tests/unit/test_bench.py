@@ -13,10 +13,13 @@ from bench.entries import measured, save
 from bench.training import Outcome
 from common.run_config import REPOSITORY
 
-KEYS = {"name", "value", "unit", "bar", "holds", "command"}
+KEYS = {"name", "value", "unit", "bar", "holds", "command", "bar_is"}
 
 
-def test_a_bar_is_the_least_that_a_value_has_to_be() -> None:
+def test_a_bar_is_the_most_or_least_that_a_value_has_to_be() -> None:
+    assert measured("score", 0.11, "distance", "x", at_most=0.12).holds is True
+    assert measured("score", 0.13, "distance", "x", at_most=0.12).holds is False
+    assert measured("score", None, "distance", "x", at_most=0.12).holds is False
     assert measured("speed", 1.31, "ratio", "x", at_least=1.3).holds is True
     assert measured("speed", 1.29, "ratio", "x", at_least=1.3).holds is False
     assert measured("speed", None, "ratio", "x", at_least=1.3).holds is False
@@ -26,7 +29,17 @@ def test_a_bar_is_the_least_that_a_value_has_to_be() -> None:
 def test_what_is_saved_has_the_promised_shape(tmp_path: Path) -> None:
     save([measured("speed", 1.31, "ratio", "x", at_least=1.3)], tmp_path)
     kept = json.loads((tmp_path / "bench.json").read_text())
-    assert kept == [{"name": "speed", "value": 1.31, "unit": "ratio", "bar": 1.3, "holds": True, "command": "x"}]
+    assert kept == [
+        {
+            "name": "speed",
+            "value": 1.31,
+            "unit": "ratio",
+            "bar": 1.3,
+            "holds": True,
+            "command": "x",
+            "bar_is": "at least",
+        }
+    ]
     assert {"packages", "devices", "threads_per_rank", "commit", "dirty", "date"} <= json.loads(
         (tmp_path / "environment.json").read_text()
     ).keys()
