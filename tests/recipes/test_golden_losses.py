@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-GOLDEN_TRAINING_LOSSES = [8.550574, 8.495661, 6.378874, 4.649252, 4.265936, 3.803419]
-GOLDEN_VALIDATION_LOSSES = [8.831100, 6.297277, 4.741363, 3.878907, 3.503597, 3.395558]
+GOLDEN_TRAINING_LOSSES = [8.953512, 8.167221, 6.539826, 5.633859, 4.181038, 4.602983]
+GOLDEN_VALIDATION_LOSSES = [8.390430, 6.456888, 5.007885, 4.377712, 4.078063, 4.001503]
 
 
 @pytest.mark.parametrize(("launcher", "batch_size"), [("python", "16"), ("torchrun", "8")])
