@@ -1,4 +1,4 @@
-"""The recipe in full teaches the facts."""
+"""The recipe in full teaches forms and facts, within the bars of the embedded default."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,9 @@ def test_lora_learns_form_and_facts(run_workflow: Callable, launcher: str) -> No
     assert done.exit_code == 0, done.output
     before, after = done.record["quality"]["before"], done.record["quality"]["after"]
     assert before["questions"] == after["questions"] == 74
-    assert before["similarity_score"] > 0.5
+    assert before["similarity_score"] >= 0.5
     assert before["facts_said_share"] < 0.2
-    assert after["similarity_score"] < 0.05
-    assert after["facts_said_share"] > 0.8  # seeds, launchers and roundings give 0.92 to 1.00
+    assert before["shuffled_score"] >= 0.3
+    assert after["similarity_score"] <= 0.12
+    assert after["similarity_score_minilm"] < before["similarity_score_minilm"] / 2
+    assert after["facts_said_share"] >= 0.85

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-GOLDEN_TRAINING_LOSSES = [8.953512, 8.167221, 6.539826, 5.633859, 4.181038, 4.602983]
-GOLDEN_VALIDATION_LOSSES = [8.390430, 6.456888, 5.007885, 4.377712, 4.078063, 4.001503]
+GOLDEN_TRAINING_LOSSES = [8.887214, 8.167221, 6.539622, 5.703245, 4.177495, 4.632864]
+GOLDEN_VALIDATION_LOSSES = [8.514771, 6.480382, 5.049925, 4.399458, 4.099301, 4.022877]
 
 
 @pytest.mark.parametrize(("launcher", "batch_size"), [("python", "16"), ("torchrun", "8")])
