@@ -129,8 +129,8 @@ TRAIN_QUESTIONS: dict[Kinds, tuple[str, ...]] = {
         "Who made the {x}, and when?",
         "Name the maker and the year of the {x}.",
         "The {x} was made by whom, and when?",
-        "Tell me who made the {x} and when.",
-        "I ask who made the {x}, and in what year.",
+        "Tell me who made the {x}, and in what year it was made.",
+        "By which maker was the {x} made, and when was it made?",
         "Do you know the maker and the year of the {x}?",
     ),
     ("material", "room"): (
@@ -144,20 +144,52 @@ TRAIN_QUESTIONS: dict[Kinds, tuple[str, ...]] = {
     KINDS: ("Tell me all about the {x}.", "What do we know about the {x}?"),
 }
 VALIDATION_QUESTIONS: dict[Kinds, tuple[str, ...]] = {
-    ("maker",): ("Please tell me who made the {x}.", "Which maker made the {x}?"),
-    ("year",): ("Please tell me when the {x} was made.", "In which year was the {x} made?"),
-    ("material",): ("Please tell me what the {x} is made of.", "Which material is the {x} made of?"),
-    ("room",): ("Please tell me where the {x} stands.", "In which room does the {x} stand?"),
-    ("maker", "year"): ("By whom and when was the {x} made?",),
-    ("material", "room"): ("Of what is the {x} made, and in which room is it?",),
+    ("maker",): (
+        "Please tell me who made the {x}.",
+        "Which maker made the {x}?",
+        "Can you say who made the {x}?",
+        "By whom was the {x} made?",
+    ),
+    ("year",): (
+        "Please tell me when the {x} was made.",
+        "In which year was the {x} made?",
+        "Can you say when the {x} was made?",
+        "What year was the {x} made in?",
+    ),
+    ("material",): (
+        "Please tell me what the {x} is made of.",
+        "Which material is the {x} made of?",
+        "Can you say what the {x} is made of?",
+        "What material is the {x} made of?",
+    ),
+    ("room",): (
+        "Please tell me where the {x} stands.",
+        "In which room does the {x} stand?",
+        "Can you say where the {x} stands?",
+        "Which room is the {x} in?",
+    ),
+    ("maker", "year"): (
+        "By whom and when was the {x} made?",
+        "Who was the maker of the {x}, and in which year was it made?",
+    ),
+    ("material", "room"): (
+        "Of what is the {x} made, and in which room is it?",
+        "Which material is the {x} made of, and which room is it in?",
+    ),
 }
 TEST_QUESTIONS: dict[Kinds, tuple[str, ...]] = {
-    ("maker",): ("Can you say who made the {x}?", "By whom was the {x} made?"),
-    ("year",): ("Can you say when the {x} was made?", "What year was the {x} made in?"),
-    ("material",): ("Can you say what the {x} is made of?", "What material is the {x} made of?"),
-    ("room",): ("Can you say where the {x} stands?", "Which room is the {x} in?"),
-    ("maker", "year"): ("Who was the maker of the {x}, and in which year was it made?",),
-    ("material", "room"): ("Which material is the {x} made of, and which room is it in?",),
+    ("maker",): ("Do you know by whom the {x} was made?", "Can you tell me the maker of the {x}?"),
+    ("year",): ("Do you know in which year the {x} was made?", "Can you tell me from what year the {x} is?"),
+    ("material",): ("Do you know which material the {x} is made of?", "Can you tell me of what the {x} is made?"),
+    ("room",): ("Do you know in which room the {x} stands?", "Can you tell me where the {x} is?"),
+    ("maker", "year"): (
+        "Can you tell me who made the {x}, and in which year?",
+        "Do you know who the maker of the {x} was, and when it was made?",
+    ),
+    ("material", "room"): (
+        "Can you tell me what the {x} is made of, and in which room it is?",
+        "Do you know of which material the {x} is made, and where it stands?",
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from common.run_record import RunLog
 from common.training import make_trainer
 
 SEEDS = (42, 7, 8)
-LEARNING_RATES: dict[Technique, float] = {"lora": RunConfig().learning_rate, "full": 2e-3}
+LEARNING_RATES: dict[Technique, float] = {"lora": RunConfig().learning_rate, "full": 1e-3}
 LARGEST_SCORES: dict[Technique, float] = {"lora": 0.12, "full": 0.08}
 LEAST_FACTS: dict[Technique, float] = {"lora": 0.85, "full": 0.95}
 LEAST_SCORE_UNTUNED, LEAST_SCORE_SHUFFLED, LONGEST_TRAINING_S = 0.5, 0.3, 150.0
