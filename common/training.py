@@ -23,7 +23,6 @@ from transformers.trainer_callback import PrinterCallback
 
 from common.callbacks import VALIDATION_LOSS, FirstStepReport, ProgressReport, WorkDone
 from common.data import IGNORED_LABEL, EpochBatches, EpochLoader, Tokens, TrainingRows, make_collator
-from common.dropout import use_lane_dropout
 from common.hardware import gpu_of_device, gpus
 from common.launch import BACKENDS, Rank
 from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
@@ -189,7 +188,6 @@ def trainer_of_rows(
     callbacks: list[TrainerCallback],
 ) -> CountingTrainer:
     """The trainer of this rank: rows drawn once per epoch, losses over the answer tokens only."""
-    use_lane_dropout(model)
     lengths = [len(row["input_ids"]) for row in train]
     trainer = CountingTrainer(
         model=model,
