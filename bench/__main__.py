@@ -10,8 +10,9 @@ from bench.entries import BENCH_PATH, Entry, save
 from common.run_config import RunConfig
 
 TECHNIQUES = ("lora", "full")
+TOOL_NAMES = ("ours", "sft-default", "sft-best", "sft-grouped", "trainer", "trainer-grouped", "llama-factory", "bare")
 QUICK_QUESTIONS, QUICK_ROUNDS, QUICK_STEPS = 3, 1, 2
-QUESTIONS, ROUNDS = 74, 3
+QUESTIONS, ROUNDS, SCALING_ROUNDS = 74, 3, 5
 
 
 def training(options: argparse.Namespace) -> list[Entry]:
@@ -27,7 +28,7 @@ def scaling(options: argparse.Namespace) -> list[Entry]:
     """DDP's speed-up as a share of the machine's ceiling."""
     from bench import scaling
 
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    rounds = QUICK_ROUNDS if options.quick else SCALING_ROUNDS
     return [
         entry
         for technique in options.technique
@@ -63,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("part", nargs="?", choices=PARTS, help="one part only; without it, all, into bench.json")
     parser.add_argument("--technique", nargs="+", choices=TECHNIQUES, default=TECHNIQUES)
-    parser.add_argument("--tool", nargs="+", help="training: tools by name, such as ours or sft-best; default all")
+    parser.add_argument("--tool", nargs="+", choices=TOOL_NAMES, help="training: tools by name; default all")
     parser.add_argument("--rows", nargs="+", type=int, choices=(16, 64), default=(16, 64), help="scaling: global batch")
     parser.add_argument(
         "--quick", action="store_true", help="a little of each, to see that it works: figures mean nothing"

@@ -150,6 +150,13 @@ def end_rank() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def _wait_for_the_others() -> None:
+    """Leave together: a rank that is still sending when another has closed its connections may hang."""
+    from accelerate.utils import wait_for_everyone
+
+    wait_for_everyone()
+
+
 @contextmanager
 def rank_started(run: RunConfig) -> Iterator[Rank]:
     """A rank from its start to its end, with its prefix before every printed line."""
@@ -157,6 +164,7 @@ def rank_started(run: RunConfig) -> Iterator[Rank]:
     try:
         with printing_with_prefix(rank_prefix(rank.rank, rank.device)):
             yield rank
+        _wait_for_the_others()
     finally:
         end_rank()
 

@@ -134,3 +134,13 @@ def test_the_record_is_json_without_a_path_of_this_machine(run_workflow: Callabl
     text = json.dumps(done.record)
     assert str(tmp_path) not in text
     assert str(REPOSITORY) not in text
+
+
+def test_a_file_that_asks_for_another_precision_is_refused(run_workflow: Callable, tmp_path: Path) -> None:
+    folder = tmp_path / "run_0_cpu_x2"
+    shutil.copytree(DDP, folder, ignore=shutil.ignore_patterns("results", "records"))
+    config = folder / "my_accelerate_config.yaml"
+    config.write_text(config.read_text().replace("mixed_precision: 'no'", "mixed_precision: bf16"))
+    done = run_workflow("accelerate", folder=folder)
+    assert done.exit_code != 0
+    assert "precision is fp32, but Accelerate was told mixed_precision bf16" in done.output

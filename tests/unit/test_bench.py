@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from bench import training
+from bench.__main__ import TOOL_NAMES
 from bench.clock import Check, reached, tokens_per_s
 from bench.entries import measured, save
+from bench.tools import TOOLS
 from bench.training import Outcome
 from common.run_config import REPOSITORY
 
@@ -92,6 +94,10 @@ def test_a_tool_that_is_not_there_or_never_gets_there_says_so(monkeypatch: pytes
     late = training.tool_entries("lora", "ours", outcomes({"ours": None})["ours"], "x")[0]
     assert late.value is None
     assert "not reached" in late.name
+
+
+def test_the_command_line_knows_every_tool() -> None:
+    assert TOOL_NAMES == tuple(TOOLS)
 
 
 def test_ours_and_a_bare_loop_run_a_few_steps() -> None:

@@ -1,6 +1,7 @@
 """Tables say what the records say, and speed-ups are stated against the right run."""
 
 import copy
+import json
 import sys
 from pathlib import Path
 
@@ -15,12 +16,15 @@ from common.report import (
     clock,
     clock_seconds,
     committed_records,
+    hardware_factors,
+    learning_rate_scaling,
     published_results,
     rendered,
     side_by_side,
     with_tables,
 )
 from common.run_record import Record
+from common.siblings import run_folders
 
 
 @pytest.fixture
@@ -72,7 +76,9 @@ def test_a_failed_run_is_a_column_not_a_gap(records: list[Record]) -> None:
     failed = {key: records[0][key] for key in ("technique", "parallel", "run_folder", "config")}
     failed |= {"status": "oom", "error": "OutOfMemoryError: no", "run_name": "big"}
     assert "oom: OutOfMemoryError: no" in side_by_side([records[0], failed]).loc["status"].tolist()
-    assert len(TABLES["master"]([failed])) == len(published_results())
+    shown = TABLES["master"]([failed])
+    assert "measured" not in shown["Figures"].tolist()
+    assert (shown["Figures"] == "not run").sum() == len(run_folders()) - 1
 
 
 def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None:
@@ -80,6 +86,52 @@ def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None
         records[0]["quality"][when]["facts_said_share"] = None
     assert "no facts in the data" in rendered("lora-quality", records)
     assert "no facts in the data" in side_by_side(records).to_string()
+
+
+def test_a_run_folder_without_a_record_is_a_row_that_says_so(records: list[Record]) -> None:
+    for table in ("lora-quality", "lora-speed", "ddp-weak", "master"):
+        shown = TABLES[table](records)
+        waiting = shown[shown["Figures"] == "not run"]
+        assert any("H200" in row or "A6000" in row for row in waiting.to_string().splitlines()) or "quality" in table
+        assert len(waiting) >= 2
+        assert "nan" not in rendered(table, records)
+
+
+def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Record]) -> None:
+    one, two = records[0], records[1]
+    assert hardware_factors(two, one)["CUDA scaling factor"] == "no GPU"
+    for record in (one, two):
+        record["environment"]["devices"] = ["NVIDIA RTX A6000"]
+    assert hardware_factors(two, one) == {
+        "CUDA scaling factor": "2x (10,752 x2)",
+        "VRAM scaling factor": "2x (47 GiB x2)",
+    }
+
+
+def test_the_learning_rates_scaling_is_shown_with_the_rate(records: list[Record]) -> None:
+    records[1]["peak_learning_rate"] = records[1]["config"]["learning_rate"] * 2**0.5
+    assert learning_rate_scaling(records[0]) == "1x (0.001)"
+    assert learning_rate_scaling(records[1]) == "1.41x (0.00141421)"
+
+
+def test_the_bench_table_says_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {
+        "name": "a",
+        "value": 1.31,
+        "unit": "ratio",
+        "bar": 1.3,
+        "bar_is": "at least",
+        "holds": True,
+        "command": "x",
+    }
+    entries = [entry, {**entry, "value": 1.2, "holds": False}, {**entry, "value": None, "bar": None, "holds": None}]
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(entries))
+    monkeypatch.setattr(report, "BENCH_FILE", path)
+    table = TABLES["bench"]([])
+    assert table["Measured"].tolist() == ["1.31 ratio", "1.2 ratio", "not run"]
+    assert table["Holds"].tolist() == ["yes", "**no**", ""]
+    assert table["Bar"].tolist() == ["at least 1.3", "at least 1.3", ""]
 
 
 def test_published_speedups_are_those_of_the_source(records: list[Record]) -> None:
