@@ -97,7 +97,7 @@ def test_a_tool_that_is_not_there_or_never_gets_there_says_so(monkeypatch: pytes
 
 
 def test_the_command_line_knows_every_tool() -> None:
-    assert TOOL_NAMES == tuple(TOOLS)
+    assert tuple(TOOLS) == TOOL_NAMES
 
 
 def test_ours_and_a_bare_loop_run_a_few_steps() -> None:
