@@ -48,6 +48,9 @@ test-all: $(INSTALLED)
 lint: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
+bench: $(INSTALLED) ## speed against other tools, scaling, quality over seeds: 45 minutes on a quiet machine
+	@$(BIN)/python -m bench
+
 siblings: $(INSTALLED) ## copy each technique's first run folder to the others, but for their literals
 	@$(BIN)/python -m common.siblings
 
