@@ -126,7 +126,6 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         use_cpu=on_cpu,
         ddp_backend=BACKENDS[run.device] if run.world_size > 1 else None,
         ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,  # nothing but rotary frequencies, which never change: a wait less per step
         eval_strategy="steps",
         eval_steps=run.report_share,
         logging_strategy="steps",
