@@ -362,8 +362,17 @@ def master(records: list[Record]) -> pd.DataFrame:
     return _table(records, ("single", "ddp"), measured, published)
 
 
+def bench_all(records: list[Record]) -> pd.DataFrame:
+    """What `make bench` measured last; it stands in bench.json, not in the `records`."""
+    return _bench_table(with_bars_only=False)
+
+
 def bench(records: list[Record]) -> pd.DataFrame:
-    """What `make bench` measured last, each figure beside its bar; it stands in bench.json, not in the `records`."""
+    """The figures of `bench_all` that have a bar."""
+    return _bench_table(with_bars_only=True)
+
+
+def _bench_table(with_bars_only: bool) -> pd.DataFrame:
     entries = json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
     return pd.DataFrame([
         {
@@ -374,11 +383,13 @@ def bench(records: list[Record]) -> pd.DataFrame:
             "Command": f"`{entry['command']}`",
         }
         for entry in entries
+        if not with_bars_only or entry["bar"] is not None
     ])  # fmt: skip
 
 
 TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "bench": bench,
+    "bench-all": bench_all,
     "master": master,
     "lora-quality": lora_quality,
     "lora-speed": lora_speed,
@@ -442,8 +453,8 @@ def with_tables(text: str, records: list[Record]) -> str:
 
 
 def readmes(root: Path = REPOSITORY) -> list[Path]:
-    """The root's README and the technique folders'."""
-    return [root / "README.md", *sorted(root.glob("[0-9].[0-9]_*/*_readme.md"))]
+    """The READMEs with tables: the root's, the benchmark's and the technique folders'."""
+    return [root / "README.md", root / "bench" / "README.md", *sorted(root.glob("[0-9].[0-9]_*/*_readme.md"))]
 
 
 def main() -> None:
