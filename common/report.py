@@ -148,7 +148,7 @@ def score(value: float | None) -> str:
 def learning_rate_scaling(record: Record) -> str:
     """`1x (0.001)`: the peak learning rate, and how much of it comes from scaling with the ranks."""
     peak = record["peak_learning_rate"]
-    return f"{peak / record['config']['learning_rate']:.3g}x ({peak:g})"
+    return f"{peak / record['config']['learning_rate']:.3g}x ({peak:.3g})"
 
 
 def hardware_factors(record: Record, baseline: Record | None) -> Row:
@@ -268,7 +268,7 @@ def _not_run(folder: Path, run: RunConfig) -> Row:
         "Epochs": str(run.epochs),
         "Batch size": f"{run.batch_size} x{run.devices}",
         "Effective batch size": f"{run.batch_size * run.accumulation_steps} x{run.world_size}",
-        "Learning rate scaling": f"{run.peak_learning_rate / run.learning_rate:.3g}x ({run.peak_learning_rate:g})",
+        "Learning rate scaling": f"{run.peak_learning_rate / run.learning_rate:.3g}x ({run.peak_learning_rate:.3g})",
         "Trained on": f"{run.epochs} epochs",
         "Command": f"`make run FOLDER={folder.relative_to(REPOSITORY)}`",
     }
@@ -344,6 +344,7 @@ def master(records: list[Record]) -> pd.DataFrame:
             "Model": Path(record["config"]["model"]).name,
             "Trained on": f"{record['config']['epochs']} epochs, "
             f"{sum(share['samples'] for share in record['world']):,} rows in all",
+            "Learning rate scaling": quality["Learning rate scaling"],
             "Similarity score": f"{quality['Similarity score before']} -> {quality['Similarity score']}",
             "By MiniLM": f"{quality['By MiniLM before']} -> {quality['By MiniLM']}",
             "Facts said": f"{quality['Facts said before']} -> {quality['Facts said']}",
@@ -353,6 +354,7 @@ def master(records: list[Record]) -> pd.DataFrame:
             **{name: _published_speed(result, result)[name] for name in columns},
             "Model": NOT_PUBLISHED,
             "Trained on": f"{result['epochs']} epochs",
+            "Learning rate scaling": _published_quality(result)["Learning rate scaling"],
             "Similarity score": score(result["similarity_score"]),
             "By MiniLM": NOT_PUBLISHED,
             "Facts said": NOT_PUBLISHED,
