@@ -17,6 +17,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,judge]' 2>&1 \
 		| tee .venv/install.log | grep --line-buffered -E '^(Collecting|Installing|Successfully|ERROR)' | cut -c 1-100
+	@$(BIN)/python -m pip show --quiet finetuning-experiments || { tail -20 .venv/install.log; exit 1; }
 	@touch $@
 
 demo: $(INSTALLED) ## LoRA on one device, with DDP on two at the same global batch, and at the same rows per device

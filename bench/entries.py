@@ -47,6 +47,7 @@ def save(entries: list[Entry], folder: Path = BENCH_PATH.parent) -> None:
     """Write `bench.json`, and `environment.json` beside it."""
     from common.run_record import environment
 
+    folder.mkdir(parents=True, exist_ok=True)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     around = {**environment(RunConfig()), "date": date}
     for path, content in ((BENCH_PATH, [asdict(entry) for entry in entries]), (ENVIRONMENT_PATH, around)):

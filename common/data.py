@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 import torch
@@ -61,7 +62,11 @@ def load_splits(run: RunConfig) -> Splits:
             f"The data {run.data} do not exist: pass --data with a folder that holds train.jsonl, validation.jsonl and "
             "test.jsonl, with one .jsonl file, a URL, or the id of a dataset on the Hub."
         )
-    return Splits(_first(splits.train, run.train_rows), splits.validation, _first(splits.test, run.test_rows))
+    return Splits(
+        _first(splits.train, run.train_rows),
+        _first(splits.validation, run.validation_rows),
+        _first(splits.test, run.test_rows),
+    )
 
 
 def _local_place(source: str) -> Path:
@@ -75,7 +80,7 @@ def _first(rows: list[Row], count: int) -> list[Row]:
 
 def _read_files(source: str) -> Splits:
     """The three files of a folder, or one file divided; `source` is a path or a URL."""
-    if source.endswith((".jsonl", ".json")):
+    if urlsplit(source).path.endswith((".jsonl", ".json")):  # a URL may go on with ?download=true
         return hold_out({"train": read_messages(source)}, source)
     return Splits(*(read_messages(f"{source.rstrip('/')}/{name}.jsonl") for name in SPLIT_NAMES))
 
@@ -128,7 +133,9 @@ def read_messages(source: str | Path) -> list[Row]:
         raise BadInputError(
             f"The data file {source} does not exist: make it, one JSON object with `messages` per line."
         ) from None
-    except (ImportError, ValueError, OSError) as error:
+    except ImportError as error:
+        raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
+    except Exception as error:  # each of fsspec's file systems has classes of its own
         raise BadInputError(f"The data file {source} cannot be read ({error}): mend --data.") from None
     try:
         lines = content.decode("utf-8").split("\n")  # splitlines would also split at U+2028 within a text

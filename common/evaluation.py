@@ -119,7 +119,7 @@ class ScoredAnswer:
     similarity_score: float
     similarity_score_tuned: float | None
     similarity_score_minilm: float | None
-    shuffled_score: float
+    shuffled_score: float | None
     shuffled_score_minilm: float | None
     facts: int
     facts_said: int
@@ -204,21 +204,31 @@ def batches_by_length(
     return [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
 
 
-def shuffled_answers(rows: list[Row]) -> list[str]:
-    """For each row the reference of another row, always the same one; each reference is used once."""
+def shuffled_answers(rows: list[Row]) -> list[str | None]:
+    """For each row the reference of another row, always the same one; each is used once. None for a single row."""
+    if len(rows) == 1:
+        return [None]
     order = list(range(len(rows)))
     random.Random(SHUFFLE_SEED).shuffle(order)
     return [answer_of(rows[other]) for _, other in sorted(zip(order, order[1:] + order[:1], strict=True))]
 
 
 def score_answers(
-    numbers: list[int], rows: list[Row], answers: list[str], other_references: list[str], judges: Sequence[Judge]
+    numbers: list[int],
+    rows: list[Row],
+    answers: list[str],
+    other_references: list[str | None],
+    judges: Sequence[Judge],
 ) -> list[ScoredAnswer]:
     """The answers to some rows as each judge scores them, beside the references of other rows."""
     references = [answer_of(row) for row in rows]
     scores = {judge.name: judge.scores(answers, references) for judge in judges}
-    shuffled = {judge.name: judge.scores(other_references, references) for judge in judges if judge.name != "tuned"}
     absent = [None] * len(rows)
+    shuffled = {
+        judge.name: absent if None in other_references else judge.scores(other_references, references)
+        for judge in judges
+        if judge.name != "tuned"
+    }
     return [
         ScoredAnswer(
             row=number,

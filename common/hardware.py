@@ -1,6 +1,7 @@
 """The devices at hand, their memory, and a catalogue of GPUs to plan with. Reading any of it never starts CUDA."""
 
 import difflib
+import os
 import platform
 import re
 import resource
@@ -55,8 +56,21 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def visible_gpus(names_by_uuid: Mapping[str, str], visible: str | None) -> list[str]:
+    """The names of the GPUs that `CUDA_VISIBLE_DEVICES` leaves: numbers in the order of the bus, or starts of UUIDs."""
+    if visible is None:
+        return list(names_by_uuid.values())
+    chosen = []
+    for entry in filter(None, visible.split(",")):
+        if entry.strip().isdecimal():
+            chosen += list(names_by_uuid.values())[int(entry) : int(entry) + 1]
+        else:
+            chosen += [name for uuid, name in names_by_uuid.items() if uuid.startswith(entry.strip())]
+    return chosen
+
+
 def gpus() -> tuple[str, list[str]]:
-    """Driver version and names of the NVIDIA GPUs, through NVML: no CUDA context is made, so ranks can still fork.
+    """Driver version and names of the visible NVIDIA GPUs, by NVML: no CUDA context is made, so ranks can still fork.
 
     Both are empty on a machine without an NVIDIA driver.
     """
@@ -68,7 +82,8 @@ def gpus() -> tuple[str, list[str]]:
         return "", []
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return pynvml.nvmlSystemGetDriverVersion(), [pynvml.nvmlDeviceGetName(handle) for handle in handles]
+        found = {pynvml.nvmlDeviceGetUUID(handle): pynvml.nvmlDeviceGetName(handle) for handle in handles}
+        return pynvml.nvmlSystemGetDriverVersion(), visible_gpus(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
     finally:
         pynvml.nvmlShutdown()
 

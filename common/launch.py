@@ -92,6 +92,9 @@ def check_gpus(run: RunConfig) -> None:
             f"This run asks for {run.devices} GPU(s), but {found} can be seen: use {command_for(found)}, "
             "or choose another run folder."
         )
+    gpu = gpu_of_device(gpus()[1][0])
+    if gpu and gpu.tflops_dense[run.precision] is None:
+        raise BadInputError(f"precision is {run.precision}, which {gpu.name} does not compute: pass --precision fp32.")
 
 
 def command_for(devices: int) -> str:
@@ -107,9 +110,11 @@ def start_rank(run: RunConfig) -> Rank:
         BadInputError: the world has another size than the run asks for.
         RuntimeError: the process group came up with another size, backend or type than asked for.
     """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts GPUs as the driver's tools do
     check_world(run)
     if run.device == "cuda" and run.parallel == "single":
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # else the Trainer spreads over every GPU it sees
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]  # else the Trainer spreads over every GPU it sees
 
     import torch
     from accelerate import PartialState

@@ -151,6 +151,18 @@ def learning_rate_scaling(record: Record) -> str:
     return f"{peak / record['config']['learning_rate']:.3g}x ({peak:.3g})"
 
 
+def model_of(record: Record) -> str:
+    """The model's name; random weights are told apart from the real ones."""
+    config = record["config"]
+    return Path(config["model"]).name + (", random weights" if config["weights"] == "random" else "")
+
+
+def trained_on(record: Record) -> str:
+    """The data, and how often they were gone through."""
+    config, samples = record["config"], sum(share["samples"] for share in record["world"])
+    return f"{Path(config['data']).name}, {samples:,} rows in up to {config['epochs']} epochs"
+
+
 def hardware_factors(record: Record, baseline: Record | None) -> Row:
     """CUDA cores and memory of a run's GPUs, as multiples of its baseline's."""
     gpu, other = (gpu_of_device(run["environment"]["devices"][0]) if run else None for run in (record, baseline))
@@ -176,19 +188,20 @@ def _measured_quality(record: Record) -> Row:
         "Approach": _name(record),
         "Figures": "measured",
         "Seed": str(record["config"]["seed"]),
+        "Devices": devices_of(record),
         "Epochs": str(config["epochs"]),
         "Batch size": str(config["batch_size"] * config["accumulation_steps"]),
         "Effective batch size": f"{config['batch_size'] * config['accumulation_steps']} x{len(record['world'])}",
         "Learning rate scaling": learning_rate_scaling(record),
-        "Similarity score before": score(before["similarity_score"]),
-        "Similarity score": score(after["similarity_score"]),
+        "Similarity score before (lower is better)": score(before["similarity_score"]),
+        "Similarity score (lower is better)": score(after["similarity_score"]),
         "By the tuned model": score(after["similarity_score_tuned"]),
         "By MiniLM before": score(before["similarity_score_minilm"]),
         "By MiniLM": score(after["similarity_score_minilm"]),
         "Answers shuffled": score(after["shuffled_score"]),
         "Shuffled, by MiniLM": score(after["shuffled_score_minilm"]),
         "Facts said before": percent(before["facts_said_share"]),
-        "Facts said": percent(after["facts_said_share"]),
+        "Facts said (higher is better)": percent(after["facts_said_share"]),
         "Validation loss": f"{record['best_validation_loss']:.4f}",
     }
 
@@ -198,18 +211,19 @@ def _published_quality(result: dict[str, Any]) -> Row:
         "Approach": TECHNIQUE_NAMES[result["technique"], result["parallel"]],
         "Figures": f"published: {result['source']}",
         "Seed": NOT_PUBLISHED,
+        "Devices": f"{result['gpu']} x{result['devices']}",
         "Epochs": str(result["epochs"]),
         "Batch size": str(result["batch_size"]),
         "Effective batch size": f"{result['batch_size']} x{result['devices']}",
         "Learning rate scaling": f"1x ({result['learning_rate']:g})",
-        "Similarity score before": NOT_PUBLISHED,
-        "Similarity score": score(result["similarity_score"]),
+        "Similarity score before (lower is better)": NOT_PUBLISHED,
+        "Similarity score (lower is better)": score(result["similarity_score"]),
         **dict.fromkeys(
             ("By the tuned model", "By MiniLM before", "By MiniLM", "Answers shuffled", "Shuffled, by MiniLM"),
             NOT_PUBLISHED,
         ),
         "Facts said before": NOT_PUBLISHED,
-        "Facts said": NOT_PUBLISHED,
+        "Facts said (higher is better)": NOT_PUBLISHED,
         "Validation loss": NOT_PUBLISHED,
     }
 
@@ -276,7 +290,7 @@ def _not_run(folder: Path, run: RunConfig) -> Row:
 
 def _table(records: list[Record], parallel: tuple[str, ...], measured: list[Row], published: list[Row]) -> pd.DataFrame:
     """Measured rows, a row for each run folder without any record, and published rows."""
-    done = {record["run_folder"] for record in records}
+    done = {record["run_folder"] for record in completed(records, *parallel)}
     waiting = [
         _not_run(folder, run)
         for folder, run in run_folders().items()
@@ -284,6 +298,54 @@ def _table(records: list[Record], parallel: tuple[str, ...], measured: list[Row]
     ]
     columns = list((measured + published)[0])
     return pd.DataFrame(measured + waiting + published, columns=columns).fillna(NOT_RUN)
+
+
+def _step_times(record: Record, baseline: Record) -> Row:
+    """From one rank's step to DDP's, in ms; the middle three are bare steps, timed in the run itself."""
+    ceiling, steps = record["machine_ceiling"], record["steps"]
+
+    def trainer_step_s(run: Record) -> float:
+        return (run["train_time_s"] - run["reporting_s"]) / run["steps"]
+
+    seconds = {
+        "One rank, the whole batch, in training": trainer_step_s(baseline),
+        "One rank, the whole batch, bare": ceiling["one_rank_global_batch_step_s"],
+        "One rank, its share alone, bare": ceiling["one_rank_share_step_s"],
+        "All ranks at once, not synchronising, bare": ceiling["all_ranks_share_step_s"],
+        "All ranks, in training with DDP": trainer_step_s(record),
+    }
+    about = {"Seed": str(record["config"]["seed"]), "Started by": record["launcher"], "Steps": str(steps)}
+    return {**about, **{name: f"{value * 1e3:.0f} ms" for name, value in seconds.items()}}
+
+
+def ddp_step(records: list[Record]) -> pd.DataFrame:
+    """2.2: where a step's time goes when its rows are shared."""
+    rows = []
+    for record in completed(records, "ddp"):
+        baseline = baseline_of(record, records, "effective_batch_size")
+        if baseline and record.get("machine_ceiling"):
+            rows.append(_step_times(record, baseline))
+    return pd.DataFrame(rows)
+
+
+def front(records: list[Record]) -> pd.DataFrame:
+    """Root README: what two devices bring, by command, on the first seed."""
+    by_command = [r for r in records if r["launcher"] in ("python", "torchrun") and r["config"]["seed"] == 42]
+    rows = []
+    for same, words in (("effective_batch_size", "the same global batch"), ("batch_size", "the same rows per device")):
+        scaling = "strong" if same == "effective_batch_size" else "weak"
+        for row, record in zip(*_scaled(by_command, same, scaling), strict=True):
+            after = record["quality"]["after"]
+            rows.append({
+                "What": f"{row['Approach']}, {words}" if record["parallel"] == "ddp" else row["Approach"],
+                "Devices": row["Devices"],
+                "Rows per device and step": str(record["config"]["batch_size"]),
+                "Training time": row["Training time"],
+                "Speed-up": row["Training speedup factor"],
+                "Machine's ceiling": row["Machine's ceiling"],
+                "Facts said (higher is better)": percent(after["facts_said_share"]),
+            })  # fmt: skip
+    return pd.DataFrame(rows).drop_duplicates()
 
 
 def lora_quality(records: list[Record]) -> pd.DataFrame:
@@ -309,15 +371,22 @@ def ddp_quality(records: list[Record]) -> pd.DataFrame:
 
 
 def _scaling(records: list[Record], same: str, ceiling: str) -> list[Row]:
-    rows, shown = [], set()
+    return _scaled(records, same, ceiling)[0]
+
+
+def _scaled(records: list[Record], same: str, ceiling: str) -> tuple[list[Row], list[Record]]:
+    """Each DDP run after the one-device run that it is stated against: its row, and its record."""
+    rows, of, shown = [], [], set()
     for record in completed(records, "ddp"):
         baseline = baseline_of(record, records, same)
         if baseline and id(baseline) not in shown:
             shown.add(id(baseline))
             rows.append(_measured_speed(baseline, baseline, ceiling))
+            of.append(baseline)
         if baseline:
             rows.append(_measured_speed(record, baseline, ceiling))
-    return rows
+            of.append(record)
+    return rows, of
 
 
 def ddp_strong(records: list[Record]) -> pd.DataFrame:
@@ -341,13 +410,17 @@ def master(records: list[Record]) -> pd.DataFrame:
         speed, quality = _measured_speed(record, None, "strong"), _measured_quality(record)
         measured.append({
             **{name: speed[name] for name in columns},
-            "Model": Path(record["config"]["model"]).name,
-            "Trained on": f"{record['config']['epochs']} epochs, "
-            f"{sum(share['samples'] for share in record['world']):,} rows in all",
+            "Model": model_of(record),
+            "Trained on": trained_on(record),
             "Learning rate scaling": quality["Learning rate scaling"],
-            "Similarity score": f"{quality['Similarity score before']} -> {quality['Similarity score']}",
-            "By MiniLM": f"{quality['By MiniLM before']} -> {quality['By MiniLM']}",
-            "Facts said": f"{quality['Facts said before']} -> {quality['Facts said']}",
+            **{
+                after: f"{quality[before]} -> {quality[after]}"
+                for before, after in (
+                    ("Similarity score before (lower is better)", "Similarity score (lower is better)"),
+                    ("By MiniLM before", "By MiniLM"),
+                    ("Facts said before", "Facts said (higher is better)"),
+                )
+            },
         })  # fmt: skip
     published = [
         {
@@ -355,9 +428,9 @@ def master(records: list[Record]) -> pd.DataFrame:
             "Model": NOT_PUBLISHED,
             "Trained on": f"{result['epochs']} epochs",
             "Learning rate scaling": _published_quality(result)["Learning rate scaling"],
-            "Similarity score": score(result["similarity_score"]),
+            "Similarity score (lower is better)": score(result["similarity_score"]),
             "By MiniLM": NOT_PUBLISHED,
-            "Facts said": NOT_PUBLISHED,
+            "Facts said (higher is better)": NOT_PUBLISHED,
         }
         for result in published_results()
     ]
@@ -392,12 +465,14 @@ def _bench_table(with_bars_only: bool) -> pd.DataFrame:
 TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "bench": bench,
     "bench-all": bench_all,
+    "front": front,
     "master": master,
     "lora-quality": lora_quality,
     "lora-speed": lora_speed,
     "ddp-quality": ddp_quality,
     "ddp-strong": ddp_strong,
     "ddp-weak": ddp_weak,
+    "ddp-step": ddp_step,
 }
 
 

@@ -85,6 +85,7 @@ class RunConfig:
     )
     test_rows: int = _setting(-1, "Test questions to answer, from the first; -1 = all.")
     train_rows: int = _setting(-1, "Training rows to use, from the first; -1 = all.")
+    validation_rows: int = _setting(-1, "Validation rows to use, from the first; -1 = all.")
     seed: int = _setting(42, "Seed of the adapters' start, of dropout and of the rows' order.")
     run_name: str = _setting("", "Name of the results folder; empty = launcher, batch size and seed.")
     results_root: str = _setting("", "Folder that takes results/<run name>; empty = the run folder.")
@@ -105,7 +106,7 @@ class RunConfig:
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise BadInputError(f"{name} is {value}, but is a share: pass a number from 0 up to, not with, 1.")
-        for name in ("max_steps", "test_rows", "train_rows"):
+        for name in ("max_steps", "test_rows", "train_rows", "validation_rows"):
             value = getattr(self, name)
             if value == 0 or value < -1:
                 raise BadInputError(f"{name} is {value}: pass a number of at least 1, or -1 for all.")
@@ -177,6 +178,6 @@ def parse_overrides(defaults: RunConfig, arguments: Sequence[str] | None = None)
     """
     from transformers import HfArgumentParser  # here: `report` and notebooks' first cells need no Transformers
 
-    parser = HfArgumentParser(RunConfig, description="Overrides of this run's settings.")
+    parser = HfArgumentParser(RunConfig, description="Overrides of this run's settings.", allow_abbrev=False)
     parser.set_defaults(**defaults.to_dict())
     return RunConfig(**vars(parser.parse_args(sys.argv[1:] if arguments is None else arguments)))

@@ -34,7 +34,8 @@ class RunLog:
     """Collects what a run measures, and writes its record: also when a phase fails.
 
     Made on every rank of a run; making it gives the run an empty results folder. An earlier run of the same name moves
-    to `<run name>.previous`, replacing what was there. A phase left by an exception writes a record with status `oom`,
+    to `<run name>.previous`, replacing what was there, unless it did not complete: then it goes, and what was there
+    stays. A phase left by an exception writes a record with status `oom`,
     `interrupted` or `failed`.
     """
 
@@ -49,9 +50,7 @@ class RunLog:
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         if rank.is_main:
             if self.folder.exists():
-                previous = self.folder.with_name(self.run_name + PREVIOUS)
-                shutil.rmtree(previous, ignore_errors=True)
-                self.folder.rename(previous)
+                _make_way(self.folder)
             self.folder.mkdir(parents=True)
         wait_for_everyone()
 
@@ -132,6 +131,23 @@ class RunLog:
             "cost": None,
             **figures,
         }
+
+
+def _make_way(folder: Path) -> None:
+    """Move an earlier run aside; a failed one does not push out a completed one."""
+    previous = folder.with_name(folder.name + PREVIOUS)
+    if previous.exists() and not _completed(folder):
+        shutil.rmtree(folder)
+        return
+    shutil.rmtree(previous, ignore_errors=True)
+    folder.rename(previous)
+
+
+def _completed(folder: Path) -> bool:
+    try:
+        return load_record(folder / RECORD_NAME)["status"] == "completed"
+    except BadInputError:
+        return False
 
 
 def status_of(error: BaseException) -> str:
@@ -223,7 +239,7 @@ def main() -> None:
         kept = keep_record(parser.parse_args().results_folder)
     except BadInputError as mistake:
         parser.exit(2, f"error: {mistake}\n")
-    print(f"kept {kept.relative_to(REPOSITORY)}; `make tables` renders it")
+    print(f"kept {kept}; `make tables` renders it")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ RUN = RunConfig(
     batch_size=14,
     epochs=3,
     learning_rate=1e-5,
+    evaluation_batch_size=8,
     gradient_checkpointing="reentrant",
 )
 

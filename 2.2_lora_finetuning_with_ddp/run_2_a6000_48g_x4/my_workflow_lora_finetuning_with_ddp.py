@@ -1,8 +1,8 @@
 """LoRA fine-tuning with DDP: one process on each device, every one with the whole model.
 
 From this folder:
-    torchrun --nproc_per_node 4 my_workflow_lora_finetuning_with_ddp.py
-    torchrun --nproc_per_node 4 my_workflow_lora_finetuning_with_ddp.py --batch_size 16
+    torchrun --standalone --nproc_per_node 4 my_workflow_lora_finetuning_with_ddp.py
+    torchrun --standalone --nproc_per_node 4 my_workflow_lora_finetuning_with_ddp.py --batch_size 16
     accelerate launch --config_file my_accelerate_config.yaml my_workflow_lora_finetuning_with_ddp.py
 
 Against 2.1: (1) ranks start and are counted, (2) the model sits on its rank's device, (3) gradient checkpointing is
@@ -33,6 +33,7 @@ RUN = RunConfig(
     batch_size=14,
     epochs=3,
     learning_rate=1e-5,
+    evaluation_batch_size=8,
     gradient_checkpointing="non-reentrant",  # (3)
 )
 

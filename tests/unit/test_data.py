@@ -84,6 +84,15 @@ def test_of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows(run_confi
     assert ids(first.train) | ids(first.validation) | ids(first.test) == ids(rows_of(40))
 
 
+def test_a_url_may_go_on_after_the_files_name(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("common.data.read_messages", lambda source: asked.append(source) or rows_of(9))
+    run = replace(run_config, data="https://example.org/rows.jsonl?download=true", validation_rows=1, test_rows=1)
+    splits = load_splits(run)
+    assert asked == [run.data]
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (7, 1, 1)
+
+
 def test_rows_behind_a_url_are_read(run_config: RunConfig) -> None:
     folder = fsspec.filesystem("memory")
     for name in ("train", "validation", "test"):

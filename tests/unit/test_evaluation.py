@@ -13,6 +13,7 @@ from common.evaluation import (
     evaluate,
     generate_answers,
     independent_judges,
+    score_answers,
     shuffled_answers,
 )
 from common.launch import Rank
@@ -64,6 +65,10 @@ def test_each_reference_is_shuffled_to_another_row(run_config: RunConfig) -> Non
     others = shuffled_answers(rows)
     assert sorted(others) == [f"a{number}" for number in range(9)]
     assert all(other != f"a{number}" for number, other in enumerate(others))
+    assert shuffled_answers(rows[:1]) == [None]
+    base = Judge("base", load_base_model(run_config, CPU), load_tokenizer(run_config))
+    row = {"messages": [{"content": "Who?"}, {"content": "Vance."}]}
+    assert score_answers([0], [row], ["Vance."], [None], [base])[0].shuffled_score is None
 
 
 def test_every_question_is_answered_once_in_the_files_order(run_config: RunConfig, tmp_path: Path) -> None:

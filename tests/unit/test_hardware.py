@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from common.hardware import CATALOGUE, Gpu, find_gpu, gpu_of_device
+from common.hardware import CATALOGUE, Gpu, find_gpu, gpu_of_device, visible_gpus
 from common.run_config import REPOSITORY, BadInputError
 
 by_name = pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
@@ -206,3 +206,19 @@ def test_names_are_unique_and_bandwidth_grows_with_the_generation() -> None:
 def test_the_catalogue_needs_no_torch() -> None:
     code = "import sys, common.hardware as h; h.find_gpu('a6000'); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["a", "b", "c"]),
+        ("1,2", ["b", "c"]),
+        ("2", ["c"]),
+        ("", []),
+        ("7", []),
+        ("GPU-y", ["b"]),
+        ("1,GPU-x", ["b", "a"]),
+    ],
+)
+def test_only_gpus_that_cuda_may_see_are_counted(visible: str | None, names: list[str]) -> None:
+    assert visible_gpus({"GPU-x1": "a", "GPU-y1": "b", "GPU-z1": "c"}, visible) == names

@@ -45,6 +45,13 @@ def test_missing_gpus_are_refused_with_the_command_for_those_there_are(
     check_gpus(run)
 
 
+def test_a_precision_that_the_gpu_lacks_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.launch.gpus", lambda: ("", ["Tesla T4"]))
+    with pytest.raises(BadInputError, match="precision is bf16, which T4 16GB does not compute"):
+        check_gpus(replace(run_config, device="cuda", precision="bf16"))
+    check_gpus(replace(run_config, device="cuda"))
+
+
 def test_an_unknown_gpu_is_refused(run_config: RunConfig) -> None:
     with pytest.raises(BadInputError, match="RTX A6001"):
         check_inputs(replace(run_config, gpu="RTX A6001"))

@@ -75,3 +75,9 @@ def test_the_learning_rate_grows_with_the_ranks_as_asked(scaling: str, expected:
 def test_flash_attention_on_a_cpu_is_refused() -> None:
     with pytest.raises(BadInputError, match="attention is flash, but device is cpu"):
         RunConfig(attention="flash")
+
+
+def test_a_setting_cut_short_is_no_setting() -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_overrides(RunConfig(), ["--epoch", "3"])
+    assert left.value.code == 2

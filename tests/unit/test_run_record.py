@@ -34,10 +34,16 @@ def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(
 ) -> None:
     run = replace(run_config, results_root=str(tmp_path))
     for text in ("first", "second"):
-        (RunLog(run, RANK).folder / "model.txt").write_text(text)
+        log = RunLog(run, RANK)
+        (log.folder / "model.txt").write_text(text)
+        log.complete()
     third = RunLog(run, RANK).folder
+    previous = third.with_name(third.name + ".previous")
     assert list(third.iterdir()) == []
-    assert (third.with_name(third.name + ".previous") / "model.txt").read_text() == "second"
+    assert (previous / "model.txt").read_text() == "second"
+    (third / "model.txt").write_text("third, which fails")
+    assert list(RunLog(run, RANK).folder.iterdir()) == []
+    assert (previous / "model.txt").read_text() == "second"
 
 
 def test_a_record_names_a_folder_elsewhere_without_its_path(run_config: RunConfig, tmp_path: Path) -> None:
