@@ -124,13 +124,17 @@ def test_the_bench_table_says_what_holds(tmp_path: Path, monkeypatch: pytest.Mon
         "holds": True,
         "command": "x",
     }
-    entries = [entry, {**entry, "value": 1.2, "holds": False}, {**entry, "value": None, "bar": None, "holds": None}]
+    entries = [
+        entry,
+        {**entry, "value": 1.2, "holds": False},
+        {**entry, "name": "a: not run", "value": None, "bar": None, "holds": None},
+    ]
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(entries))
     monkeypatch.setattr(report, "BENCH_FILE", path)
-    assert TABLES["bench"]([])["Measured"].tolist() == ["1.31 ratio", "1.2 ratio"]
+    assert TABLES["bench"]([])["Measured"].tolist() == ["1.310 ratio", "1.200 ratio"]
     table = TABLES["bench-all"]([])
-    assert table["Measured"].tolist() == ["1.31 ratio", "1.2 ratio", "not run"]
+    assert table["Measured"].tolist() == ["1.310 ratio", "1.200 ratio", "not run"]
     assert table["Holds"].tolist() == ["yes", "**no**", ""]
     assert table["Bar"].tolist() == ["at least 1.3", "at least 1.3", ""]
 
