@@ -107,7 +107,7 @@ def ceiling_of(record: Record, scaling: str) -> str:
 
 def workload(record: Record) -> dict[str, object]:
     """What two runs must share to be compared in time: every setting but the free ones, and the kind of device."""
-    config, environment = record["config"], record["environment"]
+    config, environment = {**RunConfig().to_dict(), **record["config"]}, record["environment"]  # older: fewer settings
     return {
         **{name: value for name, value in config.items() if name not in FREE_SETTINGS},
         "recomputes_activations": config["gradient_checkpointing"] != "none",

@@ -67,6 +67,14 @@ def test_runs_on_other_machines_are_not_compared(records: list[Record]) -> None:
     assert baseline_of(strong, records, "effective_batch_size") is None
 
 
+def test_a_record_older_than_a_setting_ran_with_its_default(records: list[Record]) -> None:
+    single, strong, _ = records
+    del single["config"]["max_length"]
+    assert baseline_of(strong, records, "effective_batch_size") is single
+    strong["config"]["max_length"] = 99
+    assert baseline_of(strong, records, "effective_batch_size") is None
+
+
 def test_a_run_without_a_ceiling_says_so(records: list[Record]) -> None:
     del records[1]["machine_ceiling"]
     assert TABLES["ddp-strong"](records)["Machine's ceiling"].tolist() == ["1x", "not run"]
@@ -78,7 +86,7 @@ def test_a_failed_run_is_a_column_not_a_gap(records: list[Record]) -> None:
     assert "oom: OutOfMemoryError: no" in side_by_side([records[0], failed]).loc["status"].tolist()
     shown = TABLES["master"]([failed])
     assert "measured" not in shown["Figures"].tolist()
-    assert (shown["Figures"] == "not run").sum() == len(run_folders()) - 1
+    assert (shown["Figures"] == "not run").sum() == len(run_folders())
 
 
 def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None:
