@@ -13,7 +13,7 @@ NOTEBOOKS := $(wildcard 2.*/run_0_*/*.ipynb)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.11")'
-	@echo "Installing into .venv, once: about 2 GB, 2 to 4 minutes."
+	@echo "Installing into .venv, once: 2 to 8 GB, 1 to 5 minutes."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,judge]' 2>&1 \
 		| tee .venv/install.log | grep --line-buffered -E '^(Collecting|Installing|Successfully|ERROR)' | cut -c 1-100

@@ -227,6 +227,8 @@ def keep_record(results_folder: Path) -> Path:
         )
     kept = folder.parents[1] / "records" / f"{record['run_name']}.json"
     kept.parent.mkdir(exist_ok=True)
+    if kept.exists():
+        print(f"replaces the record of {load_record(kept)['started_at']}")
     kept.write_text((folder / RECORD_NAME).read_text(encoding="utf-8"), encoding="utf-8")
     return kept
 
