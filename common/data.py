@@ -229,7 +229,8 @@ def tokenize_rows(rows: list[Row], tokenizer: PreTrainedTokenizerBase, max_lengt
     for number, (row, tokens) in enumerate(zip(rows, tokenized, strict=True), 1):
         if all(label == IGNORED_LABEL for label in tokens["labels"]):
             raise BadInputError(
-                f"Row {row.get('id', f'number {number} of its split')} has no answer token within its first {max_length} tokens: shorten its "
+                f"Row {row.get('id', f'number {number} of its split')} has no answer token within its first "
+                f"{max_length} tokens: shorten its "
                 "question or raise --max_length."
             )
     return tokenized
