@@ -93,7 +93,7 @@ def check_gpus(run: RunConfig) -> None:
             "or choose another run folder."
         )
     gpu = gpu_of_device(gpus()[1][0])
-    if gpu and gpu.tflops_dense[run.precision] is None:
+    if gpu and gpu.tflops_dense[run.arithmetic] is None:
         raise BadInputError(f"precision is {run.precision}, which {gpu.name} does not compute: pass --precision fp32.")
 
 

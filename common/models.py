@@ -1,7 +1,6 @@
 """Base model and tokenizer, LoRA adapters, and the merged model: loaded, saved, reloaded and compared."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 import torch
@@ -19,15 +18,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from common.architectures import find_config
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LOGIT_TOLERANCES = {"fp32": 1e-4, "bf16": 0.5}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": torch.float32, "fp16-mixed": torch.float32}
+"""Of the weights: mixed precision keeps them in fp32."""
+LOGIT_TOLERANCES = {"fp32": 1e-4, "bf16": 0.5, "bf16-mixed": 0.5, "fp16-mixed": 0.5}
 """Merging rounds the sum of base and adapter once more: largest absolute difference of logits (about 10 in size)."""
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 """Our names and those of Transformers."""
 EMBEDDED_BASE = REPOSITORY / "assets" / "embedded_base"
-MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
 HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -136,32 +136,33 @@ def load_base_model(run: RunConfig, device_map: dict[str, str], source: str | Pa
 
 
 def shape_config(model: str) -> PretrainedConfig:
-    """The architecture of `model`: a config.json, a folder with one, or a name that assets/model_configs knows.
-
-    A Hub id is found by its last part without `-Instruct`: Qwen/Qwen2.5-7B-Instruct is qwen2.5-7b.json.
+    """The architecture of `model`, as `any_shape_config` finds it, if it is a language model that continues a text.
 
     Raises:
-        BadInputError: none of these, or not a language model that continues a text.
+        BadInputError: no shape is known, or of another kind of model.
     """
-    path = next((path for path in _config_places(model) if path.is_file()), None)
-    if path is None:
-        known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
-        raise BadInputError(
-            f"There is no shape of {model} for random weights: pass --model with one of {known}, or a config.json."
-        )
-    config = AutoConfig.from_pretrained(path)
+    config = any_shape_config(model)
     if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
         raise BadInputError(
-            f"{path.name} is a {', '.join(config.architectures or ['?'])}, which does not continue a text: "
+            f"{model} is a {', '.join(config.architectures or ['?'])}, which does not continue a text: "
             "pass --model with a shape such as qwen2.5-7b."
         )
     return config
 
 
-def _config_places(model: str) -> list[Path]:
-    name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
-    here = [Path(model).expanduser(), REPOSITORY / model]
-    return [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json"]
+def any_shape_config(model: str) -> PretrainedConfig:
+    """The architecture of `model`: a config.json, a folder with one, a name or Hub id that `find_config` finds.
+
+    Raises:
+        BadInputError: there is none, or Transformers does not know its kind.
+    """
+    path = find_config(model)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInputError(
+            f"Transformers cannot read {path.name} of {model} ({str(error).splitlines()[0]})."
+        ) from None
 
 
 def _random_model(run: RunConfig, device_map: dict[str, str]) -> PreTrainedModel:
@@ -189,17 +190,25 @@ def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
 
 
 def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
-    """Freeze `model` and put adapters on every linear layer but the head; they start Gaussian, and add nothing yet."""
+    """Freeze `model` and put adapters on the run's target modules; they start Gaussian, and add nothing yet.
+
+    Raises:
+        BadInputError: the model has no module of such a name.
+    """
+    modules = run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(",")
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if model.can_generate() else None,
         r=run.lora_rank,
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
         use_rslora=True,
         init_lora_weights="gaussian",
-        target_modules="all-linear",
+        target_modules=modules,
     )
-    return get_peft_model(model, config)
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise BadInputError(f"target_modules is {run.target_modules!r}: {str(error).splitlines()[0]}") from None
 
 
 def train_linear_layers(model: PreTrainedModel) -> PreTrainedModel:

@@ -29,7 +29,9 @@ class RunConfig:
         BadInputError: a value is out of its range, or two values contradict each other.
     """
 
-    technique: Literal["lora"] = _setting("lora", "What is trained: lora = low-rank adapters, base frozen.")
+    technique: Literal["lora", "full"] = _setting(
+        "lora", "What is trained: lora = low-rank adapters, base frozen; full = every weight (dry run only, so far)."
+    )
     parallel: Literal["single", "ddp"] = _setting("single", "How devices share the work: not at all, or DDP.")
     run_folder: str = _setting("", "Run folder, relative to the repository's root.")
 
@@ -62,7 +64,9 @@ class RunConfig:
     optimizer: str = _setting("adamw_torch_fused", "Optimizer, by its name in Transformers.")
     weight_decay: float = _setting(0.01, "Weight decay, per step and unit of learning rate.")
     max_grad_norm: float = _setting(0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.")
-    precision: Literal["fp32", "bf16"] = _setting("fp32", "Number format of weights and arithmetic.")
+    precision: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = _setting(
+        "fp32", "Number format of weights and arithmetic; mixed = fp32 weights, arithmetic under autocast."
+    )
     attention: Literal["eager", "sdpa", "flash"] = _setting(
         "sdpa", "Attention implementation; flash = the package flash-attn, on GPUs only."
     )
@@ -70,6 +74,10 @@ class RunConfig:
         "none", "Whether activations are computed again in the backward pass, and by which of PyTorch's two ways."
     )
 
+    target_modules: str = _setting(
+        "all-linear",
+        "Linear layers that get adapters, by their names with commas between; all-linear = all but the head.",
+    )
     lora_rank: int = _setting(8, "Rank of the adapters.")
     lora_alpha: int = _setting(64, "Scale of the adapters; with rsLoRA they are multiplied by alpha / sqrt(rank).")
     lora_dropout: float = _setting(0.1, "Dropout before the adapters (0 to 1).")
@@ -148,6 +156,11 @@ class RunConfig:
     def effective_batch_size(self) -> int:
         """Rows per optimizer step over all ranks."""
         return self.batch_size * self.accumulation_steps * self.world_size
+
+    @property
+    def arithmetic(self) -> str:
+        """The number format that matrix products are computed in: `fp32`, `bf16` or `fp16`."""
+        return self.precision.removesuffix("-mixed")
 
     @property
     def peak_learning_rate(self) -> float:

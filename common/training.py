@@ -41,8 +41,7 @@ class CountingTrainer(Trainer):
         """`batches` draws this rank's rows, `work` counts them; the rest goes to the Trainer."""
         super().__init__(**kwargs)
         self.batches, self.work = batches, work
-        base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-        self.keeps_logits = "logits_to_keep" in signature(base.forward).parameters
+        self.keeps_logits = keeps_logits(self.model)
 
     def get_train_dataloader(self) -> EpochLoader:
         """Batches drawn by `batches`: already this rank's share, so Accelerate must not divide them again."""
@@ -68,6 +67,12 @@ class CountingTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """None counted: the Trainer would look at every weight at every step; `training_flops` has the formula."""
         return 0
+
+
+def keeps_logits(model: torch.nn.Module) -> bool:
+    """Whether the model can be told where to compute logits."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return "logits_to_keep" in signature(base.forward).parameters
 
 
 def with_head_on_answers(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +127,8 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         gradient_checkpointing_kwargs={"use_reentrant": run.gradient_checkpointing == "reentrant"}
         if checkpointing
         else None,
-        bf16=run.precision == "bf16",
+        bf16=run.precision.startswith("bf16"),
+        fp16=run.precision == "fp16-mixed",
         use_cpu=on_cpu,
         ddp_backend=BACKENDS[run.device] if run.world_size > 1 else None,
         ddp_find_unused_parameters=False,
@@ -168,7 +174,7 @@ def check_precision(trainer: CountingTrainer, run: RunConfig) -> None:
     Raises:
         BadInputError: with both precisions.
     """
-    asked = {"fp32": "no", "bf16": "bf16"}[run.precision]
+    asked = {"fp32": "no", "fp16-mixed": "fp16"}.get(run.precision, "bf16")
     found = trainer.accelerator.mixed_precision
     if found != asked:
         raise BadInputError(
@@ -308,7 +314,7 @@ def model_flops_utilization(flops_per_s: float, run: RunConfig) -> float | None:
     None on CPU, and on a GPU that the catalogue does not know. (Chowdhery et al. 2022, "PaLM", appendix B.)
     """
     gpu = gpu_of_device(gpus()[1][0]) if run.device == "cuda" else None
-    peak_tflops = gpu.tflops_dense[run.precision] if gpu else None
+    peak_tflops = gpu.tflops_dense[run.arithmetic] if gpu else None
     return flops_per_s / (peak_tflops * 1e12) if peak_tflops else None
 
 

@@ -1,0 +1,263 @@
+"""What a model's config.json says of its size: layers, their linear projections, and parameters by part.
+
+Reads the file alone: no torch, no weights, no network.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from common.run_config import REPOSITORY, BadInputError
+
+MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+BERT_LIKE = ("bert", "roberta")
+KNOWN_TYPES = (*LLAMA_LIKE, *BERT_LIKE, "bart")
+
+
+class UnknownArchitectureError(BadInputError):
+    """The closed form does not know a model's architecture; the dry run may."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear projection, of shape (outputs, inputs)."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Weights and biases."""
+        return self.outputs * (self.inputs + self.bias)
+
+    def lora_parameters(self, rank: int) -> int:
+        """Of an adapter's two matrices, (rank, inputs) and (outputs, rank)."""
+        return rank * (self.inputs + self.outputs)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers of one kind, one after the other."""
+
+    kind: Literal["decoder", "encoder", "cross-decoder"]
+    """`cross-decoder` layers also attend to an encoder's output."""
+    layers: int
+    linears: tuple[Linear, ...]
+    """Of one layer."""
+    norm_parameters: int
+    """Of one layer."""
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer."""
+        return sum(linear.parameters for linear in self.linears) + self.norm_parameters
+
+    @property
+    def parameters(self) -> int:
+        """Of all layers."""
+        return self.layers * self.layer_parameters
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model's dimensions, and its parameters by part."""
+
+    name: str
+    model_type: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_length: int
+    stacks: tuple[Stack, ...]
+    embedding_parameters: int
+    """Of the word embeddings alone."""
+    other_embedding_parameters: int
+    """Of positions, token types, and the norms after them."""
+    final_parameters: int
+    """Of what follows the last layer: final norm, and the head's parts besides its matrix."""
+    tied: bool
+    """The head's matrix is that of the word embeddings."""
+    dropout: float = 0.0
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the head's matrix, if it has one of its own."""
+        return 0 if self.tied else self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them, tied ones once."""
+        return sum(self.by_part().values())
+
+    @property
+    def layers(self) -> int:
+        """Of all stacks together."""
+        return sum(stack.layers for stack in self.stacks)
+
+    @property
+    def is_llama_like(self) -> bool:
+        """Norm before, rotary positions, gated MLP, no biases but in q, k and v."""
+        return self.model_type in LLAMA_LIKE
+
+    def by_part(self) -> dict[str, int]:
+        """Parameters of the embeddings, each kind of projection over all layers, the norms, and the head."""
+        parts = {"embeddings": self.embedding_parameters + self.other_embedding_parameters}
+        for stack in self.stacks:
+            for linear in stack.linears:
+                parts[linear.name] = parts.get(linear.name, 0) + stack.layers * linear.parameters
+        parts["norms"] = sum(stack.layers * stack.norm_parameters for stack in self.stacks) + self.final_parameters
+        parts["head"] = self.head_parameters
+        return parts
+
+
+def find_config(model: str) -> Path:
+    """The config.json of `model`: a file, a folder with one, a Hub id in the cache, or a name of assets/model_configs.
+
+    A Hub id is also found among these by its last part without `-Instruct`: Qwen/Qwen2.5-7B-Instruct is qwen2.5-7b.
+
+    Raises:
+        BadInputError: none of these.
+    """
+    name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
+    here = [Path(model).expanduser(), REPOSITORY / model]
+    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json", *_cached(model)]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
+        raise BadInputError(
+            f"There is no shape of {model}: pass --model with one of {known}, a config.json, a folder with one, or the "
+            f"id of a model in the Hub's cache (`hf download {model if '/' in model else 'ID'} config.json` fetches it)."
+        )
+    return path
+
+
+def _cached(model: str) -> list[Path]:
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        return []
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    return sorted(cache.glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json"))
+
+
+def read_architecture(model: str) -> Architecture:
+    """The architecture of `model`, as `find_config` finds it.
+
+    Raises:
+        BadInputError: there is no such config, or it lacks a key.
+        UnknownArchitectureError: its kind is none of `KNOWN_TYPES`.
+    """
+    path = find_config(model)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path.name} of {model} is not JSON ({error}): pass the config.json of a model.") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise BadInputError(f"{path.name} of {model} has no key model_type: pass the config.json of a model.")
+    kind = config["model_type"]
+    if kind not in KNOWN_TYPES:
+        raise UnknownArchitectureError(
+            f"The architecture {kind!r} of {model} is not known to the closed form, which knows "
+            f"{', '.join(KNOWN_TYPES)}."
+        )
+    name = path.parent.name if path.name == "config.json" else path.stem
+    try:
+        return (_bart if kind == "bart" else _bert_like if kind in BERT_LIKE else _llama_like)(name, config)
+    except KeyError as missing:
+        raise BadInputError(
+            f"{path.name} of {model} lacks the key {missing}: take the config.json as published."
+        ) from None
+
+
+def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
+    kind, hidden, heads = config["model_type"], config["hidden_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    wide, queries, keys = config["intermediate_size"], heads * head_dim, kv_heads * head_dim
+    biased, out_biased = config.get("attention_bias", kind == "qwen2"), config.get("attention_bias", False)
+    mlp_biased = config.get("mlp_bias", False)
+    linears = (
+        Linear("q_proj", hidden, queries, biased),
+        Linear("k_proj", hidden, keys, biased),
+        Linear("v_proj", hidden, keys, biased),
+        Linear("o_proj", queries, hidden, out_biased),
+        Linear("gate_proj", hidden, wide, mlp_biased),
+        Linear("up_proj", hidden, wide, mlp_biased),
+        Linear("down_proj", wide, hidden, mlp_biased),
+    )
+    norms = 2 * hidden + (2 * head_dim if kind == "qwen3" else 0)
+    return Architecture(
+        name=name,
+        model_type=kind,
+        hidden=hidden,
+        intermediate=wide,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=config["vocab_size"],
+        max_length=config["max_position_embeddings"],
+        stacks=(Stack("decoder", config["num_hidden_layers"], linears, norms),),
+        embedding_parameters=config["vocab_size"] * hidden,
+        other_embedding_parameters=0,
+        final_parameters=hidden,
+        tied=config.get("tie_word_embeddings", False),
+    )
+
+
+def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
+    kind, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    attention = [Linear(part, hidden, hidden, True) for part in ("query", "key", "value", "attention.output.dense")]
+    mlp = [Linear("intermediate.dense", hidden, wide, True), Linear("output.dense", wide, hidden, True)]
+    return Architecture(
+        name=name,
+        model_type=kind,
+        hidden=hidden,
+        intermediate=wide,
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_attention_heads"],
+        head_dim=hidden // config["num_attention_heads"],
+        vocab=config["vocab_size"],
+        max_length=config["max_position_embeddings"] - (2 if kind == "roberta" else 0),
+        stacks=(Stack("encoder", config["num_hidden_layers"], (*attention, *mlp), 4 * hidden),),
+        embedding_parameters=config["vocab_size"] * hidden,
+        other_embedding_parameters=(config["max_position_embeddings"] + config["type_vocab_size"] + 2) * hidden,
+        final_parameters=hidden * (hidden + 1) + 2 * hidden + config["vocab_size"],  # dense, norm, the head's bias
+        tied=config.get("tie_word_embeddings", True),
+        dropout=config.get("hidden_dropout_prob", 0.1),
+    )
+
+
+def _bart(name: str, config: dict[str, Any]) -> Architecture:
+    hidden, vocab, positions = config["d_model"], config["vocab_size"], config["max_position_embeddings"]
+
+    def stack(kind: Literal["encoder", "cross-decoder"], side: str, attentions: int) -> Stack:
+        wide = config[f"{side}_ffn_dim"]
+        attention = [Linear(part, hidden, hidden, True) for part in ("q_proj", "k_proj", "v_proj", "out_proj")]
+        mlp = [Linear("fc1", hidden, wide, True), Linear("fc2", wide, hidden, True)]
+        return Stack(kind, config[f"{side}_layers"], (*attention * attentions, *mlp), 2 * hidden * (attentions + 1))
+
+    return Architecture(
+        name=name,
+        model_type="bart",
+        hidden=hidden,
+        intermediate=config["decoder_ffn_dim"],
+        heads=config["decoder_attention_heads"],
+        kv_heads=config["decoder_attention_heads"],
+        head_dim=hidden // config["decoder_attention_heads"],
+        vocab=vocab,
+        max_length=positions,
+        stacks=(stack("encoder", "encoder", 1), stack("cross-decoder", "decoder", 2)),
+        embedding_parameters=vocab * hidden,
+        other_embedding_parameters=2 * ((positions + 2) * hidden + 2 * hidden),  # BART's positions start at 2
+        final_parameters=0,
+        tied=True,
+        dropout=config.get("dropout", 0.1),
+    )

@@ -1,0 +1,701 @@
+"""How much memory a training step takes on each device, in closed form: every number unfolds into its terms.
+
+    VRAM = weights + gradients + optimizer states + activations (+ logits, buffers, the GPU's own overhead)
+
+A step has several moments at which the most may be alive: when the loss is computed, when the first layer is back-
+propagated, when the optimizer steps. Each moment is a list of terms; the highest one is the peak. The activations' terms
+say what PyTorch's autograd keeps, operation by operation, as the dry run shows it (tests compare both over a grid).
+
+Letters in the formulas: B rows, S tokens of a row, T = B x S, P positions that have logits, H hidden size, I the MLP's
+size, Q and K sizes of queries and keys, V vocabulary, r LoRA rank; `a` bytes of the arithmetic's format, `x` bytes of
+the format that hidden states travel in between layers, `w` bytes of a weight.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from common.architectures import Architecture, Linear, Stack
+from common.hardware import GIB
+from common.run_config import BadInputError
+
+Technique = Literal["lora", "qlora", "full"]
+Parallel = Literal["single", "ddp", "mp", "pp", "fsdp", "zero1", "zero2", "zero3"]
+Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
+Quantization = Literal["nf4", "nf4-double", "int8"]
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
+"""Of allocated memory; `overhead` comes on top."""
+
+OPTIMIZER_BYTES = {
+    "adamw_torch": None,  # momentum and variance, each as wide as the weight
+    "adamw_torch_fused": None,
+    "adamw_bnb_8bit": 2 + 2 * 4 / 256,  # one byte each, and an fp32 scale per block of 256
+    "adamw_8bit": 2 + 2 * 4 / 256,
+    "paged_adamw_8bit": 2 + 2 * 4 / 256,
+    "paged_adamw_32bit": 8,
+    "sgd": 0,
+}
+"""Bytes of the optimizer's states per trained weight (bitsandbytes/optim: blocksize 256)."""
+QUANTIZED_BYTES = {
+    "nf4": 4 / 8 + 4 / 64,  # an fp32 scale per block of 64
+    "nf4-double": 4 / 8 + 1 / 64 + 4 / (64 * 256),  # 8-bit scales, and an fp32 scale per 256 of them
+    "int8": 1,
+}
+"""Bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)."""
+WHY_NOT_QUANTIZED_FULL = (
+    "Full fine-tuning of quantized weights is impossible, and would save little: a weight takes 0.5 bytes in 4 bits "
+    "instead of 2, but its gradient 2, Adam's momentum 4 and variance 4 and the fp32 copy 4 stay: 14.5 instead of 16 "
+    "bytes. Train adapters on the quantized weights instead: pass --technique qlora."
+)
+DDP_COPIES = 1
+"""DDP's buckets hold every gradient once more (`gradient_as_bucket_view=False`, its default)."""
+FSDP_GATHERED_LAYERS = 2
+"""The layer at work and the one that is fetched ahead (`FSDPModule`: implicit forward and backward prefetch)."""
+ZERO_BUCKET_ELEMENTS = 500_000_000
+"""DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`; Transformers' "auto" takes hidden size squared."""
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The largest batch of a step, on one rank."""
+
+    rows: int
+    length: int
+    """Tokens of a row."""
+    labelled: int
+    """Positions at which some row has a token to be learnt: logits are computed for these."""
+    padded: bool = False
+    """Rows differ in length, so that attention needs a mask."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows, padding included."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and how; of the model only what its architecture does not say.
+
+    Raises:
+        BadInputError: settings contradict each other.
+    """
+
+    technique: Technique
+    parallel: Parallel
+    batch: BatchShape
+    """Of one data-parallel rank and step, before accumulation."""
+    devices: int = 1
+    precision: Precision = "bf16"
+    quantization: Quantization = "nf4"
+    """Of the frozen weights, with qlora."""
+    optimizer: str = "adamw_torch_fused"
+    attention: Literal["eager", "sdpa", "flash"] = "sdpa"
+    gradient_checkpointing: bool = False
+    lora_rank: int = 8
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get adapters; empty = all but the head."""
+    lora_dropout: float = 0.0
+    micro_batches: int = 1
+    """With pp: parts that the batch is cut into."""
+    accumulation_steps: int = 1
+    plain_loop: bool = False
+    """Not the Trainer's step: no autocast, and the model's output is held while it is back-propagated."""
+    offload: bool = False
+    """Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory."""
+
+    def __post_init__(self) -> None:
+        """Check what contradicts."""
+        if self.optimizer not in OPTIMIZER_BYTES:
+            known = ", ".join(OPTIMIZER_BYTES)
+            raise BadInputError(f"The optimizer {self.optimizer!r} is not known to the planner: pass one of {known}.")
+        if self.parallel == "single" and self.devices != 1:
+            raise BadInputError(
+                f"--parallel single uses one GPU, not {self.devices}: pass --gpus 1, or --parallel ddp."
+            )
+        if self.parallel != "single" and self.devices < 2:
+            raise BadInputError(
+                f"--parallel {self.parallel} needs at least two GPUs, not {self.devices}: pass --gpus 2."
+            )
+        if self.parallel != "pp" and self.micro_batches != 1:
+            raise BadInputError(
+                f"--micro-batches {self.micro_batches} is for --parallel pp; elsewhere lower --batch-size and accumulate."
+            )
+        if self.batch.rows % self.micro_batches:
+            raise BadInputError(
+                f"--batch-size {self.batch.rows} cannot be cut into {self.micro_batches} equal micro-batches: "
+                f"pass --batch-size {-(-self.batch.rows // self.micro_batches) * self.micro_batches}."
+            )
+        if self.technique == "qlora" and self.parallel in ("fsdp", "zero3"):
+            raise BadInputError(
+                f"--technique qlora with --parallel {self.parallel} is not planned yet: pass --parallel ddp or mp."
+            )
+        if self.offload and self.parallel in ("mp", "pp"):
+            raise BadInputError(f"--offload with --parallel {self.parallel} is not planned: pass fsdp or zero3.")
+
+    @property
+    def arithmetic_bytes(self) -> int:
+        """`a`: bytes of a number in matrix products."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def is_mixed(self) -> bool:
+        """Arithmetic in a shorter format than the trained weights'."""
+        return self.precision.endswith("-mixed")
+
+    @property
+    def weight_bytes(self) -> int:
+        """`w`: bytes of a weight that is not quantized; sharding keeps fp32 in the optimizer where it is mixed."""
+        if self.is_mixed and self.parallel.startswith("zero"):
+            return 2
+        return 2 if self.precision == "bf16" else 4
+
+    @property
+    def hidden_bytes(self) -> int:
+        """`x` of Llama-like models: bytes of a hidden state between layers; quantized ones have fp32 embeddings."""
+        return 4 if self.technique == "qlora" else self.weight_bytes
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of a trained weight; PEFT keeps adapters in fp32."""
+        return self.weight_bytes if self.technique == "full" else 4
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share what the way of sharding divides."""
+        return self.devices if self.parallel in ("fsdp", "zero1", "zero2", "zero3") else 1
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks that work on rows of their own."""
+        return 1 if self.parallel in ("single", "mp", "pp") else self.devices
+
+    def adapts(self, linear: Linear) -> bool:
+        """Whether this projection gets an adapter."""
+        return self.technique != "full" and (not self.target_modules or linear.name in self.target_modules)
+
+    def check_targets(self, architecture: Architecture) -> None:
+        """Refuse names that the model does not have.
+
+        Raises:
+            BadInputError: with the names that it has.
+        """
+        names = list(dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears))
+        for target in self.target_modules:
+            if target not in names:
+                raise BadInputError(
+                    f"{architecture.name} has no linear layer {target!r}: pass --target-modules all-linear, or some of "
+                    f"{','.join(names)}."
+                )
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a device's memory."""
+
+    part: str
+    """One of `PARTS`, or `overhead`."""
+    what: str
+    formula: str
+    count: float
+    """Bytes."""
+
+    @property
+    def gib(self) -> float:
+        """In GiB."""
+        return self.count / GIB
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of the model that one device holds."""
+
+    layers: tuple[int, ...]
+    """Layers of each stack."""
+    has_embeddings: bool = True
+    has_head: bool = True
+    in_flight: int = 1
+    """Micro-batches whose activations wait for their backward pass at once."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What one device holds at its highest moment."""
+
+    moment: str
+    terms: tuple[Term, ...] = field(repr=False)
+
+    @cached_property
+    def parts_gib(self) -> dict[str, float]:
+        """GiB by part."""
+        parts = dict.fromkeys((*PARTS, "overhead"), 0.0)
+        for term in self.terms:
+            parts[term.part] += term.gib
+        return parts
+
+    @property
+    def allocated_gib(self) -> float:
+        """What PyTorch would call peak allocated."""
+        return self.peak_gib - self.parts_gib["overhead"]
+
+    @property
+    def peak_gib(self) -> float:
+        """With the overhead."""
+        return sum(self.parts_gib.values())
+
+
+def whole_model(architecture: Architecture) -> Share:
+    """The share of a device that holds every layer."""
+    return Share(tuple(stack.layers for stack in architecture.stacks))
+
+
+def device_memory(architecture: Architecture, job: Job, share: Share, overhead: Sequence[Term] = ()) -> DeviceMemory:
+    """The memory of one device: its highest moment."""
+    return _DeviceSums(architecture, job, share).highest(tuple(overhead))
+
+
+def trained_parameters(architecture: Architecture, job: Job, share: Share | None = None) -> int:
+    """Weights that get gradients, of the whole model or of one device's share."""
+    share = share or whole_model(architecture)
+    if job.technique == "full":
+        return _parameters(architecture, share)
+    return sum(
+        layers * linear.lora_parameters(job.lora_rank)
+        for stack, layers in zip(architecture.stacks, share.layers, strict=True)
+        for linear in stack.linears
+        if job.adapts(linear)
+    )
+
+
+def _parameters(architecture: Architecture, share: Share) -> int:
+    count = sum(
+        layers * stack.layer_parameters for stack, layers in zip(architecture.stacks, share.layers, strict=True)
+    )
+    if share.has_embeddings:
+        count += architecture.embedding_parameters + architecture.other_embedding_parameters
+    if share.has_head:
+        count += architecture.head_parameters + architecture.final_parameters
+        if architecture.tied and not share.has_embeddings:
+            count += architecture.embedding_parameters  # a tied head away from its embeddings is a copy
+    return count
+
+
+class _DeviceSums:
+    """The terms of one device, gathered by moment."""
+
+    def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
+        self.architecture, self.job, self.share = architecture, job, share
+        whole = job.batch
+        self.batch = replace(whole, rows=whole.rows // job.micro_batches)
+        self.trained = trained_parameters(architecture, job, share)
+        # autocast computes layer norms in fp32, and so the hidden states of models that end their layers with one
+        self.hidden_bytes = job.hidden_bytes if architecture.is_llama_like else 4
+        self.parameters = _parameters(architecture, share)
+        self.stacks = [
+            (stack, layers) for stack, layers in zip(architecture.stacks, share.layers, strict=True) if layers
+        ]
+
+    def highest(self, overhead: tuple[Term, ...]) -> DeviceMemory:
+        """The moment with the most bytes, and its terms."""
+        resting = self.weights() + self.optimizer_states() + self.buffers()
+        moments = {
+            "forward of the loss": [
+                *self.gradients_before_backward(), *self.layers_saved(), *self.ends_saved(), *self.loss_forward(),
+            ],
+            "loss": [*self.gradients_before_backward(), *self.layers_saved(), *self.ends_saved(), *self.loss()],
+            "backward of the head": [
+                *self.gradients_before_backward(), *self.layers_saved(), *self.ends_saved(), *self.head_backward(),
+            ],
+            "backward of the last layer": [
+                *self.gradients_of_layer_end(last=True), *self.layers_saved(), *self.layer_backward(last=True),
+            ],
+            "backward of the first layer": [
+                *self.gradients_of_layer_end(last=False),
+                *self.layers_saved(one_left=True),
+                *self.layer_backward(last=False),
+            ],
+            "backward of the embeddings": [*self.gradients(), *self.embeddings_backward()],
+            "optimizer step": [*self.gradients(), *self.optimizer_step()],
+        }  # fmt: skip
+        name = max(moments, key=lambda moment: sum(term.count for term in moments[moment]))
+        terms = tuple(term for term in (*resting, *moments[name], *overhead) if term.count)
+        return DeviceMemory(name, terms)
+
+    # -- what is there all the time
+
+    def weights(self) -> list[Term]:
+        """Frozen and trained weights, and autocast's copies of them."""
+        job, n = self.job, self.job.shards if self.job.parallel in ("fsdp", "zero3") else 1
+        shared = f" / {n} ranks" if n > 1 else ""
+        if job.offload and job.parallel in ("fsdp", "zero3"):
+            return [Term("weights", "weights", "in the host's memory", 0.0)]
+        if job.technique == "full":
+            w = job.weight_bytes
+            terms = [Term("weights", "weights", f"{self.parameters:,} x {w} bytes{shared}", self.parameters * w / n)]
+        else:
+            terms = [*self._frozen_weights(n, shared)]
+            terms.append(Term("weights", "adapters", f"{self.trained:,} x 4 bytes{shared}", self.trained * 4 / n))
+        return terms
+
+    def _frozen_weights(self, n: int, shared: str) -> Iterable[Term]:
+        job = self.job
+        if job.technique == "lora":
+            yield Term("weights", "frozen weights", f"{self.parameters:,} x {job.weight_bytes} bytes{shared}",
+                       self.parameters * job.weight_bytes / n)  # fmt: skip
+            return
+        quantized = sum(
+            layers * sum(linear.inputs * linear.outputs for linear in stack.linears) for stack, layers in self.stacks
+        )
+        per_weight = QUANTIZED_BYTES[job.quantization]
+        yield Term("weights", f"{job.quantization} weights of the layers", f"{quantized:,} x {per_weight:.3f} bytes",
+                   quantized * per_weight)  # fmt: skip
+        rest = self.parameters - quantized
+        yield Term("weights", "embeddings, norms and head, cast to fp32", f"{rest:,} x 4 bytes", rest * 4)
+
+    def optimizer_states(self) -> list[Term]:
+        """Adam's two states; and where weights are trained in 16 bits by ZeRO, the fp32 copy."""
+        job, n = self.job, self.job.shards
+        if job.offload:
+            return [Term("optimizer", "optimizer states", "in the host's memory", 0.0)]
+        shared = f" / {n} ranks" if n > 1 else ""
+        states = OPTIMIZER_BYTES[job.optimizer]
+        keeps_copy = job.is_mixed and job.parallel.startswith("zero") and job.technique == "full"
+        state_bytes = 2 * (4 if keeps_copy else job.trained_bytes) if states is None else states
+        terms = [Term("optimizer", "momentum and variance", f"{self.trained:,} x {state_bytes:g} bytes{shared}",
+                      self.trained * state_bytes / n)]  # fmt: skip
+        if keeps_copy:
+            terms.append(
+                Term(
+                    "optimizer", "fp32 copy of the weights", f"{self.trained:,} x 4 bytes{shared}", self.trained * 4 / n
+                )
+            )
+        return terms
+
+    def buffers(self) -> list[Term]:
+        """What the way of sharing keeps for sending and gathering."""
+        job = self.job
+        gradient_bytes = self.trained * job.trained_bytes
+        if job.parallel == "ddp":
+            return [Term("buffers", "DDP's buckets", f"{self.trained:,} gradients x {job.trained_bytes} bytes",
+                         gradient_bytes * DDP_COPIES)]  # fmt: skip
+        if job.parallel in ("fsdp", "zero3"):
+            a = job.arithmetic_bytes
+            layer = max(stack.layer_parameters for stack, _ in self.stacks)
+            ends = self.parameters - sum(layers * stack.layer_parameters for stack, layers in self.stacks)
+            terms = [
+                Term("buffers", "gathered layers", f"{FSDP_GATHERED_LAYERS} x {layer:,} x {a} bytes",
+                     FSDP_GATHERED_LAYERS * layer * a),
+                Term("buffers", "gathered embeddings and head", f"{ends:,} x {a} bytes", ends * a),
+            ]  # fmt: skip
+            if job.technique == "full":
+                terms.append(
+                    Term(
+                        "buffers", "a layer's gradients before they are scattered", f"{layer:,} x {a} bytes", layer * a
+                    )
+                )
+            return terms
+        if job.parallel in ("zero1", "zero2"):
+            bucket = min(ZERO_BUCKET_ELEMENTS, self.trained)
+            return [Term("buffers", "DeepSpeed's reduce bucket", f"{bucket:,} x 2 bytes", bucket * 2)]
+        return []
+
+    # -- gradients, as the backward pass goes on
+
+    def gradients(self) -> list[Term]:
+        """All of them."""
+        return self._gradients(self.trained, "gradients")
+
+    def gradients_before_backward(self) -> list[Term]:
+        """Those that earlier micro-batches left; none without."""
+        repeated = self.job.accumulation_steps > 1 or self.share.in_flight > 1
+        return self.gradients() if repeated else []
+
+    def gradients_of_layer_end(self, last: bool) -> list[Term]:
+        """When the last layer's backward pass is under way, and when the first one's is."""
+        if self.gradients_before_backward():
+            return self.gradients()
+        head = self._head_gradients()
+        if last:
+            of_layer = self._trained_per_layer(self.stacks[-1][0])
+            return self._gradients(head + of_layer, "gradients of the head and a layer")
+        embeddings = self.architecture.other_embedding_parameters if self.share.has_embeddings else 0
+        if not self.architecture.tied and self.share.has_embeddings:
+            embeddings += self.architecture.embedding_parameters
+        missing = embeddings if self.job.technique == "full" else 0
+        return self._gradients(self.trained - missing, "gradients of head and layers")
+
+    def _head_gradients(self) -> int:
+        if self.job.technique != "full" or not self.share.has_head:
+            return 0
+        return self.architecture.vocab * self.architecture.hidden + self.architecture.final_parameters
+
+    def _trained_per_layer(self, stack: Stack) -> int:
+        if self.job.technique == "full":
+            return stack.layer_parameters
+        adapted = (linear for linear in stack.linears if self.job.adapts(linear))
+        return sum(linear.lora_parameters(self.job.lora_rank) for linear in adapted)
+
+    def _gradients(self, count: int, what: str) -> list[Term]:
+        job = self.job
+        if job.offload and job.parallel in ("fsdp", "zero3"):
+            return []
+        n = job.shards if job.parallel in ("fsdp", "zero2", "zero3") else 1
+        shared = f" / {n} ranks" if n > 1 else ""
+        bytes_each = job.trained_bytes
+        return [Term("gradients", what, f"{count:,} x {bytes_each} bytes{shared}", count * bytes_each / n)]
+
+    # -- activations that wait for the backward pass
+
+    def layers_saved(self, one_left: bool = False) -> list[Term]:
+        """What all layers of the device keep, for every micro-batch in flight; or the first layer alone."""
+        terms = []
+        for stack, layers in self.stacks[:1] if one_left else self.stacks:
+            times = 1 if one_left else layers * self.share.in_flight
+            name = f"{times} x " + ("" if len(self.architecture.stacks) == 1 else f"{stack.kind}: ")
+            if self.job.gradient_checkpointing:
+                terms += _times(self.layer_inputs(stack), times, name)
+            else:
+                terms += _times(self.layer_saved(stack), times, name)
+        return terms
+
+    def layer_inputs(self, stack: Stack) -> list[Term]:
+        """With gradient checkpointing a layer keeps only its input."""
+        x, t, h = self.hidden_bytes, self.batch.tokens, self.architecture.hidden
+        return [_activations("layer input", "T H x", t * h * x)]
+
+    def layer_saved(self, stack: Stack) -> list[Term]:
+        """What autograd keeps of one layer's forward pass."""
+        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self._mlp()]
+        return [*terms, *self._dropouts(stack), *self._adapters(stack), *self._weight_copies(stack)]
+
+    def _norms(self, stack: Stack) -> list[Term]:
+        architecture, t, x = self.architecture, self.batch.tokens, self.hidden_bytes
+        count = 3 if stack.kind == "cross-decoder" else 2
+        if not architecture.is_llama_like:
+            return [_activations("inputs of the layer norms", f"{count} T H 4", count * t * architecture.hidden * 4)]
+        terms = [_activations("inputs of the norms in fp32", f"{count} T H 4", count * t * architecture.hidden * 4)]
+        if self.job.technique == "full":
+            terms.append(
+                _activations(
+                    "normalized, for the norms' weights", f"{count} T H x", count * t * architecture.hidden * x
+                )
+            )
+        if architecture.model_type == "qwen3":
+            wide = (architecture.heads + architecture.kv_heads) * architecture.head_dim
+            each = 4 + (x if self.job.technique == "full" else 0)
+            terms.append(_activations("norms of queries and keys", "T (Q + K) (4 + x)", t * wide * each))
+        return terms
+
+    def _linear_inputs(self, stack: Stack) -> list[Term]:
+        """Inputs that the projections keep for their weights' gradients, but attention's and the MLP's own results."""
+        job, t, h = self.job, self.batch.tokens, self.architecture.hidden
+        from_norm = [linear for linear in stack.linears if linear.name not in _READS_RESULT]
+        if job.technique == "full":
+            a = job.arithmetic_bytes
+            # of a shorter format than the hidden states each projection has a copy of its own
+            copies = (
+                len(from_norm) if self._casts_inputs else len({_NORM_OF.get(linear.name, 0) for linear in from_norm})
+            )
+            if stack.kind == "cross-decoder" and not self._casts_inputs:
+                copies = 3
+            return [_activations("inputs of the projections", f"{copies} T H a", copies * t * h * a)]
+        return []
+
+    @property
+    def _casts_inputs(self) -> bool:
+        """Autocast makes a copy of each projection's input."""
+        job = self.job
+        return job.is_mixed or (job.precision == "bf16" and not self.architecture.is_llama_like)
+
+    def _attention(self, stack: Stack) -> list[Term]:
+        architecture, job, t = self.architecture, self.job, self.batch.tokens
+        a, rows, length = job.arithmetic_bytes, self.batch.rows, self.batch.length
+        q, k = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
+        attentions = 2 if stack.kind == "cross-decoder" else 1
+        eager, masked = job.attention == "eager", self.batch.padded and job.attention != "flash"
+        repeats = eager or (masked and job.attention == "sdpa")
+        keys = 2 * q if repeats else 2 * k
+        terms = [
+            _activations("queries, keys, values", f"{attentions} T (Q + {'2 Q' if repeats else '2 K'}) a",
+                         attentions * t * (q + keys) * a),
+            _activations("result of attention", f"{attentions} T Q a", attentions * t * q * a),
+        ]  # fmt: skip
+        scores = attentions * rows * architecture.heads * length * length
+        if eager:
+            each = 4 + (a if a < 4 else 0)
+            terms.append(_activations("attention scores", f"{attentions} B heads S S {each}", scores * each))
+            if architecture.dropout:
+                extra = 5 if a == 4 else 1
+                terms.append(_activations("dropout of the scores", f"{attentions} B heads S S {extra}", scores * extra))
+        else:
+            lse = attentions * t * architecture.heads * 4
+            terms.append(_activations("attention's normalizers in fp32", f"{attentions} T heads 4", lse))
+            if masked:
+                terms.append(_activations("mask in the arithmetic's format", "B S S a", rows * length * length * a))
+        return terms
+
+    def _mlp(self) -> list[Term]:
+        architecture, job, t = self.architecture, self.job, self.batch.tokens
+        if architecture.is_llama_like:
+            keeps_product = job.technique == "full"
+            count, what = 3 + keeps_product, "gate, up, silu" + (" and their product" if keeps_product else "")
+        else:
+            keeps_result = job.technique == "full"
+            count, what = 1 + keeps_result, "MLP before" + (" and after" if keeps_result else "") + " its activation"
+        size = count * t * architecture.intermediate * job.arithmetic_bytes
+        return [_activations(what, f"{count} T I a", size)]
+
+    def _dropouts(self, stack: Stack) -> list[Term]:
+        if not self.architecture.dropout:
+            return []
+        count = 3 if stack.kind == "cross-decoder" else 2
+        return [_activations("dropout masks", f"{count} T H", count * self.batch.tokens * self.architecture.hidden)]
+
+    def _adapters(self, stack: Stack) -> list[Term]:
+        job, t, a = self.job, self.batch.tokens, self.job.arithmetic_bytes
+        adapted = [linear for linear in stack.linears if job.adapts(linear)]
+        if not adapted:
+            return []
+        own_copies = job.lora_dropout > 0 or job.precision != "fp32" or job.technique == "qlora"
+        # without cast and dropout all adapters of an input keep the input itself; attention's result is counted there
+        shared = {
+            _NORM_OF.get(linear.name, linear.name): linear for linear in adapted if linear.name not in _READS_ATTENTION
+        }
+        kept = adapted if own_copies else list(shared.values())
+        wide = sum(linear.inputs for linear in kept)
+        each = 4 if job.plain_loop else a  # without autocast adapters compute in their own fp32
+        terms = [_activations("inputs of the adapters", f"T {wide:,} {each}", t * wide * each)]
+        if job.lora_dropout:
+            masks = sum(linear.inputs for linear in adapted)
+            terms.append(_activations("dropout masks of the adapters", f"T {masks:,}", t * masks))
+        narrow = len(adapted) * job.lora_rank
+        return [*terms, _activations("between the adapters' matrices", f"T {narrow} a", t * narrow * a)]
+
+    def _weight_copies(self, stack: Stack) -> list[Term]:
+        if not self.job.is_mixed or self.job.parallel in ("fsdp", "zero1", "zero2", "zero3"):
+            return []
+        if self.job.technique == "qlora":
+            return []
+        count = sum(linear.inputs * linear.outputs for linear in stack.linears)
+        a = self.job.arithmetic_bytes
+        return [Term("weights", "autocast's copies of the weights", f"{count:,} x {a} bytes", count * a)]
+
+    def ends_saved(self) -> list[Term]:
+        """What embeddings, final norm and head keep."""
+        architecture, job, t, h = self.architecture, self.job, self.batch.tokens, self.architecture.hidden
+        x, a, full, terms = self.hidden_bytes, job.arithmetic_bytes, job.technique == "full", []
+        if self.share.has_head:
+            if architecture.is_llama_like:
+                each = 4 + (x if full else 0)
+                terms.append(_activations("final norm", f"T H {each}", t * h * each))
+            elif architecture.stacks[0].kind == architecture.stacks[-1].kind:
+                terms.append(_activations("head before its matrix", "T H (5 + 3 a)", t * h * (5 + 3 * a)))
+            if full:
+                positions = self.positions
+                terms.append(_activations("input of the head", "P H a", positions * h * a))
+        if self.share.has_embeddings and not architecture.is_llama_like:
+            size = len(self.stacks) * t * h * (x + 5)
+            terms.append(_activations("embeddings' norm and dropout", f"{len(self.stacks)} T H (x + 5)", size))
+        return terms
+
+    # -- logits and loss
+
+    @property
+    def positions(self) -> int:
+        """`P`: positions with logits; encoders and encoder-decoders compute all."""
+        rows = self.batch.rows
+        return rows * (self.batch.labelled if self.architecture.stacks[0].kind == "decoder" else self.batch.length)
+
+    def loss(self) -> list[Term]:
+        """In fp32: log-probabilities, their gradient, and the logits' gradient."""
+        if not self.share.has_head:
+            return []
+        count = self.positions * self.architecture.vocab
+        gradients = Term("logits", "log-probabilities, their and the logits' gradients, in fp32", "3 P V 4", 12 * count)
+        held = []
+        if self.job.plain_loop:
+            each = 4 if self.job.technique == "qlora" else self.job.arithmetic_bytes
+            held = [Term("logits", "logits that the loop still holds", f"P V {each}", each * count)]
+        return [gradients, *held, *self._head_copy()]
+
+    def loss_forward(self) -> list[Term]:
+        """Logits in the arithmetic's format and in fp32, and log-probabilities; autocast's cache at its largest."""
+        if not self.share.has_head:
+            return []
+        a, count = self.job.arithmetic_bytes, self.positions * self.architecture.vocab
+        each = 8 if a == 4 else a + 8
+        terms = [Term("logits", "logits and log-probabilities", f"P V {each}", each * count), *self._head_copy()]
+        if self.job.gradient_checkpointing and self.job.technique == "full":
+            for stack, layers in self.stacks:
+                terms += _times(self._weight_copies(stack), layers, f"{layers} x ")
+        return terms
+
+    def _head_copy(self) -> list[Term]:
+        architecture, job = self.architecture, self.job
+        if job.plain_loop or not (job.is_mixed or job.technique == "qlora"):
+            return []
+        size = architecture.vocab * architecture.hidden * job.arithmetic_bytes
+        return [Term("weights", "autocast's copy of the head", "V H a", size)]
+
+    def head_backward(self) -> list[Term]:
+        """The logits' gradient in the arithmetic's format, and the gradient of the head's matrix."""
+        if not self.share.has_head:
+            return []
+        architecture, job, a = self.architecture, self.job, self.job.arithmetic_bytes
+        count = self.positions * architecture.vocab
+        terms = [Term("logits", "gradient of the logits", "P V a", a * count), *self._head_copy()]
+        if job.technique == "full" and not self.gradients_before_backward():
+            matrix = architecture.vocab * architecture.hidden
+            terms += self._gradients(matrix, "gradient of the head's matrix")
+        return terms
+
+    # -- the backward pass of a layer
+
+    def layer_backward(self, last: bool) -> list[Term]:
+        """What is alive only while one layer is back-propagated."""
+        architecture, job, t = self.architecture, self.job, self.batch.tokens
+        stack = self.stacks[-1 if last else 0][0]
+        a, x = job.arithmetic_bytes, self.hidden_bytes
+        terms = [
+            _activations("gradients within the MLP", "3 T I a", 3 * t * architecture.intermediate * a),
+            _activations("gradients of the hidden state", "2 T H x", 2 * t * architecture.hidden * x),
+        ]
+        if job.attention == "eager":
+            scores = self.batch.rows * architecture.heads * self.batch.length**2
+            terms.append(_activations("gradients of the attention scores", "B heads S S 4", 4 * scores))
+        if job.gradient_checkpointing:
+            terms = [*_times(self.layer_saved(stack), 1, "computed again: "), *terms]
+        return terms
+
+    def embeddings_backward(self) -> list[Term]:
+        """The embeddings' gradient and, where they are tied, its sum with the head's, which waits beside it."""
+        if self.job.technique != "full" or not self.share.has_embeddings or not self.architecture.tied:
+            return []
+        size = self.architecture.embedding_parameters * self.job.trained_bytes
+        return [_activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size)]
+
+    def optimizer_step(self) -> list[Term]:
+        """Optimizers that are not fused work on lists: one more state's worth."""
+        if self.job.optimizer != "adamw_torch" or self.job.offload:
+            return []
+        size = self.trained * self.job.trained_bytes / self.job.shards
+        return [Term("optimizer", "square roots of the variances, all at once", "one state", size)]
+
+
+_READS_ATTENTION = ("o_proj", "out_proj", "attention.output.dense")
+_READS_RESULT = (*_READS_ATTENTION, "down_proj", "output.dense", "fc2")
+"""Projections whose input is attention's or the MLP's own result, and counted there."""
+_NORM_OF = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query", "key", "value"), "attention"),
+    **dict.fromkeys(("gate_proj", "up_proj", "intermediate.dense", "fc1"), "mlp"),
+}
+"""Projections that read the same norm."""
+
+
+def _activations(what: str, formula: str, count: float) -> Term:
+    return Term("activations", what, formula, count)
+
+
+def _times(terms: list[Term], times: int, prefix: str) -> list[Term]:
+    return [replace(term, what=prefix + term.what, count=term.count * times) for term in terms]
