@@ -132,7 +132,7 @@ class Gpu:
         return f"{nvlink} (bridge of two), else {pcie}" if self.nvlink_bridge else nvlink
 
 
-def _tflops(fp32: float, tf32: float | None, bf16: float | None, fp16: float) -> dict[str, float | None]:
+def _tflops(fp32: float, tf32: float | None, bf16: float | None, fp16: float | None) -> dict[str, float | None]:
     return {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16}
 
 
@@ -375,6 +375,22 @@ CATALOGUE = (
         price_source=_RUNPOD,
     ),
 )
+
+CPU_DEVICE = "CPU, 1 thread"
+
+
+def cpu_device() -> Gpu:
+    """A CPU device, one process with one thread, in a GPU's words, to plan with."""
+    return Gpu(
+        name=CPU_DEVICE,
+        memory_gib=psutil.virtual_memory().total / GIB,
+        cuda_cores=0,
+        tflops_dense=_tflops(0.1, None, None, None),
+        memory_bandwidth_gb_per_s=10,
+        pcie_generation=4,
+        source="a core's fp32 matrix product reached 100 to 130 GFLOP/s (LOG.md)",
+    )
+
 
 _ADDED_OR_LEFT_OUT = {"nvidia", "geforce", "tesla", "rtx", "generation", "gpu", "hbm3"}
 

@@ -1,0 +1,758 @@
+"""What GPU training to do? Memory, time and cost of every way to share the work, before a GPU is rented.
+
+    python -m common.planner --model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024
+    python -m common.planner --model llama-3.1-8b --technique lora --parallel ddp --gpu a6000 --gpus 4 --explain
+    python -m common.planner --model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --json
+
+Every figure is `projected`: memory from common/memory_plan.py, time from common/time_plan.py. Exit code 0: it fits; 1: it
+does not; 2: the question is wrong.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+from tabulate import tabulate
+
+from common.architectures import Architecture, UnknownArchitectureError, read_architecture
+from common.hardware import CPU_DEVICE, GIB, Gpu, cpu_device, find_gpu, gpu_of_device, gpus
+from common.memory_plan import (
+    OPTIMIZER_BYTES,
+    WHY_NOT_QUANTIZED_FULL,
+    BatchShape,
+    DeviceMemory,
+    Job,
+    Parallel,
+    Precision,
+    Quantization,
+    Share,
+    Technique,
+    Term,
+    device_memory,
+    whole_model,
+)
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.run_record import load_record
+from common.time_plan import (
+    Cluster,
+    StepTime,
+    achieved_speed,
+    break_even_gbit,
+    calibration_from,
+    parse_link,
+    step_time,
+    with_rows,
+)
+
+CONTEXT_GIB = 0.3
+"""CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
+eager loading (github.com/pytorch/pytorch/pull/86509)."""
+WORKSPACE_GIB, HOPPER_WORKSPACE_GIB = 8_519_680 / GIB, 32 / 1024
+"""cuBLAS workspace (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+NCCL_GIB = 0.5
+"""Buffers of one communicator: an assumption; 4 MiB a channel and peer (github.com/NVIDIA/nccl/issues/391)."""
+CPU_PROCESS_GIB = 0.75
+"""Resident memory of a run's process besides its tensors: Python, PyTorch, Transformers, PEFT, the judge and the rows."""
+GAP_SHARE = 0.05
+"""Gaps between blocks, of what is allocated and freed in every step: reserved over allocated memory was 1.01 to 1.07 in
+Llama-1B training logs (huggingface.co/nanotron/old_bench), 1.04 to 1.25 on a T4 (fitcheck-llm)."""
+LARGEST_BATCH = 4096
+DEFAULT_ROWS_PER_EPOCH = 10_000
+QUALITY_ORDER = ("full", "lora", "qlora")
+"""Best, good, OK."""
+TECHNIQUE_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+WAYS: dict[str, tuple[Parallel, ...]] = {
+    "full": ("ddp", "fsdp", "zero1", "zero2", "zero3", "mp", "pp"),
+    "lora": ("ddp", "fsdp", "zero3", "mp", "pp"),
+    "qlora": ("ddp", "mp", "pp"),
+}
+"""Ways to share work among several GPUs that make sense; ZeRO-1 and 2 would divide next to nothing of an adapter."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train: memory per device, time and cost, all projected."""
+
+    architecture: Architecture
+    job: Job
+    cluster: Cluster
+    shares: tuple[Share, ...]
+    devices: tuple[DeviceMemory, ...]
+    time: StepTime
+    speed_sources: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device holds its part."""
+        return all(
+            memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices, self.cluster.gpus, strict=True)
+        )
+
+    @property
+    def tightest(self) -> int:
+        """The device whose memory is fullest."""
+        return max(range(len(self.devices)), key=lambda i: self.devices[i].peak_gib / self.cluster.gpus[i].memory_gib)
+
+    @property
+    def shortfall_gib(self) -> float:
+        """What the tightest device lacks; negative where it has room."""
+        return self.devices[self.tightest].peak_gib - self.cluster.gpus[self.tightest].memory_gib
+
+    @property
+    def rows_per_step(self) -> int:
+        """Of all data-parallel ranks."""
+        return self.job.batch.rows * self.job.data_parallel_ranks
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together."""
+        return self.rows_per_step * self.job.batch.length / self.time.total_s
+
+    def epoch_s(self, rows: int) -> float:
+        """Seconds to go once through so many rows."""
+        return self.time.total_s * rows / self.rows_per_step
+
+    def epoch_usd(self, rows: int) -> float | None:
+        """Rent of all GPUs for an epoch."""
+        price = self.cluster.usd_per_second
+        return None if price is None else price * self.epoch_s(rows)
+
+    @cached_property
+    def max_batch_size(self) -> int:
+        """The largest number of rows per data-parallel rank that fits; 0 = not even one."""
+        return _largest_that_fits(self.architecture, self.job, self.cluster.gpus)
+
+    @property
+    def name(self) -> str:
+        """`LoRA, ddp, checkpointed`."""
+        checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
+        return f"{TECHNIQUE_WORDS[self.job.technique]}, {self.job.parallel}{checkpointed}"
+
+
+def overhead_terms(gpu: Gpu, job: Job, memory: DeviceMemory) -> list[Term]:
+    """What a GPU needs besides the step's tensors."""
+    if gpu.name == CPU_DEVICE:
+        return [Term("overhead", "process: Python, PyTorch, libraries, data", "measured", CPU_PROCESS_GIB * GIB)]
+    workspace = HOPPER_WORKSPACE_GIB if gpu.name.startswith(("H100", "H200")) else WORKSPACE_GIB
+    passing = sum(term.count for term in memory.terms if term.part in ("activations", "logits", "gradients"))
+    terms = [
+        Term("overhead", "CUDA context", f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB),
+        Term("overhead", "cuBLAS workspace", f"{workspace * 1024:.0f} MiB", workspace * GIB),
+        Term("overhead", "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", GAP_SHARE * passing),
+    ]
+    if job.devices > 1 and job.parallel != "mp":
+        terms.append(Term("overhead", "NCCL's buffers", f"{NCCL_GIB} GiB", NCCL_GIB * GIB))
+    return terms
+
+
+def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
+    """The memory of one device, the GPU's own needs included."""
+    memory = device_memory(architecture, job, share)
+    return DeviceMemory(memory.moment, (*memory.terms, *overhead_terms(gpu, job, memory)))
+
+
+# -- where the layers go
+
+
+def place(architecture: Architecture, job: Job, devices: Sequence[Gpu]) -> tuple[Share, ...]:
+    """Each device's share: all layers, or with mp and pp contiguous ones, so that the fullest device is least full.
+
+    Raises:
+        BadInputError: there are more stages than layers.
+    """
+    if job.parallel not in ("mp", "pp"):
+        return (whole_model(architecture),) * len(devices)
+    if len(devices) > architecture.layers:
+        raise BadInputError(
+            f"{architecture.name} has {architecture.layers} layers, too few for {len(devices)} stages: "
+            f"pass --gpus {architecture.layers} or less, or another --parallel."
+        )
+    fullness = _Fullness(architecture, job, devices)
+    low, high = 0.0, 64.0  # of a device's memory
+    best = None
+    while high - low > 0.002 or best is None:
+        middle = (low + high) / 2
+        shares = _fill(fullness, middle)
+        if shares is None:
+            low = middle
+        else:
+            best, high = shares, middle
+    assert best is not None, "64 times a GPU's memory holds any share of a model"
+    return best
+
+
+@dataclass(frozen=True)
+class _Fullness:
+    """How full each stage would be with some layers; computed once for each."""
+
+    architecture: Architecture
+    job: Job
+    devices: Sequence[Gpu]
+    known: dict[tuple[Share, Gpu], float] = field(default_factory=dict)
+
+    def share(self, stage: int, start: int, end: int) -> Share:
+        """The layers from `start` up to, not with, `end`, counted over all stacks."""
+        layers, first, stages = [], 0, len(self.devices)
+        for stack in self.architecture.stacks:
+            layers.append(max(0, min(end, first + stack.layers) - max(start, first)))
+            first += stack.layers
+        # 1F1B: a stage starts its backward passes as soon as the last stage sends the first one back
+        in_flight = min(self.job.micro_batches, stages - stage) if self.job.parallel == "pp" else 1
+        return Share(tuple(layers), stage == 0, stage == stages - 1, in_flight)
+
+    def of(self, stage: int, start: int, end: int) -> float:
+        """Peak over capacity."""
+        key = self.share(stage, start, end), self.devices[stage]
+        if key not in self.known:
+            self.known[key] = memory_with_overhead(self.architecture, self.job, *key).peak_gib / key[1].memory_gib
+        return self.known[key]
+
+
+def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
+    """Give each device as many layers as fill it up to `level`; None where layers are left over."""
+    shares, start, layers, stages = [], 0, fullness.architecture.layers, len(fullness.devices)
+    for stage in range(stages):
+        later = stages - stage - 1
+        low = start + 1 if later else layers
+        high = layers - later
+        if fullness.of(stage, start, low) > level:
+            return None
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fullness.of(stage, start, middle) <= level else (low, middle - 1)
+        shares.append(fullness.share(stage, start, low))
+        start = low
+    return tuple(shares)
+
+
+def _largest_that_fits(architecture: Architecture, job: Job, devices: Sequence[Gpu]) -> int:
+    step = job.micro_batches
+
+    def fits(rows: int) -> bool:
+        changed = with_rows(job, rows)
+        if job.parallel in ("mp", "pp"):
+            return _fill(_Fullness(architecture, changed, devices), level=1.0) is not None
+        share = whole_model(architecture)
+        return all(
+            memory_with_overhead(architecture, changed, share, gpu).peak_gib <= gpu.memory_gib
+            for gpu in dict.fromkeys(devices)
+        )
+
+    if not fits(step):
+        return 0
+    low, high = 1, 2  # in steps
+    while high * step <= LARGEST_BATCH and fits(high * step):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+# -- plans
+
+
+def make_plan(architecture: Architecture, job: Job, cluster: Cluster, calibration: dict[str, list[float]]) -> Plan:
+    """The plan of one way to train.
+
+    Raises:
+        BadInputError: settings contradict each other or the model.
+    """
+    job.check_targets(architecture)
+    if job.batch.length > architecture.max_length:
+        raise BadInputError(
+            f"--seq-len {job.batch.length} is longer than {architecture.name} can read: "
+            f"pass --seq-len {architecture.max_length} or less."
+        )
+    shares = place(architecture, job, cluster.gpus)
+    known = {
+        pair: memory_with_overhead(architecture, job, *pair)
+        for pair in dict.fromkeys(zip(shares, cluster.gpus, strict=True))
+    }
+    speeds = {gpu: achieved_speed(gpu, job, calibration) for gpu in dict.fromkeys(cluster.gpus)}
+    return Plan(
+        architecture,
+        job,
+        cluster,
+        shares,
+        tuple(known[pair] for pair in zip(shares, cluster.gpus, strict=True)),
+        step_time(architecture, job, cluster, shares, [speeds[gpu] for gpu in cluster.gpus]),
+        tuple(speed.source for speed in speeds.values()),
+    )
+
+
+def ranked_plans(
+    architecture: Architecture,
+    asked: Job,
+    cluster: Cluster,
+    techniques: Iterable[Technique],
+    parallels: Iterable[Parallel] | None,
+    checkpointing: bool | None,
+    calibration: dict[str, list[float]],
+) -> list[Plan]:
+    """Plans from the best to the worst: what fits first, then by quality (full, LoRA, QLoRA), then by tokens per second.
+
+    `checkpointing` None: with gradient checkpointing only where it does not fit without. With pp and one micro-batch
+    the batch is cut into as many as make sense.
+    """
+    plans = []
+    for technique in techniques:
+        ways = parallels or (WAYS[technique] if len(cluster.gpus) > 1 else ("single",))
+        for parallel in ways:
+            if parallel in ("mp", "pp") and parallels is None and len(cluster.gpus) > architecture.layers:
+                continue
+            job = replace(asked, technique=technique, parallel=parallel, devices=len(cluster.gpus), micro_batches=1)
+            micro_batches = asked.micro_batches
+            if parallel == "pp" and micro_batches == 1:
+                micro_batches = sensible_micro_batches(asked.batch.rows, len(cluster.gpus))
+            job = replace(job, micro_batches=micro_batches if parallel == "pp" or parallels else 1)
+            tries = [False, True] if checkpointing is None else [checkpointing]
+            found = [
+                make_plan(architecture, replace(job, gradient_checkpointing=on), cluster, calibration) for on in tries
+            ]
+            plans.append(next((plan for plan in found if plan.fits), found[-1]))
+    return sorted(plans, key=lambda p: (not p.fits, _quality(p) if p.fits else p.shortfall_gib, -p.tokens_per_s))
+
+
+def _quality(plan: Plan) -> int:
+    return QUALITY_ORDER.index(plan.job.technique)
+
+
+def sensible_micro_batches(rows: int, stages: int) -> int:
+    """The most equal parts of a batch, up to four per stage, beyond which the bubble hardly shrinks."""
+    return max(parts for parts in range(1, min(rows, 4 * stages) + 1) if rows % parts == 0)
+
+
+def why(plan: Plan) -> str:
+    """The reason for a plan, or against it, in words."""
+    job, n = plan.job, len(plan.devices)
+    tightest, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    if not plan.fits:
+        parts = sorted(tightest.parts_gib.items(), key=lambda part: -part[1])[:2]
+        largest = " and ".join(f"{name} {gib:.1f}" for name, gib in parts)
+        help_ = f"--batch-size {plan.max_batch_size} would fit" if plan.max_batch_size else _what_would_help(plan)
+        return (
+            f"does not fit: {tightest.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {plan.tightest}, most of it "
+            f"{largest}; {help_}"
+        )
+    reasons = {
+        "single": "one GPU holds it all",
+        "ddp": f"each GPU holds it all, so that {n} work on rows of their own; only gradients are sent",
+        "fsdp": f"weights, gradients and optimizer states are divided by {n}, and gathered layer by layer",
+        "zero1": f"optimizer states are divided by {n}",
+        "zero2": f"gradients and optimizer states are divided by {n}",
+        "zero3": f"weights, gradients and optimizer states are divided by {n}, and gathered layer by layer",
+        "mp": f"layers are divided among {n} GPUs, which work one after the other: {1 - 1 / n:.0%} idle",
+        "pp": f"layers are divided among {n} GPUs, {job.micro_batches} micro-batches keep them busy: "
+        f"{(n - 1) / (job.micro_batches + n - 1):.0%} idle",
+    }
+    reason = reasons[job.parallel]
+    if plan.time.exposed_s > 0.1 * plan.time.total_s:
+        reason += (
+            f"; waits {plan.time.exposed_s / plan.time.total_s:.0%} of the time for {plan.cluster.slowest_link.name}"
+        )
+    if job.gradient_checkpointing:
+        reason += "; activations are computed twice, to fit"
+    return f"{reason}; {-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows"
+
+
+def _what_would_help(plan: Plan) -> str:
+    job = plan.job
+    remedies = [
+        "adapters instead of all weights (--technique lora)" if job.technique == "full" else "",
+        "4-bit weights (--technique qlora)"
+        if job.technique == "lora" and job.parallel not in ("fsdp", "zero3")
+        else "",
+        "gradient checkpointing" if not job.gradient_checkpointing else "",
+        "sharding (--parallel fsdp)" if job.parallel == "ddp" and job.technique != "qlora" else "",
+        "more or larger GPUs",
+    ]
+    return "not even one row would fit: try " + ", or ".join(filter(None, remedies))
+
+
+def recommendation(plans: Sequence[Plan], rows_per_epoch: int) -> str:
+    """What to do, in a sentence or two."""
+    best = plans[0]
+    if not best.fits:
+        return f"Nothing fits. Nearest is {best.name}: {why(best)}."
+    sentence = f"{best.name}: {why(best)}."
+    fitting = [plan for plan in plans if plan.fits]
+    fastest = max(fitting, key=lambda plan: plan.tokens_per_s)
+    if fastest is not best and fastest.tokens_per_s > 1.1 * best.tokens_per_s:
+        times = fastest.tokens_per_s / best.tokens_per_s
+        sentence += f" Faster, at some cost in quality: {fastest.name}, {times:.1f} times as many tokens per second."
+    return sentence[0].upper() + sentence[1:]
+
+
+# -- the answer
+
+
+def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_per_epoch: int) -> dict[str, Any]:
+    """The contract's JSON; figures in GiB (2^30 bytes), seconds and US dollars."""
+    return {
+        "model": model,
+        "figures": "projected",
+        "ranked": [
+            {
+                "technique": plan.job.technique,
+                "parallel": plan.job.parallel,
+                "gradient_checkpointing": plan.job.gradient_checkpointing,
+                "micro_batches": plan.job.micro_batches,
+                "per_device": [
+                    {
+                        "device": number,
+                        "gpu": gpu.name,
+                        "moment": memory.moment,
+                        "layers": sum(share.layers),
+                        **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
+                        "peak_gib": memory.peak_gib,
+                        "capacity_gib": gpu.memory_gib,
+                        "fits": memory.peak_gib <= gpu.memory_gib,
+                    }
+                    for number, (memory, gpu, share) in enumerate(
+                        zip(plan.devices, plan.cluster.gpus, plan.shares, strict=True)
+                    )
+                ],
+                "max_batch_size": plan.max_batch_size,
+                "step_time_s": plan.time.total_s,
+                "tokens_per_s": plan.tokens_per_s,
+                "epoch_time_s": plan.epoch_s(rows_per_epoch),
+                "cost_usd_per_epoch": plan.epoch_usd(rows_per_epoch),
+                "why": why(plan),
+            }
+            for plan in plans
+        ],
+        "recommendation": recommendation(plans, rows_per_epoch),
+        "assumptions": list(assumptions),
+    }
+
+
+def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
+    """The plans, best first, as a table for a terminal."""
+    rows = []
+    for plan in plans:
+        memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+        usd = plan.epoch_usd(rows_per_epoch)
+        rows.append([
+            plan.name,
+            "yes" if plan.fits else "no",
+            f"{memory.peak_gib:.1f} / {gpu.memory_gib:.1f}",
+            plan.max_batch_size or "-",
+            _seconds(plan.time.total_s),
+            f"{plan.tokens_per_s:,.0f}",
+            _seconds(plan.epoch_s(rows_per_epoch)),
+            "-" if usd is None else f"{usd:,.2f}",
+        ])  # fmt: skip
+    headers = ["way", "fits", "peak / GPU\nGiB", "largest\nbatch", "step", "tokens\nper s", "epoch", "epoch\nUSD"]
+    aligned = ("left", "left", "right", "right", "right", "right", "right", "right")
+    return tabulate(rows, headers, tablefmt="rounded_outline", colalign=aligned, disable_numparse=True)
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def explanation(plan: Plan) -> str:
+    """The fullest device's memory, unfolded into its terms, and the step's time."""
+    memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    architecture, batch = plan.architecture, plan.job.batch
+    lines = [
+        f"{plan.name}: device {plan.tightest} of {len(plan.devices)}, {gpu.name}",
+        "VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
+        f"its highest moment: {memory.moment}",
+        "",
+    ]
+    rows = []
+    for part, gib in memory.parts_gib.items():
+        terms = [term for term in memory.terms if term.part == part]
+        rows += [
+            [part if number == 0 else "", term.what, term.formula, f"{term.gib:.3f}"]
+            for number, term in enumerate(terms)
+        ]
+        if len(terms) > 1:
+            rows.append(["", "", f"{part} together", f"{gib:.3f}"])
+    rows.append(["peak", "", f"of {gpu.memory_gib:.2f} GiB", f"{memory.peak_gib:.3f}"])
+    lines.append(tabulate(rows, ["part", "what", "formula", "GiB"], tablefmt="rounded_outline", disable_numparse=True,
+                          colalign=("left", "left", "left", "right")))  # fmt: skip
+    rows_in_step = batch.rows // plan.job.micro_batches
+    x = 4 if plan.job.precision == "fp32" or plan.job.is_mixed or not architecture.is_llama_like else 2
+    lines += [
+        f"B = {rows_in_step} rows, S = {batch.length} tokens, T = B S = {rows_in_step * batch.length:,}, "
+        f"P = {rows_in_step * batch.labelled:,}, H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "
+        f"Q = {architecture.heads * architecture.head_dim:,}, K = {architecture.kv_heads * architecture.head_dim:,}, "
+        f"V = {architecture.vocab:,}, a = {plan.job.arithmetic_bytes}, x = {x}, w = {plan.job.weight_bytes} bytes",
+        "",
+        "a step's time:",
+        *(f"  {term}" for term in plan.time.terms),
+    ]
+    return "\n".join(lines)
+
+
+# -- runs
+
+
+def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
+    """The job of a run folder's run."""
+    return Job(
+        technique=run.technique,
+        parallel=run.parallel,
+        batch=batch,
+        devices=run.devices,
+        precision=run.precision,
+        optimizer=run.optimizer,
+        attention=run.attention,
+        gradient_checkpointing=run.gradient_checkpointing != "none",
+        lora_rank=run.lora_rank,
+        target_modules=() if run.target_modules == "all-linear" else tuple(run.target_modules.split(",")),
+        lora_dropout=run.lora_dropout if run.technique == "lora" else 0.0,
+        accumulation_steps=run.accumulation_steps,
+    )
+
+
+def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Plan:
+    """The plan of a run, on the GPU that its folder was made for, or on `gpu`.
+
+    Raises:
+        BadInputError: the closed form does not know the model, the optimizer or the GPU.
+    """
+    if gpu is None:
+        gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
+    architecture = read_architecture(run.model)
+    return make_plan(
+        architecture, job_of_run(run, batch), Cluster((gpu,) * run.devices), calibration_from(kept_records())
+    )
+
+
+# -- the command line
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    made = argparse.ArgumentParser(
+        prog="python -m common.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    made.add_argument("--model", required=True, help="name in assets/model_configs, Hub id, folder, or config.json")
+    made.add_argument("--technique", choices=get_args(Technique), help="without it, all are ranked")
+    made.add_argument("--parallel", choices=get_args(Parallel), help="without it, all that make sense are ranked")
+    made.add_argument("--gpu", action="append", default=[], help="once for all GPUs, or once for each, in their order; "
+                      "without it, this machine's")  # fmt: skip
+    made.add_argument("--gpus", type=int, help="how many there are, over all nodes")
+    made.add_argument("--nodes", type=int, default=1, help="machines")
+    made.add_argument("--gpu-memory-gib", type=float, help="of a GPU that the catalogue lacks")
+    made.add_argument("--gpu-tflops", type=float, help="of such a GPU: dense, in the precision of the run")
+    made.add_argument("--link", help="nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs")
+    made.add_argument("--batch-size", type=int, default=1, help="rows per data-parallel rank and step (1)")
+    made.add_argument("--seq-len", type=int, default=1024, help="tokens per row (1024)")
+    made.add_argument("--lora-rank", type=int, default=8)
+    made.add_argument("--target-modules", default="all-linear", help="q_proj,v_proj or all-linear")
+    made.add_argument("--lora-dropout", type=float, default=0.0)
+    made.add_argument("--precision", choices=get_args(Precision), help="bf16, or fp16-mixed where the GPU lacks it")
+    made.add_argument("--quantization", choices=get_args(Quantization), help="of qlora's weights (nf4)")
+    made.add_argument("--optimizer", default="adamw_torch_fused", help=f"one of {', '.join(OPTIMIZER_BYTES)}")
+    made.add_argument("--attention", choices=("eager", "sdpa", "flash"), default="sdpa")
+    made.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction,
+                      help="without it: where it does not fit otherwise")  # fmt: skip
+    made.add_argument("--micro-batches", type=int, default=1, help="with pp; 1 = as many as make sense")
+    made.add_argument("--offload", action="store_true", help="optimizer states wait in the host's memory")
+    made.add_argument("--rows-per-epoch", type=int, default=DEFAULT_ROWS_PER_EPOCH)
+    made.add_argument("--usd-per-hour", type=float, help="of one GPU, instead of the catalogue's price")
+    made.add_argument("--against-nodes", type=int, help="compare the bill with the same GPUs on so many machines")
+    made.add_argument("--explain", action="store_true", help="unfold the first plan's memory into its terms")
+    made.add_argument("--json", action="store_true")
+    return made
+
+
+def kept_records(root: Path = REPOSITORY) -> list[dict[str, Any]]:
+    """The records that were kept: what recalibrates the planner's speeds."""
+    return [load_record(path) for path in sorted(root.glob("*/run_*/records/*.json"))]
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """The GPUs that the command line means.
+
+    Raises:
+        BadInputError: a GPU is unknown, or their number does not fit their names.
+    """
+    for name in ("gpus", "nodes", "batch_size", "seq_len", "lora_rank", "micro_batches", "rows_per_epoch",
+                 "gpu_memory_gib", "gpu_tflops", "usd_per_hour", "against_nodes"):  # fmt: skip
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise BadInputError(f"--{name.replace('_', '-')} is {value:g}, but must be above 0.")
+    chosen = [_one_gpu(name, options) for name in options.gpu] or _gpus_here()
+    count = options.gpus or len(chosen)
+    if len(chosen) not in (1, count):
+        raise BadInputError(
+            f"--gpus is {count}, but {len(chosen)} GPUs are named: name one for all, or each of them in order."
+        )
+    chosen = chosen * count if len(chosen) == 1 else chosen
+    link = parse_link(options.link, chosen[0]) if options.link else None
+    return Cluster(tuple(chosen), options.nodes, link, options.usd_per_hour)
+
+
+def _one_gpu(name: str, options: argparse.Namespace) -> Gpu:
+    if options.gpu_memory_gib:
+        tflops = options.gpu_tflops
+        if tflops is None:
+            raise BadInputError(
+                f"--gpu-memory-gib describes {name}, so pass its --gpu-tflops, too (dense, of its data sheet)."
+            )
+        rates = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), tflops)
+        return Gpu(name, options.gpu_memory_gib, 0, rates, 1000, 4, "by hand")
+    if name.lower() == "cpu":
+        return cpu_device()
+    try:
+        return find_gpu(name)
+    except BadInputError as unknown:
+        raise BadInputError(
+            f"{unknown} Or describe it: --gpu {name!r} --gpu-memory-gib 24 --gpu-tflops 70 (dense, in your precision)."
+        ) from None
+
+
+def _gpus_here() -> list[Gpu]:
+    names = gpus()[1]
+    found = [gpu_of_device(name) for name in names]
+    if not names or None in found:
+        seen = ", ".join(names) or "none"
+        raise BadInputError(
+            f"No --gpu is named, and of this machine's GPUs ({seen}) not all are known: pass --gpu a6000."
+        )
+    return [gpu for gpu in found if gpu is not None]
+
+
+def job_of(options: argparse.Namespace, cluster: Cluster) -> Job:
+    """The job that the command line means, as one GPU would do it; `ranked_plans` fills in technique and parallel."""
+    if options.quantization and options.technique == "full":
+        raise BadInputError(WHY_NOT_QUANTIZED_FULL)
+    if options.quantization and options.technique == "lora":
+        raise BadInputError("LoRA on quantized weights is QLoRA: pass --technique qlora.")
+    targets = () if options.target_modules == "all-linear" else tuple(options.target_modules.split(","))
+    precision = options.precision or (
+        "bf16" if all(gpu.tflops_dense["bf16"] for gpu in cluster.gpus) else _precision_without_bf16(cluster)
+    )
+    return Job(
+        technique="lora",
+        parallel="pp" if options.micro_batches > 1 else "single",
+        devices=max(2, len(cluster.gpus)) if options.micro_batches > 1 else 1,
+        batch=BatchShape(options.batch_size, options.seq_len, options.seq_len),
+        precision=precision,
+        quantization=options.quantization or "nf4",
+        optimizer=options.optimizer,
+        attention=options.attention,
+        lora_rank=options.lora_rank,
+        target_modules=targets,
+        lora_dropout=options.lora_dropout,
+        micro_batches=options.micro_batches,
+        offload=options.offload,
+    )
+
+
+def _precision_without_bf16(cluster: Cluster) -> Precision:
+    return "fp16-mixed" if all(gpu.tflops_dense["fp16"] for gpu in cluster.gpus) else "fp32"
+
+
+def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
+    """What the answer rests on."""
+    best = plans[0]
+    job, link = best.job, best.cluster.slowest_link
+    said = [
+        f"every row is {job.batch.length:,} tokens long and learnt as a whole; {job.precision}, {job.optimizer}, "
+        f"{job.attention} attention" + (f", LoRA rank {job.lora_rank}" if job.technique != "full" else ""),
+        *(f"speed of {source}" for source in best.speed_sources),
+        f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps",
+        f"an epoch is {options.rows_per_epoch:,} rows",
+    ]
+    if len(best.devices) > 1:
+        said.append(f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached")
+    if any(plan.job.parallel == "pp" for plan in plans):
+        said.append(
+            "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included"
+        )
+    for gpu in dict.fromkeys(best.cluster.gpus):
+        if options.usd_per_hour:
+            said.append(f"{gpu.name}: {options.usd_per_hour} USD per hour, as given")
+        elif gpu.usd_per_hour:
+            said.append(f"{gpu.name}: {gpu.usd_per_hour} USD per hour, read {gpu.price_date} ({gpu.price_source})")
+    return said
+
+
+def answer(options: argparse.Namespace) -> int:
+    """Print the answer; 0 if the recommended plan fits, else 1."""
+    cluster = cluster_of(options)
+    job = job_of(options, cluster)
+    techniques = (options.technique,) if options.technique else QUALITY_ORDER
+    try:
+        architecture = read_architecture(options.model)
+    except UnknownArchitectureError as unknown:
+        from common.dry_run import answer_planner  # here: it imports torch
+
+        return answer_planner(options, job, cluster.gpus[0], str(unknown))
+    calibration = calibration_from(kept_records())
+    plans = ranked_plans(
+        architecture,
+        job,
+        cluster,
+        techniques,
+        (options.parallel,) if options.parallel else None,
+        options.gradient_checkpointing,
+        calibration,
+    )
+    assumptions = assumptions_of(plans, options)
+    if options.json:
+        print(json.dumps(as_json(options.model, plans, assumptions, options.rows_per_epoch), indent=2))
+        return 0 if plans[0].fits else 1
+    machines = f" on {cluster.nodes} machines" if cluster.nodes > 1 else ""
+    names = " + ".join(f"{cluster.gpus.count(gpu)} x {gpu.name}" for gpu in dict.fromkeys(cluster.gpus))
+    print(
+        f"{options.model}: {architecture.parameters / 1e9:.2f}B parameters, {names}{machines}; every figure is projected\n"
+    )
+    print(table(plans, options.rows_per_epoch))
+    print(f"\n{recommendation(plans, options.rows_per_epoch)}")
+    if options.explain:
+        print(f"\n{explanation(plans[0])}")
+    if options.against_nodes:
+        print(f"\n{comparison(plans[0], options.against_nodes, calibration)}")
+    print("\nassumed:\n" + "\n".join(f"- {line}" for line in assumptions))
+    return 0 if plans[0].fits else 1
+
+
+def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> str:
+    """The same GPUs on several machines: time, bill, and the network from which on they bill no more.
+
+    Raises:
+        BadInputError: the plan's way of sharing is not a data-parallel one.
+    """
+    job = plan.job
+    if job.parallel in ("single", "mp", "pp"):
+        raise BadInputError("--against-nodes compares data-parallel plans: pass --parallel ddp or fsdp.")
+    spread = replace(plan.cluster, nodes=nodes, link=None)
+    other = make_plan(plan.architecture, job, spread, calibration)
+    gbit = break_even_gbit(plan.architecture, job, plan.cluster, replace(spread, nodes=nodes), calibration)
+    slower = other.time.total_s / plan.time.total_s
+    network = "no network is fast enough" if gbit is None else f"{gbit:.3g} Gbit/s between them would do"
+    return (
+        f"on {nodes} machines over {other.cluster.slowest_link.name} a step takes {slower:.2f} times as long, and at the same "
+        f"price per GPU bills as much more; to bill no more, {network}"
+    )
+
+
+def main() -> None:
+    """`python -m common.planner`."""
+    options = parser().parse_args()
+    try:
+        sys.exit(answer(options))
+    except BadInputError as mistake:
+        parser().exit(2, f"error: {mistake}\n")
+
+
+if __name__ == "__main__":
+    main()

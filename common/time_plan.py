@@ -1,0 +1,340 @@
+"""How long a step takes and what it costs, in closed form: projections, until a measured run recalibrates them.
+
+    step = computing + what of the communication is not hidden behind it + the optimizer's pass over its states
+
+Floating-point operations are counted as they happen: forward, gradients of the activations, gradients of what is trained
+(frozen weights have none), and the second forward pass of gradient checkpointing. A GPU reaches a share of its dense
+peak; that share is a published one, or the median of the records kept for that GPU.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from common.architectures import Architecture
+from common.hardware import CPU_DEVICE, Gpu, gpu_of_device
+from common.memory_plan import BatchShape, Job, Share, trained_parameters, whole_model
+from common.run_config import BadInputError
+
+ACHIEVED_SHARES = {
+    "A100": (0.50, "53 to 64 % without recompute counted: github.com/mosaicml/llm-foundry, scripts/train/benchmarking"),
+    "H100": (0.40, "38 to 46 %: github.com/mosaicml/llm-foundry, scripts/train/benchmarking"),
+    "RTX 4090": (0.46, "0.57B, sequences of 2048: yandesbiens.com/blog/forgelm-4090-cost"),
+    "V100": (0.30, "30 to 48 %: nv-adlr.github.io/MegatronLMV1"),
+    "RTX A6000": (0.35, "25 to 47 % in single layers: github.com/fanghostt/transformers-benchmarks"),
+}
+"""Published share of the dense peak that training reaches, by the start of the GPU's name."""
+ASSUMED_SHARE = 0.35
+"""Where nothing is published: an assumption, in the midst of the others."""
+LORA_SHARE_FACTOR = 0.62
+"""LoRA on one A100 reached 31 % (3,151 tokens/s on Qwen-7B, github.com/QwenLM/Qwen) where full training reaches 50 %."""
+QLORA_SHARE_FACTOR = 0.45
+"""Q-LoRA in the same table: 23 %, as weights are de-quantized on the way."""
+NVLINK_ACHIEVED = 0.75
+"""Share of NVLink's one-direction bandwidth in an all-reduce: 0.67 to 0.82 (github.com/NVIDIA/nccl-tests/issues/149, 212)."""
+PCIE_GB_PER_S = {3: 8.0, 4: 16.0, 5: 28.0}
+"""All-reduce over PCIe x16 by generation: 28 GB/s with eight RTX 5090 (github.com/NVIDIA/nccl/issues/1639), others by halves."""
+ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, FAST_ETHERNET_GBIT = 0.9, 0.4, 50
+"""Share of the line: 0.95 at 32 Gbit/s, 0.32 to 0.48 at 100 Gbit/s by TCP (github.com/NVIDIA/nccl/issues/209, 450)."""
+ASSUMED_ETHERNET_GBIT = 25
+SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True)
+class Link:
+    """The slowest way between two neighbouring ranks."""
+
+    name: str
+    gb_per_s: float
+    """In 10^9 bytes, one direction, as collectives reach it."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The GPUs of a plan."""
+
+    gpus: tuple[Gpu, ...]
+    """One per device, in the order of the ranks."""
+    nodes: int = 1
+    link: Link | None = None
+    """Named by the user; None = the best that the GPU has, and Ethernet between machines."""
+    usd_per_hour: float | None = None
+    """Price of one GPU that overrides the catalogue's."""
+
+    def __post_init__(self) -> None:
+        """Check that the nodes are alike."""
+        if self.nodes < 1 or len(self.gpus) % self.nodes:
+            raise BadInputError(
+                f"--gpus {len(self.gpus)} are all GPUs together, and cannot be spread evenly over --nodes {self.nodes}."
+            )
+
+    @property
+    def slowest_link(self) -> Link:
+        """Between two neighbours of a ring through all GPUs."""
+        if self.link is not None:
+            return self.link
+        if self.nodes > 1:
+            return parse_link(f"ethernet-{ASSUMED_ETHERNET_GBIT}", self.gpus[0])
+        gpu = self.gpus[0]
+        return parse_link("nvlink" if gpu.nvlink_gb_per_s and not gpu.nvlink_bridge else "pcie", gpu)
+
+    @property
+    def usd_per_second(self) -> float | None:
+        """Rent of all GPUs; None where a price is missing."""
+        prices = [self.usd_per_hour or gpu.usd_per_hour for gpu in self.gpus]
+        return None if None in prices else sum(prices) / SECONDS_PER_HOUR
+
+
+def parse_link(name: str, gpu: Gpu) -> Link:
+    """The link that a user means by `nvlink`, `pcie` or `ethernet-25`.
+
+    Raises:
+        BadInputError: none of these, or the GPU has no NVLink.
+    """
+    if name == "nvlink":
+        if gpu.nvlink_gb_per_s is None:
+            raise BadInputError(f"The {gpu.name} has no NVLink: pass --link pcie.")
+        return Link(f"NVLink {gpu.nvlink_gb_per_s:g} GB/s", gpu.nvlink_gb_per_s / 2 * NVLINK_ACHIEVED)
+    if name == "pcie":
+        return Link(f"PCIe {gpu.pcie_generation}", PCIE_GB_PER_S[gpu.pcie_generation])
+    found = re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)", name)
+    if not found or float(found[1]) == 0:
+        raise BadInputError(f"--link is {name!r}: pass nvlink, pcie, or ethernet- and its Gbit/s, such as ethernet-25.")
+    gbit = float(found[1])
+    share = ETHERNET_ACHIEVED if gbit < FAST_ETHERNET_GBIT else FAST_ETHERNET_ACHIEVED
+    return Link(f"Ethernet {gbit:g} Gbit/s", gbit / 8 * share)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Floating-point operations per second that a GPU reaches, and where the figure comes from."""
+
+    flops_per_s: float
+    source: str
+
+
+def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
+    """What `gpu` reaches in training: the median of the records kept for it, or a published share of its peak.
+
+    Raises:
+        BadInputError: the GPU does not compute in the job's precision.
+    """
+    measured = calibration.get(gpu.name)
+    if measured:
+        return Speed(median(measured), f"{gpu.name}: measured, median of {len(measured)} records kept here")
+    peak = gpu.tflops_dense[job.precision.removesuffix("-mixed")]
+    if peak is None:
+        raise BadInputError(f"The {gpu.name} does not compute in {job.precision}: pass --precision fp16-mixed or fp32.")
+    share, source = next(
+        (entry for name, entry in ACHIEVED_SHARES.items() if gpu.name.startswith(name)),
+        (ASSUMED_SHARE, "an assumption: nothing published was found"),
+    )
+    share *= {"full": 1, "lora": LORA_SHARE_FACTOR, "qlora": QLORA_SHARE_FACTOR}[job.technique]
+    return Speed(peak * 1e12 * share, f"{gpu.name}: {share:.0%} of {peak:g} TFLOP/s ({source})")
+
+
+def calibration_from(records: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+    """Floating-point operations per second and device that kept runs reached, by the GPU's name in the catalogue.
+
+    The operations are the record's own count, which leaves recomputation out: it is added as a third of a full step's.
+    """
+    reached: dict[str, list[float]] = {}
+    for record in records:
+        name = planned_device(record)
+        if record["status"] != "completed" or name is None:
+            continue
+        recomputed = 1 if record["config"]["gradient_checkpointing"] == "none" else 4 / 3
+        flops_per_s = record["tokens_per_s"] * record["flops_per_token"] / len(record["world"])
+        reached.setdefault(name, []).append(flops_per_s * recomputed)
+    return reached
+
+
+def planned_device(record: dict[str, Any]) -> str | None:
+    """A record's device by its name in the planner; None for a GPU that the catalogue lacks."""
+    if record["config"]["device"] == "cpu":
+        return CPU_DEVICE
+    gpu = gpu_of_device(record["environment"]["devices"][0])
+    return gpu.name if gpu else None
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Floating-point operations of one step on one data-parallel rank, or of one device's share of the layers."""
+
+    forward: float
+    activation_gradients: float
+    weight_gradients: float
+    recomputed: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.forward + self.activation_gradients + self.weight_gradients + self.recomputed
+
+
+def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
+    """Operations of a step: a product of (m, k) and (k, n) takes 2 m k n (Kaplan et al. 2020, section 2.1).
+
+    Causal attention reads half of the earlier tokens on average.
+    """
+    tokens, length = job.batch.tokens, job.batch.length
+    queries = architecture.heads * architecture.head_dim
+    layers, attention, adapters = 0.0, 0.0, 0.0
+    for stack, count in zip(architecture.stacks, share.layers, strict=True):
+        layers += count * 2 * tokens * sum(linear.inputs * linear.outputs for linear in stack.linears)
+        half = 0.5 if stack.kind == "decoder" else 1.0
+        attention += count * 4 * tokens * length * queries * half
+        adapted = sum(linear.lora_parameters(job.lora_rank) for linear in stack.linears if job.adapts(linear))
+        adapters += count * 2 * tokens * adapted
+    positions = job.batch.rows * job.batch.labelled
+    head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
+    forward = layers + attention + adapters + head
+    trained = layers + head if job.technique == "full" else adapters
+    recomputed = forward - head if job.gradient_checkpointing else 0.0
+    return StepFlops(forward, layers + 2 * attention + adapters + head, trained, recomputed)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step (of one accumulation of it), and where they go."""
+
+    compute_s: float
+    """Of the device that computes longest; with mp of all devices, one after the other."""
+    communication_s: float
+    exposed_s: float
+    """Of the communication, what computing does not hide."""
+    bubble_s: float
+    """With pp: seconds in which a device waits for others."""
+    optimizer_s: float
+    sent_gb: float
+    """Sent by one rank, in 10^9 bytes."""
+    terms: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.exposed_s + self.bubble_s + self.optimizer_s
+
+
+def step_time(
+    architecture: Architecture, job: Job, cluster: Cluster, shares: Sequence[Share], speeds: Sequence[Speed]
+) -> StepTime:
+    """How long a step takes; `shares` and `speeds` have one entry per device.
+
+    Rules: gradients are sent while the backward pass goes on, and gathered weights while a layer computes, so that only
+    what is longer than that shows. A device's layers take at least as long as reading their weights once per pass.
+    """
+    seconds = [
+        _compute_s(architecture, job, gpu, share, speed)
+        for gpu, share, speed in zip(cluster.gpus, shares, speeds, strict=True)
+    ]
+    link = cluster.slowest_link
+    optimizer_s = max(
+        _optimizer_s(architecture, job, gpu, share) for gpu, share in zip(cluster.gpus, shares, strict=True)
+    )
+    sent = sent_bytes(architecture, job)
+    communication_s = sent / (link.gb_per_s * 1e9)
+    slowest, bubble_s = max(seconds), 0.0
+    if job.parallel in ("mp", "pp"):
+        stages, micro_batches = len(seconds), job.micro_batches
+        # every micro-batch passes the slowest stage; filling and draining takes one pass through all but one stage
+        bubble_s = (stages - 1) / micro_batches * slowest if job.parallel == "pp" else sum(seconds) - slowest
+        exposed_s = communication_s if job.parallel == "mp" else communication_s / micro_batches
+    elif job.parallel in ("fsdp", "zero3"):
+        exposed_s = max(0.0, communication_s - slowest)
+    else:
+        flops = step_flops(architecture, job, shares[0])
+        backward_share = (flops.activation_gradients + flops.weight_gradients) / flops.total
+        exposed_s = max(0.0, communication_s - slowest * backward_share)
+    return StepTime(
+        slowest, communication_s, exposed_s, bubble_s, optimizer_s, sent / 1e9,
+        (
+            f"computing: {step_flops(architecture, job, shares[0]).total / 1e12:,.1f} TFLOP on a device, {slowest:.3g} s",
+            f"communication: {sent / 1e9:,.3g} GB by {link.name} at {link.gb_per_s:,.3g} GB/s, {communication_s:.3g} s, "
+            f"of which {exposed_s:.3g} s are not hidden",
+            f"waiting: {bubble_s:.3g} s",
+            f"optimizer: {optimizer_s:.3g} s",
+        ),
+    )  # fmt: skip
+
+
+def _compute_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share, speed: Speed) -> float:
+    flops = step_flops(architecture, job, share)
+    passes = 3 if job.gradient_checkpointing else 2
+    weights = sum(
+        layers * stack.layer_parameters for stack, layers in zip(architecture.stacks, share.layers, strict=True)
+    )
+    read_s = passes * weights * job.arithmetic_bytes / (gpu.memory_bandwidth_gb_per_s * 1e9)
+    return max(flops.total / speed.flops_per_s, read_s)
+
+
+def _optimizer_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share) -> float:
+    """Adam reads weight, gradient and two states, and writes all but the gradient."""
+    touched = trained_parameters(architecture, job, share) / job.shards * 7 * job.trained_bytes
+    bandwidth_gb_per_s = (
+        12.0 if job.offload else gpu.memory_bandwidth_gb_per_s
+    )  # offloaded: across PCIe, as measured rarely above
+    return touched / (bandwidth_gb_per_s * 1e9)
+
+
+def sent_bytes(architecture: Architecture, job: Job) -> float:
+    """What one rank sends in a step.
+
+    A ring's all-reduce sends 2 (n - 1) / n of the gradients (nccl-tests, doc/PERFORMANCE.md). Sharded weights are gathered
+    twice, and their gradients scattered once: 3 (n - 1) / n of the weights, 1.5 times as much (Rajbhandari et al. 2020,
+    "ZeRO", section 7). Between stages one hidden state each way and border.
+    """
+    n, batch = job.devices, job.batch
+    around = (n - 1) / n
+    if job.parallel == "single":
+        return 0.0
+    if job.parallel in ("mp", "pp"):
+        x = 4 if job.precision == "fp32" else 2
+        return 2.0 * (n - 1 if job.parallel == "mp" else 1) * batch.tokens * architecture.hidden * x
+    trained = trained_parameters(architecture, job)
+    if job.parallel in ("fsdp", "zero3"):
+        a = job.arithmetic_bytes
+        return around * (2 * architecture.parameters * a + trained * (a if job.technique == "full" else 4))
+    return (
+        2 * around * trained * (2 if job.parallel.startswith("zero") and job.technique == "full" else job.trained_bytes)
+    )
+
+
+def break_even_gbit(
+    architecture: Architecture,
+    job: Job,
+    one_machine: Cluster,
+    many_machines: Cluster,
+    calibration: dict[str, list[float]],
+) -> float | None:
+    """The Ethernet, in Gbit/s, from which on many machines bill no more for a step than one machine; None: never.
+
+    Many machines of one cheap GPU send their gradients over Ethernet, and every machine is paid while it waits.
+    """
+
+    def bill(cluster: Cluster) -> float:
+        speeds = [achieved_speed(gpu, job, calibration) for gpu in cluster.gpus]
+        shares = [whole_model(architecture)] * len(cluster.gpus)
+        price = cluster.usd_per_second
+        if price is None:
+            raise BadInputError("A GPU of the comparison has no price in the catalogue: pass --usd-per-hour.")
+        return step_time(architecture, job, cluster, shares, speeds).total_s * price
+
+    target = bill(one_machine)
+    at = {gbit: bill(replace(many_machines, link=Link("", gbit / 8 * ETHERNET_ACHIEVED))) for gbit in (1e-3, 1e4)}
+    if at[1e4] > target:
+        return None
+    low, high = 1e-3, 1e4
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        reached = bill(replace(many_machines, link=Link("", middle / 8 * ETHERNET_ACHIEVED))) <= target
+        low, high = (low, middle) if reached else (middle, high)
+    return high
+
+
+def with_rows(job: Job, rows: int) -> Job:
+    """The same job with another batch size."""
+    batch = job.batch
+    return replace(job, batch=BatchShape(rows, batch.length, batch.labelled, batch.padded))
