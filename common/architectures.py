@@ -135,7 +135,7 @@ def find_config(model: str) -> Path:
         known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
         raise BadInputError(
             f"There is no shape of {model}: pass --model with one of {known}, a config.json, a folder with one, or the "
-            f"id of a model in the Hub's cache (`hf download {model if '/' in model else 'ID'} config.json` fetches it)."
+            f"id of a model in the Hub's cache (`hf download {model if '/' in model else 'ID'} config.json` gets it)."
         )
     return path
 

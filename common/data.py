@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
 
+from common.memory_plan import BatchShape
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 IGNORED_LABEL = -100
@@ -237,6 +238,14 @@ def tokenize_rows(rows: list[Row], tokenizer: PreTrainedTokenizerBase, max_lengt
 
 
 Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
+
+
+def longest_batch(rows: list[Tokens], batch_size: int) -> BatchShape:
+    """The shape of the largest batch that can come up: the longest rows, padded on the right to the longest of them."""
+    longest = sorted(rows, key=lambda row: -len(row["input_ids"]))[:batch_size]
+    lengths = [len(row["input_ids"]) for row in longest]
+    learnt = {place for row in longest for place, label in enumerate(row["labels"]) if place and label != IGNORED_LABEL}
+    return BatchShape(len(longest), max(lengths), len(learnt), padded=min(lengths) < max(lengths))
 
 
 def make_collator(tokenizer: PreTrainedTokenizerBase) -> Collate:

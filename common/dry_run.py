@@ -12,6 +12,8 @@ byte per element, autocast computes layer norms and softmax in fp32, unfused opt
 dry run does as a GPU does. What it cannot see: the CUDA context, and gaps between allocated blocks.
 """
 
+import argparse
+import json
 import tempfile
 import weakref
 from collections import Counter
@@ -25,6 +27,7 @@ from unittest import mock
 
 import torch
 import transformers
+from tabulate import tabulate
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -33,17 +36,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel, Trainer, masking_utils
 
-from common.data import IGNORED_LABEL
-from common.hardware import GIB
-from common.memory_plan import BatchShape
-from common.models import ATTENTION, DTYPES, add_lora, any_shape_config
-from common.run_config import BadInputError, RunConfig
+from common.data import IGNORED_LABEL, load_splits, longest_batch, tokenize_rows
+from common.hardware import GIB, Gpu
+from common.memory_plan import PARTS, BatchShape, Job
+from common.models import ATTENTION, DTYPES, add_lora, any_shape_config, load_tokenizer
+from common.run_config import BadInputError, RunConfig, parse_overrides
+from common.siblings import literal_of
 from common.training import keeps_logits, training_arguments, with_head_on_answers
 
 SMALL_DEPTHS = (2, 4)
 ALLOCATION_BYTES = 512
 """CUDA's allocator hands out multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
 STEPS = 2
 """The second has optimizer states from its start, and is the one that counts."""
 
@@ -307,7 +310,7 @@ def tracked_steps(
 
 def rows_not_packed() -> AbstractContextManager:
     """Has Transformers know that no row holds several texts: it cannot read it from fake position numbers."""
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
 
 
 class StepTrainer(Trainer):
@@ -430,3 +433,113 @@ class _ReducerWithoutRebuild:
 
     def _rebuild_buckets(self) -> bool:
         return False
+
+
+# -- the command line
+
+
+def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
+    """The largest batch of a run, and where it comes from: its own rows; without its tokenizer, rows of `max_length`.
+
+    Raises:
+        BadInputError: the rows are missing or malformed.
+    """
+    rows = load_splits(run).train
+    try:
+        tokenizer = load_tokenizer(run)
+    except BadInputError:
+        longest = BatchShape(run.batch_size, run.max_length, run.max_length - 1)
+        return longest, f"rows of max_length {run.max_length}, all learnt, as the model's tokenizer is not here"
+    batch = longest_batch(tokenize_rows(rows, tokenizer, run.max_length), run.batch_size)
+    return batch, f"the longest {batch.rows} of the run's {len(rows):,} rows"
+
+
+def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
+    """The dry run's phases and parts in GiB, for a terminal."""
+    result = dry_run(run, batch)
+    rows = [
+        [phase, segment.partition(": ")[2], *(f"{parts[part] / GIB:.3f}" for part in PARTS), f"{_sum_gib(parts):.3f}"]
+        for phase, (segment, parts) in result.phases().items()
+    ]
+    shape = f"{batch.rows} rows of {batch.length} tokens, logits at {batch.labelled} positions ({where_from})"
+    return "\n".join([
+        f"{run.technique} of {run.model}, {run.precision}, checkpointing {run.gradient_checkpointing}, {run.parallel}: "
+        f"{shape}",
+        tabulate(rows, ["phase", "highest in", *PARTS, "GiB"], tablefmt="rounded_outline", disable_numparse=True,
+                 colalign=("left", "left", *["right"] * (len(PARTS) + 1))),
+        f"peak of allocated memory: {result.peak_gib:.3f} GiB per device, in {result.peak_segment}; a GPU's own "
+        "context and gaps between blocks come on top",
+    ])  # fmt: skip
+
+
+def _sum_gib(parts: Bytes) -> float:
+    return sum(parts.values()) / GIB
+
+
+def answer_planner(options: argparse.Namespace, job: Job, gpu: Gpu, unknown: str) -> int:
+    """The planner's answer for an architecture that its closed form does not know: memory alone, by dry run.
+
+    Raises:
+        BadInputError: the technique or the way to share work is not one that the dry run knows.
+    """
+    devices, technique = options.gpus or 1, options.technique or "lora"
+    parallel = options.parallel or ("ddp" if devices > 1 else "single")
+    if technique == "qlora" or parallel not in ("single", "ddp"):
+        raise BadInputError(f"{unknown} The dry run stands in for lora and full, with single and ddp: pass these.")
+    run = RunConfig(
+        technique=technique,
+        parallel=parallel,
+        devices=devices,
+        model=options.model,
+        weights="random",
+        precision=job.precision,
+        optimizer=job.optimizer,
+        attention=job.attention if job.attention != "flash" else "sdpa",
+        gradient_checkpointing="non-reentrant" if options.gradient_checkpointing else "none",
+        lora_rank=job.lora_rank,
+        lora_dropout=job.lora_dropout,
+        target_modules=options.target_modules,
+    )
+    result = dry_run(run, job.batch)
+    fits = result.peak_gib <= gpu.memory_gib
+    advice = f"{result.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on each {gpu.name}, without its overhead"
+    if options.json:
+        parts = {f"{part}_gib": size / GIB for part, size in result.peak.items()}
+        device = {
+            **parts,
+            "overhead_gib": None,
+            "peak_gib": result.peak_gib,
+            "capacity_gib": gpu.memory_gib,
+            "fits": fits,
+        }
+        entry = {
+            "technique": technique,
+            "parallel": parallel,
+            "per_device": [{"device": number, **device, "fits": fits} for number in range(run.devices)],
+            **dict.fromkeys(("max_batch_size", "step_time_s", "tokens_per_s", "cost_usd_per_epoch")),
+            "why": advice,
+        }
+        answer = {"model": options.model, "ranked": [entry], "recommendation": advice, "assumptions": [unknown]}
+        print(json.dumps(answer, indent=2))
+    else:
+        print(f"{unknown} The dry run stands in, for memory alone.\n")
+        print(report(run, job.batch, "as asked"))
+        print(advice)
+    return 0 if fits else 1
+
+
+def main() -> None:
+    """`python -m common.dry_run RUN_FOLDER [--field value]`."""
+    parser = argparse.ArgumentParser(prog="python -m common.dry_run", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_1_a6000_48g_x1")
+    known, overrides = parser.parse_known_args()
+    try:
+        run = parse_overrides(literal_of(known.run_folder), overrides)
+        print(report(run, *batch_of_run(run)))
+    except BadInputError as mistake:
+        parser.exit(2, f"error: {mistake}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -47,6 +47,13 @@ def read_memory(device: str) -> MemoryReading:
     )
 
 
+def forget_peak(device: str) -> None:
+    """Have a GPU's peak start again from what is allocated now."""
+    import torch  # here: as above
+
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 def cpu_name() -> str:
     """The processor's model name."""
     if sys.platform == "linux":

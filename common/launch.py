@@ -308,7 +308,8 @@ def workflow_of(run_folder: Path) -> Path:
         there = ", ".join(
             sorted(str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/run_*/my_workflow_*.py"))
         )
-        raise BadInputError(f"{run_folder} has {len(found)} files my_workflow_*.py, not 1: go to one of {there}.")
+        here = run_folder.relative_to(REPOSITORY) if run_folder.is_relative_to(REPOSITORY) else run_folder
+        raise BadInputError(f"{here} has {len(found)} files my_workflow_*.py, not 1: go to one of {there}.")
     return found[0]
 
 

@@ -3,8 +3,9 @@
     VRAM = weights + gradients + optimizer states + activations (+ logits, buffers, the GPU's own overhead)
 
 A step has several moments at which the most may be alive: when the loss is computed, when the first layer is back-
-propagated, when the optimizer steps. Each moment is a list of terms; the highest one is the peak. The activations' terms
-say what PyTorch's autograd keeps, operation by operation, as the dry run shows it (tests compare both over a grid).
+propagated, when the optimizer steps. Each moment is a list of terms; the highest one is the peak. The activations'
+terms say what PyTorch's autograd keeps, operation by operation, as the dry run shows it (tests compare both over a
+grid).
 
 Letters in the formulas: B rows, S tokens of a row, T = B x S, P positions that have logits, H hidden size, I the MLP's
 size, Q and K sizes of queries and keys, V vocabulary, r LoRA rank; `a` bytes of the arithmetic's format, `x` bytes of
@@ -120,7 +121,7 @@ class Job:
             )
         if self.parallel != "pp" and self.micro_batches != 1:
             raise BadInputError(
-                f"--micro-batches {self.micro_batches} is for --parallel pp; elsewhere lower --batch-size and accumulate."
+                f"--micro-batches {self.micro_batches} is for --parallel pp; else lower --batch-size, and accumulate."
             )
         if self.batch.rows % self.micro_batches:
             raise BadInputError(

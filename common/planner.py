@@ -4,8 +4,8 @@
     python -m common.planner --model llama-3.1-8b --technique lora --parallel ddp --gpu a6000 --gpus 4 --explain
     python -m common.planner --model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --json
 
-Every figure is `projected`: memory from common/memory_plan.py, time from common/time_plan.py. Exit code 0: it fits; 1: it
-does not; 2: the question is wrong.
+Every figure is `projected`: memory from common/memory_plan.py, time from common/time_plan.py. Exit code 0: it fits;
+1: it does not; 2: the question is wrong.
 """
 
 import argparse
@@ -56,8 +56,9 @@ WORKSPACE_GIB, HOPPER_WORKSPACE_GIB = 8_519_680 / GIB, 32 / 1024
 """cuBLAS workspace (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 NCCL_GIB = 0.5
 """Buffers of one communicator: an assumption; 4 MiB a channel and peer (github.com/NVIDIA/nccl/issues/391)."""
-CPU_PROCESS_GIB = 0.75
-"""Resident memory of a run's process besides its tensors: Python, PyTorch, Transformers, PEFT, the judge and the rows."""
+CPU_PROCESS_GIB = 0.62
+"""Resident memory of a run's process at the end of training, besides its tensors: Python, PyTorch's CPU build,
+Transformers, PEFT, judge and rows; measured once, on one machine."""
 GAP_SHARE = 0.05
 """Gaps between blocks, of what is allocated and freed in every step: reserved over allocated memory was 1.01 to 1.07 in
 Llama-1B training logs (huggingface.co/nanotron/old_bench), 1.04 to 1.25 on a T4 (fitcheck-llm)."""
@@ -295,7 +296,7 @@ def ranked_plans(
     checkpointing: bool | None,
     calibration: dict[str, list[float]],
 ) -> list[Plan]:
-    """Plans from the best to the worst: what fits first, then by quality (full, LoRA, QLoRA), then by tokens per second.
+    """Plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by tokens per second.
 
     `checkpointing` None: with gradient checkpointing only where it does not fit without. With pp and one micro-batch
     the batch is cut into as many as make sense.
@@ -357,7 +358,7 @@ def why(plan: Plan) -> str:
             f"; waits {plan.time.exposed_s / plan.time.total_s:.0%} of the time for {plan.cluster.slowest_link.name}"
         )
     if job.gradient_checkpointing:
-        reason += "; activations are computed twice, to fit"
+        reason += "; gradient checkpointing computes activations twice"
     return f"{reason}; {-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows"
 
 
@@ -712,9 +713,8 @@ def answer(options: argparse.Namespace) -> int:
         return 0 if plans[0].fits else 1
     machines = f" on {cluster.nodes} machines" if cluster.nodes > 1 else ""
     names = " + ".join(f"{cluster.gpus.count(gpu)} x {gpu.name}" for gpu in dict.fromkeys(cluster.gpus))
-    print(
-        f"{options.model}: {architecture.parameters / 1e9:.2f}B parameters, {names}{machines}; every figure is projected\n"
-    )
+    size = f"{architecture.parameters / 1e9:.2f}B parameters"
+    print(f"{options.model}: {size}, {names}{machines}; every figure is projected\n")
     print(table(plans, options.rows_per_epoch))
     print(f"\n{recommendation(plans, options.rows_per_epoch)}")
     if options.explain:
@@ -736,12 +736,12 @@ def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> s
         raise BadInputError("--against-nodes compares data-parallel plans: pass --parallel ddp or fsdp.")
     spread = replace(plan.cluster, nodes=nodes, link=None)
     other = make_plan(plan.architecture, job, spread, calibration)
-    gbit = break_even_gbit(plan.architecture, job, plan.cluster, replace(spread, nodes=nodes), calibration)
+    gbit = break_even_gbit(plan.architecture, job, plan.cluster, spread, calibration)
     slower = other.time.total_s / plan.time.total_s
     network = "no network is fast enough" if gbit is None else f"{gbit:.3g} Gbit/s between them would do"
     return (
-        f"on {nodes} machines over {other.cluster.slowest_link.name} a step takes {slower:.2f} times as long, and at the same "
-        f"price per GPU bills as much more; to bill no more, {network}"
+        f"on {nodes} machines over {other.cluster.slowest_link.name} a step takes {slower:.2f} times as long, and "
+        f"at the same price per GPU bills as much more; to bill no more, {network}"
     )
 
 

@@ -26,6 +26,7 @@ from common.siblings import run_folders
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
 NOT_RUN, NOT_PUBLISHED, NO_GPU = "not run", "not published", "no GPU"
+PLANNED = "Training's peak, planned / measured (GiB)"
 MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 TECHNIQUE_NAMES = {("lora", "single"): "LoRA", ("lora", "ddp"): "LoRA with DDP"}
 FREE_SETTINGS = {
@@ -97,6 +98,16 @@ def peak_memory_gib(record: Record) -> str:
     """Peak memory of each device: allocated on a GPU, resident (RSS) on CPU."""
     peaks = [entry["peak_allocated_gib"] or entry["peak_rss_gib"] for entry in record["memory"]]
     return " / ".join(f"{peak:.2f}" for peak in peaks)
+
+
+def planned_memory(record: Record) -> str:
+    """`0.64 / 0.63 (+1%)`: training's peak as planned and as measured, in GiB, of the device that is furthest off."""
+    pairs = [(entry["planned_gib"], entry.get("peak_training_gib")) for entry in record["memory"]]
+    known = [(planned, measured) for planned, measured in pairs if planned is not None and measured is not None]
+    if not known:
+        return NOT_RUN
+    planned, measured = max(known, key=lambda pair: abs(pair[0] / pair[1] - 1))
+    return f"{planned:.2f} / {measured:.2f} ({planned / measured - 1:+.0%})"
 
 
 def ceiling_of(record: Record, scaling: str) -> str:
@@ -244,6 +255,7 @@ def _measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Ro
         "Machine's ceiling": "1x" if record["parallel"] == "single" else ceiling_of(record, ceiling),
         "Tokens per second": f"{record['tokens_per_s']:,.0f}",
         "Peak memory per device (GiB)": peak_memory_gib(record),
+        PLANNED: planned_memory(record),
         "Command": f"`{record['command']}`" if record["command"] != "the notebook" else "the notebook",
     }
 
@@ -267,6 +279,7 @@ def _published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
         "Machine's ceiling": NOT_PUBLISHED,
         "Tokens per second": NOT_PUBLISHED,
         "Peak memory per device (GiB)": NOT_PUBLISHED,
+        PLANNED: NOT_PUBLISHED,
         "Command": NOT_PUBLISHED,
     }
 
@@ -512,6 +525,7 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
             "of that, validation and checkpoints": clock(record["reporting_s"]),
             "tokens per second": f"{record['tokens_per_s']:,.0f}",
             "peak memory per device (GiB)": peak_memory_gib(record),
+            "training's peak, planned / measured": planned_memory(record),
         }
         for same, ceiling, words in (
             ("effective_batch_size", "strong", "at the same effective batch"),

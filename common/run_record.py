@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common import hardware
 from common.launch import Rank
 from common.run_config import REPOSITORY, BadInputError, RunConfig
+
+if TYPE_CHECKING:
+    from common.planner import Plan  # which reads records
 
 SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
@@ -47,6 +50,9 @@ class RunLog:
         self.run_name = run.run_name or f"{rank.launcher}-batch{run.batch_size}-seed{run.seed}"
         self.folder = run.results_folder(self.run_name)
         self.phases_s: dict[str, float] = {}
+        self.plan: Plan | None = None
+        self.peak_before_gib = 0.0
+        self.training_peak_gib: float | None = None
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         if rank.is_main:
             if self.folder.exists():
@@ -70,12 +76,28 @@ class RunLog:
         if self.rank.is_main:
             print(f"{name}: {self.phases_s[name]:.1f} s")
 
+    def gpu(self) -> hardware.Gpu | None:
+        """The GPU at hand, where the catalogue has it; None on CPU."""
+        names = hardware.gpus()[1]
+        return hardware.gpu_of_device(names[0]) if self.run.device == "cuda" and names else None
+
+    def training_starts(self, plan: "Plan | None") -> None:
+        """Keep the plan; from here on a GPU's peak is training's, which the plan is compared with."""
+        self.plan = plan
+        if self.rank.device != "cpu":
+            self.peak_before_gib = hardware.read_memory(self.rank.device).peak_gib
+            hardware.forget_peak(self.rank.device)
+
+    def training_ended(self) -> None:
+        """Remember this rank's peak in training; on CPU it is the process's highest so far."""
+        self.training_peak_gib = hardware.read_memory(self.rank.device).peak_gib
+
     def complete(self, **figures: object) -> Record:
         """Write the record of a completed run on rank 0, with every rank's memory; call it on all ranks."""
         from accelerate.utils import gather_object
 
         memory = gather_object([self._memory()])
-        record = self._record("completed", {**figures, "memory": memory})
+        record = self._record("completed", {"cost": self._cost(), **figures, "memory": memory})
         if self.rank.is_main:
             save_record(record, self.folder)
             print(f"record: {RECORD_NAME} in {self.folder.relative_to(self.folder.parents[1])}")
@@ -86,11 +108,39 @@ class RunLog:
         return {
             "rank": self.rank.rank,
             "device": self.rank.device,
-            "planned_gib": None,
-            "peak_allocated_gib": None if self.rank.device == "cpu" else reading.peak_gib,
+            "planned_gib": self.plan.devices[self.rank.rank].peak_gib if self.plan else None,
+            "peak_training_gib": self.training_peak_gib,
+            "peak_allocated_gib": None if self.rank.device == "cpu" else max(self.peak_before_gib, reading.peak_gib),
             "peak_reserved_gib": reading.peak_reserved_gib,
             "peak_rss_gib": hardware.read_memory("cpu").peak_gib,
             "total_gib": reading.total_gib,
+        }
+
+    def _planned(self) -> dict[str, object] | None:
+        """What was planned: memory of a device by part, and a step's time; all projected."""
+        if self.plan is None:
+            return None
+        batch, memory = self.plan.job.batch, self.plan.devices[0]
+        return {
+            "batch": {"rows": batch.rows, "length": batch.length, "labelled": batch.labelled},
+            "moment": memory.moment,
+            **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
+            "peak_gib": memory.peak_gib,
+            "longest_step_s": self.plan.time.total_s,
+            "max_batch_size": self.plan.max_batch_size,
+        }
+
+    def _cost(self) -> dict[str, object] | None:
+        """Rent of the GPUs for the phases so far, by the catalogue's price; None on CPU and for other GPUs."""
+        gpu = self.gpu()
+        if gpu is None or gpu.usd_per_hour is None:
+            return None
+        hours = sum(self.phases_s.values()) / 3600
+        return {
+            "usd": gpu.usd_per_hour * self.run.devices * hours,
+            "usd_per_hour": gpu.usd_per_hour * self.run.devices,
+            "price_date": gpu.price_date,
+            "price_source": gpu.price_source,
         }
 
     def _config(self) -> dict[str, object]:
@@ -129,6 +179,7 @@ class RunLog:
             "environment": environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,
+            "planned": self._planned(),
             **figures,
         }
 
@@ -241,7 +292,8 @@ def main() -> None:
         kept = keep_record(parser.parse_args().results_folder)
     except BadInputError as mistake:
         parser.exit(2, f"error: {mistake}\n")
-    print(f"kept {kept}; `make tables` renders it")
+    where = kept.relative_to(REPOSITORY) if kept.is_relative_to(REPOSITORY) else kept
+    print(f"kept {where}; `make tables` renders it")
 
 
 if __name__ == "__main__":

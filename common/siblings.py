@@ -16,6 +16,7 @@ from pathlib import Path
 
 import nbformat
 
+from common.launch import workflow_of
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 ACCELERATE_CONFIG_NAME = "my_accelerate_config.yaml"
@@ -54,6 +55,15 @@ def run_folders(root: Path = REPOSITORY) -> dict[Path, RunConfig]:
     """Every run folder and its run, in order."""
     workflows = sorted(root.glob("[0-9].[0-9]_*/run_*/my_workflow_*.py"))
     return {workflow.parent: read_literal(workflow) for workflow in workflows}
+
+
+def literal_of(run_folder: Path) -> RunConfig:
+    """The run of a folder, named from here or from the repository's root.
+
+    Raises:
+        BadInputError: it is no run folder.
+    """
+    return read_literal(workflow_of(run_folder if run_folder.is_dir() else REPOSITORY / run_folder))
 
 
 def accelerate_config(run: RunConfig) -> str:

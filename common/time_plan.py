@@ -2,9 +2,9 @@
 
     step = computing + what of the communication is not hidden behind it + the optimizer's pass over its states
 
-Floating-point operations are counted as they happen: forward, gradients of the activations, gradients of what is trained
-(frozen weights have none), and the second forward pass of gradient checkpointing. A GPU reaches a share of its dense
-peak; that share is a published one, or the median of the records kept for that GPU.
+Floating-point operations are counted as they happen: forward, gradients of the activations, gradients of what is
+trained (frozen weights have none), and the second forward pass of gradient checkpointing. A GPU reaches a share of its
+dense peak; that share is a published one, or the median of the records kept for that GPU.
 """
 
 import re
@@ -29,13 +29,15 @@ ACHIEVED_SHARES = {
 ASSUMED_SHARE = 0.35
 """Where nothing is published: an assumption, in the midst of the others."""
 LORA_SHARE_FACTOR = 0.62
-"""LoRA on one A100 reached 31 % (3,151 tokens/s on Qwen-7B, github.com/QwenLM/Qwen) where full training reaches 50 %."""
+"""LoRA on one A100 reached 31 % (3,151 tokens/s on Qwen-7B, github.com/QwenLM/Qwen), full training reaches 50 %."""
 QLORA_SHARE_FACTOR = 0.45
 """Q-LoRA in the same table: 23 %, as weights are de-quantized on the way."""
 NVLINK_ACHIEVED = 0.75
-"""Share of NVLink's one-direction bandwidth in an all-reduce: 0.67 to 0.82 (github.com/NVIDIA/nccl-tests/issues/149, 212)."""
+"""Share of NVLink's one-direction bandwidth in an all-reduce: 0.67 to 0.82 (github.com/NVIDIA/nccl-tests, issues 149
+and 212)."""
 PCIE_GB_PER_S = {3: 8.0, 4: 16.0, 5: 28.0}
-"""All-reduce over PCIe x16 by generation: 28 GB/s with eight RTX 5090 (github.com/NVIDIA/nccl/issues/1639), others by halves."""
+"""All-reduce over PCIe x16 by generation: 28 GB/s with eight RTX 5090 (github.com/NVIDIA/nccl/issues/1639), the others
+by halves."""
 ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, FAST_ETHERNET_GBIT = 0.9, 0.4, 50
 """Share of the line: 0.95 at 32 Gbit/s, 0.32 to 0.48 at 100 Gbit/s by TCP (github.com/NVIDIA/nccl/issues/209, 450)."""
 ASSUMED_ETHERNET_GBIT = 25
@@ -251,9 +253,9 @@ def step_time(
     return StepTime(
         slowest, communication_s, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (
-            f"computing: {step_flops(architecture, job, shares[0]).total / 1e12:,.1f} TFLOP on a device, {slowest:.3g} s",
-            f"communication: {sent / 1e9:,.3g} GB by {link.name} at {link.gb_per_s:,.3g} GB/s, {communication_s:.3g} s, "
-            f"of which {exposed_s:.3g} s are not hidden",
+            f"computing: {step_flops(architecture, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s",
+            f"communication: {sent / 1e9:,.3g} GB by {link.name} at {link.gb_per_s:,.3g} GB/s, "
+            f"{communication_s:.3g} s, of which {exposed_s:.3g} s are not hidden",
             f"waiting: {bubble_s:.3g} s",
             f"optimizer: {optimizer_s:.3g} s",
         ),
@@ -282,9 +284,9 @@ def _optimizer_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share) -
 def sent_bytes(architecture: Architecture, job: Job) -> float:
     """What one rank sends in a step.
 
-    A ring's all-reduce sends 2 (n - 1) / n of the gradients (nccl-tests, doc/PERFORMANCE.md). Sharded weights are gathered
-    twice, and their gradients scattered once: 3 (n - 1) / n of the weights, 1.5 times as much (Rajbhandari et al. 2020,
-    "ZeRO", section 7). Between stages one hidden state each way and border.
+    A ring's all-reduce sends 2 (n - 1) / n of the gradients (nccl-tests, doc/PERFORMANCE.md). Sharded weights are
+    gathered twice, and their gradients scattered once: 3 (n - 1) / n of the weights, 1.5 times as much (Rajbhandari et
+    al. 2020, "ZeRO", section 7). Between stages one hidden state each way and border.
     """
     n, batch = job.devices, job.batch
     around = (n - 1) / n

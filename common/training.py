@@ -22,10 +22,20 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from common.callbacks import VALIDATION_LOSS, FirstStepReport, ProgressReport, WorkDone
-from common.data import IGNORED_LABEL, EpochBatches, EpochLoader, Tokens, TrainingRows, make_collator
+from common.data import (
+    IGNORED_LABEL,
+    EpochBatches,
+    EpochLoader,
+    Tokens,
+    TrainingRows,
+    longest_batch,
+    make_collator,
+)
 from common.hardware import gpu_of_device, gpus
 from common.launch import BACKENDS, Rank
+from common.memory_plan import BatchShape
 from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
+from common.planner import Plan, plan_run, why
 from common.run_config import BadInputError, RunConfig
 from common.run_record import RunLog
 
@@ -159,6 +169,7 @@ def make_trainer(
 ) -> CountingTrainer:
     """The trainer of this rank, with its reports; nothing runs yet."""
     run, rank = log.run, log.rank
+    log.training_starts(plan_training(log, longest_batch(train, run.batch_size)))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     arguments = training_arguments(run, log.folder / "checkpoints")
     arguments.run_name = log.run_name
@@ -166,6 +177,24 @@ def make_trainer(
     trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
     check_precision(trainer, run)
     return trainer
+
+
+def plan_training(log: RunLog, batch: BatchShape) -> Plan | None:
+    """The plan of a run whose largest batch on a rank is `batch`; rank 0 says it.
+
+    A model, optimizer or GPU that the closed form does not know is told, and leaves the run without a plan.
+    """
+    try:
+        plan = plan_run(log.run, batch, log.gpu())
+    except BadInputError as unknown:
+        if log.rank.is_main:
+            print(f"no plan: {unknown}")
+        return None
+    if log.rank.is_main:
+        memory, gpu = plan.devices[0], plan.cluster.gpus[0]
+        largest = f"{batch.rows} rows of {batch.length} tokens at most"
+        print(f"planned: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB per device ({largest}); {why(plan)}")
+    return plan
 
 
 def check_precision(trainer: CountingTrainer, run: RunConfig) -> None:
@@ -274,6 +303,7 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
     `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
     leave it out. `world` comes from `check_training`.
     """
+    log.training_ended()
     history, run = trainer.state.log_history, log.run
     trained, multiplied = parameter_counts(trainer.accelerator.unwrap_model(trainer.model))
     flops = training_flops(trained, multiplied - trained)

@@ -11,8 +11,8 @@ import torch
 from huggingface_hub.errors import RepositoryNotFoundError
 from peft.tuners.lora import LoraLayer
 
+from common.architectures import MODEL_CONFIGS
 from common.models import (
-    MODEL_CONFIGS,
     add_lora,
     check_equal_logits,
     check_model,
@@ -102,12 +102,19 @@ def test_a_tied_head_is_counted_once_and_multiplies(run_config: RunConfig) -> No
 
 
 def test_unequal_logits_are_refused() -> None:
-    logits = torch.zeros(1, 2, 3)
+    logits = torch.tensor([[[10.0, -3.0, 0.5]]])
     assert check_equal_logits(logits, logits, "adapter", "fp32") == 0
+    for other in (logits + 1.5e-4, logits + 1e-2, logits * float("nan")):
+        with pytest.raises(RuntimeError, match="not what was trained"):
+            check_equal_logits(logits, other, "adapter", "fp32")
+
+
+def test_larger_logits_round_more_coarsely() -> None:
+    """A run of two epochs ended with logits up to 20, and differences of 1.26e-4 by merging."""
+    logits = torch.tensor([[[20.4, -3.0, 0.5]]])
+    assert check_equal_logits(logits, logits + 1.3e-4, "merged model", "fp32") > 1e-4
     with pytest.raises(RuntimeError, match="not what was trained"):
-        check_equal_logits(logits, logits + 1e-2, "adapter", "fp32")
-    with pytest.raises(RuntimeError, match="not what was trained"):
-        check_equal_logits(logits, logits * float("nan"), "adapter", "fp32")
+        check_equal_logits(logits, logits + 3e-4, "merged model", "fp32")
 
 
 def test_the_tokenizer_pads_with_another_token_than_the_end(run_config: RunConfig) -> None:
