@@ -238,7 +238,7 @@ def fake_step(run: RunConfig, config: PretrainedConfig, batch: BatchShape, as_on
     to_fake(model, mode)
     inputs = {name: mode.from_tensor(tensor) for name, tensor in batch_inputs(batch, model).items()}
     with mode, rows_not_packed():
-        return tracked_steps(run, model, inputs, batch, as_on_gpu)
+        return tracked_steps(run, model, inputs, as_on_gpu)
 
 
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel:
@@ -277,9 +277,7 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.T
     return with_head_on_answers(inputs) if keeps_logits(model) else inputs
 
 
-def tracked_steps(
-    run: RunConfig, model: PreTrainedModel, inputs: dict[str, torch.Tensor], batch: BatchShape, as_on_gpu: bool
-) -> Timeline:
+def tracked_steps(run: RunConfig, model: PreTrainedModel, inputs: dict[str, torch.Tensor], as_on_gpu: bool) -> Timeline:
     """Two optimizer steps by the run's own trainer, tracked; the timeline of the second."""
     tracker = MemoryTracker(model.config.vocab_size)
     with ExitStack() as stack:

@@ -439,7 +439,7 @@ def _close(name: str) -> list[str]:
     asked = _words(name)
     if same_model := [gpu.name for gpu in CATALOGUE if _model_words(gpu) <= asked]:
         return same_model
-    names = {gpu.name.lower(): gpu.name for gpu in CATALOGUE}
+    names = {spelt: gpu.name for gpu in CATALOGUE for spelt in (gpu.name.lower(), " ".join(sorted(_model_words(gpu))))}
     return [names[match] for match in difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)]
 
 

@@ -1,0 +1,537 @@
+"""The real training step on the real devices, so that a run fails in its first minute and not in its third hour.
+
+    python -m common.preflight 2.1_lora_finetuning/run_0_cpu_x1
+    python -m common.preflight 2.2_lora_finetuning_with_ddp/run_1_a6000_48g_x2 --seq-len 1024 --batch_size 4
+
+Settings, model, data and plan are checked first. Then every rank builds the model with random weights of its real shape
+(nothing is downloaded), takes three optimizer steps on the longest batch that can come up, validates one batch, and
+saves and reloads what it trained. What was measured is called so; the rest is projected. Nothing is left behind.
+
+Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question is wrong.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+from accelerate.utils import gather_object
+from peft import PeftModel
+from tabulate import tabulate
+from torch.utils.data import Sampler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from common.architectures import UnknownArchitectureError, read_architecture
+from common.data import Tokens, load_splits, longest_batch, tokenize_rows
+from common.device_maps import whole_model_on
+from common.hardware import (
+    CPU_DEVICE,
+    Gpu,
+    MemoryReading,
+    cpu_device,
+    find_gpu,
+    forget_peak,
+    gpu_of_device,
+    gpus,
+    read_memory,
+)
+from common.launch import (
+    BAD_INPUT_EXIT_CODE,
+    SPEAK_FIRST_S,
+    Rank,
+    check_inputs,
+    detect_launcher,
+    rank_started,
+    torchrun_command,
+)
+from common.memory_plan import OPTIMIZER_BYTES
+from common.models import (
+    EMBEDDED_BASE,
+    add_lora,
+    check_equal_logits,
+    load_base_model,
+    load_tokenizer,
+    next_token_logits,
+    shape_config,
+)
+from common.planner import LARGEST_BATCH, Plan, plan_run, why
+from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
+from common.siblings import literal_of
+from common.training import CountingTrainer, trainer_of_rows, training_arguments
+
+STEPS = 3
+"""Optimizer steps; the first one also warms up, so that the last two are timed."""
+
+
+# -- what is tried
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The longest batches of a run, each of one rank."""
+
+    train: list[Tokens]
+    validation: list[Tokens]
+    count: int | None
+    """Training rows of the whole run; None = not known."""
+    source: str
+    """Where the rows come from, in words."""
+
+
+def longest_rows(rows: list[Tokens], count: int) -> list[Tokens]:
+    """The `count` rows with the most tokens, longest first."""
+    return sorted(rows, key=lambda row: -len(row["input_ids"]))[:count]
+
+
+def rows_of_run(run: RunConfig) -> Rows:
+    """The longest of the run's own rows, as the tokenizer for random weights cuts them.
+
+    Raises:
+        BadInputError: rows are missing or malformed, or have no answer within `max_length`.
+    """
+    splits, tokenizer = load_splits(run), load_tokenizer(run)
+    tokenizer_is_own = (REPOSITORY / run.model).resolve() == EMBEDDED_BASE
+    try:
+        train, validation = (
+            tokenize_rows(rows, tokenizer, run.max_length) for rows in (splits.train, splits.validation)
+        )
+    except BadInputError as cut:
+        if tokenizer_is_own:
+            raise
+        raise BadInputError(
+            f"{str(cut).rstrip('.')}, or, as these are tokens of the embedded tokenizer and the model's own may make "
+            f"fewer, pass --seq-len {run.max_length}."
+        ) from None
+    return Rows(
+        longest_rows(train, run.batch_size),
+        longest_rows(validation, run.evaluation_batch_size),
+        len(train),
+        f"the longest of {len(train):,}" + ("" if tokenizer_is_own else ", in tokens of the embedded tokenizer"),
+    )
+
+
+def rows_of_length(run: RunConfig, tokens: int) -> Rows:
+    """Rows of exactly so many tokens, all of them learnt, for a run whose data are not here yet.
+
+    Raises:
+        BadInputError: a row of that length has nothing to predict.
+    """
+    if tokens < 2:
+        raise BadInputError(f"--seq-len is {tokens}, but must be at least 2: the first token is not predicted.")
+    ids = [number % load_tokenizer(run).vocab_size for number in range(tokens)]
+    row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": ids}
+    count = run.train_rows if run.train_rows > 0 else None
+    return Rows([row] * run.batch_size, [row] * run.evaluation_batch_size, count, "by --seq-len, all of it learnt")
+
+
+def check_length(run: RunConfig, rows: Rows, option: str) -> None:
+    """Refuse rows that are longer than the model reads.
+
+    Raises:
+        BadInputError: with both lengths; `option` is what the user can lower.
+    """
+    longest = max(len(row["input_ids"]) for row in (*rows.train, *rows.validation))
+    readable = getattr(shape_config(run.model), "max_position_embeddings", longest)
+    if longest > readable:
+        raise BadInputError(
+            f"The longest row has {longest} tokens, but {run.model} reads {readable}: pass {option} {readable}."
+        )
+
+
+def device_of(run: RunConfig) -> Gpu | None:
+    """A device of the run to plan with: the GPU at hand, or the one the folder was made for; None = both unknown.
+
+    The ranks of a CPU run share the machine's memory: each has an equal part.
+    """
+    if run.device == "cpu":
+        cpu = cpu_device()
+        return replace(cpu, memory_gib=cpu.memory_gib / run.world_size)
+    return gpu_of_device(gpus()[1][0]) or (find_gpu(run.gpu) if run.gpu else None)
+
+
+def unknown_to_planner(run: RunConfig) -> str:
+    """What the planner does not know of this run, which then goes without a plan; empty = nothing."""
+    if device_of(run) is None:
+        return f"the catalogue lacks {gpus()[1][0]}; --gpu may name one of like memory and speed"
+    if run.optimizer not in OPTIMIZER_BYTES:
+        return f"the planner does not know the optimizer {run.optimizer}"
+    try:
+        read_architecture(run.model)
+    except UnknownArchitectureError as unknown:
+        return str(unknown)
+    return ""
+
+
+def total_steps(run: RunConfig, row_count: int | None) -> int | None:
+    """Optimizer steps of the whole run; None where the number of rows, and so of steps, is not known."""
+    if run.max_steps > 0:
+        return run.max_steps
+    if row_count is None:
+        return None
+    micro_batches = -(-row_count // (run.batch_size * run.world_size))
+    return run.epochs * -(-micro_batches // run.accumulation_steps)
+
+
+# -- on the devices
+
+
+class RepeatedBatch(Sampler[list[int]]):
+    """The same batch again and again: every row of the data set, in order."""
+
+    def __init__(self, row_count: int, times: int) -> None:
+        """`times`: batches of the one epoch."""
+        self.row_count, self.times = row_count, times
+
+    def set_epoch(self, epoch: int) -> None:
+        """Every epoch is alike."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The batch, `times` times."""
+        for _ in range(self.times):
+            yield list(range(self.row_count))
+
+    def __len__(self) -> int:
+        """Batches of the epoch."""
+        return self.times
+
+
+class StepClock(TrainerCallback):
+    """When each optimizer step ended."""
+
+    def __init__(self, device: str) -> None:
+        """`device` (`cpu`, `cuda:0`) is waited for before the clock is read."""
+        self.device = device
+        self.ends_s: list[float] = []
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Note the time."""
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+        self.ends_s.append(time.perf_counter())
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step, the first one left out."""
+        return median(end_s - start_s for start_s, end_s in zip(self.ends_s, self.ends_s[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured; memory in GiB, on CPU of the process (RSS), on a GPU as PyTorch allocates it."""
+
+    device: str
+    peak_gib: float
+    """Of the training steps."""
+    validation_peak_gib: float
+    capacity_gib: float
+    step_time_s: float
+    validation_time_s: float
+    logit_difference: float
+    """Largest absolute one between what was trained and what was reloaded; rank 0 alone reloads."""
+
+
+@contextmanager
+def phase(name: str, rank: Rank, remedy: str) -> Iterator[None]:
+    """Say on rank 0 when a phase starts and how long it took; out of memory ends it with `remedy` and exit code 1."""
+    start_s = time.perf_counter()
+    if rank.is_main:
+        print(f"{name} ...")
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if not rank.is_main:
+            time.sleep(SPEAK_FIRST_S)  # torchrun ends the others once one has gone: one sentence is enough
+        memory = read_memory(rank.device)
+        print(
+            f"error: {name}: out of memory on {rank.device}, {memory.peak_gib:.1f} of {memory.total_gib:.1f} GiB "
+            f"allocated; {remedy}.",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    if rank.is_main:
+        print(f"{name}: {time.perf_counter() - start_s:.1f} s")
+
+
+def planned_gib(plan: Plan, rank: int) -> float:
+    """What the plan says of the memory that `Measured` has: of the whole process on CPU, on a GPU without overhead."""
+    memory = plan.devices[rank]
+    return memory.peak_gib if plan.cluster.gpus[rank].name == CPU_DEVICE else memory.allocated_gib
+
+
+def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
+    """What to do when a batch of so many rows runs out of memory: what fits by the plan, or half where it was wrong."""
+    said = f"the plan said {max(memory.peak_gib for memory in plan.devices):.1f} GiB, " if plan else ""
+    fitting = plan.max_batch_size if plan and not plan.fits else rows // 2
+    if fitting == 0:
+        return f"{said}and not even one row fits: set gradient_checkpointing, lower --max_length, or use larger devices"
+    accumulated = -(-rows * run.accumulation_steps // fitting)
+    return f"{said}try --batch_size {fitting} --accumulation_steps {accumulated}"
+
+
+def measure(run: RunConfig, rows: Rows, plan: Plan | None, rank: Rank, folder: Path) -> Measured:
+    """Build, train, validate, save and reload on this rank's device; `folder` takes what is saved.
+
+    Raises:
+        SystemExit: memory ran out; the sentence has been said.
+        RuntimeError: what was saved is not what was trained.
+    """
+    elsewhere = "see in nvidia-smi what else is on the device, or use a smaller --model"
+    with phase("build model", rank, elsewhere):
+        trainer = trainer_of_longest_batch(run, rows, rank, folder)
+        clock = StepClock(rank.device)
+        trainer.add_callback(clock)
+    with phase(f"{STEPS} steps on the longest batch", rank, smaller_batch(run, len(rows.train), plan)):
+        _forget_peak(rank)
+        trainer.train()
+        training = read_memory(rank.device)
+    fewer = f"validation needs the logits of whole rows: pass --evaluation_batch_size {len(rows.validation) // 2 or 1}"
+    with phase("validation of one batch", rank, fewer):
+        validation, validation_time_s = validate(trainer, rank)
+    with phase("save and reload", rank, elsewhere):
+        difference = save_and_reload(run, trainer, rank, folder)
+    return Measured(
+        rank.device,
+        training.peak_gib,
+        validation.peak_gib,
+        training.total_gib / (rank.world_size if rank.device == "cpu" else 1),
+        clock.step_time_s,
+        validation_time_s,
+        difference,
+    )
+
+
+def _forget_peak(rank: Rank) -> None:
+    if rank.device != "cpu":  # a process's peak cannot be reset
+        forget_peak(rank.device)
+
+
+def trainer_of_longest_batch(run: RunConfig, rows: Rows, rank: Rank, folder: Path) -> CountingTrainer:
+    """The run's own trainer, which takes `STEPS` optimizer steps, every micro-batch of them the longest batch."""
+    model = load_base_model(run, whole_model_on(rank.device))
+    if run.technique == "lora":
+        model = add_lora(model, run)
+    arguments = training_arguments(replace(run, max_steps=STEPS, report_to="none"), folder)
+    arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
+    arguments.load_best_model_at_end = False
+    # validation is divided among the ranks batch by batch: one for each
+    validation = rows.validation * rank.world_size
+    trainer = trainer_of_rows(model, load_tokenizer(run), rows.train, validation, arguments, rank, [])
+    trainer.batches = RepeatedBatch(len(rows.train), STEPS * run.accumulation_steps)
+    return trainer
+
+
+def validate(trainer: CountingTrainer, rank: Rank) -> tuple[MemoryReading, float]:
+    """Compute the validation loss of one batch per rank; its memory, and its time in seconds."""
+    _forget_peak(rank)
+    start_s = time.perf_counter()
+    trainer.evaluate()  # ends with figures on the host, so that the device has finished
+    return read_memory(rank.device), time.perf_counter() - start_s
+
+
+def save_and_reload(run: RunConfig, trainer: CountingTrainer, rank: Rank, folder: Path) -> float:
+    """Save the adapter, or the model, and load it again on rank 0: the largest absolute difference of logits.
+
+    The trained model is given up, so that a device holds one model at a time.
+
+    Raises:
+        RuntimeError: what was saved is not what was trained.
+    """
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    batch = trainer.data_collator(trainer.eval_dataset[:1])
+    expected = next_token_logits(trained, batch)
+    if rank.is_main:
+        trained.save_pretrained(folder)
+    trained.to("meta")
+    if run.device == "cuda":
+        torch.cuda.empty_cache()
+    if not rank.is_main:
+        return 0.0
+    device_map = whole_model_on(rank.device)
+    if run.technique == "lora":
+        what, reloaded = "adapter", PeftModel.from_pretrained(load_base_model(run, device_map), folder)
+    else:
+        what, reloaded = "model", load_base_model(run, device_map, source=folder)
+    return check_equal_logits(expected, next_token_logits(reloaded, batch), what, run.precision)
+
+
+def measure_all(run: RunConfig, rows: Rows, plan: Plan | None) -> list[Measured]:
+    """`measure` as one rank of the world; what all ranks measured, in their order, on every rank."""
+    with rank_started(run) as rank, tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        return gather_object([measure(run, rows, plan, rank, Path(folder))])
+
+
+# -- the answer
+
+
+def announcement(run: RunConfig, rows: Rows, plan: Plan | None) -> str:
+    """What is going to be tried, and what was planned for it."""
+    batch = longest_batch(rows.train, run.batch_size)
+    shape = f"{batch.rows} rows of up to {batch.length} tokens ({rows.source})"
+    tried = f"tries {run.technique} of {run.model} with {run.parallel} on {run.devices} x {run.device}: {shape}"
+    if plan is None:
+        return f"{tried}\nno plan: {unknown_to_planner(run)}"
+    memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    return (
+        f"{tried}\nplanned for {gpu.name}: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB per device, "
+        f"{planned_step_s(run, plan):.3g} s per step; {why(plan)}"
+    )
+
+
+def planned_step_s(run: RunConfig, plan: Plan) -> float:
+    """Seconds of an optimizer step by the plan, with all its micro-batches."""
+    return plan.time.total_s * run.accumulation_steps
+
+
+def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
+    """Memory of the training step, planned and measured, one row per rank."""
+    rows = []
+    for rank, found in enumerate(measured):
+        planned = planned_gib(plan, rank) if plan else None
+        rows.append([
+            rank,
+            found.device,
+            "no plan" if planned is None else f"{planned:.2f}",
+            f"{found.peak_gib:.2f}",
+            "-" if planned is None else f"{found.peak_gib / planned - 1:+.0%}",
+            f"{found.capacity_gib:.1f}",
+        ])  # fmt: skip
+    headers = ["rank", "device", "planned\nGiB", "measured\nGiB", "difference", "capacity\nGiB"]
+    aligned = ("right", "left", "right", "right", "right", "right")
+    return tabulate(rows, headers, tablefmt="rounded_outline", colalign=aligned, disable_numparse=True)
+
+
+def largest_batch(plan: Plan, measured: Sequence[Measured]) -> tuple[int, float]:
+    """Rows per rank that fit if every planned byte takes what was measured for it; and measured over planned memory."""
+    factor = max(found.peak_gib / planned_gib(plan, rank) for rank, found in enumerate(measured))
+    devices = tuple(
+        replace(gpu, memory_gib=found.capacity_gib / factor)
+        for gpu, found in zip(plan.cluster.gpus, measured, strict=True)
+    )
+    return replace(plan, cluster=replace(plan.cluster, gpus=devices)).max_batch_size, factor
+
+
+def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Measured]) -> str:
+    """The result for a terminal."""
+    what = "the process" if run.device == "cpu" else "what PyTorch allocates; context and gaps come on top"
+    validation_s = max(found.validation_time_s for found in measured)
+    validation_gib = max(found.validation_peak_gib for found in measured)
+    lines = [
+        f"memory of the training step ({what}):",
+        memory_table(plan, measured),
+        *time_lines(run, rows, plan, max(found.step_time_s for found in measured)),
+        *([largest_batch_line(plan, measured)] if plan else []),
+        f"validation: measured {validation_s:.2f} s and a peak of {validation_gib:.2f} GiB for "
+        f"{len(rows.validation)} rows per rank",
+        f"passed: trained, validated, saved and reloaded; logits measured {measured[0].logit_difference:.1e} apart",
+    ]
+    return "\n".join(lines)
+
+
+def largest_batch_line(plan: Plan, measured: Sequence[Measured]) -> str:
+    """The largest batch in words."""
+    rows, factor = largest_batch(plan, measured)
+    count = f"over {LARGEST_BATCH:,}" if rows >= LARGEST_BATCH else f"{rows:,}"
+    return (
+        f"largest batch: projected {count} rows per rank, by the plan times measured over planned memory ({factor:.2f})"
+    )
+
+
+def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float) -> list[str]:
+    """A step's time against the plan's, and what follows for the whole training and its cost."""
+    planned = "no plan"
+    if plan:
+        planned_s = planned_step_s(run, plan)
+        planned = f"planned {planned_s:.3g} s ({step_time_s / planned_s - 1:+.0%})"
+    lines = [f"step time: measured {step_time_s:.3g} s, {planned}"]
+    steps = total_steps(run, rows.count)
+    if steps is None:
+        return [*lines, "training time: not known without the number of rows; pass --train_rows or --max_steps"]
+    training_s = steps * step_time_s
+    duration = timedelta(seconds=round(training_s))
+    lines.append(
+        f"training time: projected {duration} for {steps:,} steps, all on batches as long as this one; validation, "
+        "checkpoints and answers come on top"
+    )
+    gpu = device_of(run)
+    if gpu is None or gpu.usd_per_hour is None:
+        return [*lines, "cost: no price"]
+    usd = gpu.usd_per_hour * run.devices * training_s / 3600
+    return [*lines, f"cost: projected {usd:,.2f} USD ({run.devices} x {gpu.usd_per_hour} per hour, {gpu.price_date})"]
+
+
+# -- the command line
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's own options; the others are overrides of the run's settings."""
+    made = argparse.ArgumentParser(
+        prog="python -m common.preflight", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Any setting of common/run_config.py can follow, such as --batch_size 4.",
+    )  # fmt: skip
+    made.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_0_cpu_x1")
+    made.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, in place of the run's data")
+    made.add_argument("--anyway", action="store_true", help="try what does not fit by the plan, too")
+    return made
+
+
+def start_ranks(run: RunConfig, arguments: Sequence[str]) -> None:
+    """Start this command again on every rank by torchrun, in this process's place."""
+    if run.device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, but warns about it
+    command = torchrun_command("-m", run.world_size, "common.preflight", *arguments)
+    sys.stdout.flush()  # what is still in the buffer would be lost
+    os.execv(command[0], command)
+
+
+def preflight(arguments: Sequence[str]) -> int:
+    """Check, plan, try and report: the exit code.
+
+    Raises:
+        BadInputError: the run, its model or its data are not as they should be.
+    """
+    options, overrides = parser().parse_known_args(arguments)
+    run = replace(parse_overrides(literal_of(options.run_folder), overrides), weights="random")
+    if options.seq_len is None:
+        check_inputs(run)
+        rows = rows_of_run(run)
+        check_length(run, rows, "--max_length")
+    else:
+        check_inputs(replace(run, data=RunConfig().data))  # the run's own are not needed
+        rows = rows_of_length(run, options.seq_len)
+        check_length(run, rows, "--seq-len")
+    batch = longest_batch(rows.train, run.batch_size)
+    plan = None if unknown_to_planner(run) else plan_run(run, batch, device_of(run))
+    if detect_launcher() != "torchrun":
+        print(announcement(run, rows, plan))
+        if plan and not plan.fits and not options.anyway:
+            print("not tried; --anyway tries it all the same")
+            return 1
+        if run.world_size > 1:
+            start_ranks(run, arguments)
+    measured = measure_all(run, rows, plan)
+    if os.environ.get("RANK", "0") == "0":
+        print(report(run, rows, plan, measured))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m common.preflight`."""
+    try:
+        sys.exit(preflight(sys.argv[1:] if arguments is None else arguments))
+    except BadInputError as mistake:
+        parser().exit(BAD_INPUT_EXIT_CODE, f"error: {mistake}\n")
+
+
+if __name__ == "__main__":
+    main()

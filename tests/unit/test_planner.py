@@ -1,0 +1,226 @@
+"""The planner's answers: its contract, its reasons, its refusals, and its speed."""
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common import planner
+from common.architectures import read_architecture
+from common.hardware import CPU_DEVICE, find_gpu
+from common.memory_plan import PARTS, BatchShape, Job, Share
+from common.planner import main, make_plan, memory_with_overhead, place, plan_run
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.time_plan import Cluster
+
+A6000, A5000 = find_gpu("a6000"), find_gpu("a5000")
+ENTRY_KEYS = {
+    *("technique", "parallel", "per_device", "max_batch_size", "step_time_s", "tokens_per_s"),
+    *("cost_usd_per_epoch", "why"),
+}
+DEVICE_KEYS = {"device", *(f"{part}_gib" for part in PARTS), "overhead_gib", "peak_gib", "capacity_gib", "fits"}
+
+
+def ask(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["planner", *command.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out, said.err
+
+
+@pytest.fixture
+def asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201
+    return lambda command: ask(command, capsys, monkeypatch)
+
+
+def test_the_json_is_as_contracted(asked) -> None:  # noqa: ANN001
+    code, out, _ = asked("--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 2 --seq-len 512 --json")
+    answer = json.loads(out)
+    assert code == 0
+    assert {"model", "ranked", "recommendation", "assumptions"} <= answer.keys()
+    for entry in answer["ranked"]:
+        assert entry.keys() >= ENTRY_KEYS
+        assert [device["device"] for device in entry["per_device"]] == [0, 1]
+        for device in entry["per_device"]:
+            assert device.keys() >= DEVICE_KEYS
+            total = sum(device[f"{part}_gib"] for part in (*PARTS, "overhead"))
+            assert total == pytest.approx(device["peak_gib"])
+            assert device["fits"] == (device["peak_gib"] <= device["capacity_gib"])
+    fits = [all(device["fits"] for device in entry["per_device"]) for entry in answer["ranked"]]
+    assert fits == sorted(fits, reverse=True)
+
+
+def test_a_named_way_is_the_only_entry(asked) -> None:  # noqa: ANN001
+    code, out, _ = asked("--model llama-3.1-8b --technique lora --parallel ddp --gpu a6000 --gpus 4 --json")
+    entries = json.loads(out)["ranked"]
+    assert code == 0
+    assert [(entry["technique"], entry["parallel"]) for entry in entries] == [("lora", "ddp")]
+    assert entries[0]["step_time_s"] > 0
+    assert entries[0]["cost_usd_per_epoch"] > 0
+
+
+def test_the_terms_are_explained(asked) -> None:  # noqa: ANN001
+    _, out, _ = asked("--model llama-3.1-8b --technique lora --parallel single --gpu a6000 --explain")
+    assert "VRAM = weights + gradients + optimizer states + activations" in out
+    assert "8,030,261,248 x 2 bytes" in out
+    assert "T H 4" in out
+
+
+def test_what_does_not_fit_ends_with_1_and_advice(asked) -> None:  # noqa: ANN001
+    code, out, _ = asked("--model llama-3.1-70b --technique full --parallel single --gpu a6000")
+    assert code == 1
+    assert "does not fit" in out
+    assert "--technique lora" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("--model nothing --gpu a6000", "There is no shape of nothing"),
+        ("--model llama-3.1-8b --gpu a6001", "Did you mean RTX A6000 48GB?"),
+        ("--model llama-3.1-8b --gpu a6001", "--gpu-memory-gib 24 --gpu-tflops 70"),
+        ("--model llama-3.1-8b --gpu mine --gpu-memory-gib 24", "pass its --gpu-tflops"),
+        ("--model llama-3.1-8b --gpu a6000 --gpu a5000 --gpus 3", "name one for all, or each of them"),
+        ("--model llama-3.1-8b --gpu a6000 --gpus 4 --nodes 3", "cannot be spread evenly"),
+        ("--model llama-3.1-8b --gpu a6000 --batch-size 0", "--batch-size is 0, but must be above 0"),
+        ("--model roberta-large --gpu a6000 --seq-len 1000", "pass --seq-len 512 or less"),
+        ("--model llama-3.1-8b --gpu a6000 --technique full --quantization nf4", "14.5 instead of 16 bytes"),
+        ("--model llama-3.1-8b --gpu a6000 --technique lora --quantization nf4", "pass --technique qlora"),
+        ("--model llama-3.1-8b --gpu a6000 --technique lora --target-modules wq", "no linear layer 'wq'"),
+        (
+            "--model llama-3.2-1b --gpu a6000 --gpus 20 --parallel mp --technique full",
+            "16 layers, too few for 20 stages",
+        ),
+        ("--model llama-3.1-8b --gpu v100-16gb --precision bf16", "does not compute in bf16"),
+        ("--model llama-3.1-8b --gpu a6000 --gpus 2 --link wifi", "pass nvlink, pcie, or ethernet-"),
+        ("--model llama-3.1-8b", "No --gpu is named"),
+        ("--model llama-3.1-8b --gpu a6000 --optimizer lion", "'lion' is not known to the planner"),
+    ],
+)
+def test_bad_questions_end_in_one_sentence(command: str, sentence: str, asked) -> None:  # noqa: ANN001
+    code, out, err = asked(command)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert sentence in err
+
+
+def test_a_gpu_by_hand(asked) -> None:  # noqa: ANN001
+    command = "--model llama-3.2-1b --gpu mine --gpu-memory-gib 30 --gpu-tflops 100 --usd-per-hour 2 --json"
+    _, out, _ = asked(command)
+    entry = json.loads(out)["ranked"][0]
+    assert entry["per_device"][0]["capacity_gib"] == 30
+    assert entry["cost_usd_per_epoch"] > 0
+
+
+def test_the_answer_takes_less_than_a_second_and_no_torch() -> None:
+    command = [sys.executable, "-m", "common.planner", "--model", "llama-3.1-8b", "--gpu", "a6000", "--gpus", "4"]
+    seconds = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start_s)
+    assert min(seconds) < 1
+    light = "import sys, common.planner; print('torch' in sys.modules, 'pandas' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", light], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_512_gpus_on_64_machines_are_one_command(asked) -> None:  # noqa: ANN001
+    code, out, _ = asked("--model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --seq-len 2048 --json")
+    answer = json.loads(out)
+    assert code == 0
+    assert answer["figures"] == "projected"
+    assert len(answer["ranked"][0]["per_device"]) == 512
+
+
+def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
+    architecture = read_architecture("llama-3.2-3b")
+    for parallel, devices in (("single", 1), ("ddp", 2), ("mp", 2)):
+        job = Job(technique="lora", parallel=parallel, devices=devices, batch=BatchShape(1, 1024, 1024))
+        cluster = Cluster((A5000,) * devices)
+        largest = make_plan(architecture, job, cluster, {}).max_batch_size
+        at, above = (
+            make_plan(architecture, replace(job, batch=BatchShape(rows, 1024, 1024)), cluster, {})
+            for rows in (largest, largest + 1)
+        )
+        assert at.fits
+        assert not above.fits
+
+
+@pytest.mark.parametrize("gpus", [(A6000, A5000), (A5000, A6000), (A5000,) * 3])
+def test_layers_are_placed_as_well_as_any_search_can(gpus: tuple) -> None:
+    architecture = read_architecture("llama-3.2-1b")
+    job = Job(technique="full", parallel="mp", devices=len(gpus), batch=BatchShape(2, 512, 512))
+
+    def fullest(counts: tuple[int, ...]) -> float:
+        shares = [
+            Share((count,), has_embeddings=stage == 0, has_head=stage == len(gpus) - 1)
+            for stage, count in enumerate(counts)
+        ]
+        pairs = zip(shares, gpus, strict=True)
+        return max(
+            memory_with_overhead(architecture, job, share, gpu).peak_gib / gpu.memory_gib for share, gpu in pairs
+        )
+
+    splits = [
+        counts
+        for counts in itertools.product(range(1, architecture.layers), repeat=len(gpus))
+        if sum(counts) == architecture.layers
+    ]
+    best = min(map(fullest, splits))
+    placed = tuple(share.layers[0] for share in place(architecture, job, gpus))
+    assert sum(placed) == architecture.layers
+    assert fullest(placed) <= 1.05 * best
+
+
+def test_full_where_it_fits_and_adapters_where_it_does_not(asked) -> None:  # noqa: ANN001
+    def best(gpu: str, model: str) -> str:
+        _, out, _ = asked(f"--model {model} --gpu {gpu} --seq-len 512 --json")
+        return json.loads(out)["ranked"][0]["technique"]
+
+    assert best("a6000", "llama-3.2-1b") == "full"
+    assert best("a6000", "llama-3.1-8b") == "lora"
+    assert best("t4", "llama-3.1-8b") == "qlora"
+
+
+def test_an_unknown_architecture_is_planned_by_dry_run(tmp_path: Path, asked) -> None:  # noqa: ANN001
+    facts = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 4}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**facts, "vocab_size": 500, "n_positions": 128}))
+    code, out, _ = asked(f"--model {path} --gpu t4 --technique full --seq-len 64 --precision fp16-mixed --json")
+    answer = json.loads(out)
+    assert code == 0
+    assert "'gpt2'" in answer["assumptions"][0]
+    assert 0 < answer["ranked"][0]["per_device"][0]["peak_gib"] < 0.1
+    code, _, err = asked(f"--model {path} --gpu t4 --technique qlora --seq-len 64 --precision fp16-mixed")
+    assert code == 2
+    assert "The dry run stands in for lora and full" in err
+
+
+def test_a_run_is_planned_on_its_folder_s_gpu_or_on_the_cpu() -> None:
+    batch = BatchShape(8, 256, 255)
+    on_gpu = RunConfig(gpu="RTX A6000 48GB", device="cuda", model="qwen2.5-7b", precision="bf16")
+    assert plan_run(on_gpu, batch).cluster.gpus == (A6000,)
+    on_cpu = plan_run(RunConfig(), batch)
+    assert on_cpu.cluster.gpus[0].name == CPU_DEVICE
+    assert on_cpu.devices[0].parts_gib["overhead"] == pytest.approx(planner.CPU_PROCESS_GIB)
+    with pytest.raises(BadInputError, match="'adafactor' is not known to the planner"):
+        plan_run(RunConfig(optimizer="adafactor"), batch)
+
+
+def test_rows_of_ddp_are_each_rank_s() -> None:
+    architecture = read_architecture("llama-3.2-1b")
+    job = Job(technique="lora", parallel="single", batch=BatchShape(4, 512, 512))
+    one = make_plan(architecture, job, Cluster((A6000,)), {})
+    two = make_plan(architecture, replace(job, parallel="ddp", devices=2), Cluster((A6000,) * 2), {})
+    assert two.rows_per_step == 2 * one.rows_per_step
+    assert one.tokens_per_s < two.tokens_per_s <= 2 * one.tokens_per_s
+    assert two.epoch_usd(1000) == pytest.approx(one.epoch_usd(1000), rel=0.1)

@@ -1,0 +1,123 @@
+"""Seconds, bytes sent and bills: known formulas, and what must hold for any plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.architectures import read_architecture
+from common.hardware import find_gpu
+from common.memory_plan import BatchShape, Job, whole_model
+from common.planner import make_plan
+from common.run_config import BadInputError
+from common.time_plan import (
+    Cluster,
+    achieved_speed,
+    break_even_gbit,
+    calibration_from,
+    parse_link,
+    sent_bytes,
+    step_flops,
+)
+
+LLAMA = read_architecture("llama-3.1-8b")
+BART = read_architecture("bart-large-cnn")
+A100, V100 = find_gpu("a100-80gb"), find_gpu("v100-16gb")
+BATCH = BatchShape(4, 512, 512)
+FULL = Job(technique="full", parallel="single", batch=BATCH)
+
+
+def test_full_training_takes_six_operations_per_weight_and_token() -> None:
+    flops = step_flops(LLAMA, FULL, whole_model(LLAMA))
+    multiplied = LLAMA.parameters - LLAMA.embedding_parameters
+    assert flops.total / (BATCH.tokens * multiplied) == pytest.approx(6, rel=0.03)  # and a little for attention
+
+
+def test_frozen_weights_take_four_and_checkpointing_a_third_more() -> None:
+    multiplied = LLAMA.parameters - LLAMA.embedding_parameters
+    lora = step_flops(LLAMA, replace(FULL, technique="lora"), whole_model(LLAMA))
+    assert lora.total / (BATCH.tokens * multiplied) == pytest.approx(4, rel=0.05)
+    again = step_flops(LLAMA, replace(FULL, gradient_checkpointing=True), whole_model(LLAMA))
+    assert again.total / step_flops(LLAMA, FULL, whole_model(LLAMA)).total == pytest.approx(4 / 3, rel=0.03)
+
+
+def test_what_a_ring_sends() -> None:
+    ddp = replace(FULL, parallel="ddp", devices=4)
+    gradients = LLAMA.parameters * 2
+    assert sent_bytes(LLAMA, ddp) == pytest.approx(2 * 3 / 4 * gradients)
+    assert sent_bytes(LLAMA, replace(ddp, parallel="fsdp")) == pytest.approx(1.5 * sent_bytes(LLAMA, ddp))
+    assert sent_bytes(LLAMA, replace(ddp, technique="lora")) < 0.01 * sent_bytes(LLAMA, ddp)
+    assert sent_bytes(LLAMA, FULL) == 0
+
+
+def plan_time(job: Job, cluster: Cluster) -> float:
+    return make_plan(LLAMA, job, cluster, {}).time.total_s
+
+
+def test_one_after_the_other_takes_as_long_as_one_and_micro_batches_less() -> None:
+    alone = make_plan(LLAMA, FULL, Cluster((A100,)), {}).time
+    four = Cluster((A100,) * 4)
+    naive = make_plan(LLAMA, replace(FULL, parallel="mp", devices=4), four, {}).time
+    piped = make_plan(LLAMA, replace(FULL, parallel="pp", devices=4, micro_batches=4), four, {})
+    assert naive.compute_s + naive.bubble_s == pytest.approx(alone.compute_s, rel=0.05)
+    assert piped.time.total_s < 0.6 * naive.total_s
+    idle = piped.time.bubble_s / (piped.time.bubble_s + piped.time.compute_s)
+    assert idle == pytest.approx((4 - 1) / (4 + 4 - 1), rel=0.02)
+
+
+def test_a_slower_link_never_helps() -> None:
+    job = replace(FULL, parallel="ddp", devices=4)
+    times = [
+        plan_time(job, Cluster((A100,) * 4, link=parse_link(link, A100)))
+        for link in ("nvlink", "pcie", "ethernet-25", "ethernet-1")
+    ]
+    assert times == sorted(times)
+    assert times[-1] > 5 * times[0]
+
+
+def test_many_machines_bill_more_until_their_network_is_fast() -> None:
+    """Seed 5's comparison: one machine of four V100 against four machines of one."""
+    job = Job(technique="full", parallel="ddp", devices=4, batch=BATCH, precision="fp16-mixed")
+    together, apart = Cluster((V100,) * 4), Cluster((V100,) * 4, nodes=4)
+    gbit = break_even_gbit(BART, job, together, apart, {})
+    assert gbit is not None
+
+    def bill(link: str) -> float:
+        plan = make_plan(BART, job, replace(apart, link=parse_link(link, V100)), {})
+        return plan.epoch_usd(1000)
+
+    target = make_plan(BART, job, together, {}).epoch_usd(1000)
+    assert bill("ethernet-10") > target
+    assert break_even_gbit(BART, job, together, replace(apart, usd_per_hour=100.0), {}) is None
+    assert break_even_gbit(BART, job, together, replace(apart, usd_per_hour=0.01), {}) < gbit
+
+
+def test_measured_runs_recalibrate_their_gpu() -> None:
+    record = {
+        "status": "completed",
+        "config": {"device": "cuda", "gradient_checkpointing": "none"},
+        "environment": {"devices": ["NVIDIA A100-SXM4-80GB"]},
+        "tokens_per_s": 1000.0,
+        "flops_per_token": 1e11,
+        "world": [{}, {}],
+    }
+    calibration = calibration_from([record, {**record, "status": "failed", "tokens_per_s": 1.0}])
+    assert calibration == {"A100 80GB SXM": [5e13]}
+    speed = achieved_speed(A100, FULL, calibration)
+    assert speed.flops_per_s == 5e13
+    assert "measured" in speed.source
+    assert "measured" not in achieved_speed(A100, FULL, {}).source
+
+
+@pytest.mark.parametrize("link", ["infiniband", "ethernet-", "ethernet-0", "ethernet-fast", ""])
+def test_unknown_links_are_refused(link: str) -> None:
+    with pytest.raises(BadInputError, match="pass nvlink, pcie, or ethernet-"):
+        parse_link(link, A100)
+
+
+def test_what_a_gpu_cannot_do_is_refused() -> None:
+    with pytest.raises(BadInputError, match="has no NVLink"):
+        parse_link("nvlink", find_gpu("t4"))
+    with pytest.raises(BadInputError, match="does not compute in bf16"):
+        achieved_speed(V100, FULL, {})
+    with pytest.raises(BadInputError, match="cannot be spread evenly over --nodes 3"):
+        Cluster((A100,) * 4, nodes=3)
