@@ -146,6 +146,11 @@ class Job:
         return self.precision.endswith("-mixed")
 
     @property
+    def autocasts(self) -> bool:
+        """Autocast copies weights and inputs to the shorter format; sharded weights are gathered in it already."""
+        return self.is_mixed and self.parallel not in ("fsdp", "zero1", "zero2", "zero3")
+
+    @property
     def weight_bytes(self) -> int:
         """`w`: bytes of a weight that is not quantized; sharding keeps fp32 in the optimizer where it is mixed."""
         if self.is_mixed and self.parallel.startswith("zero"):
@@ -155,7 +160,9 @@ class Job:
     @property
     def hidden_bytes(self) -> int:
         """`x` of Llama-like models: bytes of a hidden state between layers; quantized ones have fp32 embeddings."""
-        return 4 if self.technique == "qlora" else self.weight_bytes
+        if self.technique == "qlora":
+            return 4
+        return 4 if self.precision == "fp32" or self.autocasts else 2
 
     @property
     def trained_bytes(self) -> int:
@@ -396,6 +403,11 @@ class _DeviceSums:
                     )
                 )
             return terms
+        if job.parallel == "pp":
+            neighbours = 2 - self.share.has_embeddings - self.share.has_head
+            size = neighbours * job.batch.tokens * self.architecture.hidden * self.hidden_bytes
+            return [Term("buffers", "hidden states and gradients to receive", f"{neighbours} T H x, all parts",
+                         size)]  # fmt: skip
         if job.parallel in ("zero1", "zero2"):
             bucket = min(ZERO_BUCKET_ELEMENTS, self.trained)
             return [Term("buffers", "DeepSpeed's reduce bucket", f"{bucket:,} x 2 bytes", bucket * 2)]
@@ -507,7 +519,7 @@ class _DeviceSums:
     def _casts_inputs(self) -> bool:
         """Autocast makes a copy of each projection's input."""
         job = self.job
-        return job.is_mixed or (job.precision == "bf16" and not self.architecture.is_llama_like)
+        return job.autocasts or (job.precision != "fp32" and not self.architecture.is_llama_like)
 
     def _attention(self, stack: Stack) -> list[Term]:
         architecture, job, t = self.architecture, self.job, self.batch.tokens
@@ -574,9 +586,7 @@ class _DeviceSums:
         return [*terms, _activations("between the adapters' matrices", f"T {narrow} a", t * narrow * a)]
 
     def _weight_copies(self, stack: Stack) -> list[Term]:
-        if not self.job.is_mixed or self.job.parallel in ("fsdp", "zero1", "zero2", "zero3"):
-            return []
-        if self.job.technique == "qlora":
+        if not self.job.autocasts or self.job.technique == "qlora":
             return []
         count = sum(linear.inputs * linear.outputs for linear in stack.linears)
         a = self.job.arithmetic_bytes
@@ -634,7 +644,7 @@ class _DeviceSums:
 
     def _head_copy(self) -> list[Term]:
         architecture, job = self.architecture, self.job
-        if job.plain_loop or not (job.is_mixed or job.technique == "qlora"):
+        if job.plain_loop or not (job.autocasts or job.technique == "qlora"):
             return []
         size = architecture.vocab * architecture.hidden * job.arithmetic_bytes
         return [Term("weights", "autocast's copy of the head", "V H a", size)]
@@ -671,7 +681,8 @@ class _DeviceSums:
 
     def embeddings_backward(self) -> list[Term]:
         """The embeddings' gradient and, where they are tied, its sum with the head's, which waits beside it."""
-        if self.job.technique != "full" or not self.share.has_embeddings or not self.architecture.tied:
+        holds_both = self.share.has_embeddings and self.share.has_head
+        if self.job.technique != "full" or not self.architecture.tied or not holds_both:
             return []
         size = self.architecture.embedding_parameters * self.job.trained_bytes
         return [_activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size)]

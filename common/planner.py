@@ -485,7 +485,7 @@ def explanation(plan: Plan) -> str:
     lines.append(tabulate(rows, ["part", "what", "formula", "GiB"], tablefmt="rounded_outline", disable_numparse=True,
                           colalign=("left", "left", "left", "right")))  # fmt: skip
     rows_in_step = batch.rows // plan.job.micro_batches
-    x = 4 if plan.job.precision == "fp32" or plan.job.is_mixed or not architecture.is_llama_like else 2
+    x = plan.job.hidden_bytes if architecture.is_llama_like else 4
     lines += [
         f"B = {rows_in_step} rows, S = {batch.length} tokens, T = B S = {rows_in_step * batch.length:,}, "
         f"P = {rows_in_step * batch.labelled:,}, H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "

@@ -460,6 +460,12 @@ def bench(records: list[Record]) -> pd.DataFrame:
     return _bench_table(with_bars_only=True)
 
 
+def planner(records: list[Record]) -> pd.DataFrame:
+    """1.1: how far the planner is off, as `make bench` measured it."""
+    table = _bench_table(with_bars_only=False)
+    return table[table["What"].str.startswith("planner")] if not table.empty else table
+
+
 def measured_value(entry: dict[str, Any]) -> str:
     """`1.553 ratio`, `6,357 tokens per s`; what never got there says so in its name."""
     value = entry["value"]
@@ -487,6 +493,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "bench": bench,
     "bench-all": bench_all,
     "front": front,
+    "planner": planner,
     "master": master,
     "lora-quality": lora_quality,
     "lora-speed": lora_speed,

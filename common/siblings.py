@@ -91,8 +91,9 @@ def parameters_for(run: RunConfig, cell: str) -> str:
         if not hasattr(run, name):
             return line
         setting = getattr(run, name)
-        written = setting if setting != ast.literal_eval(value) else None
-        return line if written is None else f"{name}{equals}{written!r}{hash_sign and '  #'}{comment}"
+        if setting == ast.literal_eval(value):
+            return line
+        return f"{name}{equals}{setting!r}{hash_sign and '  #'}{comment}"
 
     return "\n".join(line_for(line) for line in cell.splitlines())
 
