@@ -66,6 +66,10 @@ LARGEST_BATCH = 4096
 DEFAULT_ROWS_PER_EPOCH = 10_000
 QUALITY_ORDER = ("full", "lora", "qlora")
 """Best, good, OK."""
+SIMPLEST_FIRST = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "pp", "mp")
+"""Ways to share work, from the one that needs least care; ZeRO needs DeepSpeed besides PyTorch."""
+ABOUT_AS_FAST = 0.9
+"""Projected times are not good to a tenth: nearer than that, the simpler way is better."""
 TECHNIQUE_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 WAYS: dict[str, tuple[Parallel, ...]] = {
     "full": ("ddp", "fsdp", "zero1", "zero2", "zero3", "mp", "pp"),
@@ -296,7 +300,10 @@ def ranked_plans(
     checkpointing: bool | None,
     calibration: dict[str, list[float]],
 ) -> list[Plan]:
-    """Plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by tokens per second.
+    """Plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
+
+    Of ways that are about as fast as the fastest of their technique the simplest comes first. What does not fit is
+    sorted by how much it lacks.
 
     `checkpointing` None: with gradient checkpointing only where it does not fit without. With pp and one micro-batch
     the batch is cut into as many as make sense.
@@ -317,11 +324,22 @@ def ranked_plans(
                 make_plan(architecture, replace(job, gradient_checkpointing=on), cluster, calibration) for on in tries
             ]
             plans.append(next((plan for plan in found if plan.fits), found[-1]))
-    return sorted(plans, key=lambda p: (not p.fits, _quality(p) if p.fits else p.shortfall_gib, -p.tokens_per_s))
+    return [*_best_first([plan for plan in plans if plan.fits]),
+            *sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
 
 
-def _quality(plan: Plan) -> int:
-    return QUALITY_ORDER.index(plan.job.technique)
+def _best_first(plans: list[Plan]) -> list[Plan]:
+    fastest = dict.fromkeys(QUALITY_ORDER, 0.0)
+    for plan in plans:
+        fastest[plan.job.technique] = max(fastest[plan.job.technique], plan.tokens_per_s)
+
+    def rank(plan: Plan) -> tuple[int, bool, float, float]:
+        technique, tokens_per_s = plan.job.technique, plan.tokens_per_s
+        is_slow = tokens_per_s < ABOUT_AS_FAST * fastest[technique]
+        simplicity = 0 if is_slow else SIMPLEST_FIRST.index(plan.job.parallel)
+        return QUALITY_ORDER.index(technique), is_slow, simplicity, -tokens_per_s
+
+    return sorted(plans, key=rank)
 
 
 def sensible_micro_batches(rows: int, stages: int) -> int:
@@ -349,7 +367,7 @@ def why(plan: Plan) -> str:
         "zero2": f"gradients and optimizer states are divided by {n}",
         "zero3": f"weights, gradients and optimizer states are divided by {n}, and gathered layer by layer",
         "mp": f"layers are divided among {n} GPUs, which work one after the other: {1 - 1 / n:.0%} idle",
-        "pp": f"layers are divided among {n} GPUs, {job.micro_batches} micro-batches keep them busy: "
+        "pp": f"layers are divided among {n} GPUs, and the batch into {job.micro_batches} micro-batches: "
         f"{(n - 1) / (job.micro_batches + n - 1):.0%} idle",
     }
     reason = reasons[job.parallel]
