@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.entries import BENCH_PATH, Entry, save
-from common.run_config import RunConfig
+from common.run_config import BadInputError, RunConfig
 
 TECHNIQUES = ("lora", "full")
 TOOL_NAMES = ("ours", "sft-default", "sft-best", "sft-grouped", "trainer", "trainer-grouped", "llama-factory", "bare")
@@ -55,7 +55,14 @@ def quality(options: argparse.Namespace) -> list[Entry]:
     return quality.entries(options.technique, quality.SEEDS, RunConfig().epochs, QUESTIONS)
 
 
-PARTS = {"quality": quality, "training": training, "scaling": scaling, "evaluation": evaluation}
+def planner(options: argparse.Namespace) -> list[Entry]:
+    """The planner's memory against a dry run, published peaks and GPUs."""
+    from bench import planner
+
+    return planner.entries(options.quick)
+
+
+PARTS = {"quality": quality, "training": training, "scaling": scaling, "evaluation": evaluation, "planner": planner}
 """A part more is a function more: from the options to its entries."""
 
 
@@ -71,6 +78,14 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=BENCH_PATH.parent, help="where bench.json goes")
     options = parser.parse_args()
+    try:
+        answer(options)
+    except BadInputError as mistake:
+        parser.exit(2, f"error: {mistake}\n")
+
+
+def answer(options: argparse.Namespace) -> None:
+    """Print one part's entries; or save those of all parts, and print them."""
     if options.part:
         print(json.dumps([asdict(entry) for entry in PARTS[options.part](options)], indent=2))
         return

@@ -180,7 +180,9 @@ def hardware_factors(record: Record, baseline: Record | None) -> Row:
     if gpu is None:
         return {"CUDA scaling factor": NO_GPU, "VRAM scaling factor": NO_GPU}
     count, base_count = len(record["world"]), len(baseline["world"]) if baseline else 1
-    base = other or gpu
+    base = other if baseline else gpu
+    if base is None:
+        return {"CUDA scaling factor": "another kind of device", "VRAM scaling factor": "another kind of device"}
     cores = count * gpu.cuda_cores / (base_count * base.cuda_cores)
     memory = count * gpu.memory_gib / (base_count * base.memory_gib)
     return {
