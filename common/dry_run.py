@@ -39,7 +39,7 @@ from transformers import GradientCheckpointingLayer, PretrainedConfig, PreTraine
 from common.data import IGNORED_LABEL, load_splits, longest_batch, tokenize_rows
 from common.hardware import GIB, Gpu
 from common.memory_plan import PARTS, BatchShape, Job
-from common.models import ATTENTION, DTYPES, add_lora, any_shape_config, load_tokenizer
+from common.models import ATTENTION, add_lora, any_shape_config, load_tokenizer, weight_dtype
 from common.run_config import BadInputError, RunConfig, parse_overrides
 from common.siblings import literal_of
 from common.training import keeps_logits, training_arguments, with_head_on_answers
@@ -188,12 +188,19 @@ def dry_run(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> DryRun
     Raises:
         BadInputError: the model has no known shape, or fewer layers than two, or stacks of different depth.
     """
-    config = any_shape_config(run.model)
+    config, run = any_shape_config(run.model), in_bf16(run)
     layers = _depth(config)
     if layers <= SMALL_DEPTHS[1]:
         return DryRun(fake_step(run, config, batch, as_on_gpu), batch)
     few, more = (fake_step(run, with_depth(config, depth), batch, as_on_gpu) for depth in SMALL_DEPTHS)
     return DryRun(extrapolated(few, more, layers), batch)
+
+
+def in_bf16(run: RunConfig) -> RunConfig:
+    """A run in fp16 as one in bf16, which takes the same bytes, and which a CPU computes without a gradient scaler."""
+    if run.precision != "fp16-mixed":
+        return run
+    return replace(run, precision="bf16" if run.technique == "lora" else "bf16-mixed")
 
 
 def extrapolated(few: Timeline, more: Timeline, layers: int) -> Timeline:
@@ -244,7 +251,7 @@ def fake_step(run: RunConfig, config: PretrainedConfig, batch: BatchShape, as_on
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel:
     """The run's model with its adapters, on the device of the context."""
     architecture = getattr(transformers, config.architectures[0])
-    model = architecture._from_config(config, dtype=DTYPES[run.precision], attn_implementation=ATTENTION[run.attention])
+    model = architecture._from_config(config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention])
     return add_lora(model, run) if run.technique == "lora" else model
 
 
@@ -319,18 +326,8 @@ class StepTrainer(Trainer):
 
 
 def step_arguments(run: RunConfig, folder: str) -> transformers.TrainingArguments:
-    """The run's own training arguments, for a CPU and one rank; fp16's bytes are bf16's."""
-    precision = "bf16-mixed" if run.precision == "fp16-mixed" else run.precision
-    alone = replace(
-        run,
-        device="cpu",
-        gpu="",
-        parallel="single",
-        devices=1,
-        precision=precision,
-        attention="eager",
-        report_to="none",
-    )
+    """The run's own training arguments, for a CPU and one rank."""
+    alone = replace(run, device="cpu", gpu="", parallel="single", devices=1, attention="eager", report_to="none")
     return training_arguments(alone, Path(folder))
 
 

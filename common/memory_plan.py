@@ -148,14 +148,19 @@ class Job:
     @property
     def autocasts(self) -> bool:
         """Autocast copies weights and inputs to the shorter format; sharded weights are gathered in it already."""
-        return self.is_mixed and self.parallel not in ("fsdp", "zero1", "zero2", "zero3")
+        return self.is_mixed and not self.freezes_16_bits and self.parallel not in ("fsdp", "zero1", "zero2", "zero3")
+
+    @property
+    def freezes_16_bits(self) -> bool:
+        """LoRA in fp16: frozen weights need no fp32, as only the adapters are updated."""
+        return self.technique == "lora" and self.precision == "fp16-mixed"
 
     @property
     def weight_bytes(self) -> int:
-        """`w`: bytes of a weight that is not quantized; sharding keeps fp32 in the optimizer where it is mixed."""
-        if self.is_mixed and self.parallel.startswith("zero"):
-            return 2
-        return 2 if self.precision == "bf16" else 4
+        """`w`: bytes of a weight that is not quantized; DeepSpeed keeps the fp32 ones in its optimizer."""
+        if self.precision == "fp32":
+            return 4
+        return 4 if self.is_mixed and not self.freezes_16_bits and not self.parallel.startswith("zero") else 2
 
     @property
     def hidden_bytes(self) -> int:
@@ -362,13 +367,16 @@ class _DeviceSums:
         yield Term("weights", "embeddings, norms and head, cast to fp32", f"{rest:,} x 4 bytes", rest * 4)
 
     def optimizer_states(self) -> list[Term]:
-        """Adam's two states; and where weights are trained in 16 bits by ZeRO, the fp32 copy."""
+        """Adam's two states; and where DeepSpeed trains weights of 16 bits, their fp32 copy, with states as wide.
+
+        (deepspeed/runtime/zero/stage_1_and_2.py: `single_partition_of_fp32_groups`.)
+        """
         job, n = self.job, self.job.shards
         if job.offload:
             return [Term("optimizer", "optimizer states", "in the host's memory", 0.0)]
         shared = f" / {n} ranks" if n > 1 else ""
         states = OPTIMIZER_BYTES[job.optimizer]
-        keeps_copy = job.is_mixed and job.parallel.startswith("zero") and job.technique == "full"
+        keeps_copy = job.precision != "fp32" and job.parallel.startswith("zero") and job.technique == "full"
         state_bytes = 2 * (4 if keeps_copy else job.trained_bytes) if states is None else states
         terms = [Term("optimizer", "momentum and variance", f"{self.trained:,} x {state_bytes:g} bytes{shared}",
                       self.trained * state_bytes / n)]  # fmt: skip

@@ -21,8 +21,6 @@ from transformers import (
 from common.architectures import find_config
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-mixed": torch.float32, "fp16-mixed": torch.float32}
-"""Of the weights: mixed precision keeps them in fp32."""
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
 """Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit."""
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
@@ -115,6 +113,13 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def weight_dtype(run: RunConfig) -> torch.dtype:
+    """Of the base's weights: mixed precision trains them in fp32, but weights that LoRA freezes may stay in fp16."""
+    if run.precision == "fp16-mixed" and run.technique == "lora":
+        return torch.float16
+    return torch.bfloat16 if run.precision == "bf16" else torch.float32
+
+
 def load_base_model(run: RunConfig, device_map: dict[str, str], source: str | Path | None = None) -> PreTrainedModel:
     """The base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
@@ -126,7 +131,7 @@ def load_base_model(run: RunConfig, device_map: dict[str, str], source: str | Pa
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source or check_model(run.model),
-            dtype=DTYPES[run.precision],
+            dtype=weight_dtype(run),
             attn_implementation=ATTENTION[run.attention],
             device_map=device_map,
         )
@@ -177,7 +182,7 @@ def _random_model(run: RunConfig, device_map: dict[str, str]) -> PreTrainedModel
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(run.seed)
         model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[run.precision], attn_implementation=ATTENTION[run.attention]
+            config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention]
         )
     return model.eval()
 

@@ -62,7 +62,10 @@ Transformers, PEFT, judge and rows; measured once, on one machine."""
 GAP_SHARE = 0.05
 """Gaps between blocks, of what is allocated and freed in every step: reserved over allocated memory was 1.01 to 1.07 in
 Llama-1B training logs (huggingface.co/nanotron/old_bench), 1.04 to 1.25 on a T4 (fitcheck-llm)."""
+TIGHT = 0.95
+"""Of a GPU's memory: above it a plan that fits is called tight, and `preflight` should have the last word."""
 LARGEST_BATCH = 4096
+"""Beyond it nobody asks."""
 DEFAULT_ROWS_PER_EPOCH = 10_000
 QUALITY_ORDER = ("full", "lora", "qlora")
 """Best, good, OK."""
@@ -97,6 +100,11 @@ class Plan:
         return all(
             memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices, self.cluster.gpus, strict=True)
         )
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a device is so full that the plan's own error, or gaps between blocks, may decide."""
+        return self.devices[self.tightest].peak_gib > TIGHT * self.cluster.gpus[self.tightest].memory_gib
 
     @property
     def tightest(self) -> int:
@@ -251,7 +259,9 @@ def _largest_that_fits(architecture: Architecture, job: Job, devices: Sequence[G
     if not fits(step):
         return 0
     low, high = 1, 2  # in steps
-    while high * step <= LARGEST_BATCH and fits(high * step):
+    while fits(high * step):
+        if high * step >= LARGEST_BATCH:
+            return high * step
         low, high = high, high * 2
     while high - low > 1:
         middle = (low + high) // 2
@@ -323,7 +333,8 @@ def ranked_plans(
             found = [
                 make_plan(architecture, replace(job, gradient_checkpointing=on), cluster, calibration) for on in tries
             ]
-            plans.append(next((plan for plan in found if plan.fits), found[-1]))
+            roomy = [plan for plan in found if not plan.is_tight]
+            plans.append([*roomy, *(plan for plan in found if plan.fits), found[-1]][0])
     return [*_best_first([plan for plan in plans if plan.fits]),
             *sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
 
@@ -377,6 +388,8 @@ def why(plan: Plan) -> str:
         )
     if job.gradient_checkpointing:
         reason += "; gradient checkpointing computes activations twice"
+    if plan.is_tight:
+        reason += "; tight: let `python -m common.preflight` have the last word"
     return f"{reason}; {-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows"
 
 
@@ -394,12 +407,14 @@ def _what_would_help(plan: Plan) -> str:
     return "not even one row would fit: try " + ", or ".join(filter(None, remedies))
 
 
-def recommendation(plans: Sequence[Plan], rows_per_epoch: int) -> str:
+def recommendation(plans: Sequence[Plan]) -> str:
     """What to do, in a sentence or two."""
     best = plans[0]
     if not best.fits:
         return f"Nothing fits. Nearest is {best.name}: {why(best)}."
     sentence = f"{best.name}: {why(best)}."
+    if best.job.technique == "full" and best.job.precision == "bf16" and not best.job.parallel.startswith("zero"):
+        sentence += " In pure bf16 small updates round away: compare with --precision bf16-mixed."
     fitting = [plan for plan in plans if plan.fits]
     fastest = max(fitting, key=lambda plan: plan.tokens_per_s)
     if fastest is not best and fastest.tokens_per_s > 1.1 * best.tokens_per_s:
@@ -446,7 +461,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
             }
             for plan in plans
         ],
-        "recommendation": recommendation(plans, rows_per_epoch),
+        "recommendation": recommendation(plans),
         "assumptions": list(assumptions),
     }
 
@@ -459,7 +474,7 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
         usd = plan.epoch_usd(rows_per_epoch)
         rows.append([
             plan.name,
-            "yes" if plan.fits else "no",
+            "no" if not plan.fits else "tight" if plan.is_tight else "yes",
             f"{memory.peak_gib:.1f} / {gpu.memory_gib:.1f}",
             plan.max_batch_size or "-",
             _seconds(plan.time.total_s),
@@ -614,6 +629,9 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
             f"--gpus is {count}, but {len(chosen)} GPUs are named: name one for all, or each of them in order."
         )
     chosen = chosen * count if len(chosen) == 1 else chosen
+    per_node = count // options.nodes
+    if options.link == "nvlink" and chosen[0].nvlink_bridge and per_node > 2:
+        raise BadInputError(f"An NVLink bridge joins two {chosen[0].name}, not {per_node}: pass --link pcie.")
     link = parse_link(options.link, chosen[0]) if options.link else None
     return Cluster(tuple(chosen), options.nodes, link, options.usd_per_hour)
 
@@ -691,7 +709,8 @@ def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[s
         f"an epoch is {options.rows_per_epoch:,} rows",
     ]
     if len(best.devices) > 1:
-        said.append(f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached")
+        yours = "; name yours with --link" if best.cluster.nodes > 1 and not options.link else ""
+        said.append(f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached{yours}")
     if any(plan.job.parallel == "pp" for plan in plans):
         said.append(
             "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included"
@@ -734,7 +753,7 @@ def answer(options: argparse.Namespace) -> int:
     size = f"{architecture.parameters / 1e9:.2f}B parameters"
     print(f"{options.model}: {size}, {names}{machines}; every figure is projected\n")
     print(table(plans, options.rows_per_epoch))
-    print(f"\n{recommendation(plans, options.rows_per_epoch)}")
+    print(f"\n{recommendation(plans)}")
     if options.explain:
         print(f"\n{explanation(plans[0])}")
     if options.against_nodes:

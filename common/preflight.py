@@ -126,7 +126,8 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     """
     if tokens < 2:
         raise BadInputError(f"--seq-len is {tokens}, but must be at least 2: the first token is not predicted.")
-    ids = [number % load_tokenizer(run).vocab_size for number in range(tokens)]
+    vocab_size = load_tokenizer(run).vocab_size
+    ids = [number % vocab_size for number in range(tokens)]
     row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": ids}
     count = run.train_rows if run.train_rows > 0 else None
     return Rows([row] * run.batch_size, [row] * run.evaluation_batch_size, count, "by --seq-len, all of it learnt")

@@ -9,10 +9,12 @@ Every row is `measured` (from a committed record), `published` (with its source)
 """
 
 import argparse
+import io
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ FREE_SETTINGS = {
     *("run_folder", "run_name", "results_root"),
 }
 """Settings that two runs need not share to be compared in time: how the work is divided, and what it is called."""
+
+PLANNER_QUESTION = "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024"
 
 LEGEND = """\
 similarity score: a distance between answer and reference, lower is better; judged by the base model
@@ -549,8 +553,20 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
     return pd.DataFrame(columns).dropna(how="all").fillna("")
 
 
+def planner_answer() -> str:
+    """1.1: what the planner prints for the readme's own question."""
+    from common import planner  # here: it reads records, as this module does
+
+    said = io.StringIO()
+    with redirect_stdout(said):
+        planner.answer(planner.parser().parse_args(PLANNER_QUESTION.split()))
+    return f"```text\n{said.getvalue().strip()}\n```\n"
+
+
 def rendered(name: str, records: list[Record]) -> str:
-    """A table as Markdown."""
+    """A table as Markdown, or the planner's answer as it prints it."""
+    if name == "planner-answer":
+        return planner_answer()
     table = TABLES[name](records)
     return "not run\n" if table.empty else table.to_markdown(index=False, disable_numparse=True) + "\n"
 

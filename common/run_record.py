@@ -108,13 +108,20 @@ class RunLog:
         return {
             "rank": self.rank.rank,
             "device": self.rank.device,
-            "planned_gib": self.plan.devices[self.rank.rank].peak_gib if self.plan else None,
+            "planned_gib": self._planned_gib(),
             "peak_training_gib": self.training_peak_gib,
             "peak_allocated_gib": None if self.rank.device == "cpu" else max(self.peak_before_gib, reading.peak_gib),
             "peak_reserved_gib": reading.peak_reserved_gib,
             "peak_rss_gib": hardware.read_memory("cpu").peak_gib,
             "total_gib": reading.total_gib,
         }
+
+    def _planned_gib(self) -> float | None:
+        """This rank's planned peak, in the terms it is measured in: allocated on a GPU, the whole process on CPU."""
+        if self.plan is None:
+            return None
+        memory = self.plan.devices[self.rank.rank]
+        return memory.peak_gib if self.rank.device == "cpu" else memory.allocated_gib
 
     def _planned(self) -> dict[str, object] | None:
         """What was planned: memory of a device by part, and a step's time; all projected."""

@@ -38,7 +38,7 @@ and 212)."""
 PCIE_GB_PER_S = {3: 8.0, 4: 16.0, 5: 28.0}
 """All-reduce over PCIe x16 by generation: 28 GB/s with eight RTX 5090 (github.com/NVIDIA/nccl/issues/1639), the others
 by halves."""
-ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, FAST_ETHERNET_GBIT = 0.9, 0.4, 50
+ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, TCP_GBIT = 0.9, 0.4, 45
 """Share of the line: 0.95 at 32 Gbit/s, 0.32 to 0.48 at 100 Gbit/s by TCP (github.com/NVIDIA/nccl/issues/209, 450)."""
 ASSUMED_ETHERNET_GBIT = 25
 SECONDS_PER_HOUR = 3600
@@ -104,9 +104,13 @@ def parse_link(name: str, gpu: Gpu) -> Link:
     found = re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)", name)
     if not found or float(found[1]) == 0:
         raise BadInputError(f"--link is {name!r}: pass nvlink, pcie, or ethernet- and its Gbit/s, such as ethernet-25.")
-    gbit = float(found[1])
-    share = ETHERNET_ACHIEVED if gbit < FAST_ETHERNET_GBIT else FAST_ETHERNET_ACHIEVED
-    return Link(f"Ethernet {gbit:g} Gbit/s", gbit / 8 * share)
+    return ethernet(float(found[1]))
+
+
+def ethernet(gbit: float) -> Link:
+    """Ethernet of so many Gbit/s: nearly all of a slow line, then what TCP reaches, then a share of a fast line."""
+    reached_gbit = max(min(ETHERNET_ACHIEVED * gbit, TCP_GBIT), FAST_ETHERNET_ACHIEVED * gbit)
+    return Link(f"Ethernet {gbit:g} Gbit/s", reached_gbit / 8)
 
 
 @dataclass(frozen=True)
@@ -138,17 +142,19 @@ def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> S
 
 
 def calibration_from(records: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
-    """Floating-point operations per second and device that kept runs reached, by the GPU's name in the catalogue.
+    """Floating-point operations per second that kept runs on one device reached, by the GPU's name in the catalogue.
 
-    The operations are the record's own count, which leaves recomputation out: it is added as a third of a full step's.
+    The operations are the record's own count, which leaves out that checkpointing computes the forward pass again: 2N
+    more than full training's 6N, or LoRA's 4N.
     """
     reached: dict[str, list[float]] = {}
     for record in records:
         name = planned_device(record)
-        if record["status"] != "completed" or name is None:
-            continue
-        recomputed = 1 if record["config"]["gradient_checkpointing"] == "none" else 4 / 3
-        flops_per_s = record["tokens_per_s"] * record["flops_per_token"] / len(record["world"])
+        if record["status"] != "completed" or name is None or len(record["world"]) > 1:
+            continue  # several ranks also wait for each other
+        again = 4 / 3 if record["technique"] == "full" else 3 / 2
+        recomputed = 1 if record["config"]["gradient_checkpointing"] == "none" else again
+        flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
         reached.setdefault(name, []).append(flops_per_s * recomputed)
     return reached
 
@@ -325,13 +331,12 @@ def break_even_gbit(
         return step_time(architecture, job, cluster, shares, speeds).total_s * price
 
     target = bill(one_machine)
-    at = {gbit: bill(replace(many_machines, link=Link("", gbit / 8 * ETHERNET_ACHIEVED))) for gbit in (1e-3, 1e4)}
-    if at[1e4] > target:
-        return None
     low, high = 1e-3, 1e4
+    if bill(replace(many_machines, link=ethernet(high))) > target:
+        return None
     for _ in range(60):
         middle = (low * high) ** 0.5
-        reached = bill(replace(many_machines, link=Link("", middle / 8 * ETHERNET_ACHIEVED))) <= target
+        reached = bill(replace(many_machines, link=ethernet(middle))) <= target
         low, high = (low, middle) if reached else (middle, high)
     return high
 

@@ -68,7 +68,7 @@ def test_a_slower_link_never_helps() -> None:
     job = replace(FULL, parallel="ddp", devices=4)
     times = [
         plan_time(job, Cluster((A100,) * 4, link=parse_link(link, A100)))
-        for link in ("nvlink", "pcie", "ethernet-25", "ethernet-1")
+        for link in ("nvlink", "pcie", "ethernet-100", "ethernet-49", "ethernet-25", "ethernet-1")
     ]
     assert times == sorted(times)
     assert times[-1] > 5 * times[0]
@@ -94,16 +94,21 @@ def test_many_machines_bill_more_until_their_network_is_fast() -> None:
 def test_measured_runs_recalibrate_their_gpu() -> None:
     record = {
         "status": "completed",
+        "technique": "full",
         "config": {"device": "cuda", "gradient_checkpointing": "none"},
         "environment": {"devices": ["NVIDIA A100-SXM4-80GB"]},
         "tokens_per_s": 1000.0,
         "flops_per_token": 1e11,
-        "world": [{}, {}],
+        "world": [{}],
     }
-    calibration = calibration_from([record, {**record, "status": "failed", "tokens_per_s": 1.0}])
-    assert calibration == {"A100 80GB SXM": [5e13]}
+    failed, shared = {**record, "status": "failed"}, {**record, "world": [{}, {}]}
+    assert calibration_from([failed, shared]) == {}
+    calibration = calibration_from([record])
+    assert calibration == {"A100 80GB SXM": [1e14]}
+    checkpointed = {**record, "technique": "lora", "config": {"device": "cuda", "gradient_checkpointing": "reentrant"}}
+    assert calibration_from([checkpointed]) == {"A100 80GB SXM": [1.5e14]}
     speed = achieved_speed(A100, FULL, calibration)
-    assert speed.flops_per_s == 5e13
+    assert speed.flops_per_s == 1e14
     assert "measured" in speed.source
     assert "measured" not in achieved_speed(A100, FULL, {}).source
 

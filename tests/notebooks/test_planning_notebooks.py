@@ -1,0 +1,135 @@
+"""The planning notebooks, run with other parameters, show what the planner says; so does their readme."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+
+from common.architectures import read_architecture
+from common.hardware import find_gpu
+from common.memory_plan import BatchShape, Job, whole_model
+from common.planner import (
+    QUALITY_ORDER,
+    cluster_of,
+    job_of,
+    kept_records,
+    memory_with_overhead,
+    parser,
+    plan_run,
+    ranked_plans,
+)
+from common.report import PLANNER_QUESTION
+from common.run_config import REPOSITORY, RunConfig
+from common.time_plan import calibration_from, parse_link
+
+FOLDER = REPOSITORY / "1.1_gpu_planning"
+NOTEBOOKS = FOLDER / "run_0_cpu_x1"
+README = FOLDER / "gpu_planning_readme.md"
+
+
+def executed(name: str, tmp_path: Path, **parameters: object) -> nbformat.NotebookNode:
+    path = NOTEBOOKS / f"{name}.ipynb"
+    return papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=NOTEBOOKS, progress_bar=False)
+
+
+def shown(notebook: nbformat.NotebookNode) -> str:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
+
+
+def pictures(notebook: nbformat.NotebookNode) -> int:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def figure(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found, f"{pattern} is not in the notebook's output"
+    return found[1]
+
+
+def test_the_sum_by_hand_is_the_planners(tmp_path: Path) -> None:
+    notebook = executed("vram_arithmetic", tmp_path, model="qwen2.5-7b", gpu="RTX A6000 48GB", batch_size=2)
+    text, architecture = shown(notebook), read_architecture("qwen2.5-7b")
+    job = Job("lora", "single", BatchShape(2, 1024, 1024))
+    memory = memory_with_overhead(architecture, job, whole_model(architecture), find_gpu("a6000"))
+    assert figure(r"by hand ([\d.]+) GiB", text) == f"{memory.allocated_gib:.3f}"
+    assert figure(r"planner ([\d.]+) GiB", text) == f"{memory.allocated_gib:.3f}"
+    assert figure(r"with overhead ([\d.]+) GiB", text) == f"{memory.peak_gib:.3f}"
+    assert "trained: 1/64" in text
+    assert pictures(notebook) == 5
+
+
+def test_the_strategies_are_the_planners_in_its_order(tmp_path: Path) -> None:
+    asked = {"model": "qwen2.5-7b", "gpu": "A100 40GB SXM", "gpus": 2, "batch_size": 2, "seq_len": 512}
+    notebook = executed("choosing_a_strategy", tmp_path, **asked, fast_link="nvlink", large_counts=[8, 16])
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in {**asked, "link": "nvlink"}.items()]
+    options = parser().parse_args(words)
+    cluster = cluster_of(options)
+    assert cluster.slowest_link == parse_link("nvlink", find_gpu("A100 40GB SXM"))
+    plans = ranked_plans(
+        read_architecture(asked["model"]), job_of(options, cluster), cluster, QUALITY_ORDER, None, None,
+        calibration_from(kept_records()),
+    )  # fmt: skip
+    table = next(
+        output.data["text/html"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "text/html" in output.get("data", {})
+    )
+    cells = re.findall(r"<td>(.*?)</td>", table)
+    columns = len(cells) // len(plans)
+    assert cells[::columns] == [plan.name for plan in plans]
+    assert cells[2::columns] == [f"{plan.devices[plan.tightest].peak_gib:.1f}" for plan in plans]
+    assert cells[3::columns] == [str(plan.max_batch_size) for plan in plans]
+    assert pictures(notebook) == 3
+
+
+def test_the_closed_form_is_near_the_dry_run_and_the_preflight_passes(tmp_path: Path) -> None:
+    notebook = executed("dry_run_and_preflight", tmp_path, model="llama-3.2-1b", gpu="RTX A5000 24GB", seq_len=512)
+    text = shown(notebook)
+    gpu = find_gpu("a5000").name
+    run = RunConfig(device="cuda", gpu=gpu, model="llama-3.2-1b", weights="random", precision="bf16", batch_size=2)
+    closed_gib = plan_run(run, BatchShape(2, 512, 512)).devices[0].allocated_gib
+    assert figure(r"closed form: ([\d.]+) GiB", text) == f"{closed_gib:.3f}"
+    assert float(figure(r"dry run: ([\d.]+) GiB", text)) == pytest.approx(closed_gib, rel=0.02)
+    assert re.search(r"^passed: ", text, re.MULTILINE)
+    assert text.count("batch16-seed42") >= 2, "a row for each kept record"
+    assert pictures(notebook) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("vram_arithmetic", "--batch-size is 0, but must be above 0"),
+        ("choosing_a_strategy", "--batch-size is 0, but must be above 0"),
+        ("dry_run_and_preflight", "batch_size is 0, but must be at least 1"),
+    ],
+)
+def test_bad_input_ends_the_notebook_with_the_planners_sentence(name: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(papermill.PapermillExecutionError) as failed:
+        executed(name, tmp_path, batch_size=0)
+    assert sentence in str(failed.value) + (tmp_path / "out.ipynb").read_text()
+
+
+def planner(*words: str) -> str:
+    done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout
+
+
+def test_the_readme_shows_what_its_command_answers() -> None:
+    text = README.read_text(encoding="utf-8")
+    (command,) = re.findall(r"```\n\.venv/bin/python -m common\.planner (--model .*?)\n```", text)
+    assert command == PLANNER_QUESTION, "`make tables` renders the answer to another question"
+    words = ("-m", "common.planner", *shlex.split(command))
+    assert planner(*words).strip() in text
+    ranked = json.loads(planner(*words, "--precision", "bf16-mixed", "--json"))["ranked"]
+    assert ranked[0]["technique"] == "lora"
+    assert not any(entry["per_device"][0]["fits"] for entry in ranked if entry["technique"] == "full")
