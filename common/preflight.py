@@ -5,7 +5,8 @@
 
 Settings, model, data and plan are checked first. Then every rank builds the model with random weights of its real shape
 (nothing is downloaded), takes three optimizer steps on the longest batch that can come up, validates one batch, and
-saves and reloads what it trained. What was measured is called so; the rest is projected. Nothing is left behind.
+saves and reloads what it trained. What was measured is called so; the rest is projected. Nothing is written into the
+repository.
 
 Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question is wrong.
 """
@@ -126,8 +127,10 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     """
     if tokens < 2:
         raise BadInputError(f"--seq-len is {tokens}, but must be at least 2: the first token is not predicted.")
-    vocab_size = load_tokenizer(run).vocab_size
-    ids = [number % vocab_size for number in range(tokens)]
+    tokenizer = load_tokenizer(run)
+    # no special ones: padding's embedding is zero, and a norm of zeros makes gradients explode
+    ordinary = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
+    ids = [ordinary[number % len(ordinary)] for number in range(tokens)]
     row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": ids}
     count = run.train_rows if run.train_rows > 0 else None
     return Rows([row] * run.batch_size, [row] * run.evaluation_batch_size, count, "by --seq-len, all of it learnt")
@@ -441,7 +444,7 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
 def largest_batch_line(plan: Plan, measured: Sequence[Measured]) -> str:
     """The largest batch in words."""
     rows, factor = largest_batch(plan, measured)
-    count = f"over {LARGEST_BATCH:,}" if rows >= LARGEST_BATCH else f"{rows:,}"
+    count = f"{LARGEST_BATCH:,} or more" if rows >= LARGEST_BATCH else f"{rows:,}"
     return (
         f"largest batch: projected {count} rows per rank, by the plan times measured over planned memory ({factor:.2f})"
     )

@@ -1,0 +1,448 @@
+"""How far the planner's memory is from a dry run, from published peaks and from GPUs; and how soon it comes.
+
+An error is what was planned over what was found, less one: above zero too much was planned, below too little.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from bench.entries import Entry, measured
+from bench.planner_points import POINTS_PATH, SHAPES
+from common.architectures import Architecture, read_architecture
+from common.dry_run import dry_run
+from common.memory_plan import BatchShape, Job, device_memory, whole_model
+from common.planner import job_of_run, kept_records
+from common.report import NOT_RUN
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+
+COMMAND = "python -m bench planner"
+POINTS_COMMAND = "python -m bench.planner_points && python -m bench planner"
+PEAKS_PATH = REPOSITORY / "assets" / "published_peaks.json"
+
+DRY_RUN_BARS = (0.02, 0.05)
+MEASURED_BARS = (0.03, 0.08)
+"""Largest mean and largest single error."""
+PLANNER_BAR_S, DRY_RUN_BAR_S = 1.0, 20.0
+ROUNDS, DRY_RUN_ROUNDS, QUICK_ROUNDS = 5, 3, 1
+
+DECODERS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-7b")
+MODEL_SHAPES = {
+    **dict.fromkeys(DECODERS, SHAPES),
+    "roberta-large": ((4, 512), (16, 256), (16, 512)),
+    "bart-large-cnn": ((4, 512), (2, 1024), (8, 1024)),
+}
+"""Rows and their length in tokens, as far as each model can read."""
+SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}
+"""Long rows, so that attention scores and masks count."""
+QUICK_POINTS = 4
+MOST_WORKERS = 4
+FITCHECK = "fitcheck-llm==0.3.1"
+
+PLANNER = [sys.executable, "-m", "common.planner", "--model", "llama-3.1-8b", "--gpu", "a6000", "--gpus", "4", "--json"]
+DRY_RUN_CODE = """
+from common.dry_run import BatchShape, RunConfig, dry_run
+run = RunConfig(model="llama-3.1-8b", technique="lora", precision="bf16", weights="random")
+print(dry_run(run, BatchShape(1, 2048, 2047)).peak_gib)
+"""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What was planned for a point, and what was found, both in GiB."""
+
+    point: str
+    planned_gib: float
+    found_gib: float
+
+    @property
+    def error(self) -> float:
+        """Above zero: too much was planned."""
+        return self.planned_gib / self.found_gib - 1
+
+
+def entries(quick: bool) -> list[Entry]:
+    """All of the planner's figures; `quick`: with few points of the dry run, and once instead of five times.
+
+    Raises:
+        BadInputError: fitcheck-llm is not installed.
+    """
+    fitcheck = fitcheck_module()
+    points = dry_run_grid()
+    compared = compared_with_dry_run(points[:: -(-len(points) // QUICK_POINTS)] if quick else points)
+    return [
+        *grid_entries(compared, fitcheck),
+        *published_entries(fitcheck),
+        *gpu_entries(POINTS_PATH),
+        *record_entries(kept_records()),
+        *speed_entries(*((QUICK_ROUNDS, QUICK_ROUNDS) if quick else (ROUNDS, DRY_RUN_ROUNDS))),
+    ]
+
+
+def error_entries(
+    name: str,
+    compared: Sequence[Compared],
+    command: str = COMMAND,
+    bars: tuple[float | None, float | None] = (None, None),
+) -> list[Entry]:
+    """Mean and worst error of some points, as shares, with the largest allowed of each; without points: not run."""
+    if not compared:
+        return [
+            measured(f"{name}: {what} {NOT_RUN}", None, "share", command, at_most=bar)
+            for what, bar in zip(("mean error", "worst error"), bars, strict=True)
+        ]
+    worst = max(compared, key=lambda each: abs(each.error))
+    mean = statistics.fmean(abs(each.error) for each in compared)
+    where = f"{worst.point}: {worst.planned_gib:.2f} of {worst.found_gib:.2f} GiB"
+    return [
+        measured(f"{name}, {len(compared)} points: mean error", mean, "share", command, at_most=bars[0]),
+        measured(f"{name}: worst error ({where})", abs(worst.error), "share", command, at_most=bars[1]),
+    ]
+
+
+# -- against the dry run
+
+
+@dataclass(frozen=True)
+class GridPoint:
+    """A training step whose memory both the closed form and the dry run tell."""
+
+    run: RunConfig
+    batch: BatchShape
+
+    @property
+    def name(self) -> str:
+        """What distinguishes it from the grid's other points."""
+        run, batch = self.run, self.batch
+        special = [
+            "checkpointed" if run.gradient_checkpointing != "none" else "",
+            "eager" if run.attention == "eager" else "",
+            "padded" if batch.padded else "",
+            f"ddp x{run.devices}" if run.parallel == "ddp" else "",
+            f"{batch.labelled} labelled" if batch.labelled != batch.length - 1 else "",
+            "no dropout" if run.technique == "lora" and not run.lora_dropout else "",
+        ]
+        words = [run.technique, run.model, run.precision, f"{batch.rows}x{batch.length}", *filter(None, special)]
+        return " ".join(words)
+
+    @property
+    def job(self) -> Job:
+        """As the closed form wants it."""
+        return job_of_run(self.run, self.batch)
+
+
+def dry_run_grid() -> list[GridPoint]:
+    """Six models in three precisions, with and without checkpointing, at two or three shapes; then special cases."""
+    techniques, checkpointings = ("lora", "full"), ("none", "non-reentrant")
+    points = [
+        _point(technique, model, checkpointing, shape, precision=precision)
+        for technique, model, checkpointing, precision in product(
+            techniques, MODEL_SHAPES, checkpointings, ("bf16", "bf16-mixed", "fp32")
+        )
+        for shape in MODEL_SHAPES[model][:: 1 if precision == "bf16" else 2]
+    ]
+    for technique, (model, shape), checkpointing in product(techniques, SPECIAL_SHAPES.items(), checkpointings):
+        points.append(_point(technique, model, checkpointing, shape, attention="eager"))
+        points.append(_point(technique, model, checkpointing, shape, attention="eager", precision="fp32"))
+        points.append(_point(technique, model, checkpointing, shape, padded=True))
+    for technique, checkpointing in product(techniques, checkpointings):
+        points.append(_point(technique, "llama-3.1-8b", checkpointing, (4, 512), parallel="ddp", devices=4))
+    points += [_point(technique, "llama-3.1-8b", "none", (1, 2048), labelled=64) for technique in techniques]
+    # fitcheck knows no dropout
+    points += [
+        _point("lora", model, checkpointing, shape, lora_dropout=0.0)
+        for model, checkpointing, shape in product(DECODERS, checkpointings, SHAPES)
+    ]
+    return points
+
+
+def _point(
+    technique: str,
+    model: str,
+    checkpointing: str,
+    shape: tuple[int, int],
+    padded: bool = False,
+    labelled: int | None = None,
+    **settings: Any,
+) -> GridPoint:
+    rows, length = shape
+    run = RunConfig(
+        technique=technique,
+        model=model,
+        gradient_checkpointing=checkpointing,
+        weights="random",
+        **{"precision": "bf16", **settings},
+    )
+    return GridPoint(run, BatchShape(rows, length, labelled or length - 1, padded))
+
+
+def compared_with_dry_run(points: Sequence[GridPoint]) -> dict[GridPoint, Compared]:
+    """Closed form and dry run of each point; dry runs take a second each, and so several processes."""
+    workers = min(MOST_WORKERS, os.cpu_count() or 1)
+    # spawned, not forked: torch has threads already
+    with ProcessPoolExecutor(workers, get_context("spawn"), _one_thread) as at_once:
+        found = zip(points, at_once.map(dry_run_gib, points), strict=True)
+        return {point: Compared(point.name, closed_form_gib(point), gib) for point, gib in found}
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def dry_run_gib(point: GridPoint) -> float:
+    """Peak of allocated memory by dry run."""
+    return dry_run(point.run, point.batch).peak_gib
+
+
+def closed_form_gib(point: GridPoint) -> float:
+    """Peak of allocated memory in closed form."""
+    return planned_gib(read_architecture(point.run.model), point.job)
+
+
+def planned_gib(architecture: Architecture, job: Job) -> float:
+    """Peak of allocated memory on one device, without the GPU's own overhead."""
+    return device_memory(architecture, job, whole_model(architecture)).allocated_gib
+
+
+def grid_entries(compared: dict[GridPoint, Compared], fitcheck: Any) -> list[Entry]:
+    """All points; and those that fitcheck knows, side by side."""
+    accepted = [point for point in compared if fitcheck_accepts(point)]
+    name = "planner, closed form against dry run"
+    return [
+        *error_entries(name, list(compared.values()), bars=DRY_RUN_BARS),
+        *error_entries(f"{name}, points that fitcheck knows", [compared[point] for point in accepted]),
+        *error_entries(
+            "planner, fitcheck-llm against dry run, points that it knows",
+            [fitcheck_at(point, compared[point].found_gib, fitcheck) for point in accepted],
+        ),
+    ]
+
+
+# -- fitcheck-llm, which answers the same question
+
+
+def fitcheck_module() -> Any:
+    """The package.
+
+    Raises:
+        BadInputError: it is not installed.
+    """
+    try:
+        import fitcheck
+    except ImportError:
+        raise BadInputError(
+            f"fitcheck-llm, which the planner is compared with, is not installed: `pip install {FITCHECK}`."
+        ) from None
+    return fitcheck
+
+
+def fitcheck_accepts(point: GridPoint) -> bool:
+    """Whether fitcheck has a setting for all that is particular about a point."""
+    run, batch = point.run, point.batch
+    return (
+        run.technique == "lora"
+        and run.model in DECODERS
+        and run.parallel == "single"
+        and not run.precision.endswith("-mixed")
+        and run.attention == "sdpa"
+        and not run.lora_dropout
+        and not batch.padded
+        and batch.labelled == batch.length - 1
+    )
+
+
+def fitcheck_at(point: GridPoint, found_gib: float, fitcheck: Any) -> Compared:
+    """Fitcheck's answer for a point of the grid."""
+    architecture = read_architecture(point.run.model)
+    return Compared(point.name, fitcheck_gib(fitcheck, architecture, point.job), found_gib)
+
+
+def fitcheck_gib(fitcheck: Any, architecture: Architecture, job: Job) -> float:
+    """Fitcheck's tensors: its total without its overhead, which is not allocated by PyTorch."""
+    (stack,) = architecture.stacks
+    model = fitcheck.ModelConfig(
+        name=architecture.name,
+        num_params=architecture.parameters,
+        hidden_size=architecture.hidden,
+        num_layers=stack.layers,
+        num_attention_heads=architecture.heads,
+        num_kv_heads=architecture.kv_heads,
+        intermediate_size=architecture.intermediate,
+        vocab_size=architecture.vocab,
+        head_dim=architecture.head_dim,
+        tie_word_embeddings=architecture.tied,
+    )
+    training = fitcheck.TrainingConfig(
+        precision=job.precision,
+        quantization="nf4" if job.technique == "qlora" else "none",
+        double_quant=job.technique == "qlora" and job.quantization == "nf4-double",
+        batch_size=job.batch.rows,
+        seq_len=job.batch.length,
+        lora_rank=job.lora_rank,
+        lora_targets=list(job.target_modules) or [linear.name for linear in stack.linears],
+        grad_checkpoint=job.gradient_checkpointing,
+        flash_attn=job.attention != "eager",
+    )
+    report = fitcheck.estimate(model, training, fitcheck.get_gpu("t4"))
+    return (report.total_mib - report.overhead_mib) / 1024
+
+
+# -- against published peaks
+
+
+def published_entries(fitcheck: Any) -> list[Entry]:
+    """Ours and fitcheck's errors for a T4's measured peaks, by kind; only ours have bars, and eager attention none."""
+    peaks = json.loads(PEAKS_PATH.read_text(encoding="utf-8"))
+    architectures = published_architectures(peaks["models"])
+    rows = peaks["peaks"]
+    kinds = {
+        "sdpa, unquantized": [row for row in rows if row["attention"] == "sdpa" and row["quantization"] == "none"],
+        "sdpa, nf4": [row for row in rows if row["attention"] == "sdpa" and row["quantization"] == "nf4"],
+        "eager": [row for row in rows if row["attention"] == "eager"],
+        "all": rows,
+        "all that fitcheck held out": [row for row in rows if row["held_out"]],
+    }
+    found = []
+    for kind, chosen in kinds.items():
+        ours, theirs = [], []
+        for row in chosen:
+            architecture, job = architectures[row["model"]], published_job(row)
+            name, gib = published_name(row), row["peak_allocated_gib"]
+            ours.append(Compared(name, planned_gib(architecture, job), gib))
+            theirs.append(Compared(name, fitcheck_gib(fitcheck, architecture, job), gib))
+        bars = MEASURED_BARS if kind.startswith("sdpa") else (None, None)
+        found += error_entries(f"planner, closed form against a T4's peaks, {kind}", ours, bars=bars)
+        found += error_entries(f"planner, fitcheck-llm against a T4's peaks, {kind}", theirs)
+    return found
+
+
+def published_architectures(models: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
+    """The models' architectures, from their shapes as published with the peaks."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model, shape in models.items():
+            path = Path(folder) / f"{model.rpartition('/')[2]}.json"
+            # how long its rows may be was not published, and takes no memory
+            path.write_text(json.dumps({**shape, "max_position_embeddings": sys.maxsize}), encoding="utf-8")
+            found[model] = read_architecture(str(path))
+    return found
+
+
+def published_job(row: dict[str, Any]) -> Job:
+    """The step that was measured: a plain loop in fp16, whose bytes are bf16's."""
+    return Job(
+        technique="lora" if row["quantization"] == "none" else "qlora",
+        parallel="single",
+        batch=BatchShape(row["rows"], row["length"], row["length"]),
+        precision="bf16",
+        quantization="nf4-double" if row["double_quant"] else "nf4",
+        optimizer="adamw_torch",
+        attention=row["attention"],
+        gradient_checkpointing=row["gradient_checkpointing"],
+        lora_rank=row["lora_rank"],
+        target_modules=tuple(row["target_modules"]),
+        plain_loop=True,
+    )
+
+
+def published_name(row: dict[str, Any]) -> str:
+    """What distinguishes a peak from the others."""
+    model = row["model"].rpartition("/")[2]
+    return f"{model} {row['quantization']} {row['attention']} {row['rows']}x{row['length']}"
+
+
+# -- against GPUs
+
+
+def gpu_entries(path: Path) -> list[Entry]:
+    """What `bench.planner_points` measured: errors of closed form and dry run, and whether what was said to fit did."""
+    records = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    ran = [record for record in records if record["outcome"] == "ran"]
+    ours, dry = (
+        [Compared(point_name(record), record[planned], record["allocated_gib"]) for record in ran]
+        for planned in ("planned_gib", "dry_run_gib")
+    )
+    return [
+        *error_entries("planner, closed form against measured CUDA peaks", ours, POINTS_COMMAND, MEASURED_BARS),
+        *error_entries("planner, dry run against measured CUDA peaks", dry, POINTS_COMMAND),
+        verdict_entry([record for record in records if record["card"]]),
+    ]
+
+
+def verdict_entry(records: Sequence[dict[str, Any]]) -> Entry:
+    """Of the steps with a smaller card's memory, the share that ran where it was planned to fit, and else ran out."""
+    name = "planner, steps with a smaller card's memory"
+    if not records:
+        return measured(f"{name}: right verdicts {NOT_RUN}", None, "share", POINTS_COMMAND)
+    right = sum(
+        (record["planned_with_overhead_gib"] <= record["capacity_gib"]) == (record["outcome"] == "ran")
+        for record in records
+    )
+    ran = sum(record["outcome"] == "ran" for record in records)
+    counts = f"{ran} ran, {len(records) - ran} ran out"
+    return measured(f"{name}, {counts}: right verdicts", right / len(records), "share", POINTS_COMMAND)
+
+
+def point_name(record: dict[str, Any]) -> str:
+    """What distinguishes a measured point from the others."""
+    special = ["checkpointed" if record["gradient_checkpointing"] != "none" else "", record["card"]]
+    words = [record["technique"], record["model"], f"{record['rows']}x{record['length']}", *filter(None, special)]
+    return " ".join(words)
+
+
+# -- against the runs that were kept
+
+
+def record_entries(records: Sequence[dict[str, Any]]) -> list[Entry]:
+    """Planned against measured memory of each rank of the kept runs that have both."""
+    compared = [
+        Compared(f"{record['run_folder']} {record['run_name']} rank {rank['rank']}", rank["planned_gib"], peak)
+        for record in records
+        for rank in record["memory"]
+        if rank.get("planned_gib") is not None and (peak := rank.get("peak_training_gib")) is not None
+    ]
+    return error_entries("planner, kept runs, planned against measured memory of each rank", compared)
+
+
+# -- how soon the answer comes
+
+
+def speed_entries(rounds: int, dry_run_rounds: int) -> list[Entry]:
+    """Seconds of a process that asks once, its start and its imports included; medians of the rounds."""
+    asked = "4 A6000, Llama 8B, every technique and way"
+    dry = [sys.executable, "-c", DRY_RUN_CODE]
+    planner_s, dry_run_s = process_s(PLANNER, rounds), process_s(dry, dry_run_rounds)
+    return [
+        measured(f"planner, one answer ({asked})", planner_s, "s", COMMAND, at_most=PLANNER_BAR_S),
+        measured("planner, one dry run (LoRA of Llama 8B, 1x2048)", dry_run_s, "s", COMMAND, at_most=DRY_RUN_BAR_S),
+    ]
+
+
+def process_s(command: list[str], rounds: int) -> float:
+    """Median seconds of a command in a process of its own, on one core.
+
+    Raises:
+        RuntimeError: it failed; the planner's 1, "it does not fit", is an answer.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    taken = []
+    for _ in range(rounds):
+        start_s = time.perf_counter()
+        done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+        taken.append(time.perf_counter() - start_s)
+        if done.returncode not in (0, 1) or not done.stdout:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return statistics.median(taken)

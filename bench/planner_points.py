@@ -1,0 +1,270 @@
+"""What the planner's memory is checked against on a GPU: `python -m bench.planner_points` measures real training steps.
+
+Every point is a model with random weights, made on the GPU, and two optimizer steps by the run's own trainer, of which
+the second counts. Each has a process of its own, so that one which runs out of memory does no harm to the next. Points
+with a smaller card's memory show whether what is said to fit does. What the file has of this GPU already is left out.
+
+Nothing is fitted to these points: the closed form has no constant that a measurement could set.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.architectures import read_architecture
+from common.dry_run import STEPS, StepTrainer, batch_inputs, build_model, dry_run, mark_segments, take_step
+from common.hardware import GIB, Gpu, find_gpu, gpu_of_device, gpus
+from common.memory_plan import BatchShape, DeviceMemory, whole_model
+from common.models import any_shape_config
+from common.planner import CONTEXT_GIB, job_of_run, memory_with_overhead
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.training import training_arguments
+
+POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
+TECHNIQUES = ("full", "lora")
+MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
+SHAPES = ((4, 512), (1, 2048), (1, 8192))
+"""Rows and their length in tokens, of the points with the whole card."""
+SMALL_CARDS = ("a4000", "a5000", "a6000")
+"""Of 16, 24 and 48 GB."""
+SMALL_CARD_SHAPES = tuple(product((1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (512, 1024, 2048)))
+FULLNESS = (0.5, 0.65, 0.75, 0.85, 0.9, 0.94, 0.98, 1.02, 1.06, 1.1, 1.15, 1.25, 1.4, 1.6)
+"""Planned memory over a small card's, of the points to look for: seven that fit and seven that do not."""
+TOO_LARGE = 1.3
+"""Planned memory over the whole card's from which on a point is not even tried."""
+QUICK_POINTS = 2
+
+
+@dataclass(frozen=True)
+class Point:
+    """A training step to be measured."""
+
+    technique: str
+    model: str
+    rows: int
+    length: int
+    """Tokens of a row."""
+    gradient_checkpointing: str
+    card: str = ""
+    """The smaller card, by its name in the catalogue, whose memory it gets; empty = all that there is."""
+
+    @property
+    def run(self) -> RunConfig:
+        """The run whose step this is."""
+        return RunConfig(
+            technique=self.technique,
+            device="cuda",
+            model=self.model,
+            weights="random",
+            precision="bf16",
+            gradient_checkpointing=self.gradient_checkpointing,
+            report_to="none",
+        )
+
+    @property
+    def batch(self) -> BatchShape:
+        """Every token is learnt but the first, which nothing predicts."""
+        return BatchShape(self.rows, self.length, self.length - 1)
+
+    def planned(self, gpu: Gpu) -> DeviceMemory:
+        """The closed form's answer."""
+        architecture = read_architecture(self.model)
+        return memory_with_overhead(architecture, job_of_run(self.run, self.batch), whole_model(architecture), gpu)
+
+
+# -- which points
+
+
+def all_points(here: Gpu) -> list[Point]:
+    """With the whole card, then with the memory of the smaller ones among `SMALL_CARDS`."""
+    grid = product(TECHNIQUES, MODELS, SHAPES, ("none", "non-reentrant"))
+    whole_card = [Point(technique, model, *shape, checkpointing) for technique, model, shape, checkpointing in grid]
+    smaller = [card for card in SMALL_CARDS if find_gpu(card).memory_gib < here.memory_gib]
+    return whole_card + [point for card in smaller for point in small_card_points(card)]
+
+
+def small_card_points(card: str) -> list[Point]:
+    """The points that are planned to fill the card nearest to each of `FULLNESS`, on either side of full."""
+    gpu = find_gpu(card)
+    grid = product(TECHNIQUES, MODELS, SMALL_CARD_SHAPES, ("none", "non-reentrant"))
+    fullness = {}
+    for technique, model, shape, checkpointing in grid:
+        point = Point(technique, model, *shape, checkpointing, card)
+        fullness[point] = point.planned(gpu).peak_gib / gpu.memory_gib
+    chosen: list[Point] = []
+    for wanted in FULLNESS:
+        left = [point for point in fullness if point not in chosen and (fullness[point] > 1) == (wanted > 1)]
+        chosen.append(min(left, key=lambda point: abs(fullness[point] - wanted)))
+    return chosen
+
+
+# -- one point, in its own process
+
+
+class PeakWatch:
+    """Told the step's segments as the dry run's tracker is; keeps the GPU's highest memory in each, in GiB."""
+
+    def __init__(self) -> None:
+        """Begin before the first step."""
+        self.segment, self.reserved_gib = "load", 0.0
+        self.segments_gib: dict[str, float] = {}
+
+    def enter(self, segment: str, new_part: str = "") -> None:
+        """From now on the peak is of `segment`; what is made is not told apart here."""
+        self.remember()
+        self.segment = segment
+
+    def restart(self) -> None:
+        """Forget all that was: the next step counts."""
+        self.remember()
+        self.segment = "load"
+        self.segments_gib.clear()
+
+    def remember(self) -> None:
+        """Note the peak since the last time, and look for the next."""
+        allocated_gib = torch.cuda.max_memory_allocated() / GIB
+        self.segments_gib[self.segment] = max(allocated_gib, self.segments_gib.get(self.segment, 0.0))
+        self.reserved_gib = max(self.reserved_gib, torch.cuda.max_memory_reserved() / GIB)
+        torch.cuda.reset_peak_memory_stats()
+
+
+def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
+    """Two optimizer steps by the run's own trainer on `device`; the memory of the second, segment by segment."""
+    with torch.device(device):
+        model = build_model(run, any_shape_config(run.model))
+    inputs = {name: tensor.to(device) for name, tensor in batch_inputs(batch, model).items()}
+    watch = PeakWatch()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = training_arguments(run, Path(folder))
+        trainer = StepTrainer(model=model, args=arguments, train_dataset=[0], eval_dataset=[0])
+        trainer.create_optimizer()
+        if arguments.gradient_checkpointing:  # as `Trainer.train` does first
+            model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)
+        wrapped, optimizer = trainer.accelerator.prepare(model, trainer.optimizer)
+        mark_segments(model, watch)
+        for _ in range(STEPS):
+            watch.restart()
+            take_step(trainer, wrapped, optimizer, inputs, watch)
+        watch.remember()
+    return watch
+
+
+def measure_here(point: Point) -> dict[str, Any]:
+    """The point's figures in GiB, from this process's GPU; `oom` where its memory does not suffice."""
+    if point.card:
+        total_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+        # a card's context takes its share of it; here it lies outside of what the fraction caps
+        torch.cuda.set_per_process_memory_fraction((find_gpu(point.card).memory_gib - CONTEXT_GIB) / total_gib)
+    try:
+        watch = watched_steps(point.run, point.batch, "cuda")
+    except torch.OutOfMemoryError:
+        return {"outcome": "oom"}
+    return {
+        "outcome": "ran",
+        "allocated_gib": max(watch.segments_gib.values()),
+        "reserved_gib": watch.reserved_gib,
+        "segments_gib": watch.segments_gib,
+    }
+
+
+# -- all points
+
+
+def measured_point(point: Point, here: Gpu) -> dict[str, Any]:
+    """The point's record: its settings, what was planned, and what came of it."""
+    gpu = find_gpu(point.card) if point.card else here
+    planned = point.planned(gpu)
+    if not point.card and planned.peak_gib > TOO_LARGE * gpu.memory_gib:
+        outcome = {"outcome": "skipped"}
+    else:
+        outcome = _in_own_process(point)
+    return {
+        **asdict(point),
+        "planned_gib": planned.allocated_gib,
+        "planned_with_overhead_gib": planned.peak_gib,
+        "capacity_gib": gpu.memory_gib,
+        "dry_run_gib": dry_run(point.run, point.batch).peak_gib,
+        **dict.fromkeys(("allocated_gib", "reserved_gib", "segments_gib")),
+        **outcome,
+        "torch": torch.__version__,
+        "gpu": here.name,
+    }
+
+
+def _in_own_process(point: Point) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.planner_points", "--one", json.dumps(asdict(point))]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"The point {point} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(points: Sequence[Point], here: Gpu, path: Path) -> None:
+    """Measure what the file at `path` lacks, and write it after each point, so that a stopped run can go on."""
+    records = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    known = [
+        Point(**{name: record[name] for name in Point.__dataclass_fields__})
+        for record in records
+        if record["gpu"] == here.name
+    ]
+    for number, point in enumerate(points, start=1):
+        if point in known:
+            continue
+        records.append(measured_point(point, here))
+        path.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
+        print(f"{number} of {len(points)}: {line(records[-1])}", flush=True)
+
+
+def line(record: dict[str, Any]) -> str:
+    """A record for a reader."""
+    settings = " ".join(str(record[name]) for name in ("technique", "model", "gradient_checkpointing", "card"))
+    found = record["outcome"] if record["allocated_gib"] is None else f"{record['allocated_gib']:.2f} GiB"
+    return f"{settings} {record['rows']}x{record['length']}: planned {record['planned_gib']:.2f} GiB, {found}"
+
+
+def gpu_here() -> Gpu:
+    """This machine's first GPU.
+
+    Raises:
+        BadInputError: there is none, or the catalogue lacks it.
+    """
+    names = gpus()[1]  # asking PyTorch would start CUDA here, and take memory from the points
+    if not names or not torch.cuda.is_available():
+        raise BadInputError("PyTorch sees no GPU here, and these points are measured on one: run this where one is.")
+    gpu = gpu_of_device(names[0])
+    if gpu is None:
+        raise BadInputError(f"The GPU {names[0]} is not in the catalogue: add it to common/hardware.py.")
+    return gpu
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.planner_points", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="few points, to see that it works")
+    parser.add_argument("--out", type=Path, default=POINTS_PATH, help="the file of points, which is added to")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        here = gpu_here()
+    except BadInputError as mistake:
+        parser.exit(2, f"error: {mistake}\n")
+    if options.one:
+        print(json.dumps(measure_here(Point(**json.loads(options.one)))))
+        return
+    points = all_points(here)
+    measure([*points[:QUICK_POINTS], *points[-QUICK_POINTS:]] if options.quick else points, here, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""A preflight tries the run's own step on the longest batch, says what it measured, and stops what cannot pass."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig
+
+from common import preflight
+from common.data import EpochBatches, load_splits, longest_batch, tokenize_rows
+from common.hardware import cpu_device
+from common.launch import Rank, rank_started
+from common.models import load_tokenizer
+from common.planner import Plan, plan_run
+from common.preflight import Measured, Rows, main, measure_all
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+
+SINGLE, DDP = "2.1_lora_finetuning/run_0_cpu_x1", "2.2_lora_finetuning_with_ddp/run_0_cpu_x2"
+MEASURED = Measured("cpu", 0.5, 0.6, 20.0, 0.25, 0.1, 0.0)
+
+
+@pytest.fixture
+def run(run_config: RunConfig) -> RunConfig:
+    return replace(run_config, weights="random")
+
+
+@pytest.fixture
+def plan(run: RunConfig) -> Plan:
+    return plan_run(run, longest_batch(preflight.rows_of_length(run, 64).train, run.batch_size))
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """What a run leaves in the environment goes."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def exit_code(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return left.value.code
+
+
+def files_of(folder: Path) -> dict[Path, float]:
+    return {path: path.stat().st_mtime for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def preflight_process(tmp_path: Path, *arguments: str) -> str:
+    """The output of a preflight that passed, started in an empty folder; it leaves nothing anywhere."""
+    work, temporary = tmp_path / "work", tmp_path / "temporary"
+    work.mkdir()
+    temporary.mkdir()
+    before = files_of(REPOSITORY / arguments[0])
+    done = subprocess.run(
+        [sys.executable, "-m", "common.preflight", *arguments],
+        cwd=work,
+        env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert files_of(REPOSITORY / arguments[0]) == before
+    assert list(work.iterdir()) == []
+    assert [path for path in temporary.iterdir() if path.name.startswith("preflight-")] == []
+    return done.stdout
+
+
+# -- as a process
+
+
+def test_one_device_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    output = preflight_process(tmp_path, SINGLE)
+    for said in (
+        "build model ...",
+        "3 steps on the longest batch ...",
+        "validation of one batch ...",
+        "save and reload ...",
+    ):
+        assert f"[RANK0:CPU] {said}" in output
+    assert "planned for CPU, 1 thread: " in output
+    assert "step time: measured " in output
+    assert "training time: projected " in output
+    assert "312 steps" in output  # 819 rows by 16, six times
+    assert "cost: no price" in output
+    assert "largest batch: projected 4,096 or more rows" in output
+    assert output.splitlines()[-1].startswith("passed: ")
+
+
+@pytest.mark.slow
+def test_two_ranks_pass_and_each_has_its_row(tmp_path: Path) -> None:
+    output = preflight_process(tmp_path, DDP, "--accumulation_steps", "2")
+    rows = [line.split("│")[1:3] for line in output.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows if row[0].strip().isdecimal()] == [
+        ["0", "cpu"],
+        ["1", "cpu"],
+    ]
+    assert "[RANK1" not in output
+    assert output.count("planned for") == 1
+    assert "156 steps" in output  # 819 rows by 2 x 8 x 2, six times
+
+
+# -- refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no/such/folder"], "no/such/folder has 0 files my_workflow_*.py"),
+        ([SINGLE, "--batch_size", "0"], "batch_size is 0"),
+        ([SINGLE, "--data", "no/such/data"], "The data no/such/data do not exist"),
+        ([SINGLE, "--model", "nobody/no-such-model"], "There is no shape of nobody/no-such-model"),
+        ([SINGLE, "--max_length", "4"], "no answer token within its first 4 tokens"),
+        ([SINGLE, "--seq-len", "1"], "--seq-len is 1, but must be at least 2"),
+        ([SINGLE, "--seq-len", "513"], "The longest row has 513 tokens, but assets/embedded_base reads 512"),
+        ([SINGLE, "--target_modules", "no_proj"], "no linear layer 'no_proj'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "measure_all", lambda *_: pytest.fail("was started"))
+    assert exit_code(*arguments) == 2
+    spoken = capsys.readouterr()
+    assert spoken.out == ""
+    assert spoken.err.startswith("error: ")
+    assert said in spoken.err
+    assert len(spoken.err.splitlines()) == 1
+
+
+def test_a_bad_folder_is_refused_without_a_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "common.preflight", "nowhere"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "error: " in done.stderr
+
+
+def test_a_row_cut_by_another_models_tokenizer_has_a_way_out(run: RunConfig) -> None:
+    with pytest.raises(BadInputError, match=r"or, as these are tokens of the embedded tokenizer.*pass --seq-len 4\.$"):
+        preflight.rows_of_run(replace(run, model="llama-3.2-1b", max_length=4))
+
+
+def test_what_does_not_fit_is_not_tried_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = []
+    monkeypatch.setattr(preflight, "measure_all", lambda *_: tried.append(1) or [MEASURED])
+    monkeypatch.setattr(preflight, "cpu_device", lambda: replace(cpu_device(), memory_gib=0.6))
+    assert exit_code(SINGLE, "--batch_size", "64") == 1
+    assert tried == []
+    said = capsys.readouterr().out
+    assert "does not fit" in said
+    assert "would fit" in said
+    assert exit_code(SINGLE, "--batch_size", "64", "--anyway") == 0
+    assert tried == [1]
+
+
+def test_a_shape_too_large_for_any_machine_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(SINGLE, "--model", "llama-3.1-70b", "--batch_size", "8", "--seq-len", "8192") == 1
+    assert "not even one row would fit" in capsys.readouterr().out
+
+
+# -- what is tried
+
+
+def test_the_rows_are_the_longest_of_the_data(run: RunConfig) -> None:
+    rows = preflight.rows_of_run(run)
+    every = sorted(
+        (len(row["input_ids"]) for row in tokenize_rows(load_splits(run).train, load_tokenizer(run), run.max_length)),
+        reverse=True,
+    )
+    assert [len(row["input_ids"]) for row in rows.train] == every[:16]
+    assert every[0] > every[-1]
+    assert (len(rows.validation), rows.count) == (32, 819)
+
+
+def test_rows_of_a_length_have_no_padding_in_them(run: RunConfig) -> None:
+    tokenizer = load_tokenizer(run)
+    ids = preflight.rows_of_length(run, tokenizer.vocab_size).train[0]["input_ids"]
+    assert len(ids) == tokenizer.vocab_size
+    assert not set(ids) & set(tokenizer.all_special_ids)
+
+
+def test_rows_of_a_length_are_learnt_as_a_whole_and_need_no_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunConfig
+) -> None:
+    batch = longest_batch(preflight.rows_of_length(run, 100).train, run.batch_size)
+    assert (batch.rows, batch.length, batch.labelled, batch.padded) == (16, 100, 99, False)
+    monkeypatch.setattr(preflight, "measure_all", lambda *_: [MEASURED])
+    assert exit_code(SINGLE, "--seq-len", "100", "--data", "no/such/data") == 0
+    assert "not known without the number of rows" in capsys.readouterr().out
+    assert exit_code(SINGLE, "--seq-len", "100", "--data", "no/such/data", "--train_rows", "160", "--epochs", "1") == 0
+    assert "training time: projected 0:00:02 for 10 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "devices", "accumulated"), [(819, 16, 1, 1), (819, 8, 2, 3), (5, 8, 2, 4)]
+)
+def test_steps_are_those_that_the_run_takes(
+    run: RunConfig, rows: int, batch_size: int, devices: int, accumulated: int
+) -> None:
+    asked = replace(run, parallel="ddp", gradient_checkpointing="none", devices=devices, batch_size=batch_size,
+                    accumulation_steps=accumulated, epochs=3)  # fmt: skip
+    epoch = EpochBatches([1] * rows, batch_size, devices, 0, 0, accumulated)
+    assert preflight.total_steps(asked, rows) == 3 * len(list(epoch.steps()))
+    assert preflight.total_steps(replace(asked, max_steps=7), None) == 7
+    assert preflight.total_steps(asked, None) is None
+
+
+def test_ranks_on_one_cpu_share_its_memory(run: RunConfig) -> None:
+    four = preflight.device_of(replace(run, parallel="ddp", devices=4))
+    assert four.memory_gib == pytest.approx(cpu_device().memory_gib / 4)
+
+
+def test_the_gpu_at_hand_is_planned_for_before_the_folders(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = replace(run, device="cuda", gpu="RTX A6000 48GB")
+    monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA H200"]))
+    assert preflight.device_of(on_gpu).name == "H200 141GB SXM"
+    monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA Unheard Of"]))
+    assert preflight.device_of(on_gpu).name == "RTX A6000 48GB"
+    assert preflight.device_of(replace(on_gpu, gpu="")) is None
+    assert "NVIDIA Unheard Of" in preflight.unknown_to_planner(replace(on_gpu, gpu=""))
+
+
+def test_several_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    started = mock.Mock(side_effect=SystemExit(0))
+    monkeypatch.setattr("os.execv", started)
+    assert exit_code(DDP, "--batch_size", "4") == 0
+    command = started.call_args.args[1]
+    assert command[command.index("--nproc_per_node") + 1 :] == ["2", "-m", "common.preflight", DDP, "--batch_size", "4"]
+
+
+# -- on the device, in this process
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = replace(run, batch_size=4, evaluation_batch_size=4, accumulation_steps=2)
+    rows = preflight.rows_of_run(asked)
+    with rank_started(asked) as rank:
+        trainer = preflight.trainer_of_longest_batch(asked, rows, rank, tmp_path)
+        trainer.train()
+        assert trainer.state.global_step == preflight.STEPS
+        assert trainer.work.rows == [0, 1, 2, 3] * 2 * preflight.STEPS
+        assert any(weight.any() for name, weight in trainer.model.named_parameters() if "lora_B" in name)
+        load = preflight.load_base_model
+        monkeypatch.setattr(
+            preflight, "load_base_model", lambda run, device_map: load(replace(run, seed=1), device_map)
+        )
+        with pytest.raises(RuntimeError, match="what was saved is not what was trained"):
+            preflight.save_and_reload(asked, trainer, rank, tmp_path)
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunConfig, tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    GPTNeoXConfig(**shape, vocab_size=1536, architectures=["GPTNeoXForCausalLM"]).save_pretrained(tmp_path / "model")
+    asked = replace(run, technique="full", model=str(tmp_path / "model"), batch_size=2, evaluation_batch_size=2)
+    rows = preflight.rows_of_length(asked, 16)
+    assert "gpt_neox" in preflight.announcement(asked, rows, None)
+    said = preflight.report(asked, rows, None, measure_all(asked, rows, None))
+    assert "no plan" in said
+    assert "passed: " in said
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_out_of_memory_is_one_sentence_and_exit_code_1(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "SPEAK_FIRST_S", 0.0)
+    with pytest.raises(SystemExit) as left, preflight.phase("steps", Rank(number, 2, "cpu", "torchrun"), "try less"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    assert left.value.code == 1
+    spoken = capsys.readouterr()
+    assert spoken.out == ("steps ...\n" if number == 0 else "")
+    assert spoken.err.startswith("error: steps: out of memory on cpu, ")
+    assert spoken.err.endswith("; try less.\n")
+    assert len(spoken.err.splitlines()) == 1
+
+
+def test_after_out_of_memory_a_smaller_batch_of_the_same_rows_is_named(run: RunConfig, plan: Plan) -> None:
+    assert "try --batch_size 8 --accumulation_steps 2" in preflight.smaller_batch(run, 16, plan)
+    small = replace(cpu_device(), memory_gib=plan.devices[0].peak_gib - 0.01)
+    tight = replace(plan, cluster=replace(plan.cluster, gpus=(small,)))
+    assert 0 < tight.max_batch_size < 16
+    assert f"try --batch_size {tight.max_batch_size} " in preflight.smaller_batch(run, 16, tight)
+    assert "not even one row fits" in preflight.smaller_batch(run, 1, plan)
+
+
+# -- what is said
+
+
+def test_the_first_step_is_not_timed() -> None:
+    clock = preflight.StepClock("cpu")
+    clock.ends_s = [100.0, 101.0, 104.0]
+    assert clock.step_time_s == 2.0
+
+
+def test_the_largest_batch_is_corrected_by_what_was_measured(plan: Plan) -> None:
+    planned = plan.devices[0].peak_gib
+    as_planned = replace(MEASURED, peak_gib=planned, capacity_gib=2 * planned)
+    rows, factor = preflight.largest_batch(plan, [as_planned])
+    fewer, larger = preflight.largest_batch(plan, [replace(as_planned, peak_gib=1.5 * planned)])
+    assert (factor, larger) == (1.0, pytest.approx(1.5))
+    assert 16 < fewer < rows
+
+
+def test_what_was_measured_is_said_against_the_plan(run: RunConfig, plan: Plan) -> None:
+    rows = Rows([], [], 160, "")
+    planned = plan.devices[0].peak_gib
+    table = preflight.memory_table(plan, [replace(MEASURED, peak_gib=1.5 * planned)])
+    for cell in (f" {planned:.2f} ", f" {1.5 * planned:.2f} ", " +50% ", " 20.0 "):
+        assert cell in table
+    asked = replace(run, accumulation_steps=2)
+    measured_s = plan.time.total_s
+    step, training, cost = preflight.time_lines(asked, rows, plan, measured_s)
+    assert f"measured {measured_s:.3g} s, planned {2 * measured_s:.3g} s (-50%)" in step
+    assert "30 steps" in training
+    assert cost == "cost: no price"
+
+
+def test_rent_is_of_all_gpus(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
+    asked = replace(run, device="cuda", parallel="ddp", devices=2, max_steps=100)
+    price = preflight.device_of(asked).usd_per_hour
+    *_, cost = preflight.time_lines(asked, Rows([], [], None, ""), None, 36.0)
+    assert cost.startswith(f"cost: projected {2 * price:.2f} USD")
+
+
+def test_memory_of_a_gpu_is_compared_without_its_overhead(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"]))
+    asked = replace(run, device="cuda")
+    batch = longest_batch(preflight.rows_of_length(asked, 64).train, asked.batch_size)
+    plan = plan_run(asked, batch, preflight.device_of(asked))
+    assert preflight.planned_gib(plan, 0) == plan.devices[0].allocated_gib < plan.devices[0].peak_gib
