@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.entries import BENCH_PATH, Entry, save
+from bench.entries import BENCH_PATH, Entry, save, update
 from common.run_config import BadInputError, RunConfig
 
 TECHNIQUES = ("lora", "full")
@@ -77,6 +77,7 @@ def main() -> None:
         "--quick", action="store_true", help="a little of each, to see that it works: figures mean nothing"
     )
     parser.add_argument("--folder", type=Path, default=BENCH_PATH.parent, help="where bench.json goes")
+    parser.add_argument("--update", action="store_true", help="a part: put its figures into bench.json, too")
     options = parser.parse_args()
     try:
         answer(options)
@@ -85,11 +86,14 @@ def main() -> None:
 
 
 def answer(options: argparse.Namespace) -> None:
-    """Print one part's entries; or save those of all parts, and print them."""
+    """Print one part's entries, and save them if asked to; or save those of all parts, and print them."""
     if options.part:
-        print(json.dumps([asdict(entry) for entry in PARTS[options.part](options)], indent=2))
+        entries = PARTS[options.part](options)
+        print(json.dumps([asdict(entry) for entry in entries], indent=2))
+        if options.update:
+            update(options.part, entries, options.folder)
         return
-    entries: list[Entry] = []
+    entries = []
     for name, part in PARTS.items():
         print(f"== {name}", file=sys.stderr, flush=True)
         entries += part(options)

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from common.run_config import REPOSITORY, RunConfig
 
@@ -43,12 +43,29 @@ def measured(
     return Entry(name, value, unit, at_least, holds, command)
 
 
+def update(part: str, entries: list[Entry], folder: Path = BENCH_PATH.parent) -> None:
+    """Put one part's entries into `bench.json` in place of its older ones, and say in `environment.json` when.
+
+    The names of a part's entries begin with its own.
+    """
+    from common.run_record import environment
+
+    bench, around = (json.loads((folder / path.name).read_text("utf-8")) for path in (BENCH_PATH, ENVIRONMENT_PATH))
+    kept = [entry for entry in bench if not entry["name"].startswith(part)]
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    around.setdefault("measured_later", {})[part] = {**environment(RunConfig()), "date": date}
+    _write(kept + [asdict(entry) for entry in entries], around, folder)
+
+
 def save(entries: list[Entry], folder: Path = BENCH_PATH.parent) -> None:
     """Write `bench.json`, and `environment.json` beside it."""
     from common.run_record import environment
 
     folder.mkdir(parents=True, exist_ok=True)
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    around = {**environment(RunConfig()), "date": date}
-    for path, content in ((BENCH_PATH, [asdict(entry) for entry in entries]), (ENVIRONMENT_PATH, around)):
+    _write([asdict(entry) for entry in entries], {**environment(RunConfig()), "date": date}, folder)
+
+
+def _write(entries: list[dict[str, Any]], around: dict[str, Any], folder: Path) -> None:
+    for path, content in ((BENCH_PATH, entries), (ENVIRONMENT_PATH, around)):
         (folder / path.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

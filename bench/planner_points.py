@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from common.architectures import read_architecture
-from common.dry_run import STEPS, StepTrainer, batch_inputs, build_model, dry_run, mark_segments, take_step
+from common.dry_run import STEPS, batch_inputs, build_model, dry_run, mark_segments, step_trainer, take_step
 from common.hardware import GIB, Gpu, find_gpu, gpu_of_device, gpus
 from common.memory_plan import BatchShape, DeviceMemory, whole_model
 from common.models import any_shape_config
@@ -145,10 +145,7 @@ def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
     watch = PeakWatch()
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(run, Path(folder))
-        trainer = StepTrainer(model=model, args=arguments, train_dataset=[0], eval_dataset=[0])
-        trainer.create_optimizer()
-        if arguments.gradient_checkpointing:  # as `Trainer.train` does first
-            model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)
+        trainer = step_trainer(model, arguments)
         wrapped, optimizer = trainer.accelerator.prepare(model, trainer.optimizer)
         mark_segments(model, watch)
         for _ in range(STEPS):

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -54,6 +54,13 @@ Bytes = dict[str, float]
 """Bytes of each of `PARTS`."""
 Timeline = dict[str, Bytes]
 """What is alive at the highest moment of each segment of the step."""
+
+
+class Watch(Protocol):
+    """What is told where in the step it goes on."""
+
+    def enter(self, segment: str, new_part: str = "activations") -> None:
+        """`segment` begins; what it makes counts as `new_part`."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -289,10 +296,7 @@ def tracked_steps(run: RunConfig, model: PreTrainedModel, inputs: dict[str, torc
     tracker = MemoryTracker(model.config.vocab_size)
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        trainer = StepTrainer(model=model, args=step_arguments(run, folder), train_dataset=[0], eval_dataset=[0])
-        trainer.create_optimizer()
-        if trainer.args.gradient_checkpointing:  # as `Trainer.train` does first
-            model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        trainer = step_trainer(model, step_arguments(run, folder))
         if as_on_gpu:
             stack.enter_context(like_cuda())
             for group in trainer.optimizer.param_groups:
@@ -325,6 +329,15 @@ class StepTrainer(Trainer):
         """A fake tensor cannot be moved in place."""
 
 
+def step_trainer(model: PreTrainedModel, arguments: transformers.TrainingArguments) -> StepTrainer:
+    """The trainer of single steps, with its optimizer, and checkpointing on where it is asked for."""
+    trainer = StepTrainer(model=model, args=arguments, train_dataset=[0], eval_dataset=[0])
+    trainer.create_optimizer()
+    if arguments.gradient_checkpointing:  # as `Trainer.train` does first
+        model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)
+    return trainer
+
+
 def step_arguments(run: RunConfig, folder: str) -> transformers.TrainingArguments:
     """The run's own training arguments, for a CPU and one rank."""
     alone = replace(run, device="cpu", gpu="", parallel="single", devices=1, attention="eager", report_to="none")
@@ -332,7 +345,7 @@ def step_arguments(run: RunConfig, folder: str) -> transformers.TrainingArgument
 
 
 def take_step(
-    trainer: Trainer, model: torch.nn.Module, optimizer: Any, inputs: dict[str, torch.Tensor], tracker: MemoryTracker
+    trainer: Trainer, model: torch.nn.Module, optimizer: Any, inputs: dict[str, torch.Tensor], tracker: Watch
 ) -> None:
     """One optimizer step as the Trainer takes it, told to the tracker phase by phase."""
     tracker.enter("load")
@@ -357,7 +370,7 @@ def at_backward(trainer: Trainer, act: Callable[[], None]) -> AbstractContextMan
     return mock.patch.object(trainer.accelerator, "backward", announced)
 
 
-def mark_segments(model: torch.nn.Module, tracker: MemoryTracker) -> None:
+def mark_segments(model: torch.nn.Module, tracker: Watch) -> None:
     """Have the tracker enter a segment where a stack's first, middle and last layers begin, forward and backward.
 
     A layer's `__call__` is wrapped, not its `forward`: gradient checkpointing happens inside it.
@@ -369,7 +382,7 @@ def mark_segments(model: torch.nn.Module, tracker: MemoryTracker) -> None:
                 _mark(layer, f"{name.rpartition('model.')[2]}, {place}", number == len(stack) - 1, tracker)
 
 
-def _mark(layer: torch.nn.Module, place: str, is_last: bool, tracker: MemoryTracker) -> None:
+def _mark(layer: torch.nn.Module, place: str, is_last: bool, tracker: Watch) -> None:
     class Marked(type(layer)):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             tracker.enter(f"forward: {place}")

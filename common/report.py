@@ -480,6 +480,12 @@ def measured_value(entry: dict[str, Any]) -> str:
     return f"{value:,.0f} {entry['unit']}" if value >= 1000 else f"{value:.3f} {entry['unit']}"
 
 
+def _holds(entry: dict[str, Any]) -> str:
+    if entry["value"] is None and NOT_RUN in entry["name"]:
+        return NOT_RUN
+    return {True: "yes", False: "**no**", None: ""}[entry["holds"]]
+
+
 def _bench_table(with_bars_only: bool) -> pd.DataFrame:
     entries = json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
     return pd.DataFrame([
@@ -487,7 +493,7 @@ def _bench_table(with_bars_only: bool) -> pd.DataFrame:
             "What": entry["name"],
             "Measured": measured_value(entry),
             "Bar": "" if entry["bar"] is None else f"{entry['bar_is']} {entry['bar']:g}",
-            "Holds": {True: "yes", False: "**no**", None: ""}[entry["holds"]],
+            "Holds": _holds(entry),
             "Command": f"`{entry['command']}`",
         }
         for entry in entries

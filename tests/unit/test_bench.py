@@ -10,7 +10,7 @@ import pytest
 from bench import training
 from bench.__main__ import TOOL_NAMES
 from bench.clock import Check, reached, tokens_per_s
-from bench.entries import measured, save
+from bench.entries import measured, save, update
 from bench.tools import TOOLS
 from bench.training import Outcome
 from common.run_config import REPOSITORY
@@ -109,3 +109,12 @@ def test_ours_and_a_bare_loop_run_a_few_steps() -> None:
     tokens = [entry["value"] for entry in found if entry["unit"] == "tokens per s"]
     assert len(tokens) == 2
     assert all(value > 0 for value in tokens)
+
+
+def test_one_part_s_figures_take_the_place_of_its_older_ones(tmp_path: Path) -> None:
+    save([measured("planner, a", 1.0, "s", "x"), measured("quality, b", 2.0, "s", "x")], tmp_path)
+    update("planner", [measured("planner, c", 3.0, "s", "x")], tmp_path)
+    entries = json.loads((tmp_path / "bench.json").read_text())
+    assert [entry["name"] for entry in entries] == ["quality, b", "planner, c"]
+    around = json.loads((tmp_path / "environment.json").read_text())
+    assert around["measured_later"]["planner"]["date"] >= around["date"]
