@@ -5,7 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bench.planner_points import Point, watched_steps
+from common import preflight
+from common.architectures import read_architecture
+from common.dry_run import dry_run
 from common.hardware import gpu_of_device, gpus
+from common.memory_plan import device_memory, whole_model
+from common.planner import job_of_run
 from common.run_config import REPOSITORY
 
 GPU_COUNT = torch.cuda.device_count()
@@ -60,3 +66,25 @@ def test_ddp_uses_both_gpus(run_workflow: Callable, launcher: str) -> None:
     assert done.exit_code == 0, done.output
     assert [share["device"] for share in done.record["world"]] == ["cuda:0", "cuda:1"]
     assert all(entry["peak_allocated_gib"] > 0 for entry in done.record["memory"])
+
+
+@needs_gpu
+@pytest.mark.parametrize("technique", ["lora", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
+def test_a_gpu_takes_what_was_planned_and_what_the_dry_run_says(technique: str, checkpointing: str) -> None:
+    """Peak allocated memory of a real shape; `python -m bench.planner_points` has the whole grid."""
+    point = Point(technique, "llama-3.2-1b", rows=2, length=1024, gradient_checkpointing=checkpointing)
+    found_gib = max(watched_steps(point.run, point.batch, "cuda").segments_gib.values())
+    architecture = read_architecture(point.model)
+    closed = device_memory(architecture, job_of_run(point.run, point.batch), whole_model(architecture))
+    assert closed.allocated_gib == pytest.approx(found_gib, rel=0.08)
+    assert dry_run(point.run, point.batch).peak_gib == pytest.approx(found_gib, rel=0.08)
+
+
+@needs_gpu
+def test_a_preflight_passes_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "2.1_lora_finetuning/run_0_cpu_x1"
+    with pytest.raises(SystemExit) as ended:
+        preflight.main([folder, "--device", "cuda", "--precision", "bf16", "--model", "llama-3.2-1b"])
+    assert ended.value.code in (0, None)
+    assert "cuda:0" in capsys.readouterr().out
