@@ -54,6 +54,9 @@ CONTEXT_GIB = 0.3
 eager loading (github.com/pytorch/pytorch/pull/86509)."""
 WORKSPACE_GIB, HOPPER_WORKSPACE_GIB = 8_519_680 / GIB, 32 / 1024
 """cuBLAS workspace (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+EAGER_SCORE_BYTES = 4
+"""Per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_peaks.json)
+have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known."""
 NCCL_GIB = 0.5
 """Buffers of one communicator: an assumption; 4 MiB a channel and peer (github.com/NVIDIA/nccl/issues/391)."""
 CPU_PROCESS_GIB = 0.62
@@ -147,7 +150,7 @@ class Plan:
         return f"{TECHNIQUE_WORDS[self.job.technique]}, {self.job.parallel}{checkpointed}"
 
 
-def overhead_terms(gpu: Gpu, job: Job, memory: DeviceMemory) -> list[Term]:
+def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
     """What a GPU needs besides the step's tensors."""
     if gpu.name == CPU_DEVICE:
         return [Term("overhead", "process: Python, PyTorch, libraries, data", "measured", CPU_PROCESS_GIB * GIB)]
@@ -158,6 +161,10 @@ def overhead_terms(gpu: Gpu, job: Job, memory: DeviceMemory) -> list[Term]:
         Term("overhead", "cuBLAS workspace", f"{workspace * 1024:.0f} MiB", workspace * GIB),
         Term("overhead", "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", GAP_SHARE * passing),
     ]
+    if job.attention == "eager":
+        scores = job.batch.rows // job.micro_batches * architecture.heads * job.batch.length**2
+        size = EAGER_SCORE_BYTES * scores
+        terms.append(Term("overhead", "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", size))
     if job.devices > 1 and job.parallel != "mp":
         terms.append(Term("overhead", "NCCL's buffers", f"{NCCL_GIB} GiB", NCCL_GIB * GIB))
     return terms
@@ -166,7 +173,7 @@ def overhead_terms(gpu: Gpu, job: Job, memory: DeviceMemory) -> list[Term]:
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
     """The memory of one device, the GPU's own needs included."""
     memory = device_memory(architecture, job, share)
-    return DeviceMemory(memory.moment, (*memory.terms, *overhead_terms(gpu, job, memory)))
+    return DeviceMemory(memory.moment, (*memory.terms, *overhead_terms(architecture, job, gpu, memory)))
 
 
 # -- where the layers go
