@@ -8,7 +8,7 @@ LORA := 2.1_lora_finetuning/run_0_cpu_x1
 DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
 NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
 
-.PHONY: demo test test-all lint lab run record tables tables-check notebooks siblings bench
+.PHONY: demo install test test-all lint lab run record tables tables-check notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -25,6 +25,8 @@ demo: $(INSTALLED) ## LoRA on one device, with DDP on two at the same global bat
 	@$(MAKE) --no-print-directory run FOLDER=$(DDP)
 	@$(MAKE) --no-print-directory run FOLDER=$(DDP) ARGS="--batch_size 16"
 	@echo; $(BIN)/python -m common.report --results
+
+install: $(INSTALLED) ## all that is needed, into .venv, and nothing else
 
 run: $(INSTALLED) ## make run FOLDER=2.1_lora_finetuning/run_0_cpu_x1 ARGS="--batch_size 8"
 	@test -d "$(FOLDER)" || { echo "error: '$(FOLDER)' is no folder: pass FOLDER=<technique>/<run folder>" >&2; exit 2; }

@@ -15,6 +15,18 @@ from common.run_config import REPOSITORY, BadInputError
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 BERT_LIKE = ("bert", "roberta")
+POSITIVE_KEYS = {
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
+    *("vocab_size", "max_position_embeddings", "type_vocab_size", "d_model", "encoder_layers", "decoder_layers"),
+    *("encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads"),
+}
 KNOWN_TYPES = (*LLAMA_LIKE, *BERT_LIKE, "bart")
 
 
@@ -133,9 +145,10 @@ def find_config(model: str) -> Path:
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
+        hub_id = model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else "ID"
         raise BadInputError(
             f"There is no shape of {model}: pass --model with one of {known}, a config.json, a folder with one, or the "
-            f"id of a model in the Hub's cache (`hf download {model if '/' in model else 'ID'} config.json` gets it)."
+            f"id of a model in the Hub's cache (`hf download {hub_id} config.json` gets it)."
         )
     return path
 
@@ -168,6 +181,9 @@ def read_architecture(model: str) -> Architecture:
             f"The architecture {kind!r} of {model} is not known to the closed form, which knows "
             f"{', '.join(KNOWN_TYPES)}."
         )
+    for key, value in config.items():
+        if key in POSITIVE_KEYS and not (isinstance(value, int) and value > 0) and value is not None:
+            raise BadInputError(f"{key} in {path.name} of {model} is {value!r}, but must be a whole number above 0.")
     name = path.parent.name if path.name == "config.json" else path.stem
     try:
         return (_bart if kind == "bart" else _bert_like if kind in BERT_LIKE else _llama_like)(name, config)

@@ -40,6 +40,7 @@ from common.data import IGNORED_LABEL, load_splits, longest_batch, tokenize_rows
 from common.hardware import GIB, Gpu
 from common.memory_plan import PARTS, BatchShape, Job
 from common.models import ATTENTION, add_lora, any_shape_config, load_tokenizer, weight_dtype
+from common.planner import plan_run
 from common.run_config import BadInputError, RunConfig, parse_overrides
 from common.siblings import literal_of
 from common.training import keeps_logits, training_arguments, with_head_on_answers
@@ -477,7 +478,21 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
                  colalign=("left", "left", *["right"] * (len(PARTS) + 1))),
         f"peak of allocated memory: {result.peak_gib:.3f} GiB per device, in {result.peak_segment}; a GPU's own "
         "context and gaps between blocks come on top",
+        verdict(run, batch),
     ])  # fmt: skip
+
+
+def verdict(run: RunConfig, batch: BatchShape) -> str:
+    """What the closed form says of the same step, and whether its GPU holds it."""
+    try:
+        plan = plan_run(run, batch)
+    except BadInputError as unknown:
+        return f"no verdict: {unknown}"
+    memory, gpu = plan.devices[0], plan.cluster.gpus[0]
+    return (
+        f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB "
+        f"on {gpu.name}: {'fits' if plan.fits else 'does not fit'}"
+    )
 
 
 def _sum_gib(parts: Bytes) -> float:
@@ -541,10 +556,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m common.dry_run", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_1_a6000_48g_x1")
+    parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, all learnt, in place of the run's")
     known, overrides = parser.parse_known_args()
     try:
         run = parse_overrides(literal_of(known.run_folder), overrides)
-        print(report(run, *batch_of_run(run)))
+        if known.seq_len is not None and known.seq_len < 2:
+            raise BadInputError(f"--seq-len is {known.seq_len}, but must be at least 2.")
+        longest = BatchShape(run.batch_size, known.seq_len, known.seq_len - 1) if known.seq_len else None
+        print(report(run, *((longest, "by --seq-len") if longest else batch_of_run(run))))
     except BadInputError as mistake:
         parser.exit(2, f"error: {mistake}\n")
 

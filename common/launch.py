@@ -309,7 +309,9 @@ def workflow_of(run_folder: Path) -> Path:
             sorted(str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/run_*/my_workflow_*.py"))
         )
         here = run_folder.relative_to(REPOSITORY) if run_folder.is_relative_to(REPOSITORY) else run_folder
-        raise BadInputError(f"{here} has {len(found)} files my_workflow_*.py, not 1: go to one of {there}.")
+        raise BadInputError(
+            f"{here} is no run folder, as it has {len(found)} files my_workflow_*.py: choose one of {there}."
+        )
     return found[0]
 
 

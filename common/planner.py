@@ -10,12 +10,13 @@ Every figure is `projected`: memory from common/memory_plan.py, time from common
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from tabulate import tabulate
 
@@ -65,7 +66,7 @@ Transformers, PEFT, judge and rows; measured once, on one machine."""
 GAP_SHARE = 0.05
 """Gaps between blocks, of what is allocated and freed in every step: reserved over allocated memory was 1.01 to 1.07 in
 Llama-1B training logs (huggingface.co/nanotron/old_bench), 1.04 to 1.25 on a T4 (fitcheck-llm)."""
-TIGHT = 0.95
+TIGHT = 0.9
 """Of a GPU's memory: above it a plan that fits is called tight, and `preflight` should have the last word."""
 LARGEST_BATCH = 4096
 """Beyond it nobody asks."""
@@ -316,14 +317,15 @@ def ranked_plans(
     parallels: Iterable[Parallel] | None,
     checkpointing: bool | None,
     calibration: dict[str, list[float]],
+    precision: Precision | None = None,
 ) -> list[Plan]:
     """Plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
     Of ways that are about as fast as the fastest of their technique the simplest comes first. What does not fit is
     sorted by how much it lacks.
 
-    `checkpointing` None: with gradient checkpointing only where it does not fit without. With pp and one micro-batch
-    the batch is cut into as many as make sense.
+    `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
+    does not fit without. With pp and one micro-batch the batch is cut into as many as make sense.
     """
     plans = []
     for technique in techniques:
@@ -331,7 +333,14 @@ def ranked_plans(
         for parallel in ways:
             if parallel in ("mp", "pp") and parallels is None and len(cluster.gpus) > architecture.layers:
                 continue
-            job = replace(asked, technique=technique, parallel=parallel, devices=len(cluster.gpus), micro_batches=1)
+            job = replace(
+                asked,
+                technique=technique,
+                parallel=parallel,
+                devices=len(cluster.gpus),
+                precision=precision or usual_precision(technique, cluster),
+                micro_batches=1,
+            )
             micro_batches = asked.micro_batches
             if parallel == "pp" and micro_batches == 1:
                 micro_batches = sensible_micro_batches(asked.batch.rows, len(cluster.gpus))
@@ -391,24 +400,28 @@ def why(plan: Plan) -> str:
     reason = reasons[job.parallel]
     if plan.time.exposed_s > 0.1 * plan.time.total_s:
         reason += (
-            f"; waits {plan.time.exposed_s / plan.time.total_s:.0%} of the time for {plan.cluster.slowest_link.name}"
+            f"; waits {plan.time.exposed_s / plan.time.total_s:.0%} of the time for {plan.cluster.slowest_link.name}, "
+            "which more rows per step hide"
         )
     if job.gradient_checkpointing:
-        reason += "; gradient checkpointing computes activations twice"
+        reason += "; gradient checkpointing, so that activations are computed twice"
     if plan.is_tight:
         reason += "; tight: let `python -m common.preflight` have the last word"
     return f"{reason}; {-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows"
 
 
 def _what_would_help(plan: Plan) -> str:
-    job = plan.job
+    """Remedies against the largest part of what does not fit."""
+    job, parts = plan.job, plan.devices[plan.tightest].parts_gib
+    passing = parts["activations"] + parts["logits"] > 0.5 * sum(parts.values())
+    states = parts["optimizer"] + parts["gradients"] > parts["weights"]
     remedies = [
-        "adapters instead of all weights (--technique lora)" if job.technique == "full" else "",
-        "4-bit weights (--technique qlora)"
-        if job.technique == "lora" and job.parallel not in ("fsdp", "zero3")
-        else "",
-        "gradient checkpointing" if not job.gradient_checkpointing else "",
-        "sharding (--parallel fsdp)" if job.parallel == "ddp" and job.technique != "qlora" else "",
+        "gradient checkpointing" if not job.gradient_checkpointing and parts["activations"] > parts["weights"] else "",
+        "shorter rows (--seq-len)" if passing else "",
+        "adapters instead of all weights (--technique lora)" if job.technique == "full" and not passing else "",
+        "a smaller --lora-rank" if job.technique != "full" and states else "",
+        "4-bit weights (--technique qlora)" if job.technique == "lora" and not passing and not states else "",
+        "sharding (--parallel fsdp)" if job.parallel == "ddp" and job.technique != "qlora" and not passing else "",
         "more or larger GPUs",
     ]
     return "not even one row would fit: try " + ", or ".join(filter(None, remedies))
@@ -442,6 +455,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
             {
                 "technique": plan.job.technique,
                 "parallel": plan.job.parallel,
+                "precision": plan.job.precision,
                 "gradient_checkpointing": plan.job.gradient_checkpointing,
                 "micro_batches": plan.job.micro_batches,
                 "per_device": [
@@ -481,6 +495,7 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
         usd = plan.epoch_usd(rows_per_epoch)
         rows.append([
             plan.name,
+            plan.job.precision,
             "no" if not plan.fits else "tight" if plan.is_tight else "yes",
             f"{memory.peak_gib:.1f} / {gpu.memory_gib:.1f}",
             plan.max_batch_size or "-",
@@ -489,8 +504,18 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
             _seconds(plan.epoch_s(rows_per_epoch)),
             "-" if usd is None else f"{usd:,.2f}",
         ])  # fmt: skip
-    headers = ["way", "fits", "peak / GPU\nGiB", "largest\nbatch", "step", "tokens\nper s", "epoch", "epoch\nUSD"]
-    aligned = ("left", "left", "right", "right", "right", "right", "right", "right")
+    headers = [
+        "way",
+        "precision",
+        "fits",
+        "peak / GPU\nGiB",
+        "largest\nbatch",
+        "step",
+        "tokens\nper s",
+        "epoch",
+        "epoch\nUSD",
+    ]
+    aligned = ("left", "left", "left", *["right"] * 6)
     return tabulate(rows, headers, tablefmt="rounded_outline", colalign=aligned, disable_numparse=True)
 
 
@@ -576,9 +601,17 @@ def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Plan:
 # -- the command line
 
 
+class OneSentenceParser(argparse.ArgumentParser):
+    """A parser that refuses in one sentence, as the rest does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"error: {message}; --help lists the options\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
-    made = argparse.ArgumentParser(
+    made = OneSentenceParser(
         prog="python -m common.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
@@ -597,7 +630,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--lora-rank", type=int, default=8)
     made.add_argument("--target-modules", default="all-linear", help="q_proj,v_proj or all-linear")
     made.add_argument("--lora-dropout", type=float, default=0.0)
-    made.add_argument("--precision", choices=get_args(Precision), help="bf16, or fp16-mixed where the GPU lacks it")
+    made.add_argument("--precision", choices=get_args(Precision), help="without it: bf16 for adapters and bf16-mixed "
+                      "for full fine-tuning; fp16-mixed where the GPU lacks bf16")  # fmt: skip
     made.add_argument("--quantization", choices=get_args(Quantization), help="of qlora's weights (nf4)")
     made.add_argument("--optimizer", default="adamw_torch_fused", help=f"one of {', '.join(OPTIMIZER_BYTES)}")
     made.add_argument("--attention", choices=("eager", "sdpa", "flash"), default="sdpa")
@@ -629,7 +663,8 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise BadInputError(f"--{name.replace('_', '-')} is {value:g}, but must be above 0.")
-    chosen = [_one_gpu(name, options) for name in options.gpu] or _gpus_here()
+    by_hand = ["this GPU"] if options.gpu_memory_gib else []
+    chosen = [_one_gpu(name, options) for name in options.gpu or by_hand] or _gpus_here()
     count = options.gpus or len(chosen)
     if len(chosen) not in (1, count):
         raise BadInputError(
@@ -680,15 +715,12 @@ def job_of(options: argparse.Namespace, cluster: Cluster) -> Job:
     if options.quantization and options.technique == "lora":
         raise BadInputError("LoRA on quantized weights is QLoRA: pass --technique qlora.")
     targets = () if options.target_modules == "all-linear" else tuple(options.target_modules.split(","))
-    precision = options.precision or (
-        "bf16" if all(gpu.tflops_dense["bf16"] for gpu in cluster.gpus) else _precision_without_bf16(cluster)
-    )
     return Job(
         technique="lora",
         parallel="pp" if options.micro_batches > 1 else "single",
         devices=max(2, len(cluster.gpus)) if options.micro_batches > 1 else 1,
         batch=BatchShape(options.batch_size, options.seq_len, options.seq_len),
-        precision=precision,
+        precision=options.precision or "bf16",
         quantization=options.quantization or "nf4",
         optimizer=options.optimizer,
         attention=options.attention,
@@ -700,7 +732,10 @@ def job_of(options: argparse.Namespace, cluster: Cluster) -> Job:
     )
 
 
-def _precision_without_bf16(cluster: Cluster) -> Precision:
+def usual_precision(technique: Technique, cluster: Cluster) -> Precision:
+    """What each technique is usually trained in: weights that are updated in fp32, frozen ones in 16 bits."""
+    if all(gpu.tflops_dense["bf16"] for gpu in cluster.gpus):
+        return "bf16-mixed" if technique == "full" else "bf16"
     return "fp16-mixed" if all(gpu.tflops_dense["fp16"] for gpu in cluster.gpus) else "fp32"
 
 
@@ -709,9 +744,9 @@ def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[s
     best = plans[0]
     job, link = best.job, best.cluster.slowest_link
     said = [
-        f"every row is {job.batch.length:,} tokens long and learnt as a whole; {job.precision}, {job.optimizer}, "
-        f"{job.attention} attention" + (f", LoRA rank {job.lora_rank}" if job.technique != "full" else ""),
-        *(f"speed of {source}" for source in best.speed_sources),
+        f"rows of {job.batch.length:,} tokens, learnt as a whole; {job.optimizer}, {job.attention} attention"
+        + (f", LoRA rank {job.lora_rank}" if any(plan.job.technique != "full" for plan in plans) else ""),
+        *dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources),
         f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps",
         f"an epoch is {options.rows_per_epoch:,} rows",
     ]
@@ -750,8 +785,10 @@ def answer(options: argparse.Namespace) -> int:
         (options.parallel,) if options.parallel else None,
         options.gradient_checkpointing,
         calibration,
+        options.precision,
     )
     assumptions = assumptions_of(plans, options)
+    compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
     if options.json:
         print(json.dumps(as_json(options.model, plans, assumptions, options.rows_per_epoch), indent=2))
         return 0 if plans[0].fits else 1
@@ -763,8 +800,8 @@ def answer(options: argparse.Namespace) -> int:
     print(f"\n{recommendation(plans)}")
     if options.explain:
         print(f"\n{explanation(plans[0])}")
-    if options.against_nodes:
-        print(f"\n{comparison(plans[0], options.against_nodes, calibration)}")
+    if compared:
+        print(f"\n{compared}")
     print("\nassumed:\n" + "\n".join(f"- {line}" for line in assumptions))
     return 0 if plans[0].fits else 1
 
@@ -791,6 +828,7 @@ def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> s
 
 def main() -> None:
     """`python -m common.planner`."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
     options = parser().parse_args()
     try:
         sys.exit(answer(options))

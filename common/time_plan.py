@@ -137,8 +137,12 @@ def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> S
         (entry for name, entry in ACHIEVED_SHARES.items() if gpu.name.startswith(name)),
         (ASSUMED_SHARE, "an assumption: nothing published was found"),
     )
-    share *= {"full": 1, "lora": LORA_SHARE_FACTOR, "qlora": QLORA_SHARE_FACTOR}[job.technique]
-    return Speed(peak * 1e12 * share, f"{gpu.name}: {share:.0%} of {peak:g} TFLOP/s ({source})")
+    factor = {"full": 1.0, "lora": LORA_SHARE_FACTOR, "qlora": QLORA_SHARE_FACTOR}[job.technique]
+    of_that = "" if job.technique == "full" else f"; times {factor} for {job.technique}, github.com/QwenLM/Qwen"
+    share *= factor
+    return Speed(
+        peak * 1e12 * share, f"{gpu.name}, {job.technique}: {share:.0%} of {peak:g} TFLOP/s ({source}{of_that})"
+    )
 
 
 def calibration_from(records: Iterable[dict[str, Any]]) -> dict[str, list[float]]:

@@ -13,6 +13,7 @@ from common.memory_plan import (
     BatchShape,
     Job,
     Parallel,
+    Precision,
     Technique,
     device_memory,
     trained_parameters,
@@ -29,10 +30,11 @@ from common.planner import (
     parser,
     plan_run,
     ranked_plans,
+    usual_precision,
     why,
 )
 from common.run_config import RunConfig
-from common.time_plan import ETHERNET_ACHIEVED, Cluster, Link, calibration_from, parse_link
+from common.time_plan import Cluster, calibration_from, ethernet, parse_link
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,16 +58,27 @@ class Question:
     architecture: Architecture
     job: Job
     cluster: Cluster
+    precision: Precision | None = None
+    """None: the usual one of each technique."""
 
     def plan(self, technique: Technique, parallel: Parallel = "single", **changes: Any) -> Plan:
         """The plan of one way to train; `changes` are fields of the job."""
-        job = replace(self.job, technique=technique, parallel=parallel, devices=len(self.cluster.gpus), **changes)
+        precision = self.precision or usual_precision(technique, self.cluster)
+        shared = {
+            "technique": technique,
+            "parallel": parallel,
+            "devices": len(self.cluster.gpus),
+            "precision": precision,
+        }
+        job = replace(self.job, **{**shared, **changes})
         return make_plan(self.architecture, job, self.cluster, calibration_from(kept_records()))
 
     def ranked(self) -> list[Plan]:
         """All ways that make sense, best first."""
         calibration = calibration_from(kept_records())
-        return ranked_plans(self.architecture, self.job, self.cluster, QUALITY_ORDER, None, None, calibration)
+        return ranked_plans(
+            self.architecture, self.job, self.cluster, QUALITY_ORDER, None, None, calibration, self.precision
+        )
 
     def over(self, link: str) -> "Question":
         """The same question with another link between the GPUs."""
@@ -82,7 +95,7 @@ def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: i
     given |= {name.replace("_", "-"): value for name, value in options.items()}
     asked = parser().parse_args([f"--{name}={value}" for name, value in given.items()])
     cluster = cluster_of(asked)
-    return Question(read_architecture(asked.model), job_of(asked, cluster), cluster)
+    return Question(read_architecture(asked.model), job_of(asked, cluster), cluster, asked.precision)
 
 
 # -- memory
@@ -144,7 +157,7 @@ def largest_batches(model: str, seq_len: int) -> pd.DataFrame:
         rows[gpu.name] = {
             WORDS[technique]: question.plan(technique, gradient_checkpointing=True).max_batch_size
             for technique in QUALITY_ORDER
-        } | {"precision": question.job.precision, "GiB": gpu.memory_gib}
+        } | {"precision": usual_precision("full", question.cluster), "GiB": gpu.memory_gib}
     return pd.DataFrame(rows).T.sort_values("GiB")
 
 
@@ -196,7 +209,7 @@ def bills(one_machine: Question, spread: Question, technique: Technique, paralle
     alone = usd(one_machine)
     at = {}
     for gbit in gbits:
-        cluster = replace(spread.cluster, link=Link(f"{gbit:g} Gbit/s", gbit / 8 * ETHERNET_ACHIEVED))
+        cluster = replace(spread.cluster, link=ethernet(gbit))
         at[gbit] = usd(replace(spread, cluster=cluster)) / alone
     return pd.Series(at)
 

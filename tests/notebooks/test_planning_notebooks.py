@@ -130,6 +130,9 @@ def test_the_readme_shows_what_its_command_answers() -> None:
     assert command == PLANNER_QUESTION, "`make tables` renders the answer to another question"
     words = ("-m", "common.planner", *shlex.split(command))
     assert planner(*words).strip() in text
-    ranked = json.loads(planner(*words, "--precision", "bf16-mixed", "--json"))["ranked"]
-    assert ranked[0]["technique"] == "lora"
-    assert not any(entry["per_device"][0]["fits"] for entry in ranked if entry["technique"] == "full")
+    usual, pure = (
+        json.loads(planner(*words, *precision, "--json"))["ranked"] for precision in ((), ("--precision", "bf16"))
+    )
+    assert usual[0]["technique"] == "lora"
+    assert not any(entry["per_device"][0]["fits"] for entry in usual if entry["technique"] == "full")
+    assert pure[0]["technique"] == "full"

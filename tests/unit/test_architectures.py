@@ -70,6 +70,14 @@ def test_a_hub_id_is_found_among_the_shapes_and_in_the_cache(tmp_path: Path, mon
         ("{", "is not JSON"),
         ("[]", "has no key model_type"),
         ('{"model_type": "llama", "hidden_size": 8}', "lacks the key 'num_attention_heads'"),
+        (
+            '{"model_type": "llama", "hidden_size": -8}',
+            "hidden_size in config.json .* is -8, but must be a whole number",
+        ),
+        (
+            '{"model_type": "llama", "vocab_size": "x"}',
+            "vocab_size in config.json .* is 'x', but must be a whole number",
+        ),
     ],
 )
 def test_a_broken_config_is_named(text: str, sentence: str, tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_a_run_folder_s_dry_run() -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "8 rows of 39 tokens" in done.stdout
     assert "peak of allocated memory: 0.0" in done.stdout
+    assert "on CPU, 1 thread: fits" in done.stdout
 
 
 def test_what_is_no_run_folder_ends_in_one_sentence() -> None:
@@ -165,7 +166,7 @@ def test_what_is_no_run_folder_ends_in_one_sentence() -> None:
         [sys.executable, "-m", "common.dry_run", "nowhere"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: nowhere has 0 files my_workflow_*.py")
+    assert done.stderr.startswith("error: nowhere is no run folder, as it has 0 files my_workflow_*.py")
     assert "Traceback" not in done.stderr
 
 

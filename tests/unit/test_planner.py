@@ -100,6 +100,9 @@ def test_what_does_not_fit_ends_with_1_and_advice(asked) -> None:  # noqa: ANN00
         ("--model llama-3.1-8b --gpu v100-16gb --precision bf16", "does not compute in bf16"),
         ("--model llama-3.1-8b --gpu a6000 --gpus 2 --link wifi", "pass nvlink, pcie, or ethernet-"),
         ("--model llama-3.1-8b", "No --gpu is named"),
+        ("--model llama-3.1-8b --gpu a6000 --technique lorra", "invalid choice: 'lorra'"),
+        ("--model llama-3.1-8b --gpu a6000 --gpus 4 --link nvlink", "An NVLink bridge joins two RTX A6000 48GB, not 4"),
+        ("--model llama-3.1-8b --gpu a6000 --parallel single --against-nodes 4", "compares data-parallel plans"),
         ("--model llama-3.1-8b --gpu a6000 --optimizer lion", "'lion' is not known to the planner"),
     ],
 )
@@ -187,7 +190,7 @@ def test_full_where_it_fits_and_adapters_where_it_does_not(asked) -> None:  # no
         return json.loads(out)["ranked"][0]["technique"]
 
     assert best("a6000", "llama-3.2-1b") == "full"
-    _, out, _ = asked("--model llama-3.2-1b --gpu a6000 --gpus 2 --json")
+    _, out, _ = asked("--model llama-3.2-1b --gpu a6000 --gpus 2 --batch-size 4 --json")
     assert json.loads(out)["ranked"][0]["parallel"] == "ddp"  # it fits one GPU, so each has its own rows
     _, out, _ = asked("--model llama-3.1-8b --gpu a6000 --gpus 4 --technique full --batch-size 4 --json")
     assert json.loads(out)["ranked"][0]["parallel"] == "fsdp"  # it does not, so they share it
@@ -232,3 +235,30 @@ def test_rows_of_ddp_are_each_rank_s() -> None:
     assert two.rows_per_step == 2 * one.rows_per_step
     assert one.tokens_per_s < two.tokens_per_s <= 2 * one.tokens_per_s
     assert two.epoch_usd(1000) == pytest.approx(one.epoch_usd(1000), rel=0.1)
+
+
+def test_each_technique_has_its_usual_precision_unless_one_is_asked_for(asked) -> None:  # noqa: ANN001
+    def precisions(command: str) -> dict[str, str]:
+        _, out, _ = asked(f"--model llama-3.2-1b {command} --json")
+        return {entry["technique"]: entry["precision"] for entry in json.loads(out)["ranked"]}
+
+    assert precisions("--gpu a6000") == {"full": "bf16-mixed", "lora": "bf16", "qlora": "bf16"}
+    assert set(precisions("--gpu v100-16gb").values()) == {"fp16-mixed"}
+    assert set(precisions("--gpu a6000 --precision bf16").values()) == {"bf16"}
+
+
+def test_advice_names_what_would_help(asked) -> None:  # noqa: ANN001
+    _, out, _ = asked("--model llama-3.1-8b --technique lora --parallel single --gpu a6000 --seq-len 100000")
+    assert "shorter rows (--seq-len)" in out
+    assert "4-bit" not in out
+
+
+def test_a_full_card_is_tight(asked) -> None:  # noqa: ANN001
+    command = "--model llama-3.2-1b --technique full --parallel single --gpu mine --gpu-tflops 100 --seq-len 128 --json"
+    _, out, _ = asked(f"{command} --gpu-memory-gib 100")
+    peak_gib = json.loads(out)["ranked"][0]["per_device"][0]["peak_gib"]
+    for capacity_gib, is_tight in ((peak_gib * 1.05, True), (peak_gib * 1.2, False)):
+        _, out, _ = asked(f"{command} --no-gradient-checkpointing --gpu-memory-gib {capacity_gib}")
+        entry = json.loads(out)["ranked"][0]
+        assert entry["per_device"][0]["fits"]
+        assert ("tight" in entry["why"]) == is_tight

@@ -115,7 +115,7 @@ def test_two_ranks_pass_and_each_has_its_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["no/such/folder"], "no/such/folder has 0 files my_workflow_*.py"),
+        (["no/such/folder"], "no/such/folder is no run folder"),
         ([SINGLE, "--batch_size", "0"], "batch_size is 0"),
         ([SINGLE, "--data", "no/such/data"], "The data no/such/data do not exist"),
         ([SINGLE, "--model", "nobody/no-such-model"], "There is no shape of nobody/no-such-model"),
