@@ -23,9 +23,10 @@ from bench.planner_points import POINTS_PATH, SHAPES
 from common.architectures import Architecture, read_architecture
 from common.dry_run import dry_run
 from common.memory_plan import BatchShape, Job, device_memory, whole_model
-from common.planner import job_of_run, kept_records
+from common.planner import job_of_run
 from common.report import NOT_RUN
 from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.run_record import kept_records
 
 COMMAND = "python -m bench planner"
 POINTS_COMMAND = "python -m bench.planner_points && python -m bench planner"

@@ -37,12 +37,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel, Trainer, masking_utils
 
 from common.data import IGNORED_LABEL, load_splits, longest_batch, tokenize_rows
-from common.hardware import GIB, Gpu
+from common.hardware import GIB
 from common.memory_plan import PARTS, BatchShape, Job
 from common.models import ATTENTION, add_lora, any_shape_config, load_tokenizer, weight_dtype
-from common.planner import plan_run
+from common.planner import plan_run, usual_precision
 from common.run_config import BadInputError, RunConfig, parse_overrides
 from common.siblings import literal_of
+from common.time_plan import Cluster
 from common.training import keeps_logits, training_arguments, with_head_on_answers
 
 SMALL_DEPTHS = (2, 4)
@@ -161,7 +162,6 @@ class DryRun:
     """What a step would take on one device, in bytes; `timeline` is extrapolated to all layers."""
 
     timeline: Timeline
-    batch: BatchShape
 
     @property
     def peak_segment(self) -> str:
@@ -194,14 +194,14 @@ def dry_run(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> DryRun
     `as_on_gpu` has it choose operations as a GPU does; without it, as the CPU does.
 
     Raises:
-        BadInputError: the model has no known shape, or fewer layers than two, or stacks of different depth.
+        BadInputError: the model has no known shape, or stacks of different depth.
     """
     config, run = any_shape_config(run.model), in_bf16(run)
     layers = _depth(config)
     if layers <= SMALL_DEPTHS[1]:
-        return DryRun(fake_step(run, config, batch, as_on_gpu), batch)
+        return DryRun(fake_step(run, config, batch, as_on_gpu))
     few, more = (fake_step(run, with_depth(config, depth), batch, as_on_gpu) for depth in SMALL_DEPTHS)
-    return DryRun(extrapolated(few, more, layers), batch)
+    return DryRun(extrapolated(few, more, layers))
 
 
 def in_bf16(run: RunConfig) -> RunConfig:
@@ -499,13 +499,13 @@ def _sum_gib(parts: Bytes) -> float:
     return sum(parts.values()) / GIB
 
 
-def answer_planner(options: argparse.Namespace, job: Job, gpu: Gpu, unknown: str) -> int:
+def answer_planner(options: argparse.Namespace, job: Job, cluster: Cluster, unknown: str) -> int:
     """The planner's answer for an architecture that its closed form does not know: memory alone, by dry run.
 
     Raises:
         BadInputError: the technique or the way to share work is not one that the dry run knows.
     """
-    devices, technique = options.gpus or 1, options.technique or "lora"
+    gpu, devices, technique = cluster.gpus[0], len(cluster.gpus), options.technique or "lora"
     parallel = options.parallel or ("ddp" if devices > 1 else "single")
     if technique == "qlora" or parallel not in ("single", "ddp"):
         raise BadInputError(f"{unknown} The dry run stands in for lora and full, with single and ddp: pass these.")
@@ -515,7 +515,7 @@ def answer_planner(options: argparse.Namespace, job: Job, gpu: Gpu, unknown: str
         devices=devices,
         model=options.model,
         weights="random",
-        precision=job.precision,
+        precision=options.precision or usual_precision(technique, cluster),
         optimizer=job.optimizer,
         attention=job.attention if job.attention != "flash" else "sdpa",
         gradient_checkpointing="non-reentrant" if options.gradient_checkpointing else "none",

@@ -278,6 +278,7 @@ def check_inputs(run: RunConfig) -> None:
     from common.evaluation import check_independent_judge
     from common.models import check_attention, load_tokenizer
 
+    check_technique(run)
     check_gpus(run)
     check_attention(run)
     check_independent_judge(run)
@@ -295,6 +296,24 @@ def check_inputs(run: RunConfig) -> None:
     row_count = len(load_splits(run).train)
     if row_count < run.world_size:
         raise BadInputError(f"There are {row_count} training rows for {run.world_size} ranks: give each at least one.")
+
+
+def check_technique(run: RunConfig) -> None:
+    """Refuse another technique than the run folder's: its workflow would train its own all the same.
+
+    Raises:
+        BadInputError: with both techniques.
+    """
+    from common.siblings import literal_of  # here: it imports this module
+
+    if not run.run_folder:
+        return
+    trained = literal_of(REPOSITORY / run.run_folder).technique
+    if run.technique != trained:
+        raise BadInputError(
+            f"technique is {run.technique}, but the workflow of {run.run_folder} trains {trained}: leave --technique "
+            "out, or go to another folder (`python -m common.dry_run` and the planner take any)."
+        )
 
 
 def workflow_of(run_folder: Path) -> Path:

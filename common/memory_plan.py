@@ -12,7 +12,7 @@ size, Q and K sizes of queries and keys, V vocabulary, r LoRA rank; `a` bytes of
 the format that hidden states travel in between layers, `w` bytes of a weight.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -263,9 +263,9 @@ def whole_model(architecture: Architecture) -> Share:
     return Share(tuple(stack.layers for stack in architecture.stacks))
 
 
-def device_memory(architecture: Architecture, job: Job, share: Share, overhead: Sequence[Term] = ()) -> DeviceMemory:
-    """The memory of one device: its highest moment."""
-    return _DeviceSums(architecture, job, share).highest(tuple(overhead))
+def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceMemory:
+    """The memory of one device: its highest moment, without the GPU's own overhead."""
+    return _DeviceSums(architecture, job, share).highest()
 
 
 def trained_parameters(architecture: Architecture, job: Job, share: Share | None = None) -> int:
@@ -309,7 +309,7 @@ class _DeviceSums:
             (stack, layers) for stack, layers in zip(architecture.stacks, share.layers, strict=True) if layers
         ]
 
-    def highest(self, overhead: tuple[Term, ...]) -> DeviceMemory:
+    def highest(self) -> DeviceMemory:
         """The moment with the most bytes, and its terms."""
         resting = self.weights() + self.optimizer_states() + self.buffers()
         moments = {
@@ -332,7 +332,7 @@ class _DeviceSums:
             "optimizer step": [*self.gradients(), *self.optimizer_step()],
         }  # fmt: skip
         name = max(moments, key=lambda moment: sum(term.count for term in moments[moment]))
-        terms = tuple(term for term in (*resting, *moments[name], *overhead) if term.count)
+        terms = tuple(term for term in (*resting, *moments[name]) if term.count)
         return DeviceMemory(name, terms)
 
     # -- what is there all the time

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from tabulate import tabulate
@@ -37,8 +36,8 @@ from common.memory_plan import (
     device_memory,
     whole_model,
 )
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.run_record import load_record
+from common.run_config import BadInputError, RunConfig
+from common.run_record import kept_records
 from common.time_plan import (
     Cluster,
     StepTime,
@@ -318,6 +317,7 @@ def ranked_plans(
     checkpointing: bool | None,
     calibration: dict[str, list[float]],
     precision: Precision | None = None,
+    micro_batches: int | None = None,
 ) -> list[Plan]:
     """Plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
@@ -325,7 +325,7 @@ def ranked_plans(
     sorted by how much it lacks.
 
     `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
-    does not fit without. With pp and one micro-batch the batch is cut into as many as make sense.
+    does not fit without. `micro_batches` None: with pp as many as make sense.
     """
     plans = []
     for technique in techniques:
@@ -339,12 +339,8 @@ def ranked_plans(
                 parallel=parallel,
                 devices=len(cluster.gpus),
                 precision=precision or usual_precision(technique, cluster),
-                micro_batches=1,
+                micro_batches=_micro_batches(asked, parallel, len(cluster.gpus), micro_batches if parallels else None),
             )
-            micro_batches = asked.micro_batches
-            if parallel == "pp" and micro_batches == 1:
-                micro_batches = sensible_micro_batches(asked.batch.rows, len(cluster.gpus))
-            job = replace(job, micro_batches=micro_batches if parallel == "pp" or parallels else 1)
             tries = [False, True] if checkpointing is None else [checkpointing]
             found = [
                 make_plan(architecture, replace(job, gradient_checkpointing=on), cluster, calibration) for on in tries
@@ -353,6 +349,12 @@ def ranked_plans(
             plans.append([*roomy, *(plan for plan in found if plan.fits), found[-1]][0])
     return [*_best_first([plan for plan in plans if plan.fits]),
             *sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
+
+
+def _micro_batches(asked: Job, parallel: Parallel, stages: int, named: int | None) -> int:
+    if named is not None:
+        return named
+    return sensible_micro_batches(asked.batch.rows, stages) if parallel == "pp" else 1
 
 
 def _best_first(plans: list[Plan]) -> list[Plan]:
@@ -637,7 +639,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--attention", choices=("eager", "sdpa", "flash"), default="sdpa")
     made.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction,
                       help="without it: where it does not fit otherwise")  # fmt: skip
-    made.add_argument("--micro-batches", type=int, default=1, help="with pp; 1 = as many as make sense")
+    made.add_argument("--micro-batches", type=int, help="with --parallel pp; without it, as many as make sense")
     made.add_argument("--offload", action="store_true", help="optimizer states wait in the host's memory")
     made.add_argument("--rows-per-epoch", type=int, default=DEFAULT_ROWS_PER_EPOCH)
     made.add_argument("--usd-per-hour", type=float, help="of one GPU, instead of the catalogue's price")
@@ -645,11 +647,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--explain", action="store_true", help="unfold the first plan's memory into its terms")
     made.add_argument("--json", action="store_true")
     return made
-
-
-def kept_records(root: Path = REPOSITORY) -> list[dict[str, Any]]:
-    """The records that were kept: what recalibrates the planner's speeds."""
-    return [load_record(path) for path in sorted(root.glob("*/run_*/records/*.json"))]
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
@@ -708,7 +705,7 @@ def _gpus_here() -> list[Gpu]:
     return [gpu for gpu in found if gpu is not None]
 
 
-def job_of(options: argparse.Namespace, cluster: Cluster) -> Job:
+def job_of(options: argparse.Namespace) -> Job:
     """The job that the command line means, as one GPU would do it; `ranked_plans` fills in technique and parallel."""
     if options.quantization and options.technique == "full":
         raise BadInputError(WHY_NOT_QUANTIZED_FULL)
@@ -717,8 +714,7 @@ def job_of(options: argparse.Namespace, cluster: Cluster) -> Job:
     targets = () if options.target_modules == "all-linear" else tuple(options.target_modules.split(","))
     return Job(
         technique="lora",
-        parallel="pp" if options.micro_batches > 1 else "single",
-        devices=max(2, len(cluster.gpus)) if options.micro_batches > 1 else 1,
+        parallel="single",
         batch=BatchShape(options.batch_size, options.seq_len, options.seq_len),
         precision=options.precision or "bf16",
         quantization=options.quantization or "nf4",
@@ -727,7 +723,6 @@ def job_of(options: argparse.Namespace, cluster: Cluster) -> Job:
         lora_rank=options.lora_rank,
         target_modules=targets,
         lora_dropout=options.lora_dropout,
-        micro_batches=options.micro_batches,
         offload=options.offload,
     )
 
@@ -768,14 +763,14 @@ def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[s
 def answer(options: argparse.Namespace) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster = cluster_of(options)
-    job = job_of(options, cluster)
+    job = job_of(options)
     techniques = (options.technique,) if options.technique else QUALITY_ORDER
     try:
         architecture = read_architecture(options.model)
     except UnknownArchitectureError as unknown:
         from common.dry_run import answer_planner  # here: it imports torch
 
-        return answer_planner(options, job, cluster.gpus[0], str(unknown))
+        return answer_planner(options, job, cluster, str(unknown))
     calibration = calibration_from(kept_records())
     plans = ranked_plans(
         architecture,
@@ -786,6 +781,7 @@ def answer(options: argparse.Namespace) -> int:
         options.gradient_checkpointing,
         calibration,
         options.precision,
+        options.micro_batches,
     )
     assumptions = assumptions_of(plans, options)
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""

@@ -22,7 +22,7 @@ import pandas as pd
 
 from common.hardware import gpu_of_device
 from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.run_record import PREVIOUS, RECORD_NAME, Record, load_record
+from common.run_record import PREVIOUS, RECORD_NAME, Record, kept_records, load_record
 from common.siblings import run_folders
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
@@ -50,11 +50,6 @@ memory: on CPU the resident memory of the process, most of it Python and PyTorch
 More in the readmes of 2.1 and 2.2."""
 
 Row = dict[str, str]
-
-
-def committed_records(root: Path = REPOSITORY) -> list[Record]:
-    """Every record that was kept, in the order of folders and names."""
-    return [load_record(path) for path in sorted(root.glob("*/run_*/records/*.json"))]
 
 
 def results_of_this_machine(root: Path = REPOSITORY) -> list[Record]:
@@ -610,7 +605,7 @@ def _run(options: argparse.Namespace) -> int:
         text = table.to_markdown(tablefmt="simple", disable_numparse=True) + "\n\n" + LEGEND
         print(table.to_json(indent=2) if options.json else text)
         return 0
-    records = committed_records()
+    records = kept_records()
     if not options.check and not options.write:
         tables = {name: TABLES[name](records) for name in TABLES}
         if options.json:

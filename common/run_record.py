@@ -271,6 +271,11 @@ def load_record(path: Path) -> Record:
     return record
 
 
+def kept_records(root: Path = REPOSITORY) -> list[Record]:
+    """Every record that was kept, in the order of folders and names."""
+    return [load_record(path) for path in sorted(root.glob("*/run_*/records/*.json"))]
+
+
 def keep_record(results_folder: Path) -> Path:
     """Copy a run's record from `<run folder>/results/<name>` to `<run folder>/records/<name>.json`, to be committed.
 

@@ -25,7 +25,6 @@ from common.planner import (
     cluster_of,
     job_of,
     job_of_run,
-    kept_records,
     make_plan,
     parser,
     plan_run,
@@ -34,6 +33,7 @@ from common.planner import (
     why,
 )
 from common.run_config import RunConfig
+from common.run_record import kept_records
 from common.time_plan import Cluster, calibration_from, ethernet, parse_link
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: i
     given |= {name.replace("_", "-"): value for name, value in options.items()}
     asked = parser().parse_args([f"--{name}={value}" for name, value in given.items()])
     cluster = cluster_of(asked)
-    return Question(read_architecture(asked.model), job_of(asked, cluster), cluster, asked.precision)
+    return Question(read_architecture(asked.model), job_of(asked), cluster, asked.precision)
 
 
 # -- memory

@@ -18,7 +18,6 @@ from common.planner import (
     QUALITY_ORDER,
     cluster_of,
     job_of,
-    kept_records,
     memory_with_overhead,
     parser,
     plan_run,
@@ -26,6 +25,7 @@ from common.planner import (
 )
 from common.report import PLANNER_QUESTION
 from common.run_config import REPOSITORY, RunConfig
+from common.run_record import kept_records
 from common.time_plan import calibration_from, parse_link
 
 FOLDER = REPOSITORY / "1.1_gpu_planning"
@@ -74,7 +74,7 @@ def test_the_strategies_are_the_planners_in_its_order(tmp_path: Path) -> None:
     cluster = cluster_of(options)
     assert cluster.slowest_link == parse_link("nvlink", find_gpu("A100 40GB SXM"))
     plans = ranked_plans(
-        read_architecture(asked["model"]), job_of(options, cluster), cluster, QUALITY_ORDER, None, None,
+        read_architecture(asked["model"]), job_of(options), cluster, QUALITY_ORDER, None, None,
         calibration_from(kept_records()),
     )  # fmt: skip
     table = next(

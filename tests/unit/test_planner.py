@@ -100,6 +100,7 @@ def test_what_does_not_fit_ends_with_1_and_advice(asked) -> None:  # noqa: ANN00
         ("--model llama-3.1-8b --gpu v100-16gb --precision bf16", "does not compute in bf16"),
         ("--model llama-3.1-8b --gpu a6000 --gpus 2 --link wifi", "pass nvlink, pcie, or ethernet-"),
         ("--model llama-3.1-8b", "No --gpu is named"),
+        ("--model llama-3.1-8b --gpu a6000 --gpus 2 --parallel ddp --micro-batches 2", "is for --parallel pp"),
         ("--model llama-3.1-8b --gpu a6000 --technique lorra", "invalid choice: 'lorra'"),
         ("--model llama-3.1-8b --gpu a6000 --gpus 4 --link nvlink", "An NVLink bridge joins two RTX A6000 48GB, not 4"),
         ("--model llama-3.1-8b --gpu a6000 --parallel single --against-nodes 4", "compares data-parallel plans"),
@@ -211,6 +212,12 @@ def test_an_unknown_architecture_is_planned_by_dry_run(tmp_path: Path, asked) ->
     assert code == 0
     assert "'gpt2'" in answer["assumptions"][0]
     assert 0 < answer["ranked"][0]["per_device"][0]["peak_gib"] < 0.1
+    full, pure = (
+        json.loads(asked(f"--model {path} --gpu a6000 --technique full --seq-len 64 {precision} --json")[1])
+        for precision in ("", "--precision bf16")
+    )
+    weights = [entry["ranked"][0]["per_device"][0]["weights_gib"] for entry in (full, pure)]
+    assert weights[0] > 1.9 * weights[1]  # full fine-tuning keeps its weights in fp32, as in the closed form
     code, _, err = asked(f"--model {path} --gpu t4 --technique qlora --seq-len 64 --precision fp16-mixed")
     assert code == 2
     assert "The dry run stands in for lora and full" in err

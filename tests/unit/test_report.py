@@ -15,7 +15,6 @@ from common.report import (
     baseline_of,
     clock,
     clock_seconds,
-    committed_records,
     hardware_factors,
     learning_rate_scaling,
     published_results,
@@ -23,14 +22,14 @@ from common.report import (
     side_by_side,
     with_tables,
 )
-from common.run_record import Record
+from common.run_record import Record, kept_records
 from common.siblings import run_folders
 
 
 @pytest.fixture
 def records() -> list[Record]:
     """One device at batch 16 in 100 s; two ranks at 8 rows each in 60 s, and at 16 rows each in 50 s."""
-    kept = [record for record in committed_records() if record["config"]["learning_rate_scaling"] == "none"]
+    kept = [record for record in kept_records() if record["config"]["learning_rate_scaling"] == "none"]
     single = copy.deepcopy(next(record for record in kept if record["launcher"] == "python"))
     strong, weak = (
         copy.deepcopy(next(r for r in kept if r["launcher"] == "torchrun" and r["config"]["batch_size"] == batch))
@@ -171,7 +170,7 @@ def test_tables_check_exits_with_1_when_a_readme_is_out_of_date(
     monkeypatch.setattr(report, "readmes", lambda: [readme])
     monkeypatch.setattr(report, "REPOSITORY", tmp_path)
     monkeypatch.setattr(sys, "argv", ["report", "--check"])
-    for table, exit_code in (("1.99x\n", 1), (rendered("ddp-strong", committed_records()), 0)):
+    for table, exit_code in (("1.99x\n", 1), (rendered("ddp-strong", kept_records()), 0)):
         readme.write_text(f"<!-- table: ddp-strong -->\n{table}<!-- /table -->\n")
         with pytest.raises(SystemExit) as left:
             report.main()
