@@ -30,14 +30,28 @@ class RunConfig:
     """
 
     technique: Literal["lora", "full"] = _setting(
-        "lora", "What is trained: lora = low-rank adapters, base frozen; full = every weight (dry run only, so far)."
+        "lora", "What is trained: lora = low-rank adapters, base frozen; full = the model's own weights."
     )
-    parallel: Literal["single", "ddp"] = _setting("single", "How devices share the work: not at all, or DDP.")
+    parallel: Literal["single", "ddp", "mp", "pp"] = _setting(
+        "single",
+        "How devices share the work: not at all, by rows (ddp), by layers one after the other (mp: one process), or by "
+        "layers with micro-batches in flight (pp: one process per device).",
+    )
     run_folder: str = _setting("", "Run folder, relative to the repository's root.")
 
     device: Literal["cpu", "cuda"] = _setting("cpu", "Kind of device: cpu = one process with one thread.")
     gpu: str = _setting("", "GPU that the run folder was made for, by its name in common/hardware.py; empty on CPU.")
-    devices: int = _setting(1, "Number of devices, and so of ranks with ddp.")
+    devices: int = _setting(1, "Number of devices, and so of ranks with ddp and pp.")
+    stages: int = _setting(
+        0, "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all."
+    )
+    device_map: str = _setting(
+        "balanced",
+        "With mp and pp: which device holds which layers. balanced = the highest training peak as low as possible; "
+        "even = equal numbers of layers; auto (mp) = Accelerate's own; or a JSON file of module names and devices.",
+    )
+    schedule: Literal["1f1b", "gpipe"] = _setting("1f1b", "With pp: the order of the micro-batches' passes.")
+    micro_batches: int = _setting(1, "With pp: equal parts of a batch, which the stages work on at the same time.")
     model: str = _setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
     weights: Literal["pretrained", "random"] = _setting(
         "pretrained",
@@ -76,7 +90,8 @@ class RunConfig:
 
     target_modules: str = _setting(
         "all-linear",
-        "Linear layers that get adapters, by their names with commas between; all-linear = all but the head.",
+        "Linear layers that get adapters (lora) or are trained (full), by their names with commas between; "
+        "all-linear = all but the head; all = every weight (full).",
     )
     lora_rank: int = _setting(8, "Rank of the adapters.")
     lora_alpha: int = _setting(64, "Scale of the adapters; with rsLoRA they are multiplied by alpha / sqrt(rank).")
@@ -102,7 +117,7 @@ class RunConfig:
         """Check every field."""
         self._check_types()
         at_least = {"devices": 1, "max_length": 2, "batch_size": 1, "accumulation_steps": 1, "epochs": 1,
-                    "lora_rank": 1, "lora_alpha": 1, "evaluation_batch_size": 1, "max_new_tokens": 1,
+                    "micro_batches": 1, "stages": 0, "lora_rank": 1, "lora_alpha": 1, "evaluation_batch_size": 1, "max_new_tokens": 1,
                     "weight_decay": 0, "max_grad_norm": 0, "seed": 0}  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
@@ -120,21 +135,57 @@ class RunConfig:
                 raise BadInputError(f"{name} is {value}: pass a number of at least 1, or -1 for all.")
         if not 0 < self.learning_rate < math.inf:
             raise BadInputError(f"learning_rate is {self.learning_rate}, but must be above 0 and finite, such as 1e-3.")
-        if self.parallel == "single" and self.devices != 1:
-            raise BadInputError(
-                f"devices is {self.devices}, but parallel is single: pass --devices 1, or go to 2.2 (ddp)."
-            )
+        self._check_parallel()
+        if self.technique == "lora" and self.target_modules == "all":
+            raise BadInputError("target_modules is all, but adapters stand beside linear layers: pass all-linear.")
         if self.device == "cpu" and self.attention == "flash":
             raise BadInputError("attention is flash, but device is cpu, where flash-attn has no kernel: pass sdpa.")
-        if self.parallel == "ddp" and self.gradient_checkpointing == "reentrant":
-            raise BadInputError(
-                "gradient_checkpointing is reentrant, but DDP would see each weight's gradient twice: "
-                "pass --gradient_checkpointing non-reentrant."
-            )
         if self.run_name and not RUN_NAME_PATTERN.fullmatch(self.run_name):
             raise BadInputError(
                 f"run_name {self.run_name[:120]!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'."
             )
+
+    def _check_parallel(self) -> None:
+        """Refuse what contradicts the way to share the work."""
+        if self.parallel == "single" and self.devices != 1:
+            raise BadInputError(
+                f"devices is {self.devices}, but parallel is single: pass --devices 1, or go to 2.2 (ddp)."
+            )
+        if self.parallel in ("ddp", "pp") and self.gradient_checkpointing == "reentrant":
+            reason = {
+                "ddp": "DDP would see each weight's gradient twice",
+                "pp": "the first stage's input needs no gradient, and would cut its layers off",
+            }[self.parallel]
+            raise BadInputError(
+                f"gradient_checkpointing is reentrant, but {reason}: pass --gradient_checkpointing non-reentrant."
+            )
+        if self.parallel == "mp" and self.device == "cpu" and self.devices != 1:
+            raise BadInputError(
+                f"devices is {self.devices}, but on CPU model parallel has one device: pass --devices 1, and --stages "
+                f"{self.devices} to divide the layers as for so many."
+            )
+        if self.stages and self.stages != self.devices and (self.parallel != "mp" or self.device != "cpu"):
+            raise BadInputError(
+                f"stages is {self.stages}, but there are {self.devices} devices, one for each stage: leave --stages out."
+            )
+        if self.parallel in ("mp", "pp") and self.stage_count < 2:
+            option = "--stages 2" if self.parallel == "mp" and self.device == "cpu" else "--devices 2"
+            raise BadInputError(f"parallel is {self.parallel}, but there is one stage: pass {option} or more.")
+        if self.parallel != "pp" and self.micro_batches != 1:
+            raise BadInputError(
+                f"micro_batches is {self.micro_batches}, but parallel is {self.parallel}: they are for pp (2.7); else "
+                "lower --batch_size and raise --accumulation_steps."
+            )
+        if self.batch_size % self.micro_batches:
+            lower = self.batch_size - self.batch_size % self.micro_batches
+            raise BadInputError(
+                f"batch_size is {self.batch_size}, which {self.micro_batches} micro-batches do not divide: pass "
+                f"--batch_size {lower or self.micro_batches}, or --micro_batches with a divisor."
+            )
+        if self.parallel == "pp" and self.precision == "fp16-mixed":
+            raise BadInputError("precision is fp16-mixed, which pp does not scale losses for: pass bf16-mixed or fp32.")
+        if self.parallel == "pp" and self.device_map == "auto":
+            raise BadInputError("device_map is auto, which is for mp: pass balanced, even, or a JSON file.")
 
     def _check_types(self) -> None:
         hints = get_type_hints(RunConfig)
@@ -150,12 +201,22 @@ class RunConfig:
     @property
     def world_size(self) -> int:
         """Ranks (processes) of the run."""
+        return self.devices if self.parallel in ("ddp", "pp") else 1
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks that work on rows of their own."""
         return self.devices if self.parallel == "ddp" else 1
 
     @property
+    def stage_count(self) -> int:
+        """Parts that the layers are divided into."""
+        return (self.stages or self.devices) if self.parallel in ("mp", "pp") else 1
+
+    @property
     def effective_batch_size(self) -> int:
-        """Rows per optimizer step over all ranks."""
-        return self.batch_size * self.accumulation_steps * self.world_size
+        """Rows per optimizer step over all data-parallel ranks."""
+        return self.batch_size * self.accumulation_steps * self.data_parallel_ranks
 
     @property
     def arithmetic(self) -> str:
@@ -169,7 +230,7 @@ class RunConfig:
         (Krizhevsky, "One weird trick for parallelizing convolutional neural networks"; Goyal et al., "Accurate, Large
         Minibatch SGD".)
         """
-        factors = {"none": 1, "sqrt": math.sqrt(self.world_size), "linear": self.world_size}
+        factors = {"none": 1, "sqrt": math.sqrt(self.data_parallel_ranks), "linear": self.data_parallel_ranks}
         return self.learning_rate * factors[self.learning_rate_scaling]
 
     def results_folder(self, run_name: str) -> Path:
