@@ -22,10 +22,11 @@ import torch
 
 from common.architectures import read_architecture
 from common.dry_run import STEPS, batch_inputs, build_model, dry_run, mark_segments, step_trainer, take_step
+from common.gpu_overhead import CONTEXT_GIB, memory_with_overhead
 from common.hardware import GIB, Gpu, find_gpu, gpu_of_device, gpus
 from common.memory_plan import BatchShape, DeviceMemory, whole_model
 from common.models import any_shape_config
-from common.planner import CONTEXT_GIB, job_of_run, memory_with_overhead
+from common.planner import job_of_run
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.training import training_arguments
 

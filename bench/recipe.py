@@ -88,7 +88,10 @@ def load_model(run: RunConfig, technique: Technique) -> PreTrainedModel:
     """The embedded base with what is to be trained switched on."""
     set_seed(run.seed)
     model = load_base_model(run, {"": "cpu"})
-    return add_lora(model, run) if technique == "lora" else train_linear_layers(model)
+    if technique == "lora":
+        return add_lora(model, run)
+    train_linear_layers(model)
+    return model
 
 
 @torch.no_grad()

@@ -30,10 +30,9 @@ class WorkDone:
         """Count one mini-batch; `row_numbers` has shape (rows,)."""
         if not self.first_batch:
             self.first_batch = {"row": row_numbers, **inputs}
-        numbers = row_numbers.tolist()
-        if numbers != [NO_ROW]:
-            self.rows += numbers
-            self.tokens += int(inputs["attention_mask"].sum())
+        is_row = row_numbers != NO_ROW
+        self.rows += row_numbers[is_row].tolist()
+        self.tokens += int(inputs["attention_mask"][is_row].sum())
 
 
 class FirstStepReport(TrainerCallback):
@@ -55,6 +54,63 @@ class FirstStepReport(TrainerCallback):
         rows, padded_length = batch["input_ids"].shape
         text = self.tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0].bool()])
         print(f"mini-batch: {rows} rows of {padded_length} tokens; the first is row {int(batch['row'][0])}: {text!r}")
+
+
+SAMPLED_PER_WEIGHT = 65_536
+"""Elements of each weight tensor that `UpdateReport` looks at, evenly spread."""
+
+
+class UpdateReport(TrainerCallback):
+    """The share of the trained weights that an optimizer step really changes; the others' updates rounded away.
+
+    bfloat16 has 8 bits of precision: an update below about 1/512 of its weight leaves it as it was. Looks at the steps
+    that are logged, and at a sample of each weight, so that a large model needs no second copy.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was measured yet."""
+        self.changed_share_by_step: list[tuple[int, float]] = []
+        self.before: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        **kwargs: object,
+    ) -> None:
+        """Remember the weights, where this step will be logged."""
+        if (state.global_step + 1) % state.logging_steps == 0:
+            self.before = [sample.clone() for sample in _samples(model)]
+
+    def on_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        **kwargs: object,
+    ) -> None:
+        """Compare."""
+        if not self.before:
+            return
+        pairs = list(zip(self.before, _samples(model), strict=True))
+        changed = sum(int((after != before).sum()) for before, after in pairs)
+        share = changed / sum(before.numel() for before, _ in pairs)
+        self.changed_share_by_step.append((state.global_step + 1, share))
+        self.before = []
+
+    def figures(self) -> dict[str, object]:
+        """For the record."""
+        shares = [share for _, share in self.changed_share_by_step]
+        mean = sum(shares) / len(shares) if shares else None
+        return {"updated_share": mean, "updated_share_by_step": self.changed_share_by_step}
+
+
+def _samples(model: torch.nn.Module) -> list[torch.Tensor]:
+    trained = [weight.detach().flatten() for weight in model.parameters() if weight.requires_grad]
+    return [weight[:: -(-weight.numel() // SAMPLED_PER_WEIGHT)] for weight in trained]
 
 
 class ProgressReport(TrainerCallback):

@@ -39,7 +39,7 @@ from transformers import GradientCheckpointingLayer, PretrainedConfig, PreTraine
 from common.data import IGNORED_LABEL, load_splits, longest_batch, tokenize_rows
 from common.hardware import GIB
 from common.memory_plan import PARTS, BatchShape, Job
-from common.models import ATTENTION, add_lora, any_shape_config, load_tokenizer, weight_dtype
+from common.models import ATTENTION, add_lora, any_shape_config, load_tokenizer, train_linear_layers, weight_dtype
 from common.planner import plan_run, usual_precision
 from common.run_config import BadInputError, RunConfig, parse_overrides
 from common.siblings import literal_of
@@ -194,8 +194,13 @@ def dry_run(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> DryRun
     `as_on_gpu` has it choose operations as a GPU does; without it, as the CPU does.
 
     Raises:
-        BadInputError: the model has no known shape, or stacks of different depth.
+        BadInputError: the model has no known shape, or stacks of different depth, or is divided among devices.
     """
+    if run.parallel == "pp" or (run.parallel == "mp" and run.device != "cpu"):
+        raise BadInputError(
+            f"parallel is {run.parallel}, but the dry run knows no divided models: ask the planner, with "
+            f"`python -m common.planner --parallel {run.parallel}`."
+        )
     config, run = any_shape_config(run.model), in_bf16(run)
     layers = _depth(config)
     if layers <= SMALL_DEPTHS[1]:
@@ -257,10 +262,13 @@ def fake_step(run: RunConfig, config: PretrainedConfig, batch: BatchShape, as_on
 
 
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel:
-    """The run's model with its adapters, on the device of the context."""
+    """The run's model with its adapters, or with what it does not train frozen, on the device of the context."""
     architecture = getattr(transformers, config.architectures[0])
     model = architecture._from_config(config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention])
-    return add_lora(model, run) if run.technique == "lora" else model
+    if run.technique == "lora":
+        return add_lora(model, run)
+    train_linear_layers(model, run.target_modules)
+    return model
 
 
 def to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
@@ -341,7 +349,16 @@ def step_trainer(model: PreTrainedModel, arguments: transformers.TrainingArgumen
 
 def step_arguments(run: RunConfig, folder: str) -> transformers.TrainingArguments:
     """The run's own training arguments, for a CPU and one rank."""
-    alone = replace(run, device="cpu", gpu="", parallel="single", devices=1, attention="eager", report_to="none")
+    alone = replace(
+        run,
+        device="cpu",
+        gpu="",
+        parallel="single",
+        devices=1,
+        stages=0,
+        attention="eager",
+        report_to="none",
+    )
     return training_arguments(alone, Path(folder))
 
 
@@ -521,7 +538,7 @@ def answer_planner(options: argparse.Namespace, job: Job, cluster: Cluster, unkn
         gradient_checkpointing="non-reentrant" if options.gradient_checkpointing else "none",
         lora_rank=job.lora_rank,
         lora_dropout=job.lora_dropout,
-        target_modules=options.target_modules,
+        target_modules=options.target_modules or ("all" if technique == "full" else "all-linear"),
     )
     result = dry_run(run, job.batch)
     fits = result.peak_gib <= gpu.memory_gib

@@ -71,7 +71,7 @@ class Judge:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state.float()
         has_text = torch.tensor([bool(text) for text in texts], device=hidden.device).view(-1, 1, 1)
-        mask = inputs["attention_mask"].unsqueeze(-1) * has_text
+        mask = inputs["attention_mask"].to(hidden.device).unsqueeze(-1) * has_text  # layers may end on another device
         return torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 

@@ -38,6 +38,13 @@ class Rank:
     """As torch spells it: `cpu`, `cuda:1`."""
     launcher: str
     """`python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch) or `torchrun`."""
+    further_devices: tuple[str, ...] = ()
+    """With model parallel: what this one process works on besides `device`."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Every device that this rank works on."""
+        return (self.device, *self.further_devices)
 
     @property
     def is_main(self) -> bool:
@@ -98,7 +105,7 @@ def check_gpus(run: RunConfig) -> None:
 
 
 def command_for(devices: int) -> str:
-    """The command that runs a DDP folder's workflow on so many devices."""
+    """The command that runs a folder's workflow on so many devices, one rank each."""
     start = f"torchrun --nproc_per_node {devices}" if devices > 1 else "python"
     return f"`{start} my_workflow_<technique>.py --devices {devices}`"
 
@@ -112,9 +119,10 @@ def start_rank(run: RunConfig) -> Rank:
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts GPUs as the driver's tools do
     check_world(run)
-    if run.device == "cuda" and run.parallel == "single":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]  # else the Trainer spreads over every GPU it sees
+    if run.device == "cuda" and run.world_size == 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(run.devices)))
+        # else the Trainer spreads over every GPU that it sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: run.devices])
 
     import torch
     from accelerate import PartialState
@@ -142,6 +150,9 @@ def start_rank(run: RunConfig) -> Rank:
         world_size=state.num_processes,
         device=device_name(run.device, state.local_process_index),
         launcher=detect_launcher(),
+        further_devices=tuple(device_name(run.device, number) for number in range(1, run.devices))
+        if run.parallel == "mp"
+        else (),
     )
 
 
@@ -294,7 +305,7 @@ def check_inputs(run: RunConfig) -> None:
             raise BadInputError(f"{name} is {getattr(run, name)!r}: choose one of {', '.join(names)}.")
     load_tokenizer(run)
     row_count = len(load_splits(run).train)
-    if row_count < run.world_size:
+    if row_count < run.data_parallel_ranks:
         raise BadInputError(f"There are {row_count} training rows for {run.world_size} ranks: give each at least one.")
 
 
@@ -309,7 +320,7 @@ def check_technique(run: RunConfig) -> None:
     if not run.run_folder:
         return
     trained = literal_of(REPOSITORY / run.run_folder).technique
-    if run.technique != trained:
+    if run.technique != trained and run.parallel != "pp":  # a pipeline's stages take adapters, too
         raise BadInputError(
             f"technique is {run.technique}, but the workflow of {run.run_folder} trains {trained}: leave --technique "
             "out, or go to another folder (`python -m common.dry_run` and the planner take any)."

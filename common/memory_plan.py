@@ -38,6 +38,8 @@ OPTIMIZER_BYTES = {
     "sgd": 0,
 }
 """Bytes of the optimizer's states per trained weight (bitsandbytes/optim: blocksize 256)."""
+ALL_LINEAR = ("all-linear",)
+"""Target modules: every linear layer but the head."""
 QUANTIZED_BYTES = {
     "nf4": 4 / 8 + 4 / 64,  # an fp32 scale per block of 64
     "nf4-double": 4 / 8 + 1 / 64 + 4 / (64 * 256),  # 8-bit scales, and an fp32 scale per 256 of them
@@ -96,10 +98,13 @@ class Job:
     gradient_checkpointing: bool = False
     lora_rank: int = 8
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get adapters; empty = all but the head."""
+    """Names of the linear layers that get adapters or, with full, are trained; empty = all but the head, or with full
+    every weight of the model."""
     lora_dropout: float = 0.0
     micro_batches: int = 1
     """With pp: parts that the batch is cut into."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """With pp: the order of the micro-batches' passes."""
     accumulation_steps: int = 1
     plain_loop: bool = False
     """Not the Trainer's step: no autocast, and the model's output is held while it is back-propagated."""
@@ -184,9 +189,32 @@ class Job:
         """Ranks that work on rows of their own."""
         return 1 if self.parallel in ("single", "mp", "pp") else self.devices
 
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches of which a stage, counted from 0, holds activations at once.
+
+        GPipe starts no backward pass before the last forward pass; 1F1B starts as soon as the last stage sends the
+        first one back.
+        """
+        if self.parallel != "pp":
+            return 1
+        waiting = self.devices - stage if self.schedule == "1f1b" else self.micro_batches
+        return min(self.micro_batches, waiting)
+
     def adapts(self, linear: Linear) -> bool:
         """Whether this projection gets an adapter."""
-        return self.technique != "full" and (not self.target_modules or linear.name in self.target_modules)
+        return self.technique != "full" and self._is_target(linear)
+
+    @property
+    def trains_all(self) -> bool:
+        """Every weight is trained: embeddings, norms and head, too."""
+        return self.technique == "full" and not self.target_modules
+
+    def trains(self, linear: Linear) -> bool:
+        """Whether this projection's own weights are trained."""
+        return self.technique == "full" and self._is_target(linear)
+
+    def _is_target(self, linear: Linear) -> bool:
+        return self.target_modules in ((), ALL_LINEAR) or linear.name in self.target_modules
 
     def check_targets(self, architecture: Architecture) -> None:
         """Refuse names that the model does not have.
@@ -195,7 +223,7 @@ class Job:
             BadInputError: with the names that it has.
         """
         names = list(dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears))
-        for target in self.target_modules:
+        for target in () if self.target_modules == ALL_LINEAR else self.target_modules:
             if target not in names:
                 raise BadInputError(
                     f"{architecture.name} has no linear layer {target!r}: pass --target-modules all-linear, or some of "
@@ -271,14 +299,18 @@ def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceM
 def trained_parameters(architecture: Architecture, job: Job, share: Share | None = None) -> int:
     """Weights that get gradients, of the whole model or of one device's share."""
     share = share or whole_model(architecture)
-    if job.technique == "full":
+    if job.trains_all:
         return _parameters(architecture, share)
     return sum(
-        layers * linear.lora_parameters(job.lora_rank)
-        for stack, layers in zip(architecture.stacks, share.layers, strict=True)
-        for linear in stack.linears
-        if job.adapts(linear)
+        layers * _trained_of_layer(stack, job) for stack, layers in zip(architecture.stacks, share.layers, strict=True)
     )
+
+
+def _trained_of_layer(stack: Stack, job: Job) -> int:
+    if job.trains_all:
+        return stack.layer_parameters
+    own = sum(linear.parameters for linear in stack.linears if job.trains(linear))
+    return own + sum(linear.lora_parameters(job.lora_rank) for linear in stack.linears if job.adapts(linear))
 
 
 def _parameters(architecture: Architecture, share: Share) -> int:
@@ -312,25 +344,35 @@ class _DeviceSums:
     def highest(self) -> DeviceMemory:
         """The moment with the most bytes, and its terms."""
         resting = self.weights() + self.optimizer_states() + self.buffers()
+        before_backward = [
+            *self.gradients_before_backward(), *self.layers_saved(), *self.ends_saved(), *self.ends_waiting(),
+        ]  # fmt: skip
         moments = {
-            "forward of the loss": [
-                *self.gradients_before_backward(), *self.layers_saved(), *self.ends_saved(), *self.loss_forward(),
-            ],
-            "loss": [*self.gradients_before_backward(), *self.layers_saved(), *self.ends_saved(), *self.loss()],
-            "backward of the head": [
-                *self.gradients_before_backward(), *self.layers_saved(), *self.ends_saved(), *self.head_backward(),
-            ],
+            "forward of the loss": [*before_backward, *self.loss_forward()],
+            "loss": [*before_backward, *self.loss()],
+            "backward of the head": [*before_backward, *self.head_backward()],
             "backward of the last layer": [
-                *self.gradients_of_layer_end(last=True), *self.layers_saved(), *self.layer_backward(last=True),
+                *self.gradients_of_layer_end(last=True),
+                *self.layers_saved(),
+                *self.ends_waiting(),
+                *self.logits_of_schedule(),
+                *self.layer_backward(last=True),
             ],
             "backward of the first layer": [
                 *self.gradients_of_layer_end(last=False),
                 *self.layers_saved(one_left=True),
+                *self.ends_waiting(),
+                *self.logits_of_schedule(),
                 *self.layer_backward(last=False),
             ],
-            "backward of the embeddings": [*self.gradients(), *self.embeddings_backward()],
+            "backward of the embeddings": [
+                *self.gradients(),
+                *self.layers_waiting(),
+                *self.ends_waiting(),
+                *self.embeddings_backward(),
+            ],
             "optimizer step": [*self.gradients(), *self.optimizer_step()],
-        }  # fmt: skip
+        }
         name = max(moments, key=lambda moment: sum(term.count for term in moments[moment]))
         terms = tuple(term for term in (*resting, *moments[name]) if term.count)
         return DeviceMemory(name, terms)
@@ -343,7 +385,7 @@ class _DeviceSums:
         shared = f" / {n} ranks" if n > 1 else ""
         if job.offload and job.parallel in ("fsdp", "zero3"):
             return [Term("weights", "weights", "in the host's memory", 0.0)]
-        if job.technique == "full":
+        if job.technique == "full":  # frozen ones are as wide
             w = job.weight_bytes
             terms = [Term("weights", "weights", f"{self.parameters:,} x {w} bytes{shared}", self.parameters * w / n)]
         else:
@@ -405,11 +447,9 @@ class _DeviceSums:
                 Term("buffers", "gathered embeddings and head", f"{ends:,} x {a} bytes", ends * a),
             ]  # fmt: skip
             if job.technique == "full":
-                terms.append(
-                    Term(
-                        "buffers", "a layer's gradients before they are scattered", f"{layer:,} x {a} bytes", layer * a
-                    )
-                )
+                scattered = max(_trained_of_layer(stack, job) for stack, _ in self.stacks)
+                terms.append(Term("buffers", "a layer's gradients before they are scattered",
+                                  f"{scattered:,} x {a} bytes", scattered * a))  # fmt: skip
             return terms
         if job.parallel == "pp":
             neighbours = 2 - self.share.has_embeddings - self.share.has_head
@@ -428,8 +468,8 @@ class _DeviceSums:
         return self._gradients(self.trained, "gradients")
 
     def gradients_before_backward(self) -> list[Term]:
-        """Those that earlier micro-batches left; none without."""
-        repeated = self.job.accumulation_steps > 1 or self.share.in_flight > 1
+        """Those that earlier micro-batches left; none where no backward pass comes before a forward pass."""
+        repeated = self.job.accumulation_steps > 1 or self.job.micro_batches > self.share.in_flight
         return self.gradients() if repeated else []
 
     def gradients_of_layer_end(self, last: bool) -> list[Term]:
@@ -438,24 +478,18 @@ class _DeviceSums:
             return self.gradients()
         head = self._head_gradients()
         if last:
-            of_layer = self._trained_per_layer(self.stacks[-1][0])
+            of_layer = _trained_of_layer(self.stacks[-1][0], self.job)
             return self._gradients(head + of_layer, "gradients of the head and a layer")
         embeddings = self.architecture.other_embedding_parameters if self.share.has_embeddings else 0
-        if not self.architecture.tied and self.share.has_embeddings:
+        if self.share.has_embeddings and not (self.architecture.tied and self.share.has_head):
             embeddings += self.architecture.embedding_parameters
-        missing = embeddings if self.job.technique == "full" else 0
+        missing = embeddings if self.job.trains_all else 0
         return self._gradients(self.trained - missing, "gradients of head and layers")
 
     def _head_gradients(self) -> int:
-        if self.job.technique != "full" or not self.share.has_head:
+        if not self.job.trains_all or not self.share.has_head:
             return 0
         return self.architecture.vocab * self.architecture.hidden + self.architecture.final_parameters
-
-    def _trained_per_layer(self, stack: Stack) -> int:
-        if self.job.technique == "full":
-            return stack.layer_parameters
-        adapted = (linear for linear in stack.linears if self.job.adapts(linear))
-        return sum(linear.lora_parameters(self.job.lora_rank) for linear in adapted)
 
     def _gradients(self, count: int, what: str) -> list[Term]:
         job = self.job
@@ -469,16 +503,24 @@ class _DeviceSums:
     # -- activations that wait for the backward pass
 
     def layers_saved(self, one_left: bool = False) -> list[Term]:
-        """What all layers of the device keep, for every micro-batch in flight; or the first layer alone."""
+        """What all layers keep, for every micro-batch in flight; `one_left`: of one of these the first layer alone."""
+        terms = self._layers_kept(self.share.in_flight - one_left)
+        return [*terms, *_times(self._layer_kept(self.stacks[0][0]), 1, "1 x ")] if one_left else terms
+
+    def layers_waiting(self) -> list[Term]:
+        """What all layers keep for the micro-batches in flight but one."""
+        return self._layers_kept(self.share.in_flight - 1)
+
+    def _layers_kept(self, micro_batches: int) -> list[Term]:
         terms = []
-        for stack, layers in self.stacks[:1] if one_left else self.stacks:
-            times = 1 if one_left else layers * self.share.in_flight
+        for stack, layers in self.stacks if micro_batches else []:
+            times = layers * micro_batches
             name = f"{times} x " + ("" if len(self.architecture.stacks) == 1 else f"{stack.kind}: ")
-            if self.job.gradient_checkpointing:
-                terms += _times(self.layer_inputs(stack), times, name)
-            else:
-                terms += _times(self.layer_saved(stack), times, name)
+            terms += _times(self._layer_kept(stack), times, name)
         return terms
+
+    def _layer_kept(self, stack: Stack) -> list[Term]:
+        return self.layer_inputs(stack) if self.job.gradient_checkpointing else self.layer_saved(stack)
 
     def layer_inputs(self, stack: Stack) -> list[Term]:
         """With gradient checkpointing a layer keeps only its input."""
@@ -487,8 +529,8 @@ class _DeviceSums:
 
     def layer_saved(self, stack: Stack) -> list[Term]:
         """What autograd keeps of one layer's forward pass."""
-        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self._mlp()]
-        return [*terms, *self._dropouts(stack), *self._adapters(stack), *self._weight_copies(stack)]
+        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]
+        return [*terms, *self._dropouts(stack), *self._adapters(stack), *self._weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
         architecture, t, x = self.architecture, self.batch.tokens, self.hidden_bytes
@@ -496,7 +538,7 @@ class _DeviceSums:
         if not architecture.is_llama_like:
             return [_activations("inputs of the layer norms", f"{count} T H 4", count * t * architecture.hidden * 4)]
         terms = [_activations("inputs of the norms in fp32", f"{count} T H 4", count * t * architecture.hidden * 4)]
-        if self.job.technique == "full":
+        if self.job.trains_all:
             terms.append(
                 _activations(
                     "normalized, for the norms' weights", f"{count} T H x", count * t * architecture.hidden * x
@@ -504,24 +546,23 @@ class _DeviceSums:
             )
         if architecture.model_type == "qwen3":
             wide = (architecture.heads + architecture.kv_heads) * architecture.head_dim
-            each = 4 + (x if self.job.technique == "full" else 0)
+            each = 4 + (x if self.job.trains_all else 0)
             terms.append(_activations("norms of queries and keys", "T (Q + K) (4 + x)", t * wide * each))
         return terms
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
         """Inputs that the projections keep for their weights' gradients, but attention's and the MLP's own results."""
         job, t, h = self.job, self.batch.tokens, self.architecture.hidden
-        from_norm = [linear for linear in stack.linears if linear.name not in _READS_RESULT]
-        if job.technique == "full":
-            a = job.arithmetic_bytes
-            # of a shorter format than the hidden states each projection has a copy of its own
-            copies = (
-                len(from_norm) if self._casts_inputs else len({_NORM_OF.get(linear.name, 0) for linear in from_norm})
-            )
-            if stack.kind == "cross-decoder" and not self._casts_inputs:
-                copies = 3
-            return [_activations("inputs of the projections", f"{copies} T H a", copies * t * h * a)]
-        return []
+        trained = [linear for linear in stack.linears if linear.name not in _READS_RESULT and job.trains(linear)]
+        if not trained:
+            return []
+        norms = {_NORM_OF[linear.name] for linear in trained}
+        if self._casts_inputs:  # of a shorter format than the hidden states each projection has a copy of its own
+            copies = len(trained)
+        else:
+            copies = len(norms) + (stack.kind == "cross-decoder" and "attention" in norms)
+        a = job.arithmetic_bytes
+        return [_activations("inputs of the projections", f"{copies} T H a", copies * t * h * a)]
 
     @property
     def _casts_inputs(self) -> bool:
@@ -556,13 +597,12 @@ class _DeviceSums:
                 terms.append(_activations("mask in the arithmetic's format", "B S S a", rows * length * length * a))
         return terms
 
-    def _mlp(self) -> list[Term]:
+    def _mlp(self, stack: Stack) -> list[Term]:
         architecture, job, t = self.architecture, self.job, self.batch.tokens
+        keeps_result = any(job.trains(linear) for linear in stack.linears if linear.name in _READS_MLP)
         if architecture.is_llama_like:
-            keeps_product = job.technique == "full"
-            count, what = 3 + keeps_product, "gate, up, silu" + (" and their product" if keeps_product else "")
+            count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
         else:
-            keeps_result = job.technique == "full"
             count, what = 1 + keeps_result, "MLP before" + (" and after" if keeps_result else "") + " its activation"
         size = count * t * architecture.intermediate * job.arithmetic_bytes
         return [_activations(what, f"{count} T I a", size)]
@@ -593,17 +633,17 @@ class _DeviceSums:
         narrow = len(adapted) * job.lora_rank
         return [*terms, _activations("between the adapters' matrices", f"T {narrow} a", t * narrow * a)]
 
-    def _weight_copies(self, stack: Stack) -> list[Term]:
-        if not self.job.autocasts or self.job.technique == "qlora":
+    def _weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
+        count = sum(linear.inputs * linear.outputs for linear in linears)
+        if not count or not self.job.autocasts or self.job.technique == "qlora":
             return []
-        count = sum(linear.inputs * linear.outputs for linear in stack.linears)
         a = self.job.arithmetic_bytes
         return [Term("weights", "autocast's copies of the weights", f"{count:,} x {a} bytes", count * a)]
 
     def ends_saved(self) -> list[Term]:
         """What embeddings, final norm and head keep."""
         architecture, job, t, h = self.architecture, self.job, self.batch.tokens, self.architecture.hidden
-        x, a, full, terms = self.hidden_bytes, job.arithmetic_bytes, job.technique == "full", []
+        x, a, full, terms = self.hidden_bytes, job.arithmetic_bytes, job.trains_all, []
         if self.share.has_head:
             if architecture.is_llama_like:
                 each = 4 + (x if full else 0)
@@ -616,7 +656,21 @@ class _DeviceSums:
         if self.share.has_embeddings and not architecture.is_llama_like:
             size = len(self.stacks) * t * h * (x + 5)
             terms.append(_activations("embeddings' norm and dropout", f"{len(self.stacks)} T H (x + 5)", size))
+        if job.parallel == "pp" and not self.share.has_head:
+            terms.append(_activations("hidden state that was sent", "T H x", t * h * x))
         return terms
+
+    def ends_waiting(self) -> list[Term]:
+        """What embeddings, final norm, head and loss keep for the micro-batches in flight but one."""
+        times = self.share.in_flight - 1
+        if not times:
+            return []
+        terms = self.ends_saved()
+        if self.share.has_head:
+            size = 4 * self.positions * self.architecture.vocab
+            terms += [Term("logits", "log-probabilities in fp32", "P V 4", size), *self._head_copy()]
+            terms += self.logits_of_schedule()
+        return _times(terms, times, f"{times} x, of waiting micro-batches: ")
 
     # -- logits and loss
 
@@ -632,22 +686,29 @@ class _DeviceSums:
             return []
         count = self.positions * self.architecture.vocab
         gradients = Term("logits", "log-probabilities, their and the logits' gradients, in fp32", "3 P V 4", 12 * count)
-        held = []
-        if self.job.plain_loop:
-            each = 4 if self.job.technique == "qlora" else self.job.arithmetic_bytes
-            held = [Term("logits", "logits that the loop still holds", f"P V {each}", each * count)]
+        held = self._logits("logits that the loop still holds") if self.job.plain_loop else self.logits_of_schedule()
         return [gradients, *held, *self._head_copy()]
+
+    def logits_of_schedule(self) -> list[Term]:
+        """With pp a stage's output is held until its backward pass is done (torch/distributed/pipelining/stage.py)."""
+        held = self.job.parallel == "pp" and self.share.has_head
+        return self._logits("logits that the schedule still holds") if held else []
+
+    def _logits(self, what: str) -> list[Term]:
+        each = 4 if self.job.technique == "qlora" else self.job.arithmetic_bytes
+        return [Term("logits", what, f"P V {each}", each * self.positions * self.architecture.vocab)]
 
     def loss_forward(self) -> list[Term]:
         """Logits in the arithmetic's format and in fp32, and log-probabilities; autocast's cache at its largest."""
-        if not self.share.has_head:
-            return []
-        a, count = self.job.arithmetic_bytes, self.positions * self.architecture.vocab
-        each = 8 if a == 4 else a + 8
-        terms = [Term("logits", "logits and log-probabilities", f"P V {each}", each * count), *self._head_copy()]
-        if self.job.gradient_checkpointing and self.job.technique == "full":
+        terms = []
+        if self.share.has_head:
+            a, count = self.job.arithmetic_bytes, self.positions * self.architecture.vocab
+            each = 8 if a == 4 else a + 8
+            terms += [Term("logits", "logits and log-probabilities", f"P V {each}", each * count), *self._head_copy()]
+        if self.job.gradient_checkpointing:  # which keeps copies of trained weights alone
             for stack, layers in self.stacks:
-                terms += _times(self._weight_copies(stack), layers, f"{layers} x ")
+                trained = [linear for linear in stack.linears if self.job.trains(linear)]
+                terms += _times(self._weight_copies(trained), layers, f"{layers} x ")
         return terms
 
     def _head_copy(self) -> list[Term]:
@@ -664,7 +725,8 @@ class _DeviceSums:
         architecture, job, a = self.architecture, self.job, self.job.arithmetic_bytes
         count = self.positions * architecture.vocab
         terms = [Term("logits", "gradient of the logits", "P V a", a * count), *self._head_copy()]
-        if job.technique == "full" and not self.gradients_before_backward():
+        terms += self.logits_of_schedule()
+        if job.trains_all:
             matrix = architecture.vocab * architecture.hidden
             terms += self._gradients(matrix, "gradient of the head's matrix")
         return terms
@@ -690,7 +752,7 @@ class _DeviceSums:
     def embeddings_backward(self) -> list[Term]:
         """The embeddings' gradient and, where they are tied, its sum with the head's, which waits beside it."""
         holds_both = self.share.has_embeddings and self.share.has_head
-        if self.job.technique != "full" or not self.architecture.tied or not holds_both:
+        if not self.job.trains_all or not self.architecture.tied or not holds_both:
             return []
         size = self.architecture.embedding_parameters * self.job.trained_bytes
         return [_activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size)]
@@ -704,7 +766,8 @@ class _DeviceSums:
 
 
 _READS_ATTENTION = ("o_proj", "out_proj", "attention.output.dense")
-_READS_RESULT = (*_READS_ATTENTION, "down_proj", "output.dense", "fc2")
+_READS_MLP = ("down_proj", "output.dense", "fc2")
+_READS_RESULT = (*_READS_ATTENTION, *_READS_MLP)
 """Projections whose input is attention's or the MLP's own result, and counted there."""
 _NORM_OF = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query", "key", "value"), "attention"),

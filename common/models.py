@@ -216,14 +216,41 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         raise BadInputError(f"target_modules is {run.target_modules!r}: {str(error).splitlines()[0]}") from None
 
 
-def train_linear_layers(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze `model` but for its linear layers; the head stays frozen, too. Changes and returns `model`."""
+def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linear") -> list[str]:
+    """Freeze `model` but for its linear layers of the given names, as `RunConfig.target_modules` says; list them.
+
+    `all-linear`: all but the head; `all`: every weight, also of embeddings, norms and head.
+
+    Raises:
+        BadInputError: a name matches no linear layer; with the names that there are.
+    """
+    if target_modules == "all":
+        model.requires_grad_(True)
+        return [name for name, _ in model.named_parameters()]
     head = model.get_output_embeddings()
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    asked = target_modules.split(",")
+    if target_modules != "all-linear":
+        for pattern in asked:
+            if not any(_has_name(name, pattern) for name in linears):
+                known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+                raise BadInputError(
+                    f"target_modules has {pattern!r}, but no linear layer is called so: choose some of {known}."
+                )
+        linears = {name: linear for name, linear in linears.items() if any(_has_name(name, each) for each in asked)}
     model.requires_grad_(False)
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear) and layer is not head:
-            layer.requires_grad_(True)
-    return model
+    for linear in linears.values():
+        linear.requires_grad_(True)
+    return list(linears)
+
+
+def _has_name(module_name: str, asked: str) -> bool:
+    """As PEFT matches: the whole name, or its last parts."""
+    return module_name == asked or module_name.endswith("." + asked)
 
 
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:

@@ -13,15 +13,18 @@ import json
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn, get_args
 
 from tabulate import tabulate
 
 from common.architectures import Architecture, UnknownArchitectureError, read_architecture
-from common.hardware import CPU_DEVICE, GIB, Gpu, cpu_device, find_gpu, gpu_of_device, gpus
+from common.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
+from common.gpu_overhead import CONTEXT_GIB, GAP_SHARE, memory_with_overhead
+from common.hardware import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
 from common.memory_plan import (
+    ALL_LINEAR,
     OPTIMIZER_BYTES,
     WHY_NOT_QUANTIZED_FULL,
     BatchShape,
@@ -32,8 +35,6 @@ from common.memory_plan import (
     Quantization,
     Share,
     Technique,
-    Term,
-    device_memory,
     whole_model,
 )
 from common.run_config import BadInputError, RunConfig
@@ -49,22 +50,6 @@ from common.time_plan import (
     with_rows,
 )
 
-CONTEXT_GIB = 0.3
-"""CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
-eager loading (github.com/pytorch/pytorch/pull/86509)."""
-WORKSPACE_GIB, HOPPER_WORKSPACE_GIB = 8_519_680 / GIB, 32 / 1024
-"""cuBLAS workspace (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-EAGER_SCORE_BYTES = 4
-"""Per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_peaks.json)
-have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known."""
-NCCL_GIB = 0.5
-"""Buffers of one communicator: an assumption; 4 MiB a channel and peer (github.com/NVIDIA/nccl/issues/391)."""
-CPU_PROCESS_GIB = 0.62
-"""Resident memory of a run's process at the end of training, besides its tensors: Python, PyTorch's CPU build,
-Transformers, PEFT, judge and rows; measured once, on one machine."""
-GAP_SHARE = 0.05
-"""Gaps between blocks, of what is allocated and freed in every step: reserved over allocated memory was 1.01 to 1.07 in
-Llama-1B training logs (huggingface.co/nanotron/old_bench), 1.04 to 1.25 on a T4 (fitcheck-llm)."""
 TIGHT = 0.9
 """Of a GPU's memory: above it a plan that fits is called tight, and `preflight` should have the last word."""
 LARGEST_BATCH = 4096
@@ -96,6 +81,8 @@ class Plan:
     devices: tuple[DeviceMemory, ...]
     time: StepTime
     speed_sources: tuple[str, ...]
+    placed_by_hand: bool = False
+    """`shares` was given, not searched: another batch size has the same."""
 
     @property
     def fits(self) -> bool:
@@ -141,7 +128,7 @@ class Plan:
     @cached_property
     def max_batch_size(self) -> int:
         """The largest number of rows per data-parallel rank that fits; 0 = not even one."""
-        return _largest_that_fits(self.architecture, self.job, self.cluster.gpus)
+        return _largest_that_fits(self)
 
     @property
     def name(self) -> str:
@@ -150,117 +137,17 @@ class Plan:
         return f"{TECHNIQUE_WORDS[self.job.technique]}, {self.job.parallel}{checkpointed}"
 
 
-def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
-    """What a GPU needs besides the step's tensors."""
-    if gpu.name == CPU_DEVICE:
-        return [Term("overhead", "process: Python, PyTorch, libraries, data", "measured", CPU_PROCESS_GIB * GIB)]
-    workspace = HOPPER_WORKSPACE_GIB if gpu.name.startswith(("H100", "H200")) else WORKSPACE_GIB
-    passing = sum(term.count for term in memory.terms if term.part in ("activations", "logits", "gradients"))
-    terms = [
-        Term("overhead", "CUDA context", f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB),
-        Term("overhead", "cuBLAS workspace", f"{workspace * 1024:.0f} MiB", workspace * GIB),
-        Term("overhead", "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", GAP_SHARE * passing),
-    ]
-    if job.attention == "eager":
-        scores = job.batch.rows // job.micro_batches * architecture.heads * job.batch.length**2
-        size = EAGER_SCORE_BYTES * scores
-        terms.append(Term("overhead", "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", size))
-    if job.devices > 1 and job.parallel != "mp":
-        terms.append(Term("overhead", "NCCL's buffers", f"{NCCL_GIB} GiB", NCCL_GIB * GIB))
-    return terms
-
-
-def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
-    """The memory of one device, the GPU's own needs included."""
-    memory = device_memory(architecture, job, share)
-    return DeviceMemory(memory.moment, (*memory.terms, *overhead_terms(architecture, job, gpu, memory)))
-
-
-# -- where the layers go
-
-
-def place(architecture: Architecture, job: Job, devices: Sequence[Gpu]) -> tuple[Share, ...]:
-    """Each device's share: all layers, or with mp and pp contiguous ones, so that the fullest device is least full.
-
-    Raises:
-        BadInputError: there are more stages than layers.
-    """
-    if job.parallel not in ("mp", "pp"):
-        return (whole_model(architecture),) * len(devices)
-    if len(devices) > architecture.layers:
-        raise BadInputError(
-            f"{architecture.name} has {architecture.layers} layers, too few for {len(devices)} stages: "
-            f"pass --gpus {architecture.layers} or less, or another --parallel."
-        )
-    fullness = _Fullness(architecture, job, devices)
-    low, high = 0.0, 64.0  # of a device's memory
-    best = None
-    while high - low > 0.002 or best is None:
-        middle = (low + high) / 2
-        shares = _fill(fullness, middle)
-        if shares is None:
-            low = middle
-        else:
-            best, high = shares, middle
-    assert best is not None, "64 times a GPU's memory holds any share of a model"
-    return best
-
-
-@dataclass(frozen=True)
-class _Fullness:
-    """How full each stage would be with some layers; computed once for each."""
-
-    architecture: Architecture
-    job: Job
-    devices: Sequence[Gpu]
-    known: dict[tuple[Share, Gpu], float] = field(default_factory=dict)
-
-    def share(self, stage: int, start: int, end: int) -> Share:
-        """The layers from `start` up to, not with, `end`, counted over all stacks."""
-        layers, first, stages = [], 0, len(self.devices)
-        for stack in self.architecture.stacks:
-            layers.append(max(0, min(end, first + stack.layers) - max(start, first)))
-            first += stack.layers
-        # 1F1B: a stage starts its backward passes as soon as the last stage sends the first one back
-        in_flight = min(self.job.micro_batches, stages - stage) if self.job.parallel == "pp" else 1
-        return Share(tuple(layers), stage == 0, stage == stages - 1, in_flight)
-
-    def of(self, stage: int, start: int, end: int) -> float:
-        """Peak over capacity."""
-        key = self.share(stage, start, end), self.devices[stage]
-        if key not in self.known:
-            self.known[key] = memory_with_overhead(self.architecture, self.job, *key).peak_gib / key[1].memory_gib
-        return self.known[key]
-
-
-def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
-    """Give each device as many layers as fill it up to `level`; None where layers are left over."""
-    shares, start, layers, stages = [], 0, fullness.architecture.layers, len(fullness.devices)
-    for stage in range(stages):
-        later = stages - stage - 1
-        low = start + 1 if later else layers
-        high = layers - later
-        if fullness.of(stage, start, low) > level:
-            return None
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fullness.of(stage, start, middle) <= level else (low, middle - 1)
-        shares.append(fullness.share(stage, start, low))
-        start = low
-    return tuple(shares)
-
-
-def _largest_that_fits(architecture: Architecture, job: Job, devices: Sequence[Gpu]) -> int:
+def _largest_that_fits(plan: Plan) -> int:
+    architecture, job, gpus = plan.architecture, plan.job, plan.cluster.gpus
     step = job.micro_batches
 
     def fits(rows: int) -> bool:
         changed = with_rows(job, rows)
-        if job.parallel in ("mp", "pp"):
-            return _fill(_Fullness(architecture, changed, devices), level=1.0) is not None
-        share = whole_model(architecture)
+        if job.parallel in ("mp", "pp") and not plan.placed_by_hand:
+            return shares_that_fit(architecture, changed, gpus) is not None
         return all(
             memory_with_overhead(architecture, changed, share, gpu).peak_gib <= gpu.memory_gib
-            for gpu in dict.fromkeys(devices)
+            for share, gpu in dict.fromkeys(zip(plan.shares, gpus, strict=True))
         )
 
     if not fits(step):
@@ -279,8 +166,16 @@ def _largest_that_fits(architecture: Architecture, job: Job, devices: Sequence[G
 # -- plans
 
 
-def make_plan(architecture: Architecture, job: Job, cluster: Cluster, calibration: dict[str, list[float]]) -> Plan:
+def make_plan(
+    architecture: Architecture,
+    job: Job,
+    cluster: Cluster,
+    calibration: dict[str, list[float]],
+    shares: Sequence[Share] | None = None,
+) -> Plan:
     """The plan of one way to train.
+
+    `shares` is what each device of a job with mp or pp holds; None: so that the fullest device is least full.
 
     Raises:
         BadInputError: settings contradict each other or the model.
@@ -291,7 +186,10 @@ def make_plan(architecture: Architecture, job: Job, cluster: Cluster, calibratio
             f"--seq-len {job.batch.length} is longer than {architecture.name} can read: "
             f"pass --seq-len {architecture.max_length} or less."
         )
-    shares = place(architecture, job, cluster.gpus)
+    by_hand = shares is not None
+    if shares is None:
+        shares = place(architecture, job, cluster.gpus)
+    shares = tuple(replace(share, in_flight=job.in_flight(stage)) for stage, share in enumerate(shares))
     known = {
         pair: memory_with_overhead(architecture, job, *pair)
         for pair in dict.fromkeys(zip(shares, cluster.gpus, strict=True))
@@ -305,7 +203,19 @@ def make_plan(architecture: Architecture, job: Job, cluster: Cluster, calibratio
         tuple(known[pair] for pair in zip(shares, cluster.gpus, strict=True)),
         step_time(architecture, job, cluster, shares, [speeds[gpu] for gpu in cluster.gpus]),
         tuple(speed.source for speed in speeds.values()),
+        by_hand,
     )
+
+
+def place(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
+    """Each device's share: all layers, or with mp and pp contiguous ones, so that the fullest device is least full.
+
+    Raises:
+        BadInputError: there are more stages than layers.
+    """
+    if job.parallel in ("mp", "pp"):
+        return balanced_shares(architecture, job, gpus)
+    return (whole_model(architecture),) * len(gpus)
 
 
 def ranked_plans(
@@ -569,10 +479,11 @@ def explanation(plan: Plan) -> str:
 
 
 def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
-    """The job of a run folder's run."""
+    """The job of a run folder's run; where one CPU device holds all stages, as if it were not divided."""
+    targets = {"all": (), "all-linear": ALL_LINEAR if run.technique == "full" else ()}
     return Job(
         technique=run.technique,
-        parallel=run.parallel,
+        parallel="single" if run.parallel == "mp" and run.device == "cpu" else run.parallel,
         batch=batch,
         devices=run.devices,
         precision=run.precision,
@@ -580,24 +491,41 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
         attention=run.attention,
         gradient_checkpointing=run.gradient_checkpointing != "none",
         lora_rank=run.lora_rank,
-        target_modules=() if run.target_modules == "all-linear" else tuple(run.target_modules.split(",")),
+        target_modules=targets.get(run.target_modules, tuple(run.target_modules.split(","))),
         lora_dropout=run.lora_dropout if run.technique == "lora" else 0.0,
+        micro_batches=run.micro_batches,
+        schedule=run.schedule,
         accumulation_steps=run.accumulation_steps,
     )
 
 
-def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Plan:
+def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, shares: Sequence[Share] | None = None) -> Plan:
     """The plan of a run, on the GPU that its folder was made for, or on `gpu`.
 
+    `shares` is what each device holds, where that is known; None: what the run's device map says. Accelerate's own map
+    (`auto`) needs the model: without `shares`, such a run is planned as balanced.
+
     Raises:
-        BadInputError: the closed form does not know the model, the optimizer or the GPU.
+        BadInputError: the closed form does not know the model, the optimizer or the GPU, or the device map is wrong.
     """
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
-    architecture = read_architecture(run.model)
-    return make_plan(
-        architecture, job_of_run(run, batch), Cluster((gpu,) * run.devices), calibration_from(kept_records())
-    )
+    architecture, job, gpus = read_architecture(run.model), job_of_run(run, batch), (gpu,) * run.devices
+    if job.parallel not in ("mp", "pp"):
+        shares = None
+    elif shares is None:
+        shares = _shares_of_run(run, architecture, job, gpus)
+    return make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records()), shares)
+
+
+def _shares_of_run(
+    run: RunConfig, architecture: Architecture, job: Job, gpus: Sequence[Gpu]
+) -> tuple[Share, ...] | None:
+    if run.device_map in ("balanced", "auto"):
+        return None
+    if run.device_map == "even":
+        return even_shares(architecture, job, gpus)
+    return shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
 
 
 # -- the command line
@@ -630,7 +558,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch-size", type=int, default=1, help="rows per data-parallel rank and step (1)")
     made.add_argument("--seq-len", type=int, default=1024, help="tokens per row (1024)")
     made.add_argument("--lora-rank", type=int, default=8)
-    made.add_argument("--target-modules", default="all-linear", help="q_proj,v_proj or all-linear")
+    made.add_argument("--target-modules", help="linear layers that get adapters or, with full, are trained: "
+                      "q_proj,v_proj or all-linear; without it: all-linear; with full, every weight")  # fmt: skip
     made.add_argument("--lora-dropout", type=float, default=0.0)
     made.add_argument("--precision", choices=get_args(Precision), help="without it: bf16 for adapters and bf16-mixed "
                       "for full fine-tuning; fp16-mixed where the GPU lacks bf16")  # fmt: skip
@@ -711,7 +640,6 @@ def job_of(options: argparse.Namespace) -> Job:
         raise BadInputError(WHY_NOT_QUANTIZED_FULL)
     if options.quantization and options.technique == "lora":
         raise BadInputError("LoRA on quantized weights is QLoRA: pass --technique qlora.")
-    targets = () if options.target_modules == "all-linear" else tuple(options.target_modules.split(","))
     return Job(
         technique="lora",
         parallel="single",
@@ -721,7 +649,7 @@ def job_of(options: argparse.Namespace) -> Job:
         optimizer=options.optimizer,
         attention=options.attention,
         lora_rank=options.lora_rank,
-        target_modules=targets,
+        target_modules=tuple(options.target_modules.split(",")) if options.target_modules else (),
         lora_dropout=options.lora_dropout,
         offload=options.offload,
     )

@@ -117,8 +117,8 @@ class RunConfig:
         """Check every field."""
         self._check_types()
         at_least = {"devices": 1, "max_length": 2, "batch_size": 1, "accumulation_steps": 1, "epochs": 1,
-                    "micro_batches": 1, "stages": 0, "lora_rank": 1, "lora_alpha": 1, "evaluation_batch_size": 1, "max_new_tokens": 1,
-                    "weight_decay": 0, "max_grad_norm": 0, "seed": 0}  # fmt: skip
+                    "micro_batches": 1, "stages": 0, "lora_rank": 1, "lora_alpha": 1, "evaluation_batch_size": 1,
+                    "max_new_tokens": 1, "weight_decay": 0, "max_grad_norm": 0, "seed": 0}  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
             if value < low:
@@ -166,7 +166,7 @@ class RunConfig:
             )
         if self.stages and self.stages != self.devices and (self.parallel != "mp" or self.device != "cpu"):
             raise BadInputError(
-                f"stages is {self.stages}, but there are {self.devices} devices, one for each stage: leave --stages out."
+                f"stages is {self.stages}, but there is one for each of {self.devices} devices: leave --stages out."
             )
         if self.parallel in ("mp", "pp") and self.stage_count < 2:
             option = "--stages 2" if self.parallel == "mp" and self.device == "cpu" else "--devices 2"
@@ -175,6 +175,11 @@ class RunConfig:
             raise BadInputError(
                 f"micro_batches is {self.micro_batches}, but parallel is {self.parallel}: they are for pp (2.7); else "
                 "lower --batch_size and raise --accumulation_steps."
+            )
+        if self.parallel == "pp" and self.schedule == "1f1b" and self.micro_batches < self.devices:
+            raise BadInputError(
+                f"micro_batches is {self.micro_batches}, but 1F1B needs one for each of {self.devices} stages: "
+                f"pass --micro_batches {self.devices}, or --schedule gpipe."
             )
         if self.batch_size % self.micro_batches:
             lower = self.batch_size - self.batch_size % self.micro_batches

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
 PREVIOUS = ".previous"
+PLAN_TOLERANCE = 0.1
+"""Share by which a device's peak may be off its plan before the run says so."""
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate")
 
 Record = dict[str, Any]
@@ -51,8 +53,8 @@ class RunLog:
         self.folder = run.results_folder(self.run_name)
         self.phases_s: dict[str, float] = {}
         self.plan: Plan | None = None
-        self.peak_before_gib = 0.0
-        self.training_peak_gib: float | None = None
+        self.peaks_before_gib: dict[str, float] = {}
+        self.training_peaks_gib: dict[str, float] = {}
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         if rank.is_main:
             if self.folder.exists():
@@ -84,44 +86,49 @@ class RunLog:
     def training_starts(self, plan: "Plan | None") -> None:
         """Keep the plan; from here on a GPU's peak is training's, which the plan is compared with."""
         self.plan = plan
-        if self.rank.device != "cpu":
-            self.peak_before_gib = hardware.read_memory(self.rank.device).peak_gib
-            hardware.forget_peak(self.rank.device)
+        for device in self.rank.devices:
+            if device != "cpu":
+                self.peaks_before_gib[device] = hardware.read_memory(device).peak_gib
+                hardware.forget_peak(device)
 
     def training_ended(self) -> None:
-        """Remember this rank's peak in training; on CPU it is the process's highest so far."""
-        self.training_peak_gib = hardware.read_memory(self.rank.device).peak_gib
+        """Remember the peak of this rank's devices in training; on CPU it is the process's highest so far."""
+        self.training_peaks_gib = {device: hardware.read_memory(device).peak_gib for device in self.rank.devices}
 
     def complete(self, **figures: object) -> Record:
         """Write the record of a completed run on rank 0, with every rank's memory; call it on all ranks."""
         from accelerate.utils import gather_object
 
-        memory = gather_object([self._memory()])
+        memory = gather_object([self._memory(number, device) for number, device in enumerate(self.rank.devices)])
         record = self._record("completed", {"cost": self._cost(), **figures, "memory": memory})
         if self.rank.is_main:
+            for warning in beyond_plan(memory):
+                print(warning)
             save_record(record, self.folder)
             print(f"record: {RECORD_NAME} in {self.folder.relative_to(self.folder.parents[1])}")
         return record
 
-    def _memory(self) -> dict[str, object]:
-        reading = hardware.read_memory(self.rank.device)
+    def _memory(self, number: int, device: str) -> dict[str, object]:
+        """Of one of this rank's devices, its `number`th."""
+        reading = hardware.read_memory(device)
+        before_gib = self.peaks_before_gib.get(device, 0.0)
         return {
             "rank": self.rank.rank,
-            "device": self.rank.device,
-            "planned_gib": self._planned_gib(),
-            "peak_training_gib": self.training_peak_gib,
-            "peak_allocated_gib": None if self.rank.device == "cpu" else max(self.peak_before_gib, reading.peak_gib),
+            "device": device,
+            "planned_gib": self._planned_gib(self.rank.rank + number, device),
+            "peak_training_gib": self.training_peaks_gib.get(device),
+            "peak_allocated_gib": None if device == "cpu" else max(before_gib, reading.peak_gib),
             "peak_reserved_gib": reading.peak_reserved_gib,
             "peak_rss_gib": hardware.read_memory("cpu").peak_gib,
             "total_gib": reading.total_gib,
         }
 
-    def _planned_gib(self) -> float | None:
-        """This rank's planned peak, in the terms it is measured in: allocated on a GPU, the whole process on CPU."""
+    def _planned_gib(self, place: int, device: str) -> float | None:
+        """A device's planned peak, in the terms it is measured in: allocated on a GPU, the whole process on CPU."""
         if self.plan is None:
             return None
-        memory = self.plan.devices[self.rank.rank]
-        return memory.peak_gib if self.rank.device == "cpu" else memory.allocated_gib
+        memory = self.plan.devices[place]
+        return memory.peak_gib if device == "cpu" else memory.allocated_gib
 
     def _planned(self) -> dict[str, object] | None:
         """What was planned: memory of a device by part, and a step's time; all projected."""
@@ -189,6 +196,20 @@ class RunLog:
             "planned": self._planned(),
             **figures,
         }
+
+
+def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
+    """A loud line for each device whose peak in training is off its plan by more than `PLAN_TOLERANCE`."""
+    lines = []
+    for entry in memory:
+        planned_gib, peak_gib = entry["planned_gib"], entry["peak_training_gib"]
+        if planned_gib and peak_gib and abs(peak_gib / planned_gib - 1) > PLAN_TOLERANCE:
+            lines.append(
+                f"WARNING: rank {entry['rank']}, {entry['device']}: training peaked at {peak_gib:.2f} GiB, "
+                f"{peak_gib / planned_gib - 1:+.0%} of the {planned_gib:.2f} GiB planned: "
+                "`python -m common.dry_run` shows the step part by part"
+            )
+    return lines
 
 
 def _make_way(folder: Path) -> None:

@@ -193,8 +193,10 @@ def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
     """
     tokens, length = job.batch.tokens, job.batch.length
     queries = architecture.heads * architecture.head_dim
-    layers, attention, adapters = 0.0, 0.0, 0.0
+    layers, attention, adapters, trained = 0.0, 0.0, 0.0, 0.0
     for stack, count in zip(architecture.stacks, share.layers, strict=True):
+        own = sum(linear.inputs * linear.outputs for linear in stack.linears if job.trains(linear))
+        trained += count * 2 * tokens * own
         layers += count * 2 * tokens * sum(linear.inputs * linear.outputs for linear in stack.linears)
         half = 0.5 if stack.kind == "decoder" else 1.0
         attention += count * 4 * tokens * length * queries * half
@@ -203,7 +205,7 @@ def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
     positions = job.batch.rows * job.batch.labelled
     head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
     forward = layers + attention + adapters + head
-    trained = layers + head if job.technique == "full" else adapters
+    trained += adapters + (head if job.trains_all else 0.0)
     recomputed = forward - head if job.gradient_checkpointing else 0.0
     return StepFlops(forward, layers + 2 * attention + adapters + head, trained, recomputed)
 

@@ -3,11 +3,14 @@
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
@@ -21,7 +24,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from common.callbacks import VALIDATION_LOSS, FirstStepReport, ProgressReport, WorkDone
+from common.callbacks import VALIDATION_LOSS, FirstStepReport, ProgressReport, UpdateReport, WorkDone
 from common.data import (
     IGNORED_LABEL,
     EpochBatches,
@@ -51,6 +54,8 @@ class CountingTrainer(Trainer):
         """`batches` draws this rank's rows, `work` counts them; the rest goes to the Trainer."""
         super().__init__(**kwargs)
         self.batches, self.work = batches, work
+        self.updates = UpdateReport()
+        self.add_callback(self.updates)
         self.keeps_logits = keeps_logits(self.model)
 
     def get_train_dataloader(self) -> EpochLoader:
@@ -66,6 +71,8 @@ class CountingTrainer(Trainer):
         """Count the mini-batch, then train on it."""
         self.work.count(inputs.pop("row"), inputs)
         batch = with_head_on_answers(inputs) if self.keeps_logits else inputs
+        if self.keeps_logits and self.is_model_parallel:  # the head's device may be another than the inputs'
+            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()
         return super().training_step(model, batch, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -73,6 +80,14 @@ class CountingTrainer(Trainer):
         start_s = time.perf_counter()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.work.reporting_s += time.perf_counter() - start_s
+
+    def of_own_rows(self, of_ranks: list[Any]) -> list[Any]:
+        """Of what each rank did, that of the ranks with rows of their own: with data parallel all of them."""
+        return of_ranks
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Of the whole model: trained parameters, and all that multiply."""
+        return parameter_counts(self.accelerator.unwrap_model(self.model))
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """None counted: the Trainer would look at every weight at every step; `training_flops` has the formula."""
@@ -166,14 +181,22 @@ def make_trainer(
     train: list[Tokens],
     validation: list[Tokens],
     log: RunLog,
+    plan: Plan | None = None,
+    trainer_class: Callable[..., CountingTrainer] = CountingTrainer,
 ) -> CountingTrainer:
-    """The trainer of this rank, with its reports; nothing runs yet."""
+    """The trainer of this rank, with its reports; nothing runs yet.
+
+    `plan`: where layers were placed by one; else the run is planned now.
+    """
     run, rank = log.run, log.rank
-    log.training_starts(plan_training(log, longest_batch(train, run.batch_size)))
+    log.training_starts(plan or plan_training(log, longest_batch(train, run.batch_size)))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     arguments = training_arguments(run, log.folder / "checkpoints")
     arguments.run_name = log.run_name
-    trainer = trainer_of_rows(model, tokenizer, train, validation, arguments, rank, [ProgressReport(rank)])
+    ranks = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
+    trainer = trainer_of_rows(
+        model, tokenizer, train, validation, arguments, ranks, [ProgressReport(rank)], trainer_class
+    )
     trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
     check_precision(trainer, run)
     return trainer
@@ -191,7 +214,7 @@ def plan_training(log: RunLog, batch: BatchShape) -> Plan | None:
             print(f"no plan: {unknown}")
         return None
     if log.rank.is_main:
-        memory, gpu = plan.devices[0], plan.cluster.gpus[0]
+        memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
         largest = f"{batch.rows} rows of {batch.length} tokens at most"
         print(f"planned: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB per device ({largest}); {why(plan)}")
     return plan
@@ -220,10 +243,14 @@ def trainer_of_rows(
     arguments: TrainingArguments,
     rank: Rank,
     callbacks: list[TrainerCallback],
+    trainer_class: Callable[..., CountingTrainer] = CountingTrainer,
 ) -> CountingTrainer:
-    """The trainer of this rank: rows drawn once per epoch, losses over the answer tokens only."""
+    """The trainer of this rank: rows drawn once per epoch, losses over the answer tokens only.
+
+    `rank` is the one among those with rows of their own.
+    """
     lengths = [len(row["input_ids"]) for row in train]
-    trainer = CountingTrainer(
+    trainer = trainer_class(
         model=model,
         args=arguments,
         train_dataset=TrainingRows(train),
@@ -259,7 +286,8 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
     for share in shares:
         if share["samples"] == 0:
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
-    check_rows_seen([share.pop("rows") for share in shares], len(trainer.train_dataset), row_uses(trainer))
+    rows_by_rank = trainer.of_own_rows([share.pop("rows") for share in shares])
+    check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer))
     if trainer.lr_scheduler.last_epoch != trainer.state.global_step:
         raise RuntimeError(
             f"The learning rate took {trainer.lr_scheduler.last_epoch} steps, training {trainer.state.global_step}."
@@ -305,10 +333,11 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
     """
     log.training_ended()
     history, run = trainer.state.log_history, log.run
-    trained, multiplied = parameter_counts(trainer.accelerator.unwrap_model(trainer.model))
+    trained, multiplied = trainer.parameter_counts()
     flops = training_flops(trained, multiplied - trained)
     train_time_s, reporting_s = log.phases_s["training"], trainer.work.reporting_s
-    tokens_per_s = sum(share["tokens"] for share in world) / (train_time_s - reporting_s)
+    tokens = sum(trainer.of_own_rows([share["tokens"] for share in world]))
+    tokens_per_s = tokens / (train_time_s - reporting_s)
     return {
         "world": world,
         "effective_batch_size": run.effective_batch_size,
@@ -318,8 +347,9 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
         "reporting_s": reporting_s,
         "tokens_per_s": tokens_per_s,
         "trained_parameters": trained,
+        **trainer.updates.figures(),
         **flops,
-        "mfu": model_flops_utilization(tokens_per_s * flops["flops_per_token"] / len(world), run),
+        "mfu": model_flops_utilization(tokens_per_s * flops["flops_per_token"] / run.devices, run),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
         "best_validation_loss": trainer.state.best_metric,
@@ -334,7 +364,7 @@ def training_flops(trained_parameters: int, frozen_parameters: int) -> dict[str,
     weights need no gradients of their own: 4N. Recomputation is not counted.
     """
     flops = 6 * trained_parameters + 4 * frozen_parameters
-    formula = "4N frozen base + 6N adapters" if frozen_parameters else "6N full"
+    formula = "4N frozen + 6N trained" if frozen_parameters else "6N full"
     return {"flops_per_token": flops, "flops_formula": formula}
 
 
@@ -364,14 +394,11 @@ def merge_and_reload(
     """
     run, adapter_folder, merged_folder = log.run, log.folder / "adapter", log.folder / "merged"
     trained = trainer.accelerator.unwrap_model(trainer.model)
-    batch = trainer.data_collator(trainer.eval_dataset[: run.evaluation_batch_size])
-    expected = next_token_logits(trained, batch)
+    batch, expected = validation_logits(trainer, run)
     differences: dict[str, float] = {}
     if log.rank.is_main:
         trained.save_pretrained(adapter_folder)
-    trained.to("meta")  # frees the memory, also where a notebook still has names for the model
-    if run.device == "cuda":
-        torch.cuda.empty_cache()
+    give_up(trained, run)
     if log.rank.is_main:
         reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), adapter_folder)
         differences["adapter"] = check_equal_logits(
@@ -384,3 +411,42 @@ def merge_and_reload(
     tuned = load_base_model(run, device_map, source=merged_folder)
     differences["merged"] = check_equal_logits(expected, next_token_logits(tuned, batch), "merged model", run.precision)
     return tuned, differences
+
+
+def validation_logits(trainer: CountingTrainer, run: RunConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The first batch of validation rows, and the trained model's logits of it, shape (rows, tokens, vocabulary)."""
+    batch = trainer.data_collator(trainer.eval_dataset[: run.evaluation_batch_size])
+    return batch, next_token_logits(trainer.accelerator.unwrap_model(trainer.model), batch)
+
+
+def give_up(model: torch.nn.Module, run: RunConfig) -> None:
+    """Free a model's memory, also where a notebook still has names for it."""
+    remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
+    model.to("meta")
+    if run.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def save_and_reload(
+    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase, device_map: dict[str, str | int]
+) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save the trained model as it is, load it again as any user would, and compare it with what was trained.
+
+    Rank 0 writes `model` into the results folder. The trainer's own model is given up on the way.
+
+    Returns:
+        The model as plain Transformers loads it, and the largest absolute difference of logits.
+
+    Raises:
+        RuntimeError: what was saved is not what was trained.
+    """
+    run, folder = log.run, log.folder / "model"
+    batch, expected = validation_logits(trainer, run)
+    if log.rank.is_main:
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    give_up(trainer.accelerator.unwrap_model(trainer.model), run)
+    wait_for_everyone()
+    tuned = load_base_model(run, device_map, source=folder)
+    difference = check_equal_logits(expected, next_token_logits(tuned, batch), "model", run.precision)
+    return tuned, {"model": difference}

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,23 +108,32 @@ def test_the_extrapolation_depends_on_the_layers(shape: Callable[..., str]) -> N
 
 
 GRID = [
-    (model, technique, precision, checkpointing, batch)
+    (model, technique, targets, precision, checkpointing, batch)
     for model in ("llama-3.1-8b", "roberta-large", "bart-large-cnn")
-    for technique in ("lora", "full")
+    for technique, targets in (("lora", "all-linear"), ("full", "all"), ("full", "all-linear"))
     for precision, checkpointing, batch in (
         ("bf16", "none", BatchShape(2, 512, 511)),
         ("bf16-mixed", "non-reentrant", BatchShape(4, 256, 100, padded=True)),
     )
 ]
+GRID += [
+    ("llama-3.1-8b", "full", "q_proj,v_proj", "bf16", "none", BatchShape(2, 512, 511)),
+    ("llama-3.1-8b", "full", "gate_proj,up_proj,down_proj", "bf16-mixed", "none", BatchShape(2, 512, 511)),
+]
 
 
-@pytest.mark.parametrize(("model", "technique", "precision", "checkpointing", "batch"), GRID)
+@pytest.mark.parametrize(("model", "technique", "targets", "precision", "checkpointing", "batch"), GRID)
 def test_the_closed_form_says_the_same(
-    model: str, technique: str, precision: str, checkpointing: str, batch: BatchShape
+    model: str, technique: str, targets: str, precision: str, checkpointing: str, batch: BatchShape
 ) -> None:
     """At most 5 % apart, part by part at most 3 % of the whole; `make bench` has the whole grid."""
     run = RunConfig(
-        technique=technique, model=model, precision=precision, gradient_checkpointing=checkpointing, weights="random"
+        technique=technique,
+        target_modules=targets,
+        model=model,
+        precision=precision,
+        gradient_checkpointing=checkpointing,
+        weights="random",
     )
     architecture = read_architecture(model)
     closed = device_memory(architecture, job_of_run(run, batch), whole_model(architecture))
@@ -131,10 +141,8 @@ def test_the_closed_form_says_the_same(
 
 
 def test_ddp_keeps_every_gradient_twice() -> None:
-    alone = RunConfig(technique="full", model="llama-3.2-1b", precision="bf16", weights="random")
-    shared = RunConfig(
-        technique="full", model="llama-3.2-1b", precision="bf16", weights="random", parallel="ddp", devices=4
-    )
+    alone = RunConfig(technique="full", target_modules="all", model="llama-3.2-1b", precision="bf16", weights="random")
+    shared = replace(alone, parallel="ddp", devices=4)
     batch = BatchShape(2, 256, 255)
     one, many = dry_run(alone, batch), dry_run(shared, batch)
     weights = one.timeline["load"]["weights"]
@@ -142,6 +150,18 @@ def test_ddp_keeps_every_gradient_twice() -> None:
     architecture = read_architecture("llama-3.2-1b")
     closed = device_memory(architecture, job_of_run(shared, batch), whole_model(architecture))
     assert closed.allocated_gib == pytest.approx(many.peak_gib, rel=0.05)
+
+
+def test_a_divided_model_is_refused_but_not_stages_that_one_device_holds(shape: Callable[..., str]) -> None:
+    run = RunConfig(model=shape(), weights="random")
+    marked = replace(run, parallel="mp", stages=2)
+    assert dry_run(marked, BATCH).peak_gib == dry_run(run, BATCH).peak_gib
+    for divided in (
+        replace(run, parallel="pp", devices=2, micro_batches=2),
+        replace(run, parallel="mp", devices=2, device="cuda", gpu="RTX A6000 48GB"),
+    ):
+        with pytest.raises(BadInputError, match=f"parallel is {divided.parallel}, but the dry run knows no divided"):
+            dry_run(divided, BATCH)
 
 
 def test_dropout_and_attention_are_as_on_a_gpu(shape: Callable[..., str]) -> None:

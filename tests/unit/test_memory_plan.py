@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from common.architectures import Architecture, read_architecture
 from common.hardware import GIB
 from common.memory_plan import (
+    ALL_LINEAR,
     OPTIMIZER_BYTES,
     PARTS,
     BatchShape,
@@ -62,6 +63,48 @@ def test_lora_trains_what_peft_says() -> None:
     assert trained_parameters(LLAMA, replace(LORA, target_modules=("q_proj", "v_proj"))) == 3_407_872
 
 
+def test_full_fine_tuning_may_train_the_linear_layers_alone() -> None:
+    linears = replace(FULL, target_modules=ALL_LINEAR)
+    by_part = LLAMA.by_part()
+    count = sum(number for part, number in by_part.items() if part not in ("embeddings", "norms", "head"))
+    assert trained_parameters(LLAMA, linears) == count
+    named = replace(FULL, target_modules=("q_proj", "down_proj"))
+    assert trained_parameters(LLAMA, named) == by_part["q_proj"] + by_part["down_proj"]
+    qwen = read_architecture("qwen2.5-7b")
+    (query, *_) = qwen.stacks[0].linears
+    assert query.bias
+    only_q = replace(FULL, target_modules=("q_proj",))
+    assert trained_parameters(qwen, only_q) == qwen.layers * (query.inputs + 1) * query.outputs
+    assert (FULL.trains_all, linears.trains_all, LORA.trains_all) == (True, False, False)
+    # in fp32, with few tokens, both are highest in a moment that has all gradients
+    every, frozen_ends = (parts(replace(job, precision="fp32", batch=BatchShape(1, 8, 7))) for job in (FULL, linears))
+    assert frozen_ends["weights"] == every["weights"]
+    for part in ("gradients", "optimizer"):
+        assert frozen_ends[part] / every[part] == pytest.approx(count / LLAMA.parameters, rel=1e-3)
+    assert trained_parameters(LLAMA, replace(LORA, target_modules=ALL_LINEAR)) == trained_parameters(LLAMA, LORA)
+
+
+def test_a_head_without_last_layers_and_embeddings_alone_are_counted() -> None:
+    """A first device with both ends, one with embeddings and one with the head hold what they name, and no more."""
+    tied = read_architecture("llama-3.2-1b")
+    job = replace(FULL, parallel="mp", devices=2)
+    ways = ((True, True), (True, False), (False, True), (False, False))
+    ends, embeddings, head, none = (device_memory(tied, job, Share((8,), *held)) for held in ways)
+    adapted = [device_memory(tied, replace(job, technique="lora"), Share((8,), *held)) for held in ways]
+    assert [memory.parts_gib["logits"] > 0 for memory in adapted] == [True, False, True, False]
+    matrix_gib = tied.embedding_parameters * 2 / GIB
+    more = {name: memory.parts_gib["weights"] - none.parts_gib["weights"]
+            for name, memory in (("ends", ends), ("embeddings", embeddings), ("head", head))}  # fmt: skip
+    assert more == pytest.approx(dict.fromkeys(more, matrix_gib), rel=1e-4)  # tied: one matrix, or a copy of it
+    assert trained_parameters(tied, job, Share((8,), True, True)) == pytest.approx(
+        trained_parameters(tied, job, Share((8,), False, True)), rel=1e-4
+    )
+    tail = replace(job, batch=BatchShape(1, 8, 7))
+    first, both = (device_memory(tied, tail, Share((8,), True, has_head)) for has_head in (False, True))
+    assert first.parts_gib["gradients"] == pytest.approx(first.parts_gib["weights"])
+    assert both.peak_gib > first.peak_gib + matrix_gib  # two gradients of the tied matrix are added up there
+
+
 @pytest.mark.parametrize(
     ("quantization", "expected_bytes"),
     [("nf4", 0.5 + 4 / 64), ("nf4-double", 0.5 + 0.127 / 8), ("int8", 1.0)],
@@ -95,6 +138,28 @@ def test_a_pipeline_s_first_stage_holds_more_micro_batches() -> None:
     assert first.parts_gib["logits"] == 0
 
 
+def test_micro_batches_in_flight() -> None:
+    one_f_one_b = Job("lora", "pp", BatchShape(8, 64, 63), devices=4, micro_batches=8)
+    assert [one_f_one_b.in_flight(stage) for stage in range(4)] == [4, 3, 2, 1]
+    few = replace(one_f_one_b, micro_batches=2)
+    assert [few.in_flight(stage) for stage in range(4)] == [2, 2, 2, 1]
+    gpipe = replace(one_f_one_b, schedule="gpipe")
+    assert [gpipe.in_flight(stage) for stage in range(4)] == [8] * 4
+    assert replace(one_f_one_b, parallel="mp", micro_batches=1).in_flight(0) == 1
+
+
+def test_gpipe_holds_every_micro_batch_on_every_stage() -> None:
+    job = replace(FULL, parallel="pp", devices=2, micro_batches=8, batch=BatchShape(8, 512, 511))
+    peaks = {}
+    for schedule in ("1f1b", "gpipe"):
+        scheduled = replace(job, schedule=schedule)
+        shares = [Share((16,), stage == 0, stage == 1, scheduled.in_flight(stage)) for stage in range(2)]
+        peaks[schedule] = [device_memory(LLAMA, scheduled, share) for share in shares]
+    for early, late in zip(peaks["1f1b"], peaks["gpipe"], strict=True):
+        assert late.parts_gib["activations"] > 2 * early.parts_gib["activations"]
+    assert peaks["gpipe"][1].parts_gib["logits"] > 3 * peaks["1f1b"][1].parts_gib["logits"]  # log-probabilities wait
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZER_BYTES)
 def test_every_optimizer_is_counted(optimizer: str) -> None:
     states = parts(replace(FULL, optimizer=optimizer, batch=BatchShape(1, 8, 7)))["optimizer"]
@@ -118,6 +183,7 @@ jobs = st.builds(
     optimizer=st.sampled_from([*OPTIMIZER_BYTES]),
     gradient_checkpointing=st.booleans(),
     lora_rank=st.integers(1, 64),
+    target_modules=st.sampled_from([(), ALL_LINEAR]),
     lora_dropout=st.sampled_from([0.0, 0.1]),
     accumulation_steps=st.integers(1, 2),
 )

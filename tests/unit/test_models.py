@@ -152,7 +152,27 @@ def test_shapes_are_found_by_hub_id_and_others_refused_with_those_known() -> Non
 
 
 def test_linear_layers_alone_are_trained_and_not_the_head(run_config: RunConfig) -> None:
-    model = train_linear_layers(load_base_model(run_config, CPU))
+    model = load_base_model(run_config, CPU)
+    assert len(train_linear_layers(model)) == 4 * 7
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     assert len(trained) == 4 * 7
     assert all(name.endswith("_proj.weight") for name in trained)
+
+
+def test_some_linear_layers_or_all_weights_can_be_chosen(run_config: RunConfig) -> None:
+    model = load_base_model(run_config, CPU)
+    chosen = train_linear_layers(model, "q_proj,mlp.down_proj")
+    assert {name.rpartition(".")[2] for name in chosen} == {"q_proj", "down_proj"}
+    assert {name for name, weight in model.named_parameters() if weight.requires_grad} == {
+        f"{name}.weight" for name in chosen
+    }
+    assert len(train_linear_layers(model, "all")) == len(list(model.parameters()))
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+def test_a_name_that_matches_no_layer_is_refused(run_config: RunConfig) -> None:
+    model = load_base_model(run_config, CPU)
+    with pytest.raises(BadInputError, match="has 'c_attn', but no linear layer is called so: choose some of q_proj"):
+        train_linear_layers(model, "q_proj,c_attn")
+    with pytest.raises(BadInputError, match="'lm_head'"):
+        train_linear_layers(model, "lm_head")

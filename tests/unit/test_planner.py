@@ -1,6 +1,5 @@
 """The planner's answers: its contract, its reasons, its refusals, and its speed."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -10,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from common import planner
 from common.architectures import read_architecture
+from common.gpu_overhead import CPU_PROCESS_GIB
 from common.hardware import CPU_DEVICE, find_gpu
-from common.memory_plan import PARTS, BatchShape, Job, Share
-from common.planner import main, make_plan, memory_with_overhead, place, plan_run
+from common.memory_plan import PARTS, BatchShape, Job, trained_parameters
+from common.planner import job_of_run, main, make_plan, plan_run
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.time_plan import Cluster
 
@@ -159,32 +158,6 @@ def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
         assert not above.fits
 
 
-@pytest.mark.parametrize("gpus", [(A6000, A5000), (A5000, A6000), (A5000,) * 3])
-def test_layers_are_placed_as_well_as_any_search_can(gpus: tuple) -> None:
-    architecture = read_architecture("llama-3.2-1b")
-    job = Job(technique="full", parallel="mp", devices=len(gpus), batch=BatchShape(2, 512, 512))
-
-    def fullest(counts: tuple[int, ...]) -> float:
-        shares = [
-            Share((count,), has_embeddings=stage == 0, has_head=stage == len(gpus) - 1)
-            for stage, count in enumerate(counts)
-        ]
-        pairs = zip(shares, gpus, strict=True)
-        return max(
-            memory_with_overhead(architecture, job, share, gpu).peak_gib / gpu.memory_gib for share, gpu in pairs
-        )
-
-    splits = [
-        counts
-        for counts in itertools.product(range(1, architecture.layers), repeat=len(gpus))
-        if sum(counts) == architecture.layers
-    ]
-    best = min(map(fullest, splits))
-    placed = tuple(share.layers[0] for share in place(architecture, job, gpus))
-    assert sum(placed) == architecture.layers
-    assert fullest(placed) <= 1.05 * best
-
-
 def test_full_where_it_fits_and_adapters_where_it_does_not(asked) -> None:  # noqa: ANN001
     def best(gpu: str, model: str) -> str:
         _, out, _ = asked(f"--model {model} --gpu {gpu} --seq-len 512 --json")
@@ -229,9 +202,68 @@ def test_a_run_is_planned_on_its_folder_s_gpu_or_on_the_cpu() -> None:
     assert plan_run(on_gpu, batch).cluster.gpus == (A6000,)
     on_cpu = plan_run(RunConfig(), batch)
     assert on_cpu.cluster.gpus[0].name == CPU_DEVICE
-    assert on_cpu.devices[0].parts_gib["overhead"] == pytest.approx(planner.CPU_PROCESS_GIB)
+    assert on_cpu.devices[0].parts_gib["overhead"] == pytest.approx(CPU_PROCESS_GIB)
     with pytest.raises(BadInputError, match="'adafactor' is not known to the planner"):
         plan_run(RunConfig(optimizer="adafactor"), batch)
+
+
+def test_a_divided_run_is_placed_as_its_device_map_says(tmp_path: Path) -> None:
+    batch = BatchShape(8, 256, 255)
+    run = RunConfig(
+        parallel="pp", devices=2, device="cuda", gpu=A6000.name, model="llama-3.2-1b", precision="bf16", batch_size=8,
+        micro_batches=4, schedule="gpipe",
+    )  # fmt: skip
+    balanced = plan_run(run, batch)
+    assert (balanced.job.schedule, balanced.job.micro_batches, balanced.job.devices) == ("gpipe", 4, 2)
+    assert [share.in_flight for share in balanced.shares] == [4, 4]
+    even = plan_run(replace(run, device_map="even"), batch)
+    assert [share.layers for share in even.shares] == [(8,), (8,)]
+    fullest = [max(device.peak_gib for device in plan.devices) for plan in (balanced, even)]
+    assert fullest[0] < fullest[1]
+    path = tmp_path / "map.json"
+    path.write_text(json.dumps({"": 1, "model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 0}))
+    by_file = plan_run(replace(run, device_map=str(path), schedule="1f1b"), batch)
+    assert [(share.layers, share.has_embeddings, share.has_head, share.in_flight) for share in by_file.shares] == [
+        ((2,), True, False, 2),
+        ((14,), False, True, 1),
+    ]
+    given = plan_run(replace(run, parallel="mp", micro_batches=1, device_map="auto"), batch, shares=by_file.shares)
+    assert [(share.layers, share.in_flight) for share in given.shares] == [((2,), 1), ((14,), 1)]
+    assert 0 < even.max_batch_size < balanced.max_batch_size
+    assert by_file.max_batch_size % 4 == 0
+    with pytest.raises(BadInputError, match="no device map nowhere"):
+        plan_run(replace(run, device_map="nowhere.json"), batch)
+
+
+def test_stages_on_one_cpu_device_are_planned_as_one() -> None:
+    batch = BatchShape(8, 256, 255)
+    marked = plan_run(RunConfig(parallel="mp", stages=2), batch)
+    assert (marked.job.parallel, len(marked.devices)) == ("single", 1)
+    assert marked.devices[0].peak_gib == plan_run(RunConfig(), batch).devices[0].peak_gib
+    assert len(plan_run(RunConfig(parallel="pp", devices=2, batch_size=8, micro_batches=2), batch).devices) == 2
+
+
+def test_full_runs_train_linear_layers_and_the_command_line_asks_for_them(asked) -> None:  # noqa: ANN001
+    architecture, batch = read_architecture("llama-3.2-1b"), BatchShape(1, 1024, 1024)
+    run = RunConfig(technique="full", model="llama-3.2-1b", precision="bf16")
+
+    def trained(**settings: str) -> int:
+        return trained_parameters(architecture, job_of_run(replace(run, **settings), batch))
+
+    linears = sum(linear.parameters for linear in architecture.stacks[0].linears) * architecture.layers
+    by_part = architecture.by_part()
+    assert (trained(), trained(target_modules="all")) == (linears, architecture.parameters)
+    assert trained(target_modules="q_proj,v_proj") == by_part["q_proj"] + by_part["v_proj"]
+
+    def optimizer_gib(options: str) -> float:
+        _, out, _ = asked(f"--model llama-3.2-1b --technique full --parallel single --gpu a6000 {options} --json")
+        return json.loads(out)["ranked"][0]["per_device"][0]["optimizer_gib"]
+
+    every = optimizer_gib("")
+    assert optimizer_gib("--target-modules all-linear") / every == pytest.approx(linears / architecture.parameters)
+    assert optimizer_gib("--target-modules q_proj") / every == pytest.approx(
+        by_part["q_proj"] / architecture.parameters
+    )
 
 
 def test_rows_of_ddp_are_each_rank_s() -> None:

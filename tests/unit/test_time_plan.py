@@ -6,7 +6,7 @@ import pytest
 
 from common.architectures import read_architecture
 from common.hardware import find_gpu
-from common.memory_plan import BatchShape, Job, whole_model
+from common.memory_plan import ALL_LINEAR, BatchShape, Job, whole_model
 from common.planner import make_plan
 from common.run_config import BadInputError
 from common.time_plan import (
@@ -38,6 +38,16 @@ def test_frozen_weights_take_four_and_checkpointing_a_third_more() -> None:
     assert lora.total / (BATCH.tokens * multiplied) == pytest.approx(4, rel=0.05)
     again = step_flops(LLAMA, replace(FULL, gradient_checkpointing=True), whole_model(LLAMA))
     assert again.total / step_flops(LLAMA, FULL, whole_model(LLAMA)).total == pytest.approx(4 / 3, rel=0.03)
+
+
+def test_linear_layers_alone_need_no_gradients_of_the_head_s_weights() -> None:
+    every, linears = (step_flops(LLAMA, replace(FULL, target_modules=names), whole_model(LLAMA))
+                      for names in ((), ALL_LINEAR))  # fmt: skip
+    head = 2 * BATCH.tokens * LLAMA.vocab * LLAMA.hidden
+    assert every.weight_gradients - linears.weight_gradients == pytest.approx(head)
+    assert every.forward == linears.forward
+    only_v = step_flops(LLAMA, replace(FULL, target_modules=("v_proj",)), whole_model(LLAMA))
+    assert only_v.weight_gradients == pytest.approx(2 * BATCH.tokens * LLAMA.by_part()["v_proj"])
 
 
 def test_what_a_ring_sends() -> None:

@@ -1,0 +1,141 @@
+"""What a pipeline brings and where the rest goes: measured after training, on the rows of training."""
+
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from statistics import median
+
+import torch
+from accelerate.utils import gather_object, wait_for_everyone
+
+from common.dry_run import MemoryTracker
+from common.pipeline_training import Batch, PipelineTrainer
+
+NAIVE = ("gpipe", 1)
+"""Naive model parallel: the whole batch as one micro-batch, so that one stage works at a time."""
+MIB = 2**20
+
+
+def ideal_speedup(stages: int, micro_batches: int) -> float:
+    """Over naive model parallel, of equal stages: p m / (m + p - 1) (Huang et al. 2019, "GPipe", section 2.3)."""
+    return stages * micro_batches / (micro_batches + stages - 1)
+
+
+def ideal_idle_share(stages: int, micro_batches: int) -> float:
+    """The bubble of GPipe and of 1F1B: (p - 1) / (m + p - 1)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def measure_pipeline(trainer: PipelineTrainer, steps: int = 6, rounds: int = 5) -> dict[str, object]:
+    """Step times of GPipe, 1F1B and naive model parallel on the same batches, idle shares, and what was allowed.
+
+    Forward and backward passes only; every way in turn, `rounds` times, medians. `allowed` is the highest speed-up over
+    naive model parallel to expect here: the bubble's formula, and each stage's passes timed on all ranks at once,
+    nothing being sent, which is the machine's ceiling. Weights stay as they are.
+
+    Returns:
+        Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each way.
+    """
+    pipeline, rank = trainer.pipeline, trainer.rank
+    stages, count = rank.world_size, pipeline.micro_batches
+    batches = full_batches(trainer, steps)
+    ways = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
+    times: dict[str, list[float]] = {}
+    idle_shares: dict[str, list[list[float]]] = {}
+
+    def timed(name: str, work: Callable[[Batch], object], participates: bool = True) -> None:
+        wait_for_everyone()
+        start_s = time.perf_counter()
+        for batch in batches if participates else []:
+            work(batch)
+        if rank.device != "cpu":
+            torch.cuda.synchronize()
+        trainer.optimizer.zero_grad()
+        times.setdefault(name, []).append(max(gather_object([time.perf_counter() - start_s])) / len(batches))
+
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            pipeline.clock.forget()
+            timed(name, lambda batch, way=way: pipeline.train_step(batch, 1.0, *way))
+            busy_s, total_s = pipeline.clock.busy_and_total_s()
+            idle_shares.setdefault(name, []).append(gather_object([1 - busy_s / total_s]))
+        for stage in range(stages):
+            for parts in (1, count):
+                is_mine = rank.rank == stage
+                timed(f"stage {stage} alone, {parts}", lambda batch, n=parts: pipeline.bare_step(batch, n), is_mine)
+        timed("all stages at once", lambda batch: pipeline.bare_step(batch, count))
+    step_s = {name: median(seconds[1:]) for name, seconds in times.items()}  # the first round warms up
+    idle = {name: [median(column) for column in zip(*shares[1:], strict=True)] for name, shares in idle_shares.items()}
+    return {
+        "stages": stages,
+        "micro_batches": count,
+        "schedule": pipeline.schedule_name,
+        **speedups(step_s, stages, count),
+        "step_s": step_s,
+        "ideal_idle_share": ideal_idle_share(stages, count),
+        "idle_share": idle,
+        "passes": {name: passes_of(trainer, batches[0], *way) for name, way in ways.items()},
+        "peak_activations_mib": {name: activations_mib(trainer, batches[0], *way) for name, way in ways.items()},
+    }
+
+
+def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, float]:
+    """What was reached, what was allowed, and the factors by which the ideal shrinks to it."""
+    bubble = (count + stages - 1) / count
+    allowed = step_s["naive"] / (step_s["all stages at once"] * bubble)
+    whole = [step_s[f"stage {stage} alone, 1"] for stage in range(stages)]
+    parts = [step_s[f"stage {stage} alone, {count}"] for stage in range(stages)]
+    return {
+        "speedup": step_s["naive"] / step_s["1f1b"],
+        "speedup_gpipe": step_s["naive"] / step_s["gpipe"],
+        "ideal_speedup": ideal_speedup(stages, count),
+        "allowed_speedup": allowed,
+        "share_of_allowed": step_s["naive"] / step_s["1f1b"] / allowed,
+        "small_micro_batches_factor": sum(parts) / sum(whole),
+        "unequal_stages_factor": max(parts) * stages / sum(parts),
+        "shared_machine_factor": step_s["all stages at once"] / max(parts),
+    }
+
+
+def full_batches(trainer: PipelineTrainer, count: int) -> list[Batch]:
+    """Some batches of training, of as many rows as the run asks for.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    size = trainer.args.per_device_train_batch_size
+    batches = [trainer.batches_of(rows[:size])[0] for rows in trainer.batches.steps() if len(rows) >= size]
+    if not batches:
+        raise RuntimeError(f"There are fewer than {size} training rows: a full batch is needed to measure on.")
+    return batches[:count]
+
+
+def passes_of(
+    trainer: PipelineTrainer, batch: Batch, schedule: str, micro_batches: int
+) -> list[list[tuple[str, int, float, float]]]:
+    """When each stage worked on which micro-batch in one step, begun together; by stage, the same on every rank.
+
+    A pass is its kind, its micro-batch, its start and its end, in seconds.
+    """
+    wait_for_everyone()
+    trainer.pipeline.train_step(batch, 1.0, schedule, micro_batches)
+    trainer.optimizer.zero_grad()
+    return gather_object([[astuple(each) for each in trainer.pipeline.clock.last_passes()]])
+
+
+def activations_mib(trainer: PipelineTrainer, batch: Batch, schedule: str, micro_batches: int) -> list[float]:
+    """The most that activations and logits took at once in one step, in MiB (2^20 bytes), by stage."""
+    tracker = MemoryTracker(vocab_size=trainer.pipeline.module.causal.config.vocab_size, rounded_to=1)
+    hooks = []
+    for weight in trainer.model.parameters():
+        tracker.add(weight, "weights")
+        if weight.requires_grad:
+            hooks.append(weight.register_post_accumulate_grad_hook(lambda w: tracker.add(w.grad, "gradients")))
+    with tracker:
+        tracker.enter("step")
+        trainer.pipeline.train_step(batch, 1.0, schedule, micro_batches)
+    for hook in hooks:
+        hook.remove()
+    trainer.optimizer.zero_grad()
+    parts = tracker.timeline["step"]
+    return gather_object([(parts["activations"] + parts["logits"]) / MIB])

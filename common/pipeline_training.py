@@ -1,0 +1,326 @@
+"""Training with a pipeline: the loop over the optimizer steps of all stages, and the parts saved as one model."""
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object, wait_for_everyone
+from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from common.callbacks import VALIDATION_LOSS
+from common.data import IGNORED_LABEL, NO_ROW, Tokens
+from common.device_maps import whole_model_on
+from common.launch import Rank
+from common.models import check_equal_logits, load_base_model, next_token_logits
+from common.pipeline import Pipeline
+from common.run_record import RunLog
+from common.training import CountingTrainer, give_up
+
+Batch = dict[str, torch.Tensor]
+
+
+class PipelineTrainer(CountingTrainer):
+    """The trainer of one stage; every rank goes through the same rows in the same order.
+
+    Settings, optimizer, learning-rate schedule, reports and logs are the Trainer's own; the loop is here, as a step is
+    the pipeline's.
+    """
+
+    def __init__(self, *, pipeline: Pipeline, **kwargs: Any) -> None:
+        """`pipeline` holds the stage; the rest goes to the trainer of one device."""
+        super().__init__(**kwargs)
+        self.pipeline, self.rank = pipeline, pipeline.rank
+        self.loss_sum = torch.zeros((), device=self.rank.device)
+        """Of the optimizer steps since the last log, on the last stage."""
+        self.logged_step = 0
+
+    # -- the loop
+
+    def train(self) -> None:
+        """All optimizer steps; at the end the stage has the weights of the lowest validation loss."""
+        self._begin()
+        epoch = 0
+        while self.state.global_step < self.state.max_steps:
+            self.batches.set_epoch(epoch)
+            for rows in self.batches.steps():
+                self._take_step(rows)
+                if self.state.global_step == self.state.max_steps:
+                    break
+            epoch += 1
+        load_parts(self.model, Path(self.state.best_model_checkpoint))
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+
+    def _begin(self) -> None:
+        steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
+        steps = self.args.max_steps if self.args.max_steps > 0 else ceil(self.args.num_train_epochs * steps_per_epoch)
+        self.steps_per_epoch = steps_per_epoch
+        self.create_optimizer_and_scheduler(steps)
+        if self.args.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
+        self.state.max_steps, self.state.num_train_epochs = steps, ceil(steps / steps_per_epoch)
+        self.state.compute_steps(self.args, steps)
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.pipeline.clock.forget()
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+
+    def _take_step(self, rows: Sequence[int]) -> None:
+        """One optimizer step: every micro-batch through all stages, then each stage updates its own weights."""
+        self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+        batches = self.batches_of(rows)
+        labelled = sum(labelled_tokens(batch) for batch in batches)
+        for batch in batches:
+            self.work.count(batch["row"], batch)
+            self.loss_sum += self.pipeline.train_step(batch, labelled)
+        self._add_up_tied_gradients()
+        self._clip_gradients()
+        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        self.optimizer.step()
+        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        self.state.global_step += 1
+        self.state.epoch = self.state.global_step / self.steps_per_epoch
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        start_s = time.perf_counter()
+        self._log_and_validate()
+        self.work.reporting_s += time.perf_counter() - start_s
+
+    def _log_and_validate(self) -> None:
+        if self.control.should_log:
+            loss = self._from_last_stage(self.loss_sum) / (self.state.global_step - self.logged_step)
+            self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
+            self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
+        if self.control.should_evaluate and self._determine_best_metric(self.evaluate(), trial=None):
+            self._save_best()
+
+    def evaluate(self, *_: object, **__: object) -> dict[str, float]:
+        """The validation loss: mean over the answer tokens of all rows."""
+        rows = list(self.eval_dataset)
+        size = self.args.per_device_eval_batch_size
+        batches = [self.collated(rows[start : start + size]) for start in range(0, len(rows), size)]
+        loss_sum = sum(self.pipeline.validate(batch) for batch in batches)
+        metrics = {VALIDATION_LOSS: self._from_last_stage(loss_sum) / sum(map(labelled_tokens, batches))}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # -- batches
+
+    def batches_of(self, rows: Sequence[int]) -> list[Batch]:
+        """The collated batches of one optimizer step, one for each accumulation step."""
+        size = self.args.per_device_train_batch_size
+        return [
+            self.collated([self.train_dataset[row] for row in rows[start : start + size]])
+            for start in range(0, len(rows), size)
+        ]
+
+    def collated(self, rows: list[Tokens]) -> Batch:
+        """Rows as one batch, filled up with rows without labels until the micro-batches divide it."""
+        missing = -len(rows) % self.pipeline.micro_batches
+        empty = {**rows[-1], "labels": [IGNORED_LABEL] * len(rows[-1]["labels"])}
+        if "row" in empty:
+            empty["row"] = NO_ROW
+        return self.data_collator([*rows, *[empty] * missing])
+
+    # -- what stages must agree on
+
+    def _add_up_tied_gradients(self) -> None:
+        """First and last stage each have a copy of tied embeddings; its gradient is the sum of both."""
+        weight = self._tied_weight()
+        if weight is not None:
+            weight.grad = sum_of_first_and_last(weight.grad, self.rank)
+
+    def _tied_weight(self) -> torch.nn.Parameter | None:
+        """This stage's copy of trained embeddings that are also the head; None elsewhere."""
+        causal = self.pipeline.module.causal
+        if not causal.whole_config.tie_word_embeddings or not (self.rank.is_main or self.pipeline.module.is_last):
+            return None
+        weight = causal.get_input_embeddings().weight
+        return weight if weight.requires_grad else None
+
+    def _clip_gradients(self) -> None:
+        """Scale all gradients so that their norm over the whole model is at most `max_grad_norm`."""
+        if not self.args.max_grad_norm:
+            return
+        trained = [weight for weight in self.model.parameters() if weight.grad is not None]
+        copy = self._tied_weight() if not self.rank.is_main else None  # counted on the first stage
+        squares = get_total_norm([weight.grad for weight in trained if weight is not copy]).float() ** 2
+        dist.all_reduce(squares)
+        clip_grads_with_norm_(trained, self.args.max_grad_norm, squares.sqrt())
+
+    def _from_last_stage(self, value: torch.Tensor) -> float:
+        """The last stage's `value`, on every rank."""
+        dist.broadcast(value, src=self.rank.world_size - 1)
+        return value.item()
+
+    def of_own_rows(self, of_ranks: list[Any]) -> list[Any]:
+        """All stages work on the same rows, so that one speaks for all.
+
+        Raises:
+            RuntimeError: stages worked on different rows.
+        """
+        if any(other != of_ranks[0] for other in of_ranks):
+            raise RuntimeError("The pipeline's stages did not all work on the same rows.")
+        return of_ranks[:1]
+
+    def stage_figures(self) -> dict[str, object]:
+        """For the record: each stage's share of the steps' time in which it waited, and its micro-batches.
+
+        Raises:
+            RuntimeError: a stage computed nothing.
+        """
+        busy_s, total_s = self.pipeline.clock.busy_and_total_s()
+        stages = gather_object([{"stage": self.rank.rank, "busy_s": busy_s, "idle_share": 1 - busy_s / total_s}])
+        for stage in stages:
+            if stage["busy_s"] == 0:
+                raise RuntimeError(f"Stage {stage['stage']} of {len(stages)} computed nothing.")
+        return {"stages": stages}
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Of all stages together: trained parameters, and all that multiply."""
+        causal, copy = self.pipeline.module.causal, None
+        if self.pipeline.module.is_last and causal.whole_config.tie_word_embeddings:
+            copy = causal.get_input_embeddings().weight
+        looked_up = causal.get_input_embeddings().weight if self.rank.is_main else None
+        is_head_elsewhere = causal.whole_config.tie_word_embeddings
+        counts = [0, 0]
+        for weight in self.model.parameters():
+            counts[0] += weight.numel() * (weight.requires_grad and weight is not copy)
+            counts[1] += weight.numel() * (weight is not copy and (weight is not looked_up or is_head_elsewhere))
+        trained, multiplied = (sum(column) for column in zip(*gather_object([counts]), strict=True))
+        return trained, multiplied
+
+    # -- the best checkpoint
+
+    def _save_best(self) -> None:
+        """Keep this step's weights, with optimizer and schedule, in place of the best ones before."""
+        before = self.state.best_model_checkpoint
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        save_parts(self.model, folder, self.rank)
+        torch.save(self.optimizer.state_dict(), folder / f"optimizer-stage{self.rank.rank}.pt")
+        torch.save(self.lr_scheduler.state_dict(), folder / f"scheduler-stage{self.rank.rank}.pt")
+        self.state.best_model_checkpoint = str(folder)
+        if self.rank.is_main:
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+        wait_for_everyone()
+        if self.rank.is_main and before:
+            shutil.rmtree(before)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+
+def labelled_tokens(batch: Batch) -> int:
+    """Tokens of a collated batch that are to be predicted."""
+    return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
+
+
+def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
+    """The sum of the first and the last stage's `gradient`."""
+    other = rank.world_size - 1 if rank.is_main else 0
+    received = torch.empty_like(gradient)
+    sent = dist.isend(gradient, other)
+    dist.recv(received, other)
+    sent.wait()
+    return gradient + received
+
+
+# -- the parts as one model
+
+
+def save_parts(model: PreTrainedModel | PeftModel, folder: Path, rank: Rank) -> None:
+    """Save all stages as one model that plain Transformers (or PEFT) loads: call it on every rank.
+
+    Each rank writes its stage's weights as a part of a model in several files; no weight is sent. Of adapters, which
+    are small, rank 0 writes all.
+    """
+    if rank.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+    wait_for_everyone()
+    if isinstance(model, PeftModel):
+        own = {name: weight.cpu() for name, weight in model.state_dict().items() if "lora_" in name}
+        every = {name: weight for part in gather_object([own]) for name, weight in part.items()}
+        if rank.is_main:
+            model.save_pretrained(folder, state_dict=every, save_embedding_layers=False)
+    else:
+        _save_stage(model, folder, rank)
+    wait_for_everyone()
+
+
+def _save_stage(model: PreTrainedModel, folder: Path, rank: Rank) -> None:
+    file_name = f"model-{rank.rank + 1:05}-of-{rank.world_size:05}.safetensors"
+    weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
+    if model.whole_config.tie_word_embeddings and not rank.is_main:
+        copies = ("embed_tokens.weight", "lm_head.weight")  # the first stage saves them
+        weights = {name: weight for name, weight in weights.items() if not name.endswith(copies)}
+    save_file(weights, folder / file_name, metadata={"format": "pt"})
+    size = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    parts = gather_object([(file_name, list(weights), size)])
+    if rank.is_main:
+        model.whole_config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        index = {
+            "metadata": {"total_size": sum(size for _, _, size in parts)},
+            "weight_map": {name: file_name for file_name, names, _ in parts for name in names},
+        }
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def load_parts(model: PreTrainedModel | PeftModel, folder: Path) -> None:
+    """Load this stage's weights from what `save_parts` wrote."""
+    if isinstance(model, PeftModel):
+        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+        return
+    own = model.state_dict()
+    for path in folder.glob("model-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in set(file.keys()) & own.keys():
+                own[name].copy_(file.get_tensor(name))
+
+
+def save_parts_and_reload(
+    log: RunLog, trainer: PipelineTrainer, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save the stages (with LoRA the adapter, and the merged model) as one, load it as any user would, and compare.
+
+    Returns:
+        The model as plain Transformers loads it, whole on each rank's device, and the largest absolute differences of
+        logits from those of the pipeline.
+
+    Raises:
+        RuntimeError: what was saved is not what was trained.
+    """
+    run, rank, model = log.run, log.rank, trainer.pipeline.module.model
+    batch = trainer.collated(list(trainer.eval_dataset)[: run.evaluation_batch_size])
+    expected = trainer.pipeline.logits(batch)
+    device_map, differences = whole_model_on(rank.device), {}
+    is_lora = isinstance(model, PeftModel)
+    if is_lora:
+        save_parts(model, log.folder / "adapter", rank)
+        model = model.merge_and_unload()
+    folder = log.folder / ("merged" if is_lora else "model")
+    save_parts(model, folder, rank)
+    if rank.is_main:
+        tokenizer.save_pretrained(folder)
+    give_up(model, run)
+    wait_for_everyone()
+    if is_lora and expected is not None:
+        reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), log.folder / "adapter")
+        found = next_token_logits(reloaded, batch)
+        differences["adapter"] = check_equal_logits(expected, found, "adapter", run.precision)
+        del reloaded
+    tuned = load_base_model(run, device_map, source=folder)
+    if expected is not None:
+        found = next_token_logits(tuned, batch)
+        differences[folder.name] = check_equal_logits(expected, found, "model", run.precision)
+    return tuned, {name: value for part in gather_object([differences]) for name, value in part.items()}

@@ -1,0 +1,195 @@
+"""Where a run's layers go, before its model loads: the device map, searched or brought along, and the plan of it."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import torch
+import transformers
+from accelerate import infer_auto_device_map
+from accelerate.utils import get_balanced_memory
+from transformers import PreTrainedModel
+
+from common.architectures import Architecture, read_architecture
+from common.device_maps import (
+    balanced_shares,
+    check_device_map,
+    device_map_of,
+    even_shares,
+    read_device_map,
+    shares_of_map,
+)
+from common.hardware import GIB, Gpu, cpu_device, find_gpu
+from common.memory_plan import BatchShape, Job, Share
+from common.models import any_shape_config, weight_dtype
+from common.planner import LARGEST_BATCH, Plan, job_of_run, make_plan, plan_run
+from common.run_config import BadInputError, RunConfig
+from common.run_record import kept_records
+from common.time_plan import Cluster, calibration_from, with_rows
+
+StageMap = dict[str, int]
+"""Which stage, and so which device, holds which module."""
+WAYS = ("auto", "even", "balanced")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A run's layers on its devices."""
+
+    stage_map: StageMap
+    plan: Plan
+    """Of the run as it is."""
+    divided: Plan
+    """With a device for each stage: on GPUs the same, on CPU as if there were so many."""
+
+
+def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Placement:
+    """The device map of a run with mp or pp, as `run.device_map` asks, and the plan of its largest batch.
+
+    Raises:
+        BadInputError: there are more stages than layers, or a device map does not fit model or devices.
+    """
+    architecture, job, gpus = _divided(run, batch, gpu)
+    stage_map = _stage_map(run, run.device_map, architecture, job, gpus)
+    shares = shares_of_map(architecture, stage_map, len(gpus))
+    divided = make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records()), shares)
+    return Placement(stage_map, divided if run.devices > 1 else plan_run(run, batch, gpu), divided)
+
+
+def _divided(run: RunConfig, batch: BatchShape, gpu: Gpu | None) -> tuple[Architecture, Job, tuple[Gpu, ...]]:
+    """What is divided: the job as on one device for each stage."""
+    if gpu is None:
+        gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
+    job = replace(job_of_run(run, batch), parallel=run.parallel, devices=run.stage_count)
+    return read_architecture(run.model), job, (gpu,) * run.stage_count
+
+
+def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> StageMap:
+    numbers = range(len(gpus))
+    if way == "balanced":
+        return device_map_of(architecture, balanced_shares(architecture, job, gpus), numbers)
+    if way == "even":
+        return device_map_of(architecture, even_shares(architecture, job, gpus), numbers)
+    if way == "auto":
+        return auto_map(run, gpus)
+    brought = read_device_map(way)
+    model = model_without_weights(run)
+    tied = [] if run.parallel == "pp" else list(model.all_tied_weights_keys.items())
+    check_device_map(brought, [name for name, _ in model.named_parameters()], tied, len(gpus))
+    return _contiguous(architecture, brought, len(gpus)) if run.parallel == "pp" else _numbered(brought)
+
+
+def _numbered(device_map: dict[str, str | int]) -> StageMap:
+    return {name: int(str(device).removeprefix("cuda:")) for name, device in device_map.items()}
+
+
+def _contiguous(architecture: Architecture, device_map: dict[str, str | int], stages: int) -> StageMap:
+    """The same map with an entry for each layer, if a pipeline's stages can hold it.
+
+    Raises:
+        BadInputError: the stages do not follow each other from the embeddings to the head.
+    """
+    brought = _numbered(device_map)
+    stage_map = device_map_of(architecture, shares_of_map(architecture, device_map, stages), range(stages))
+    for name, stage in stage_map.items():
+        held_by = next(brought[entry] for entry in sorted(brought, key=len, reverse=True) if _begins(entry, name))
+        if held_by != stage and not name.endswith("rotary_emb"):
+            raise BadInputError(
+                f"The device map has {name} on {held_by}, but in a pipeline stages follow each other, from the embeddings "
+                f"to the head; with as many layers on each it would be on {stage}."
+            )
+    return stage_map
+
+
+def _begins(entry: str, name: str) -> bool:
+    return not entry or name == entry or name.startswith(f"{entry}.") or entry.startswith(f"{name}.")
+
+
+def model_without_weights(run: RunConfig) -> PreTrainedModel:
+    """The run's model on `meta`: names and shapes."""
+    config = any_shape_config(run.model)
+    with torch.device("meta"):
+        model = getattr(transformers, config.architectures[0])._from_config(config, dtype=weight_dtype(run))
+    model.tie_weights()
+    return model
+
+
+def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:
+    """What Accelerate chooses for `device_map="auto"` on empty GPUs: it looks at the weights alone."""
+    model = model_without_weights(run)
+    rooms = {number: int(gpu.memory_gib * GIB) for number, gpu in enumerate(gpus)}
+    about = {"no_split_module_classes": list(model._no_split_modules), "dtype": model.dtype}
+    with _silent("accelerate"):  # it warns of GPUs that this machine may lack
+        chosen = infer_auto_device_map(model, get_balanced_memory(model, rooms, **about), **about)
+    return {name: int(device) for name, device in chosen.items()}
+
+
+@contextmanager
+def _silent(logger_name: str) -> Iterator[None]:
+    logger = logging.getLogger(logger_name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def check_fits(plan: Plan, tolerance: float) -> None:
+    """Refuse a batch that cannot fit, even if the plan were too high by `tolerance`.
+
+    Raises:
+        BadInputError: with the device, what it would need and has, and the batch that would fit.
+    """
+    memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    if memory.peak_gib <= gpu.memory_gib * (1 + tolerance):
+        return
+    fits = plan.max_batch_size
+    remedy = f"pass --batch_size {fits}" if fits else "not even one row would fit: use more or larger devices"
+    raise BadInputError(
+        f"A batch of {plan.job.batch.rows} rows of {plan.job.batch.length} tokens cannot fit: device {plan.tightest} "
+        f"would need {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB: {remedy}."
+    )
+
+
+def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:
+    """Accelerate's map, an even split and the balanced one side by side: layers, peak per device, largest batch.
+
+    Every figure is projected.
+    """
+    architecture, job, gpus = _divided(run, batch, gpu)
+    ways = [way for way in WAYS if way != "auto" or run.parallel == "mp"]
+    rows = []
+    for way in dict.fromkeys([*ways, run.device_map]):
+        shares = shares_of_map(architecture, _stage_map(run, way, architecture, job, gpus), len(gpus))
+        plan = _plan_of(architecture, job, gpus, shares)
+        rows.append({
+            "Device map": way,
+            "Layers per device": " / ".join(str(sum(share.layers)) for share in shares),
+            "Embeddings, head": ", ".join(
+                str(next(n for n, share in enumerate(shares) if getattr(share, end)))
+                for end in ("has_embeddings", "has_head")
+            ),
+            "Peak per device (GiB)": " / ".join(f"{memory.peak_gib:.2f}" for memory in plan.devices),
+            "Highest (GiB)": f"{max(memory.peak_gib for memory in plan.devices):.2f}",
+            "Largest batch": str(largest_batch(architecture, job, gpus, shares)),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _plan_of(architecture: Architecture, job: Job, gpus: Sequence[Gpu], shares: Sequence[Share]) -> Plan:
+    return make_plan(
+        architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records()), _with_flight(shares, job)
+    )
+
+
+def largest_batch(architecture: Architecture, job: Job, gpus: Sequence[Gpu], shares: Sequence[Share]) -> int:
+    """The most rows that fit with the layers where they are; 0 = none."""
+    step, low, high = job.micro_batches, 0, LARGEST_BATCH // job.micro_batches
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = _plan_of(architecture, with_rows(job, middle * step), gpus, shares).fits
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low * step
