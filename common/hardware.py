@@ -428,6 +428,12 @@ def gpu_of_device(nvml_name: str) -> Gpu | None:
     return fitting[0] if len(fitting) == 1 else None
 
 
+def gpu_here() -> Gpu | None:
+    """The first GPU of this machine, where the catalogue has it."""
+    names = gpus()[1]
+    return gpu_of_device(names[0]) if names else None
+
+
 def _fitting(name: str) -> list[Gpu]:
     """Rows that have every word of `name`, and of which `name` has every word but memory and form."""
     asked = _words(name)

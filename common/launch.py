@@ -288,6 +288,7 @@ def check_inputs(run: RunConfig) -> None:
     from common.data import load_splits
     from common.evaluation import check_independent_judge
     from common.models import check_attention, load_tokenizer
+    from common.placement import check_placement_and_memory
 
     check_technique(run)
     check_gpus(run)
@@ -303,10 +304,11 @@ def check_inputs(run: RunConfig) -> None:
         names = [choice.value for choice in known]
         if getattr(run, name) not in names:
             raise BadInputError(f"{name} is {getattr(run, name)!r}: choose one of {', '.join(names)}.")
-    load_tokenizer(run)
-    row_count = len(load_splits(run).train)
+    tokenizer, rows = load_tokenizer(run), load_splits(run).train
+    row_count = len(rows)
     if row_count < run.data_parallel_ranks:
         raise BadInputError(f"There are {row_count} training rows for {run.world_size} ranks: give each at least one.")
+    check_placement_and_memory(run, rows, tokenizer)
 
 
 def check_technique(run: RunConfig) -> None:

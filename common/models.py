@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from accelerate import dispatch_model
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -120,7 +121,9 @@ def weight_dtype(run: RunConfig) -> torch.dtype:
     return torch.bfloat16 if run.precision == "bf16" else torch.float32
 
 
-def load_base_model(run: RunConfig, device_map: dict[str, str], source: str | Path | None = None) -> PreTrainedModel:
+def load_base_model(
+    run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None
+) -> PreTrainedModel:
     """The base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
     Raises:
@@ -170,21 +173,22 @@ def any_shape_config(model: str) -> PretrainedConfig:
         ) from None
 
 
-def _random_model(run: RunConfig, device_map: dict[str, str]) -> PreTrainedModel:
-    """A model of `run.model`'s shape, made on its device; the same weights each time, so that adapters can be reloaded.
+def _random_model(run: RunConfig, device_map: dict[str, str | int]) -> PreTrainedModel:
+    """A model of `run.model`'s shape, made on its device, or on the host for several.
 
-    The embedded tokenizer's ids stand below any real vocabulary, so that nothing has to be resized.
+    The weights are the same each time, so that adapters can be reloaded. The embedded tokenizer's ids stand below any
+    real vocabulary, so that nothing has to be resized.
     """
     tokenizer, config = AutoTokenizer.from_pretrained(EMBEDDED_BASE), shape_config(run.model)
     config.pad_token_id, config.eos_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
     config.name_or_path = ""  # else PEFT looks for a whole model where the shape came from
-    device = torch.device(device_map[""])
+    device = torch.device(device_map.get("", "cpu"))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(run.seed)
         model = AutoModelForCausalLM.from_config(
             config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention]
         )
-    return model.eval()
+    return model.eval() if "" in device_map else dispatch_model(model.eval(), device_map)
 
 
 def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:

@@ -194,6 +194,7 @@ class PassClock:
         self.passes, start = [], self.mark()
         done = work(*args, **kwargs)
         self.steps.append((start, self.mark(), self.passes))
+        self.passes = []  # what follows, say validation, is of no training step
         return done
 
     def forget(self) -> None:

@@ -29,9 +29,9 @@ def ideal_idle_share(stages: int, micro_batches: int) -> float:
 def measure_pipeline(trainer: PipelineTrainer, steps: int = 6, rounds: int = 5) -> dict[str, object]:
     """Step times of GPipe, 1F1B and naive model parallel on the same batches, idle shares, and what was allowed.
 
-    Forward and backward passes only; every way in turn, `rounds` times, medians. `allowed` is the highest speed-up over
-    naive model parallel to expect here: the bubble's formula, and each stage's passes timed on all ranks at once,
-    nothing being sent, which is the machine's ceiling. Weights stay as they are.
+    Forward and backward passes only; every way in turn, `rounds` times, medians. What is allowed is the bubble's
+    formula times the machine's ceiling: one stage's passes alone against those of all stages at once, nothing being
+    sent. Weights stay as they are.
 
     Returns:
         Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each way.
@@ -81,19 +81,21 @@ def measure_pipeline(trainer: PipelineTrainer, steps: int = 6, rounds: int = 5) 
 
 def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, float]:
     """What was reached, what was allowed, and the factors by which the ideal shrinks to it."""
-    bubble = (count + stages - 1) / count
-    allowed = step_s["naive"] / (step_s["all stages at once"] * bubble)
     whole = [step_s[f"stage {stage} alone, 1"] for stage in range(stages)]
     parts = [step_s[f"stage {stage} alone, {count}"] for stage in range(stages)]
+    ideal, shared_machine = ideal_speedup(stages, count), step_s["all stages at once"] / max(parts)
+    allowed, speedup = ideal / shared_machine, step_s["naive"] / step_s["1f1b"]
+    bubble = (count + stages - 1) / count
     return {
-        "speedup": step_s["naive"] / step_s["1f1b"],
+        "speedup": speedup,
         "speedup_gpipe": step_s["naive"] / step_s["gpipe"],
-        "ideal_speedup": ideal_speedup(stages, count),
+        "ideal_speedup": ideal,
+        "machine_ceiling": stages / shared_machine,
         "allowed_speedup": allowed,
-        "share_of_allowed": step_s["naive"] / step_s["1f1b"] / allowed,
+        "share_of_allowed": speedup / allowed,
         "small_micro_batches_factor": sum(parts) / sum(whole),
         "unequal_stages_factor": max(parts) * stages / sum(parts),
-        "shared_machine_factor": step_s["all stages at once"] / max(parts),
+        "sending_and_waiting_factor": step_s["1f1b"] / (step_s["all stages at once"] * bubble),
     }
 
 

@@ -10,9 +10,10 @@ import torch
 import transformers
 from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.architectures import Architecture, read_architecture
+from common.data import Row, longest_batch, tokenize_rows
 from common.device_maps import (
     balanced_shares,
     check_device_map,
@@ -21,12 +22,12 @@ from common.device_maps import (
     read_device_map,
     shares_of_map,
 )
-from common.hardware import GIB, Gpu, cpu_device, find_gpu
+from common.hardware import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.memory_plan import BatchShape, Job, Share
 from common.models import any_shape_config, weight_dtype
 from common.planner import LARGEST_BATCH, Plan, job_of_run, make_plan, plan_run
 from common.run_config import BadInputError, RunConfig
-from common.run_record import kept_records
+from common.run_record import PLAN_TOLERANCE, kept_records
 from common.time_plan import Cluster, calibration_from, with_rows
 
 StageMap = dict[str, int]
@@ -44,6 +45,15 @@ class Placement:
     divided: Plan
     """With a device for each stage: on GPUs the same, on CPU as if there were so many."""
 
+    def for_record(self) -> dict[str, object]:
+        """Layers and planned peak of each stage, and which modules it holds."""
+        shares, devices = self.divided.shares, self.divided.devices
+        return {
+            "layers_per_stage": [sum(share.layers) for share in shares],
+            "planned_peak_gib_per_stage": [memory.peak_gib for memory in devices],
+            "stage_map": self.stage_map,
+        }
+
 
 def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Placement:
     """The device map of a run with mp or pp, as `run.device_map` asks, and the plan of its largest batch.
@@ -54,7 +64,7 @@ def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> P
     architecture, job, gpus = _divided(run, batch, gpu)
     stage_map = _stage_map(run, run.device_map, architecture, job, gpus)
     shares = shares_of_map(architecture, stage_map, len(gpus))
-    divided = make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records()), shares)
+    divided = _plan_of(architecture, job, gpus, shares)
     return Placement(stage_map, divided if run.devices > 1 else plan_run(run, batch, gpu), divided)
 
 
@@ -97,8 +107,8 @@ def _contiguous(architecture: Architecture, device_map: dict[str, str | int], st
         held_by = next(brought[entry] for entry in sorted(brought, key=len, reverse=True) if _begins(entry, name))
         if held_by != stage and not name.endswith("rotary_emb"):
             raise BadInputError(
-                f"The device map has {name} on {held_by}, but in a pipeline stages follow each other, from the embeddings "
-                f"to the head; with as many layers on each it would be on {stage}."
+                f"The device map has {name} on {held_by}, but a pipeline's stages follow each other, from embeddings "
+                f"to head; with as many layers on each it would be on {stage}."
             )
     return stage_map
 
@@ -137,14 +147,36 @@ def _silent(logger_name: str) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def check_fits(plan: Plan, tolerance: float) -> None:
-    """Refuse a batch that cannot fit, even if the plan were too high by `tolerance`.
+def check_placement_and_memory(run: RunConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Place and plan the run's largest batch before its model loads.
+
+    A model that the closed form does not know is not planned, and passes where no layers are to be placed.
+
+    Raises:
+        BadInputError: layers cannot be placed as asked, or the batch cannot fit.
+    """
+    gpu = gpu_here() if run.device == "cuda" else None
+    # tokens grow with characters, and tokenizing a few rows is enough
+    longest = sorted(rows, key=lambda row: -sum(len(message["content"]) for message in row["messages"]))
+    batch = longest_batch(tokenize_rows(longest[: 4 * run.batch_size], tokenizer, run.max_length), run.batch_size)
+    if run.parallel in ("mp", "pp"):
+        plan = place_stages(run, batch, gpu).plan
+    else:
+        try:
+            plan = plan_run(run, batch, gpu)
+        except BadInputError:
+            return
+    check_fits(plan)
+
+
+def check_fits(plan: Plan) -> None:
+    """Refuse a batch that cannot fit, even if the plan were too high by `PLAN_TOLERANCE`.
 
     Raises:
         BadInputError: with the device, what it would need and has, and the batch that would fit.
     """
     memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
-    if memory.peak_gib <= gpu.memory_gib * (1 + tolerance):
+    if memory.peak_gib <= gpu.memory_gib * (1 + PLAN_TOLERANCE):
         return
     fits = plan.max_batch_size
     remedy = f"pass --batch_size {fits}" if fits else "not even one row would fit: use more or larger devices"
@@ -180,9 +212,7 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
 
 
 def _plan_of(architecture: Architecture, job: Job, gpus: Sequence[Gpu], shares: Sequence[Share]) -> Plan:
-    return make_plan(
-        architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records()), _with_flight(shares, job)
-    )
+    return make_plan(architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records()), shares)
 
 
 def largest_batch(architecture: Architecture, job: Job, gpus: Sequence[Gpu], shares: Sequence[Share]) -> int:

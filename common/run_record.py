@@ -80,8 +80,7 @@ class RunLog:
 
     def gpu(self) -> hardware.Gpu | None:
         """The GPU at hand, where the catalogue has it; None on CPU."""
-        names = hardware.gpus()[1]
-        return hardware.gpu_of_device(names[0]) if self.run.device == "cuda" and names else None
+        return hardware.gpu_here() if self.run.device == "cuda" else None
 
     def training_starts(self, plan: "Plan | None") -> None:
         """Keep the plan; from here on a GPU's peak is training's, which the plan is compared with."""

@@ -123,7 +123,7 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
     if folder != source:
         names = [path.name for path in source.glob("*.ipynb")]
         contents |= {folder / name: _notebook_for(run, source / name, folder / name) for name in names}
-    if run.parallel != "single":
+    if run.parallel == "ddp":
         contents[folder / ACCELERATE_CONFIG_NAME] = accelerate_config(run)
     return contents
 

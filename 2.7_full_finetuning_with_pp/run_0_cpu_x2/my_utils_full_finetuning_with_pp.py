@@ -14,8 +14,7 @@ def trained_stage(log: RunLog, placement: Placement) -> PreTrainedModel | PeftMo
     """This rank's layers with the trained weights switched on; with `--technique lora` adapters beside frozen ones.
 
     Raises:
-        BadInputError: `target_modules` names no layer of this stage: every stage must have something to train, as
-            gradients go no further than the first trained weight.
+        BadInputError: `target_modules` names no layer of this stage: every stage must have something to train.
     """
     stage = load_stage(log.run, placement.stage_map, log.rank)
     if log.run.technique == "lora":

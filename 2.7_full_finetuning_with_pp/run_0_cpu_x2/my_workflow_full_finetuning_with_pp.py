@@ -32,7 +32,9 @@ RUN = RunConfig(
     parallel="pp",
     run_folder="2.7_full_finetuning_with_pp/run_0_cpu_x2",
     devices=2,
+    batch_size=64,
     micro_batches=8,
+    learning_rate=4e-3,
 )
 
 Tokenizer = PreTrainedTokenizerBase
@@ -123,7 +125,8 @@ def workflow(run: RunConfig) -> Record:
         pipeline = measure(log, trainer)
         tuned, differences = save(log, trainer, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data)
-        return record(log, before, after, **trained, pipeline=pipeline, largest_logit_differences=differences)
+        figures = {"placement": placement.for_record(), "pipeline": pipeline, "largest_logit_differences": differences}
+        return record(log, before, after, **trained, **figures)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,27 @@
+"""What only full fine-tuning on one device needs: which layers train, and the device map."""
+
+import pandas as pd
+from transformers import PreTrainedModel
+
+from common.device_maps import whole_model_on
+from common.launch import Rank
+from common.models import train_linear_layers
+from common.run_config import RunConfig
+
+
+def device_map(rank: Rank) -> dict[str, str]:
+    """Every layer on the one device."""
+    return whole_model_on(rank.device)
+
+
+def set_trained_layers(model: PreTrainedModel, run: RunConfig) -> pd.DataFrame:
+    """Freeze `model` but for what `run.target_modules` names, and list what was chosen: one line for each name.
+
+    Raises:
+        BadInputError: a name matches no linear layer.
+    """
+    train_linear_layers(model, run.target_modules)
+    trained = [(name, weight.numel()) for name, weight in model.named_parameters() if weight.requires_grad]
+    table = pd.DataFrame(trained, columns=["weight", "parameters"])
+    table["weight"] = table["weight"].str.replace(r"\.\d+\.", ".N.", regex=True)
+    return table.groupby("weight", sort=False)["parameters"].agg(layers="count", parameters="sum").reset_index()

@@ -1,0 +1,106 @@
+"""Full fine-tuning on one device: the model's own weights are trained.
+
+From this folder:
+    python my_workflow_full_finetuning.py
+    python my_workflow_full_finetuning.py --precision bf16 --learning_rate 1e-5
+
+The notebook runs the same steps cell by cell. Against 2.1: (1) no adapter, but layers that are switched on, (2) no
+merge, as the best checkpoint is the model.
+"""
+
+from my_utils_full_finetuning import device_map, set_trained_layers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.data import Splits, load_splits, tokenize_rows
+from common.evaluation import Evaluation, Judge, evaluate, independent_judges
+from common.launch import check_inputs, rank_started, run_from_command_line
+from common.models import load_base_model, load_tokenizer
+from common.run_config import RunConfig
+from common.run_record import Record, RunLog
+from common.training import CountingTrainer, check_training, make_trainer, save_and_reload, training_figures
+
+RUN = RunConfig(
+    technique="full",
+    parallel="single",
+    run_folder="2.4_full_finetuning/run_2_h200_141g_x1",
+    device="cuda",
+    gpu="H200 141GB",
+    model="Qwen/Qwen2.5-7B-Instruct",
+    precision="bf16-mixed",
+    batch_size=10,
+    epochs=3,
+    learning_rate=1e-5,
+    evaluation_batch_size=8,
+    gradient_checkpointing="reentrant",
+)
+
+Tokenizer = PreTrainedTokenizerBase
+Figures = dict[str, object]
+
+
+def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
+    """The base model on this device, its tokenizer, and the rows."""
+    with log.phase("load model and data"):
+        return load_base_model(log.run, device_map(log.rank)), load_tokenizer(log.run), load_splits(log.run)
+
+
+def evaluate_before(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+    """The base's answers to the test questions, before it has seen an exhibit; the base also judges them."""
+    with log.phase("baseline evaluation"):
+        judges = [Judge("base", model, tokenizer), *independent_judges(log.run, log.rank.device)]
+        return evaluate(model, tokenizer, data.test, judges, log, "before")
+
+
+def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
+    """The layers to train (1), rows as tokens, and the trainer of both."""
+    with log.phase("build trainer"):
+        print(set_trained_layers(model, log.run).to_string(index=False))
+        train = tokenize_rows(data.train, tokenizer, log.run.max_length)
+        validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
+        return make_trainer(model, tokenizer, train, validation, log)
+
+
+def train(log: RunLog, trainer: CountingTrainer) -> Figures:
+    """Train, take the checkpoint with the lowest validation loss, check what was done, and sum it up."""
+    with log.phase("training"):
+        trainer.train()
+        world = check_training(trainer, log.rank)
+    return training_figures(trainer, world, log)
+
+
+def save(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save the model (2), and load it again: equal logits, or the run fails."""
+    with log.phase("save and reload"):
+        return save_and_reload(log, trainer, tokenizer, device_map(log.rank))
+
+
+def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+    """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
+    with log.phase("final evaluation"):
+        base = load_base_model(log.run, device_map(log.rank))
+        judges = [Judge("base", base, tokenizer), Judge("tuned", tuned, tokenizer)]
+        judges += independent_judges(log.run, log.rank.device)
+        return evaluate(tuned, tokenizer, data.test, judges, log, "after")
+
+
+def record(log: RunLog, before: Evaluation, after: Evaluation, **figures: object) -> Record:
+    """The record of the run: what was asked, and all that was measured."""
+    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
+
+
+def workflow(run: RunConfig) -> Record:
+    """The whole run."""
+    with rank_started(run) as rank:
+        check_inputs(run)
+        log = RunLog(run, rank)
+        model, tokenizer, data = load(log)
+        before = evaluate_before(log, model, tokenizer, data)
+        trainer = build_trainer(log, model, tokenizer, data)
+        trained = train(log, trainer)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = evaluate_after(log, tuned, tokenizer, data)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
+
+
+if __name__ == "__main__":
+    run_from_command_line(workflow, RUN)

@@ -1,0 +1,36 @@
+"""What only pipeline parallel needs: this rank's stage with what is to be trained, and a look at all stages."""
+
+import pandas as pd
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from common.models import train_linear_layers
+from common.pipeline import add_lora_to_stage, load_stage
+from common.placement import Placement
+from common.run_record import RunLog
+
+
+def trained_stage(log: RunLog, placement: Placement) -> PreTrainedModel | PeftModel:
+    """This rank's layers with the trained weights switched on; with `--technique lora` adapters beside frozen ones.
+
+    Raises:
+        BadInputError: `target_modules` names no layer of this stage: every stage must have something to train.
+    """
+    stage = load_stage(log.run, placement.stage_map, log.rank)
+    if log.run.technique == "lora":
+        return add_lora_to_stage(stage, log.run, placement.stage_map, log.rank.rank)
+    train_linear_layers(stage, log.run.target_modules)
+    return stage
+
+
+def stage_table(placement: Placement) -> pd.DataFrame:
+    """What each stage holds, and its peak as planned (projected)."""
+    plan = placement.plan
+    return pd.DataFrame({
+        "stage": range(len(plan.shares)),
+        "layers": [sum(share.layers) for share in plan.shares],
+        "embeddings": ["yes" if share.has_embeddings else "" for share in plan.shares],
+        "head": ["yes" if share.has_head else "" for share in plan.shares],
+        "micro-batches in flight": [share.in_flight for share in plan.shares],
+        "planned peak (GiB)": [round(memory.peak_gib, 3) for memory in plan.devices],
+    })  # fmt: skip

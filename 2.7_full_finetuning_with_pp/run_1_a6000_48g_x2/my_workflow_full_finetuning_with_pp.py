@@ -1,0 +1,140 @@
+"""Full fine-tuning with pipeline parallel: each rank holds a stage of the model, and micro-batches keep all busy.
+
+From this folder:
+    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_pp.py
+    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_pp.py --schedule gpipe
+    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_pp.py --technique lora
+
+Against 2.4: (1) layers are placed before anything is loaded, (2) a rank loads its stage only, (3) the trainer's step is
+a schedule of micro-batches, (4) what the pipeline brings is measured, (5) the stages are saved as one model.
+"""
+
+from functools import partial
+
+from my_utils_full_finetuning_with_pp import stage_table, trained_stage
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.data import Splits, Tokens, load_splits, longest_batch, tokenize_rows
+from common.device_maps import whole_model_on
+from common.evaluation import Evaluation, Judge, evaluate, independent_judges
+from common.launch import check_inputs, rank_started, run_from_command_line
+from common.models import load_base_model, load_tokenizer
+from common.pipeline import Pipeline, StageModule
+from common.pipeline_measure import measure_pipeline
+from common.pipeline_training import PipelineTrainer, save_parts_and_reload
+from common.placement import Placement, place_stages
+from common.run_config import RunConfig
+from common.run_record import Record, RunLog
+from common.training import check_training, make_trainer, training_figures
+
+RUN = RunConfig(
+    technique="full",
+    parallel="pp",
+    run_folder="2.7_full_finetuning_with_pp/run_1_a6000_48g_x2",
+    device="cuda",
+    gpu="RTX A6000 48GB",
+    devices=2,
+    micro_batches=8,
+    model="Qwen/Qwen2.5-7B-Instruct",
+    precision="bf16",
+    batch_size=8,
+    epochs=3,
+    learning_rate=1e-5,
+    evaluation_batch_size=8,
+    gradient_checkpointing="non-reentrant",
+)
+
+Tokenizer = PreTrainedTokenizerBase
+Figures = dict[str, object]
+
+
+def load_data(log: RunLog) -> tuple[Tokenizer, Splits, list[Tokens]]:
+    """Tokenizer, rows, and the training rows as tokens."""
+    with log.phase("load data"):
+        tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
+        return tokenizer, data, tokenize_rows(data.train, tokenizer, log.run.max_length)
+
+
+def place(log: RunLog, train: list[Tokens]) -> Placement:
+    """Which stage holds which layers (1), so that no device is fuller than it must be in training."""
+    with log.phase("place layers"):
+        placement = place_stages(log.run, longest_batch(train, log.run.batch_size), log.gpu())
+        if log.rank.is_main:
+            print(stage_table(placement).to_string(index=False))
+        return placement
+
+
+def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+    """The base's answers, each rank to its share of the questions, with the whole model: no gradients are needed."""
+    with log.phase("baseline evaluation"):
+        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        judges = [Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]
+        return evaluate(base, tokenizer, data.test, judges, log, "before")
+
+
+def build_trainer(
+    log: RunLog, placement: Placement, tokenizer: Tokenizer, train: list[Tokens], data: Splits
+) -> PipelineTrainer:
+    """This rank's stage (2), its schedules (3), and the trainer of both."""
+    with log.phase("build trainer"):
+        module = StageModule(trained_stage(log, placement), log.run, log.rank)
+        trainer_class = partial(PipelineTrainer, pipeline=Pipeline(module, log.run, log.rank))
+        validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
+        return make_trainer(module.model, tokenizer, train, validation, log, placement.plan, trainer_class)
+
+
+def train_stages(log: RunLog, trainer: PipelineTrainer) -> Figures:
+    """Train, take the checkpoint with the lowest validation loss, check what every stage did, and sum it up."""
+    with log.phase("training"):
+        trainer.train()
+        world = check_training(trainer, log.rank)
+    return {**training_figures(trainer, world, log), **trainer.stage_figures()}
+
+
+def measure(log: RunLog, trainer: PipelineTrainer) -> Figures | None:
+    """GPipe and 1F1B against naive model parallel, and where the rest goes (4); on CPU only, for a GPU's memory."""
+    if log.run.device == "cuda":
+        return None
+    with log.phase("measure the pipeline"):
+        return measure_pipeline(trainer)
+
+
+def save(log: RunLog, trainer: PipelineTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save the stages as one model (5), and load it as any user would: the pipeline's logits, or the run fails."""
+    with log.phase("save and reload"):
+        return save_parts_and_reload(log, trainer, tokenizer)
+
+
+def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+    """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
+    with log.phase("final evaluation"):
+        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        judges = [Judge("base", base, tokenizer), Judge("tuned", tuned, tokenizer)]
+        judges += independent_judges(log.run, log.rank.device)
+        return evaluate(tuned, tokenizer, data.test, judges, log, "after")
+
+
+def record(log: RunLog, before: Evaluation, after: Evaluation, **figures: object) -> Record:
+    """The record of the run: what was asked, and all that was measured."""
+    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
+
+
+def workflow(run: RunConfig) -> Record:
+    """The whole run, on this rank."""
+    with rank_started(run) as rank:
+        check_inputs(run)
+        log = RunLog(run, rank)
+        tokenizer, data, train = load_data(log)
+        placement = place(log, train)
+        before = evaluate_before(log, tokenizer, data)
+        trainer = build_trainer(log, placement, tokenizer, train, data)
+        trained = train_stages(log, trainer)
+        pipeline = measure(log, trainer)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = evaluate_after(log, tuned, tokenizer, data)
+        figures = {"placement": placement.for_record(), "pipeline": pipeline, "largest_logit_differences": differences}
+        return record(log, before, after, **trained, **figures)
+
+
+if __name__ == "__main__":
+    run_from_command_line(workflow, RUN)
