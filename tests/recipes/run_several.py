@@ -1,0 +1,32 @@
+"""Several workflows one after the other in the same processes, as each start of a process takes some seconds.
+
+python (or torchrun) run_several.py JOBS.json: a list of objects with `folder`, `name`, `port`, `overrides`.
+"""
+
+import importlib
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+from common.launch import end_rank
+from common.run_config import parse_overrides
+
+
+def run(folder: str, name: str, port: int, overrides: list[str], results_root: str) -> None:
+    """One workflow; its measurements of the pipeline are cut short."""
+    sys.path.insert(0, folder)
+    module = importlib.import_module(next(Path(folder).glob("my_workflow_*.py")).stem)
+    if hasattr(module, "measure_pipeline"):
+        module.measure_pipeline = partial(importlib.import_module("common.pipeline_measure").measure_pipeline, rounds=1)
+    # each run is a world of its own: torchrun's store has the addresses of the one before
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["MASTER_PORT"] = "False", str(port)
+    module.workflow(parse_overrides(module.RUN, [*overrides, "--results_root", results_root, "--run_name", name]))
+    end_rank()
+
+
+if __name__ == "__main__":
+    jobs = Path(sys.argv[1])
+    for job in json.loads(jobs.read_text()):
+        run(**job, results_root=str(jobs.parent))
