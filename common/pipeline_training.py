@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object, wait_for_everyone
-from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -247,10 +248,12 @@ def save_parts(model: PreTrainedModel | PeftModel, folder: Path, rank: Rank) -> 
         folder.mkdir(parents=True, exist_ok=True)
     wait_for_everyone()
     if isinstance(model, PeftModel):
-        own = {name: weight.cpu() for name, weight in model.state_dict().items() if "lora_" in name}
-        every = {name: weight for part in gather_object([own]) for name, weight in part.items()}
+        own = get_peft_model_state_dict(model, save_embedding_layers=False)
+        parts = gather_object([{name: weight.cpu() for name, weight in own.items()}])
         if rank.is_main:
-            model.save_pretrained(folder, state_dict=every, save_embedding_layers=False)
+            model.save_pretrained(folder, save_embedding_layers=False)  # configuration, and weights of this stage only
+            every = {name: weight.contiguous() for part in parts for name, weight in part.items()}
+            save_file(every, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
     else:
         _save_stage(model, folder, rank)
     wait_for_everyone()

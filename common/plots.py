@@ -51,3 +51,50 @@ def plot_memory(record: Record) -> "Figure":
     axes.invert_yaxis()
     axes.legend()
     return figure
+
+
+PASS_COLOURS = {"forward": "#9ecae1", "loss": "#9ecae1", "backward": "#fdae6b"}
+Passes = list[list[tuple[str, int, float, float]]]
+"""By stage: kind of pass, micro-batch, start and end in seconds since the step began."""
+
+
+def plot_timeline(passes_by_schedule: dict[str, Passes]) -> "Figure":
+    """When each stage worked on which micro-batch in one step, one picture below the other on the same scale of time.
+
+    What is white is idle. `passes_by_schedule` comes from a record's `pipeline["passes"]`.
+    """
+    import matplotlib.pyplot as plt
+
+    names = {"naive": "naive model parallel", "gpipe": "GPipe", "1f1b": "1F1B"}
+    height = 0.6 + 0.45 * sum(len(stages) for stages in passes_by_schedule.values())
+    figure, rows = plt.subplots(
+        len(passes_by_schedule), sharex=True, squeeze=False, figsize=(9, height + 1), layout="constrained"
+    )
+    for axes, (schedule, stages) in zip(rows[:, 0], passes_by_schedule.items(), strict=True):
+        for stage, passes in enumerate(stages):
+            for kind, micro_batch, start_s, end_s in passes:
+                axes.barh(stage, (end_s - start_s) * 1e3, left=start_s * 1e3, color=PASS_COLOURS[kind],
+                          edgecolor="white", linewidth=0.5)  # fmt: skip
+                if kind != "loss" and len(passes) > 3:
+                    axes.text(
+                        (start_s + end_s) / 2 * 1e3, stage, str(micro_batch), ha="center", va="center", fontsize=7
+                    )
+        axes.set(yticks=range(len(stages)), yticklabels=[f"stage {stage}" for stage in range(len(stages))])
+        axes.set_title(names.get(schedule, schedule), loc="left", fontsize=9)
+        axes.invert_yaxis()
+    rows[-1, 0].set_xlabel(
+        "ms since the step began; blue: forward, orange: backward, white: idle; numbers: micro-batch"
+    )
+    return figure
+
+
+def plot_placement(table: pd.DataFrame) -> "Figure":
+    """Peak of each device by device map, from `placement_table`: the fullest one decides the batch."""
+    import matplotlib.pyplot as plt
+
+    peaks = {row["Device map"]: [float(gib) for gib in row["Peak per device (GiB)"].split(" / ")]
+             for _, row in table.iterrows()}  # fmt: skip
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    pd.DataFrame(peaks).plot.bar(ax=axes, rot=0)
+    axes.set(xlabel="device", ylabel="peak in training (GiB), projected")
+    return figure

@@ -9,6 +9,7 @@ import nbformat
 import papermill
 import pytest
 
+from common.report_rows import data_parallel_ranks
 from common.run_config import REPOSITORY
 from common.run_record import RECORD_NAME, load_record
 
@@ -19,6 +20,8 @@ IDS = [f"{path.parent.name}-{path.stem}" for path in NOTEBOOKS]
 PLANNING = [path for path in NOTEBOOKS if path.parts[-3].startswith("1.1_")]  # they train nothing; they have own tests
 FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_") and path not in PLANNING]
 EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
+CELL_BY_CELL = ("complete", "finetuning", "mp")
+"""Last words of the notebooks that start no ranks."""
 """What makes a GPU folder's notebook run here: another device and model, and nothing else."""
 
 
@@ -31,6 +34,8 @@ def test_there_are_notebooks() -> None:
         "lora_finetuning_complete.ipynb",
         "lora_finetuning_with_ddp_nblaunch.ipynb",
         "lora_finetuning_with_ddp_acclaunch.ipynb",
+        "full_finetuning.ipynb",
+        "full_finetuning_with_mp.ipynb",
     }
 
 
@@ -43,13 +48,22 @@ def with_gpu_folders_slow() -> list:
     ]
 
 
+def parameters_cell(path: Path) -> str:
+    return next(cell.source for cell in code_cells(path) if "parameters" in cell.metadata.get("tags", []))
+
+
 def parameters_for(path: Path, tmp_path: Path) -> dict:
     """A small run; a GPU folder's on two CPU devices, with the embedded default in place of its model."""
     parameters = {**SMALL, "results_root": str(tmp_path)}
     if path not in FOR_CPU:
-        parameters |= {"settings": EMBEDDED_DEFAULT, "batch_size": 4}
-        if "ddp" in path.stem:
+        parameters |= {"settings": EMBEDDED_DEFAULT, "batch_size": 8}
+        if "ddp" in path.stem or "pp" in path.stem:
             parameters["devices"] = 2
+        if "mp" in path.stem.split("_"):
+            parameters |= {"settings": {**EMBEDDED_DEFAULT, "devices": 1}, "stages": 2}
+        if "precision" in parameters_cell(path):  # there the notebook's own word counts
+            parameters["precision"] = parameters["settings"]["precision"]
+            parameters["settings"] = {k: v for k, v in EMBEDDED_DEFAULT.items() if k != "precision"}
         if "acclaunch" in path.stem:
             parameters["config_file"] = "../run_0_cpu_x2/my_accelerate_config.yaml"
     return parameters
@@ -61,10 +75,12 @@ def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
     papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
     (record,) = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
     assert record["status"] == "completed"
-    assert sum(share["samples"] for share in record["world"]) == 65
-    assert record["launcher"] == {"complete": "notebook"}.get(path.stem.split("_")[-1], path.stem.split("_")[-1])
+    assert sum(share["samples"] for share in record["world"][: data_parallel_ranks(record)]) == 65
+    last_word = path.stem.split("_")[-1]
+    assert record["launcher"] == ("notebook" if last_word in CELL_BY_CELL else last_word)
     assert record["run_folder"] == str(path.parent.relative_to(REPOSITORY))
-    assert {picture.name for picture in tmp_path.glob("results/*/*.png")} == {"losses.png", "scores.png", "memory.png"}
+    drawn = {"losses.png", "scores.png", "memory.png"} | ({"timeline.png"} if "pp" in path.stem else set())
+    assert {picture.name for picture in tmp_path.glob("results/*/*.png")} == drawn
 
 
 @pytest.mark.parametrize("path", FOR_CPU, ids=lambda path: path.stem)

@@ -19,7 +19,9 @@ def run(folder: str, name: str, port: int, overrides: list[str], results_root: s
     sys.path.insert(0, folder)
     module = importlib.import_module(next(Path(folder).glob("my_workflow_*.py")).stem)
     if hasattr(module, "measure_pipeline"):
-        module.measure_pipeline = partial(importlib.import_module("common.pipeline_measure").measure_pipeline, rounds=1)
+        module.measure_pipeline = partial(
+            importlib.import_module("common.pipeline_measure").measure_pipeline, steps=1, rounds=1
+        )
     # each run is a world of its own: torchrun's store has the addresses of the one before
     os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["MASTER_PORT"] = "False", str(port)
     module.workflow(parse_overrides(module.RUN, [*overrides, "--results_root", results_root, "--run_name", name]))

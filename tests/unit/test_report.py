@@ -10,17 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import report
-from common.report import (
-    TABLES,
+from common.report import TABLES, rendered, side_by_side, with_tables
+from common.report_rows import (
     baseline_of,
     clock,
     clock_seconds,
     hardware_factors,
     learning_rate_scaling,
     published_results,
-    rendered,
-    side_by_side,
-    with_tables,
 )
 from common.run_record import Record, kept_records
 from common.siblings import run_folders

@@ -1,0 +1,266 @@
+"""Toy models, whole and cut into stages, on every rank: losses, gradients, logits and what is saved. Run by torchrun.
+
+torchrun --nproc_per_node STAGES pipeline_worker.py FOLDER: writes FOLDER/compared.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate.utils import gather_object, wait_for_everyone
+from peft import PeftModel
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from common.architectures import read_architecture
+from common.data import IGNORED_LABEL
+from common.device_maps import device_map_of
+from common.launch import Rank, end_rank, start_rank
+from common.memory_plan import Share
+from common.models import EMBEDDED_BASE, add_lora, load_base_model
+from common.pipeline import Pipeline, StageModule, StageMap, add_lora_to_stage, load_stage
+from common.pipeline_training import load_parts, save_parts, sum_of_first_and_last
+from common.run_config import RunConfig
+
+LAYERS, ROWS, LENGTH, VOCABULARY = 5, 8, 12, 96
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+}
+DECODERS = ("Llama", "Qwen2", "Qwen3", "Mistral")
+Differences = dict[str, float]
+
+
+def cases() -> dict[str, dict[str, object]]:
+    """Every model, tied or not, and every way to run it."""
+    found = {
+        f"{kind}, {'tied' if tied else 'untied'}, {schedule}": {"kind": kind, "tied": tied, "schedule": schedule}
+        for kind in DECODERS
+        for tied in (False, True)
+        for schedule in ("1f1b", "gpipe")
+        if kind == "Llama" or schedule == "1f1b"
+    }
+    encoder = {"kind": "Roberta", "tied": False}
+    found |= {f"Roberta, {schedule}": {**encoder, "schedule": schedule} for schedule in ("1f1b", "gpipe")}
+    llama = {"kind": "Llama", "schedule": "1f1b"}
+    found["Llama, tied, recomputed"] = {**llama, "tied": True, "recomputed": True}
+    for tied in (False, True):
+        found[f"Llama, {'tied' if tied else 'untied'}, adapters"] = {**llama, "tied": tied, "technique": "lora"}
+    found["Llama, tied, adapters on q_proj"] = {**llama, "tied": True, "technique": "lora", "targets": "q_proj"}
+    found["Llama, tied, random"] = {**llama, "tied": True, "weights": "random"}
+    return found
+
+
+def save_toy(folder: Path, kind: str, tied: bool, vocabulary: int = VOCABULARY) -> None:
+    """A model folder with random weights."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "vocab_size": vocabulary}
+    if kind == "Roberta":
+        config = transformers.RobertaConfig(
+            **sizes, num_labels=3, max_position_embeddings=40, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        )
+        model = transformers.RobertaForSequenceClassification(config)
+    else:
+        head_dim = {"head_dim": 8} if kind == "Qwen3" else {}
+        config = getattr(transformers, f"{kind}Config")(
+            **sizes, **head_dim, num_key_value_heads=2, tie_word_embeddings=tied
+        )
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+
+
+def make_batch(kind: str) -> dict[str, torch.Tensor]:
+    """Rows of uneven lengths, padded on the right, with uneven numbers of labels; one row has none."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    mask, labels = torch.ones_like(ids), ids.clone()
+    for row, length in enumerate((12, 5, 9, 12, 3, 7, 12, 8)):
+        mask[row, length:], ids[row, length:], labels[row, length:] = 0, 1, IGNORED_LABEL
+        labels[row, : row % 4] = IGNORED_LABEL
+    labels[6] = IGNORED_LABEL
+    if kind == "Roberta":
+        labels = torch.tensor([0, 2, 1, 1, 0, IGNORED_LABEL, 2, 0])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def whole_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The sum of the losses of all labels."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    labels = batch["labels"]
+    if labels.dim() == 2:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return cross_entropy(
+        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+    )
+
+
+def stage_map_of(folder: Path, stages: int) -> StageMap:
+    """Uneven stages: the last ones have what is over."""
+    starts = [LAYERS * stage // stages for stage in range(stages + 1)]
+    shares = [
+        Share((starts[stage + 1] - starts[stage],), stage == 0, stage == stages - 1) for stage in range(stages)
+    ]
+    architecture = read_architecture(str(folder))
+    heads = ("classifier",) if architecture.model_type == "roberta" else None
+    return device_map_of(architecture, shares, range(stages), heads)
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def largest(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Of the differences of the tensors with the names of `second`."""
+    return max((first[name] - weight).abs().max().item() for name, weight in second.items())
+
+
+def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
+    """One case, on this rank's stage."""
+    kind, is_lora = case["kind"], case.get("technique") == "lora"
+    if rank.is_main:
+        save_toy(folder, kind, case["tied"], 2048 if "weights" in case else VOCABULARY)
+    wait_for_everyone()
+    run = RunConfig(
+        technique=case.get("technique", "full"),
+        parallel="pp",
+        devices=rank.world_size,
+        batch_size=ROWS,
+        micro_batches=4,
+        schedule=case["schedule"],
+        model=str(folder),
+        weights=case.get("weights", "pretrained"),
+        target_modules=case.get("targets", "all-linear"),
+        lora_dropout=0.0,
+        lora_rank=2,
+    )
+    batch, stage_map = make_batch(kind), stage_map_of(folder, rank.world_size)
+    whole = load_whole(run, kind)
+    stage = load_stage(run, stage_map, rank)
+    if is_lora:
+        torch.manual_seed(1)
+        whole = add_lora(whole, run)
+        torch.manual_seed(1)
+        stage = add_lora_to_stage(stage, run, stage_map, rank.rank)
+        for model in (whole, stage):  # else half of the gradients would be zero
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.constant_(weight, 0.01)
+    else:
+        whole.requires_grad_(True)
+        stage.requires_grad_(True)
+    if "recomputed" in case:
+        stage.gradient_checkpointing_enable({"use_reentrant": False})
+    pipeline = Pipeline(StageModule(stage, run, rank), run, rank)
+
+    found = forward_differences(pipeline, whole, batch)
+    found |= gradient_differences(pipeline, whole, batch, case["tied"] and not is_lora)
+    saved = folder.with_name(folder.name + "-saved")
+    save_parts(stage, saved, rank)
+    found["saved"] = saved_difference(saved, run, whole)
+    found["loaded again"] = loaded_again(stage, saved)
+    mine = {name for name, weight in stage.named_parameters() if weight.requires_grad}
+    theirs = {name for name, weight in whole.named_parameters() if weight.requires_grad}
+    every = set().union(*gather_object([mine]))
+    found["names are the whole model's"] = float(every - {"lm_head.weight"} == theirs - {"lm_head.weight"})
+    found["weights on this stage"] = len(dict(stage.named_parameters())) / len(dict(whole.named_parameters()))
+    return found
+
+
+def load_whole(run: RunConfig, kind: str) -> PreTrainedModel:
+    if kind == "Roberta":
+        return transformers.RobertaForSequenceClassification.from_pretrained(run.model).eval()
+    return load_base_model(run, {"": "cpu"})
+
+
+def forward_differences(pipeline: Pipeline, whole: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Differences:
+    """Of the validation loss and of all logits, on the last stage."""
+    with torch.no_grad():
+        loss = whole_loss(whole, batch).item()
+        logits = whole(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    validated, made = pipeline.validate(batch).item(), pipeline.logits(batch)
+    if not pipeline.module.is_last:
+        return {"validation loss": float(made is not None), "logits": validated}
+    return {
+        "validation loss": abs(validated / loss - 1),
+        "logits": (made - logits).abs().max().item() / logits.abs().max().item(),
+    }
+
+
+def gradient_differences(
+    pipeline: Pipeline, whole: torch.nn.Module, batch: dict[str, torch.Tensor], tied: bool
+) -> Differences:
+    """Of the training loss and the gradients of this stage, over those of the whole model."""
+    divisor = 17.0
+    loss = whole_loss(whole, batch) / divisor
+    loss.backward()
+    whole_gradients = gradients_of(whole)
+    trained = pipeline.train_step(batch, divisor).item()
+    found: Differences = {}
+    module = pipeline.module
+    if tied and (module.is_first or module.is_last):
+        weight = module.causal.get_input_embeddings().weight
+        expected = whole.get_input_embeddings().weight.grad
+        found["without the other end's gradient"] = (weight.grad - expected).abs().max().item()
+        weight.grad = sum_of_first_and_last(weight.grad, pipeline.rank)
+    gradients = gradients_of(module.model)
+    found["gradients"] = largest(whole_gradients, gradients)
+    found["training loss"] = abs(trained / loss.item() - 1) if module.is_last else trained
+    found["largest gradient"] = max(gradient.abs().max().item() for gradient in gradients.values())
+    missing = {name for name, weight in module.model.named_parameters() if weight.requires_grad} - set(gradients)
+    found["without a gradient"] = float(len(missing))
+    # Another step adds as much again; the passes alone add something of their own, and send nothing.
+    pipeline.train_step(batch, divisor, "gpipe", 2)
+    doubled = gradients_of(module.model)
+    if not tied:
+        found["a second step"] = largest({name: 2 * each for name, each in gradients.items()}, doubled)
+    pipeline.bare_step(batch, 4)
+    found["passes alone"] = largest(doubled, gradients_of(module.model))
+    module.model.zero_grad()
+    whole.zero_grad()
+    return found
+
+
+def saved_difference(saved: Path, run: RunConfig, whole: torch.nn.Module) -> float:
+    """Of what plain libraries load and the whole model."""
+    if isinstance(whole, PeftModel):
+        plain = PeftModel.from_pretrained(load_base_model(run, {"": "cpu"}), saved)
+    else:
+        plain = type(whole).from_pretrained(saved)
+    return largest(plain.state_dict(), whole.state_dict())
+
+
+def loaded_again(stage: torch.nn.Module, saved: Path) -> float:
+    """How far this stage's weights are from what they were, after they were lost and loaded."""
+    trained = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad}
+    before = {name: weight.detach().clone() for name, weight in trained.items()}
+    for weight in trained.values():
+        weight.data.add_(1.0)
+    load_parts(stage, saved)
+    return largest(before, {name: weight.detach() for name, weight in trained.items()})
+
+
+def main() -> None:
+    folder, world_size = Path(sys.argv[1]), int(sys.argv[2])
+    rank = start_rank(RunConfig(parallel="pp", devices=world_size, batch_size=ROWS, micro_batches=4))
+    compared = {}
+    for number, (name, case) in enumerate(cases().items()):
+        stages = gather_object([compare(case, folder / str(number), rank)])
+        compared[name] = stages
+    if rank.is_main:
+        (folder / "compared.json").write_text(json.dumps(compared))
+    wait_for_everyone()
+    end_rank()
+
+
+if __name__ == "__main__":
+    assert EMBEDDED_BASE.is_dir()
+    main()
