@@ -6,6 +6,7 @@ BIN := $(CURDIR)/.venv/bin
 INSTALLED := .venv/.installed
 LORA := 2.1_lora_finetuning/run_0_cpu_x1
 DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
+FULL := 2.4_full_finetuning/run_0_cpu_x1
 NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
 
 .PHONY: demo install test test-all lint lab run record tables tables-check notebooks siblings bench
@@ -20,10 +21,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip show --quiet finetuning-experiments || { tail -20 .venv/install.log; exit 1; }
 	@touch $@
 
-demo: $(INSTALLED) ## LoRA on one device, with DDP on two at the same global batch, and at the same rows per device
+demo: $(INSTALLED) ## LoRA on one device, with DDP on two at the same global batch and at the same rows per device; full fine-tuning
 	@$(MAKE) --no-print-directory run FOLDER=$(LORA)
 	@$(MAKE) --no-print-directory run FOLDER=$(DDP)
 	@$(MAKE) --no-print-directory run FOLDER=$(DDP) ARGS="--batch_size 16"
+	@$(MAKE) --no-print-directory run FOLDER=$(FULL)
 	@echo; $(BIN)/python -m common.report --results
 
 install: $(INSTALLED) ## all that is needed, into .venv, and nothing else

@@ -6,6 +6,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
+from common.plots import plot_timeline
+from common.run_record import kept_records
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 FROZEN, TRAINED, DATA, PLAIN = "#dfe6ee", "#ffd08a", "#cfe8cf", "#ffffff"
 
@@ -62,11 +65,63 @@ def draw_ddp() -> plt.Figure:
     return figure
 
 
+def draw_full() -> plt.Figure:
+    """What one trained weight keeps, in bytes, by precision."""
+    figure, axes = blank(7.6, 3.2)
+    parts = ("weight", "copy for\nproducts", "gradient", "momentum", "variance")
+    rows = (("pure bf16", (2, 0, 2, 2, 2)), ("bf16-mixed", (4, 2, 4, 4, 4)), ("fp32", (4, 0, 4, 4, 4)))
+    for number, (name, sizes) in enumerate(rows):
+        y, x = 2.2 - number * 1.0, 1.2
+        axes.text(0.05, y + 0.3, name, fontsize=9, va="center", fontweight="bold")
+        for part, size in zip(parts, sizes, strict=True):
+            if size:
+                box(axes, x, y, size * 0.33 - 0.06, 0.62, f"{part}\n{size} B" if size > 2 else f"{size} B",
+                    DATA if part == "weight" else PLAIN if part.startswith("copy") else TRAINED)  # fmt: skip
+                x += size * 0.33 + 0.06
+        axes.text(x + 0.05, y + 0.3, f"{sum(sizes)} bytes", fontsize=9, va="center")
+    return figure
+
+
+def draw_mp() -> plt.Figure:
+    """Layers of one model on two GPUs, which work one after the other."""
+    figure, axes = blank(7.6, 3.6)
+    for x, gpu, names in (
+        (0.3, 0, ("embeddings", "layers 1 to 16")),
+        (4.1, 1, ("layers 17 to 28", "norm, head, logits")),
+    ):
+        box(axes, x, 0.9, 3.2, 2.1, "", PLAIN)
+        axes.text(x + 0.1, 2.78, f"GPU {gpu}", fontsize=9, fontweight="bold")
+        for row, name in enumerate(names):
+            box(axes, x + 0.4, 2.0 - row * 0.85, 2.4, 0.6, name, TRAINED if "layers" in name else FROZEN)
+    arrow(axes, (3.6, 2.3), (4.0, 2.3))
+    arrow(axes, (4.0, 1.3), (3.6, 1.3))
+    axes.text(3.8, 2.45, "hidden\nstates", ha="center", fontsize=7.5)
+    axes.text(3.8, 0.95, "their\ngradients", ha="center", fontsize=7.5)
+    axes.text(3.8, 0.4, "one batch at a time: while one GPU works, the other waits", ha="center", fontsize=9)
+    axes.text(
+        3.8, 3.25, "weights, gradients and optimizer states of a layer are where the layer is", ha="center", fontsize=9
+    )
+    return figure
+
+
+def draw_pp() -> plt.Figure:
+    """The schedules as they ran: from the trace in the kept record of a larger model."""
+    record = next(
+        record
+        for record in kept_records()
+        if record["parallel"] == "pp" and record["config"]["weights"] == "random" and record.get("pipeline")
+    )
+    return plot_timeline(record["pipeline"]["passes"])
+
+
 def main() -> None:
     """Write the diagrams where the readmes show them."""
     for folder, name, figure in (
         ("2.1_lora_finetuning", "LoRA_finetuning", draw_lora()),
         ("2.2_lora_finetuning_with_ddp", "LoRA_finetuning_with_ddp", draw_ddp()),
+        ("2.4_full_finetuning", "full_finetuning", draw_full()),
+        ("2.5_full_finetuning_with_mp", "full_finetuning_with_mp", draw_mp()),
+        ("2.7_full_finetuning_with_pp", "full_finetuning_with_pp", draw_pp()),
     ):
         path = REPOSITORY / folder / "assets" / f"{name}.png"
         path.parent.mkdir(exist_ok=True)

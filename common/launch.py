@@ -273,7 +273,21 @@ def torchrun_command(script: str, world_size: int, *overrides: str) -> list[str]
 
 
 def check_inputs(run: RunConfig) -> None:
-    """Check the run's settings, model and data, cheaply and before anything is written or started.
+    """Check the run's settings, model, data and memory, cheaply and before anything is written or started.
+
+    Raises:
+        BadInputError: what is unknown, missing or malformed, or cannot fit.
+    """
+    from common.data import load_splits
+    from common.models import load_tokenizer
+    from common.placement import check_placement_and_memory
+
+    check_settings_and_data(run)
+    check_placement_and_memory(run, load_splits(run).train, load_tokenizer(run))
+
+
+def check_settings_and_data(run: RunConfig) -> None:
+    """Check the run's settings, model and data; not whether they fit.
 
     Raises:
         BadInputError: what is unknown, missing or malformed.
@@ -288,7 +302,6 @@ def check_inputs(run: RunConfig) -> None:
     from common.data import load_splits
     from common.evaluation import check_independent_judge
     from common.models import check_attention, load_tokenizer
-    from common.placement import check_placement_and_memory
 
     check_technique(run)
     check_gpus(run)
@@ -304,11 +317,10 @@ def check_inputs(run: RunConfig) -> None:
         names = [choice.value for choice in known]
         if getattr(run, name) not in names:
             raise BadInputError(f"{name} is {getattr(run, name)!r}: choose one of {', '.join(names)}.")
-    tokenizer, rows = load_tokenizer(run), load_splits(run).train
-    row_count = len(rows)
+    load_tokenizer(run)
+    row_count = len(load_splits(run).train)
     if row_count < run.data_parallel_ranks:
         raise BadInputError(f"There are {row_count} training rows for {run.world_size} ranks: give each at least one.")
-    check_placement_and_memory(run, rows, tokenizer)
 
 
 def check_technique(run: RunConfig) -> None:

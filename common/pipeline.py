@@ -28,6 +28,9 @@ from common.run_config import RunConfig
 from common.training import keeps_logits, with_head_on_answers
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
+"""Each has buffers for the hidden states of a whole batch: on a GPU they would add up over the batches' shapes. A new
+one costs a handshake of 1 to 4 ms (two ranks with gloo)."""
 StageMap = dict[str, int]
 """Which stage holds which module; the first has the embeddings, the last the final norm and the head."""
 
@@ -46,13 +49,15 @@ class PassThrough(torch.nn.Module):
 
 
 def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
-    """Take out of `model` what other stages hold; the whole model's configuration stays in `whole_config`.
+    """Take out of `model` what other stages hold; of the whole model it keeps `whole_config` and `ends_are_tied`.
 
     The last stage of a model whose head is tied to its embeddings keeps a copy of them.
     """
     is_last = stage == max(stage_map.values())
-    model.whole_config = deepcopy(model.config)
-    keeps_embeddings = is_last and model.config.tie_word_embeddings
+    if not hasattr(model, "whole_config"):  # with adapters a model is cut twice
+        model.whole_config = deepcopy(model.config)
+        model.ends_are_tied = bool(model.all_tied_weights_keys)  # a classifier's config may say so of another head
+    keeps_embeddings = is_last and model.ends_are_tied
     for name, holder in stage_map.items():
         is_shared = name.endswith("rotary_emb") or (keeps_embeddings and name.endswith("embed_tokens"))
         if holder != stage and not is_shared:
@@ -105,9 +110,8 @@ def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMa
     for name in stage_map:
         if isinstance(model.get_submodule(name), PassThrough) and not name.endswith("lm_head"):
             model.set_submodule(name, whole.get_submodule(name))
-    adapted, whole_config = add_lora(model, run), model.whole_config
-    cut(adapted.get_base_model(), stage_map, stage)
-    model.whole_config = whole_config
+    adapted = add_lora(model, run)
+    cut(model, stage_map, stage)
     return adapted
 
 
@@ -245,7 +249,7 @@ class TimedStage(PipelineStage):
 
 
 class Pipeline:
-    """This rank's stage and its schedules, one for each shape of a micro-batch."""
+    """This rank's stage and its schedules, one for each shape of a micro-batch; of these the latest are kept."""
 
     def __init__(self, module: StageModule, run: RunConfig, rank: Rank) -> None:
         """Nothing is sent yet."""
@@ -255,6 +259,8 @@ class Pipeline:
         self.keeps_logits = keeps_logits(module.causal)
         self.loss_divisor = 1.0
         self.schedules: dict[tuple[object, ...], PipelineScheduleSingle] = {}
+        """The latest used last: the same on every rank, as all see the same shapes in the same order."""
+        self.kept_schedules = KEPT_SCHEDULES[run.device]
 
     def train_step(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, schedule: str = "", micro_batches: int = 0
@@ -328,26 +334,34 @@ class Pipeline:
         return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}
 
     def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """The schedule for batches of `shape` (rows, tokens): made once, as its buffers have that shape."""
+        """The schedule for batches of `shape` (rows, tokens): kept for the next ones, as its buffers have that shape.
+
+        In place of the one that was not used for longest, which is dropped first: its memory is free at once.
+        """
         key = (tuple(shape), name, count, purpose)
-        if key not in self.schedules:
-            rows, length = shape[0] // count, shape[1]
-            hidden = torch.empty(
-                (rows, length, self.module.causal.config.hidden_size), dtype=self.module.hidden_dtype, device="meta"
-            ).requires_grad_(purpose == "training")
-            ids = torch.empty((rows, length), dtype=torch.long, device="meta")
-            stage = TimedStage(
-                self.clock,
-                self.module,
-                self.rank.rank,
-                self.rank.world_size,
-                torch.device(self.rank.device),
-                input_args=ids if self.module.is_first else hidden,
-                output_args=hidden,  # the last stage's goes nowhere, and its shape is not looked at
-            )
-            loss = None if purpose == "logits" else self._loss
-            self.schedules[key] = SCHEDULES[name](stage, count, loss_fn=loss, scale_grads=False)
+        found = self.schedules.pop(key, None)
+        if found is None and len(self.schedules) == self.kept_schedules:
+            del self.schedules[next(iter(self.schedules))]
+        self.schedules[key] = found or self._new_schedule(shape, name, count, purpose)
         return self.schedules[key]
+
+    def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
+        rows, length = shape[0] // count, shape[1]
+        hidden = torch.empty(
+            (rows, length, self.module.causal.config.hidden_size), dtype=self.module.hidden_dtype, device="meta"
+        ).requires_grad_(purpose == "training")
+        ids = torch.empty((rows, length), dtype=torch.long, device="meta")
+        stage = TimedStage(
+            self.clock,
+            self.module,
+            self.rank.rank,
+            self.rank.world_size,
+            torch.device(self.rank.device),
+            input_args=ids if self.module.is_first else hidden,
+            output_args=hidden,  # the last stage's goes nowhere, and its shape is not looked at
+        )
+        loss = None if purpose == "logits" else self._loss
+        return SCHEDULES[name](stage, count, loss_fn=loss, scale_grads=False)
 
     def _loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss of one micro-batch; `logits` (rows, positions, classes) and `target` (rows, positions)."""

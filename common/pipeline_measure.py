@@ -1,5 +1,6 @@
 """What a pipeline brings and where the rest goes: measured after training, on the rows of training."""
 
+import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import astuple
@@ -14,6 +15,8 @@ from common.pipeline_training import Batch, PipelineTrainer
 NAIVE = ("gpipe", 1)
 """Naive model parallel: the whole batch as one micro-batch, so that one stage works at a time."""
 MIB = 2**20
+TRIM_THRESHOLD, MOST_MAPPED = -1, -4
+"""Of glibc's mallopt (M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h)."""
 
 
 def ideal_speedup(stages: int, micro_batches: int) -> float:
@@ -26,22 +29,28 @@ def ideal_idle_share(stages: int, micro_batches: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def measure_pipeline(trainer: PipelineTrainer, steps: int = 6, rounds: int = 5) -> dict[str, object]:
+def measure_pipeline(
+    trainer: PipelineTrainer, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] | None = None
+) -> dict[str, object]:
     """Step times of GPipe, 1F1B and naive model parallel on the same batches, idle shares, and what was allowed.
 
     Forward and backward passes only; every way in turn, `rounds` times, medians. What is allowed is the bubble's
     formula times the machine's ceiling: one stage's passes alone against those of all stages at once, nothing being
-    sent. Weights stay as they are.
+    sent. Weights stay as they are. `tell` gets a line after each round, on rank 0.
 
     Returns:
         Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each way.
+        None where there are fewer micro-batches than stages, which 1F1B cannot run.
     """
     pipeline, rank = trainer.pipeline, trainer.rank
     stages, count = rank.world_size, pipeline.micro_batches
+    if count < stages:
+        return None
     batches = full_batches(trainer, steps)
     ways = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
     times: dict[str, list[float]] = {}
     idle_shares: dict[str, list[list[float]]] = {}
+    keep_freed_memory()
 
     def timed(name: str, work: Callable[[Batch], object], participates: bool = True) -> None:
         wait_for_everyone()
@@ -53,7 +62,7 @@ def measure_pipeline(trainer: PipelineTrainer, steps: int = 6, rounds: int = 5) 
         trainer.optimizer.zero_grad()
         times.setdefault(name, []).append(max(gather_object([time.perf_counter() - start_s])) / len(batches))
 
-    for _ in range(rounds + 1):
+    for number in range(rounds + 1):
         for name, way in ways.items():
             pipeline.clock.forget()
             timed(name, lambda batch, way=way: pipeline.train_step(batch, 1.0, *way))
@@ -64,6 +73,9 @@ def measure_pipeline(trainer: PipelineTrainer, steps: int = 6, rounds: int = 5) 
                 is_mine = rank.rank == stage
                 timed(f"stage {stage} alone, {parts}", lambda batch, n=parts: pipeline.bare_step(batch, n), is_mine)
         timed("all stages at once", lambda batch: pipeline.bare_step(batch, count))
+        if tell and rank.is_main:
+            seconds = ", ".join(f"{name} {times[name][-1]:.3f} s" for name in ways)
+            tell(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step")
     step_s = {name: median(seconds[1:]) for name, seconds in times.items()}  # the first round warms up
     idle = {name: [median(column) for column in zip(*shares[1:], strict=True)] for name, shares in idle_shares.items()}
     return {
@@ -79,8 +91,24 @@ def measure_pipeline(trainer: PipelineTrainer, steps: int = 6, rounds: int = 5) 
     }
 
 
+def keep_freed_memory() -> None:
+    """Have glibc keep what PyTorch frees, as PyTorch's own allocator does on a GPU.
+
+    Else it gives the largest blocks back to the kernel, and every step of naive model parallel, whose whole batch needs
+    them, waits for new pages: the pipeline would be credited with what a setting of the allocator mends. From now on
+    this holds for every way; it changes nothing where there is no glibc.
+    """
+    change = getattr(ctypes.CDLL(None), "mallopt", None)
+    if change is not None:
+        change(MOST_MAPPED, 0)
+        change(TRIM_THRESHOLD, -1)
+
+
 def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, float]:
-    """What was reached, what was allowed, and the factors by which the ideal shrinks to it."""
+    """What was reached, what was allowed, and the factors by which the ideal shrinks to it.
+
+    The share of what is allowed is `naive_factor` over the product of the other three factors.
+    """
     whole = [step_s[f"stage {stage} alone, 1"] for stage in range(stages)]
     parts = [step_s[f"stage {stage} alone, {count}"] for stage in range(stages)]
     ideal, shared_machine = ideal_speedup(stages, count), step_s["all stages at once"] / max(parts)
@@ -93,6 +121,7 @@ def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, flo
         "machine_ceiling": stages / shared_machine,
         "allowed_speedup": allowed,
         "share_of_allowed": speedup / allowed,
+        "naive_factor": step_s["naive"] / sum(whole),
         "small_micro_batches_factor": sum(parts) / sum(whole),
         "unequal_stages_factor": max(parts) * stages / sum(parts),
         "sending_and_waiting_factor": step_s["1f1b"] / (step_s["all stages at once"] * bubble),
@@ -100,16 +129,11 @@ def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, flo
 
 
 def full_batches(trainer: PipelineTrainer, count: int) -> list[Batch]:
-    """Some batches of training, of as many rows as the run asks for.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Some batches of training, of as many rows as the run asks for; where there are not so many, of all."""
     size = trainer.args.per_device_train_batch_size
-    batches = [trainer.batches_of(rows[:size])[0] for rows in trainer.batches.steps() if len(rows) >= size]
-    if not batches:
-        raise RuntimeError(f"There are fewer than {size} training rows: a full batch is needed to measure on.")
-    return batches[:count]
+    steps = list(trainer.batches.steps())
+    full = [rows for rows in steps if len(rows) >= size] or steps
+    return [trainer.batches_of(rows)[0] for rows in full[:count]]
 
 
 def passes_of(

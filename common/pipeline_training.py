@@ -49,7 +49,7 @@ class PipelineTrainer(CountingTrainer):
     # -- the loop
 
     def train(self) -> None:
-        """All optimizer steps; at the end the stage has the weights of the lowest validation loss."""
+        """All optimizer steps; at the end the stage has the weights of the lowest validation loss, if that is asked."""
         self._begin()
         epoch = 0
         while self.state.global_step < self.state.max_steps:
@@ -59,7 +59,8 @@ class PipelineTrainer(CountingTrainer):
                 if self.state.global_step == self.state.max_steps:
                     break
             epoch += 1
-        load_parts(self.model, Path(self.state.best_model_checkpoint))
+        if self.args.load_best_model_at_end:
+            load_parts(self.model, Path(self.state.best_model_checkpoint))
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def _begin(self) -> None:
@@ -83,8 +84,7 @@ class PipelineTrainer(CountingTrainer):
         for batch in batches:
             self.work.count(batch["row"], batch)
             self.loss_sum += self.pipeline.train_step(batch, labelled)
-        self._add_up_tied_gradients()
-        self._clip_gradients()
+        self.complete_gradients()
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
@@ -136,6 +136,11 @@ class PipelineTrainer(CountingTrainer):
 
     # -- what stages must agree on
 
+    def complete_gradients(self) -> None:
+        """What follows the passes of a step: the gradients become those of the whole model, and are clipped."""
+        self._add_up_tied_gradients()
+        self._clip_gradients()
+
     def _add_up_tied_gradients(self) -> None:
         """First and last stage each have a copy of tied embeddings; its gradient is the sum of both."""
         weight = self._tied_weight()
@@ -145,7 +150,7 @@ class PipelineTrainer(CountingTrainer):
     def _tied_weight(self) -> torch.nn.Parameter | None:
         """This stage's copy of trained embeddings that are also the head; None elsewhere."""
         causal = self.pipeline.module.causal
-        if not causal.whole_config.tie_word_embeddings or not (self.rank.is_main or self.pipeline.module.is_last):
+        if not causal.ends_are_tied or not (self.rank.is_main or self.pipeline.module.is_last):
             return None
         weight = causal.get_input_embeddings().weight
         return weight if weight.requires_grad else None
@@ -191,10 +196,10 @@ class PipelineTrainer(CountingTrainer):
     def parameter_counts(self) -> tuple[int, int]:
         """Of all stages together: trained parameters, and all that multiply."""
         causal, copy = self.pipeline.module.causal, None
-        if self.pipeline.module.is_last and causal.whole_config.tie_word_embeddings:
+        if self.pipeline.module.is_last and causal.ends_are_tied:
             copy = causal.get_input_embeddings().weight
         looked_up = causal.get_input_embeddings().weight if self.rank.is_main else None
-        is_head_elsewhere = causal.whole_config.tie_word_embeddings
+        is_head_elsewhere = causal.ends_are_tied
         counts = [0, 0]
         for weight in self.model.parameters():
             counts[0] += weight.numel() * (weight.requires_grad and weight is not copy)
@@ -226,13 +231,13 @@ def labelled_tokens(batch: Batch) -> int:
 
 
 def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
-    """The sum of the first and the last stage's `gradient`."""
+    """`gradient`, which becomes the sum of the first and the last stage's."""
     other = rank.world_size - 1 if rank.is_main else 0
     received = torch.empty_like(gradient)
     sent = dist.isend(gradient, other)
     dist.recv(received, other)
     sent.wait()
-    return gradient + received
+    return gradient.add_(received)
 
 
 # -- the parts as one model
@@ -262,7 +267,7 @@ def save_parts(model: PreTrainedModel | PeftModel, folder: Path, rank: Rank) -> 
 def _save_stage(model: PreTrainedModel, folder: Path, rank: Rank) -> None:
     file_name = f"model-{rank.rank + 1:05}-of-{rank.world_size:05}.safetensors"
     weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
-    if model.whole_config.tie_word_embeddings and not rank.is_main:
+    if model.ends_are_tied and not rank.is_main:
         copies = ("embed_tokens.weight", "lm_head.weight")  # the first stage saves them
         weights = {name: weight for name, weight in weights.items() if not name.endswith(copies)}
     save_file(weights, folder / file_name, metadata={"format": "pt"})

@@ -5,8 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from common.hardware import find_gpu
-from common.memory_plan import BatchShape
+from common.hardware import GIB, find_gpu
+from common.memory_plan import BatchShape, trained_parameters
 from common.planner import Plan, plan_run
 from common.report_rows import (
     FULL,
@@ -114,7 +114,9 @@ def full_memory(records: list[Record]) -> pd.DataFrame:
             rows.append({
                 "Trained": "linear layers" if target_modules == "all-linear" else "every weight",
                 "Precision": precision,
-                **{f"{part.title()} (GiB)": f"{parts[part]:.1f}" for part in ("weights", "gradients", "optimizer")},
+                "Weights (GiB)": f"{parts['weights']:.1f}",
+                "Gradients, all together (GiB)": f"{_gradients_gib(plan):.1f}",
+                "Optimizer (GiB)": f"{parts['optimizer']:.1f}",
                 "Activations, logits (GiB)": f"{parts['activations'] + parts['logits']:.1f}",
                 "Peak (GiB)": f"{plan.devices[0].peak_gib:.1f}",
                 "Fits an A100 80GB": _fits(plan, "A100 80GB SXM"),
@@ -122,6 +124,10 @@ def full_memory(records: list[Record]) -> pd.DataFrame:
                 "Figures": PROJECTED,
             })  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def _gradients_gib(plan: Plan) -> float:
+    return trained_parameters(plan.architecture, plan.job) * plan.job.trained_bytes / GIB
 
 
 def _fits(plan: Plan, gpu: str) -> str:
