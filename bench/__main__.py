@@ -62,7 +62,21 @@ def planner(options: argparse.Namespace) -> list[Entry]:
     return planner.entries(options.quick)
 
 
-PARTS = {"quality": quality, "training": training, "scaling": scaling, "evaluation": evaluation, "planner": planner}
+def pipeline(options: argparse.Namespace) -> list[Entry]:
+    """1F1B's speed-up over naive model parallel as a share of what formula and machine allow."""
+    from bench import pipeline
+
+    return pipeline.entries(options.quick)
+
+
+PARTS = {
+    "quality": quality,
+    "training": training,
+    "scaling": scaling,
+    "pipeline": pipeline,
+    "evaluation": evaluation,
+    "planner": planner,
+}
 """A part more is a function more: from the options to its entries."""
 
 

@@ -23,6 +23,7 @@ from bench.planner_points import POINTS_PATH, SHAPES
 from common.architectures import Architecture, read_architecture
 from common.dry_run import dry_run
 from common.memory_plan import BatchShape, Job, device_memory, whole_model
+from common.placement import place_stages
 from common.planner import job_of_run
 from common.report import NOT_RUN
 from common.run_config import REPOSITORY, BadInputError, RunConfig
@@ -47,6 +48,10 @@ MODEL_SHAPES = {
 """Rows and their length in tokens, as far as each model can read."""
 SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}
 """Long rows, so that attention scores and masks count."""
+LINEAR_ONLY = ("llama-3.1-8b", "llama-3.2-1b", "roberta-large", "bart-large-cnn")
+"""Models with points of full fine-tuning of the linear layers alone."""
+DIVIDED = (("llama-3.1-8b", "h200", 2), ("llama-3.2-3b", "a6000", 4))
+"""Models that are divided among GPUs of a kind, and how many."""
 QUICK_POINTS = 4
 MOST_WORKERS = 4
 FITCHECK = "fitcheck-llm==0.3.1"
@@ -130,7 +135,9 @@ class GridPoint:
             "checkpointed" if run.gradient_checkpointing != "none" else "",
             "eager" if run.attention == "eager" else "",
             "padded" if batch.padded else "",
-            f"ddp x{run.devices}" if run.parallel == "ddp" else "",
+            "linear layers" if run.technique == "full" and run.target_modules != "all" else "",
+            f"{run.parallel} x{run.devices}" if run.parallel != "single" else "",
+            f"{run.schedule} of {run.micro_batches}" if run.parallel == "pp" else "",
             f"{batch.labelled} labelled" if batch.labelled != batch.length - 1 else "",
             "no dropout" if run.technique == "lora" and not run.lora_dropout else "",
         ]
@@ -144,7 +151,10 @@ class GridPoint:
 
 
 def dry_run_grid() -> list[GridPoint]:
-    """Six models in three precisions, with and without checkpointing, at two or three shapes; then special cases."""
+    """Six models in three precisions, with and without checkpointing, at two or three shapes; then special cases.
+
+    Full fine-tuning is of every weight, but for some points with linear layers only, or with divided layers.
+    """
     techniques, checkpointings = ("lora", "full"), ("none", "non-reentrant")
     points = [
         _point(technique, model, checkpointing, shape, precision=precision)
@@ -160,12 +170,27 @@ def dry_run_grid() -> list[GridPoint]:
     for technique, checkpointing in product(techniques, checkpointings):
         points.append(_point(technique, "llama-3.1-8b", checkpointing, (4, 512), parallel="ddp", devices=4))
     points += [_point(technique, "llama-3.1-8b", "none", (1, 2048), labelled=64) for technique in techniques]
+    for model, checkpointing in product(LINEAR_ONLY, checkpointings):
+        points.append(_point("full", model, checkpointing, (4, 512), target_modules="all-linear"))
+    points.append(_point("full", LINEAR_ONLY[0], "none", (4, 512), target_modules="all-linear", precision="fp32"))
+    points += divided_points()
     # fitcheck knows no dropout
     points += [
         _point("lora", model, checkpointing, shape, lora_dropout=0.0)
         for model, checkpointing, shape in product(DECODERS, checkpointings, SHAPES)
     ]
     return points
+
+
+def divided_points() -> list[GridPoint]:
+    """Layers divided among GPUs: of one process (mp), and of a pipeline with either schedule (pp)."""
+    pipeline = {"parallel": "pp", "micro_batches": 4}
+    ways = ({"parallel": "mp"}, {**pipeline, "schedule": "1f1b"}, {**pipeline, "schedule": "gpipe"})
+    common = {"target_modules": "all-linear", "device": "cuda"}
+    return [
+        _point(technique, model, "none", (8, 512), gpu=gpu, devices=devices, **common, **way)
+        for (model, gpu, devices), technique, way in product(DIVIDED, ("lora", "full"), ways)
+    ]
 
 
 def _point(
@@ -183,7 +208,7 @@ def _point(
         model=model,
         gradient_checkpointing=checkpointing,
         weights="random",
-        **{"precision": "bf16", **settings},
+        **{"precision": "bf16", "target_modules": "all" if technique == "full" else "all-linear", **settings},
     )
     return GridPoint(run, BatchShape(rows, length, labelled or length - 1, padded))
 
@@ -204,12 +229,14 @@ def _one_thread() -> None:
 
 
 def dry_run_gib(point: GridPoint) -> float:
-    """Peak of allocated memory by dry run."""
+    """Peak of allocated memory by dry run, on the fullest device."""
     return dry_run(point.run, point.batch).peak_gib
 
 
 def closed_form_gib(point: GridPoint) -> float:
-    """Peak of allocated memory in closed form."""
+    """Peak of allocated memory in closed form, on the fullest device."""
+    if point.run.stage_count > 1:
+        return max(device.allocated_gib for device in place_stages(point.run, point.batch).plan.devices)
     return planned_gib(read_architecture(point.run.model), point.job)
 
 
@@ -399,7 +426,11 @@ def verdict_entry(records: Sequence[dict[str, Any]]) -> Entry:
 
 def point_name(record: dict[str, Any]) -> str:
     """What distinguishes a measured point from the others."""
-    special = ["checkpointed" if record["gradient_checkpointing"] != "none" else "", record["card"]]
+    special = [
+        "linear layers" if record["linear_only"] else "",
+        "checkpointed" if record["gradient_checkpointing"] != "none" else "",
+        record["card"],
+    ]
     words = [record["technique"], record["model"], f"{record['rows']}x{record['length']}", *filter(None, special)]
     return " ".join(words)
 

@@ -57,6 +57,13 @@ class Point:
     gradient_checkpointing: str
     card: str = ""
     """The smaller card, by its name in the catalogue, whose memory it gets; empty = all that there is."""
+    linear_only: bool = False
+    """Whether full fine-tuning trains the linear layers alone; else every weight."""
+
+    @property
+    def target_modules(self) -> str:
+        """As the run is told."""
+        return "all" if self.technique == "full" and not self.linear_only else "all-linear"
 
     @property
     def run(self) -> RunConfig:
@@ -67,6 +74,7 @@ class Point:
             model=self.model,
             weights="random",
             precision="bf16",
+            target_modules=self.target_modules,
             gradient_checkpointing=self.gradient_checkpointing,
             report_to="none",
         )
@@ -86,9 +94,13 @@ class Point:
 
 
 def all_points(here: Gpu) -> list[Point]:
-    """With the whole card, then with the memory of the smaller ones among `SMALL_CARDS`."""
+    """With the whole card (also linear layers alone), then with the memory of the smaller ones among `SMALL_CARDS`."""
     grid = product(TECHNIQUES, MODELS, SHAPES, ("none", "non-reentrant"))
     whole_card = [Point(technique, model, *shape, checkpointing) for technique, model, shape, checkpointing in grid]
+    linear_grid = product(MODELS, SHAPES[:1], ("none", "non-reentrant"))
+    whole_card += [
+        Point("full", model, *shape, checkpointing, linear_only=True) for model, shape, checkpointing in linear_grid
+    ]
     smaller = [card for card in SMALL_CARDS if find_gpu(card).memory_gib < here.memory_gib]
     return whole_card + [point for card in smaller for point in small_card_points(card)]
 
@@ -225,6 +237,7 @@ def measure(points: Sequence[Point], here: Gpu, path: Path) -> None:
 def line(record: dict[str, Any]) -> str:
     """A record for a reader."""
     settings = " ".join(str(record[name]) for name in ("technique", "model", "gradient_checkpointing", "card"))
+    settings += " linear layers" if record["linear_only"] else ""
     found = record["outcome"] if record["allocated_gib"] is None else f"{record['allocated_gib']:.2f} GiB"
     return f"{settings} {record['rows']}x{record['length']}: planned {record['planned_gib']:.2f} GiB, {found}"
 

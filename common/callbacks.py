@@ -78,10 +78,11 @@ class UpdateReport(TrainerCallback):
         state: TrainerState,
         control: TrainerControl,
         model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         **kwargs: object,
     ) -> None:
-        """Remember the weights, where this step will be logged."""
-        if (state.global_step + 1) % state.logging_steps == 0:
+        """Remember the weights, where this step will be logged and is one: warm-up begins at a rate of 0."""
+        if (state.global_step + 1) % state.logging_steps == 0 and optimizer.param_groups[0]["lr"] > 0:
             self.before = [sample.clone() for sample in _samples(model)]
 
     def on_optimizer_step(

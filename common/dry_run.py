@@ -5,11 +5,13 @@
 
 A fake tensor has a shape, a dtype and a storage of the right size, but no bytes: every operation of the step runs,
 and computes nothing. A mode counts the storages that are alive. Two small depths are run, and as every further layer
-adds the same, their figures are extrapolated to all layers, segment by segment of the step.
+adds the same, their figures are extrapolated to all layers, segment by segment of the step. Of a model that is divided
+among devices each device's share is run alone: with pp by the real schedule, which sends nothing.
 
 On a GPU PyTorch chooses other operations here and there than on a CPU, where this runs: dropout keeps a mask of one
 byte per element, autocast computes layer norms and softmax in fp32, unfused optimizers work on lists of tensors. The
-dry run does as a GPU does. What it cannot see: the CUDA context, and gaps between allocated blocks.
+dry run does as a GPU does. What it cannot see: the CUDA context, gaps between allocated blocks, and what is on its way
+between devices.
 """
 
 import argparse
@@ -17,18 +19,23 @@ import json
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
 import torch
 import transformers
+from peft import PeftModel
 from tabulate import tabulate
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,11 +43,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel, Trainer, masking_utils
 
-from common.data import IGNORED_LABEL, load_splits, longest_batch, tokenize_rows
+from common.architectures import read_architecture
+from common.callbacks import WorkDone
+from common.data import IGNORED_LABEL, EpochBatches, load_splits, longest_batch, tokenize_rows
+from common.device_maps import device_map_of
 from common.hardware import GIB
-from common.memory_plan import PARTS, BatchShape, Job
+from common.launch import Rank
+from common.memory_plan import PARTS, BatchShape, Job, Share
 from common.models import ATTENTION, add_lora, any_shape_config, load_tokenizer, train_linear_layers, weight_dtype
-from common.planner import plan_run, usual_precision
+from common.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
+from common.pipeline_training import PipelineTrainer
+from common.placement import place_stages
+from common.planner import Plan, plan_run, usual_precision
 from common.run_config import BadInputError, RunConfig, parse_overrides
 from common.siblings import literal_of
 from common.time_plan import Cluster
@@ -49,6 +63,8 @@ from common.training import keeps_logits, training_arguments, with_head_on_answe
 SMALL_DEPTHS = (2, 4)
 ALLOCATION_BYTES = 512
 """CUDA's allocator hands out multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
+HANDING_ON = "handing on"
+"""What follows the last layer of a device without a head: the hidden state is sent, and its gradient received."""
 STEPS = 2
 """The second has optimizer states from its start, and is the one that counts."""
 
@@ -191,22 +207,51 @@ class DryRun:
 def dry_run(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> DryRun:
     """A training step of `run` on a batch of the given shape, on fake tensors, extrapolated to all layers.
 
-    `as_on_gpu` has it choose operations as a GPU does; without it, as the CPU does.
+    Of a run whose layers are divided among devices: the fullest device's. `as_on_gpu` has it choose operations as a GPU
+    does; without it, as the CPU does.
 
     Raises:
-        BadInputError: the model has no known shape, or stacks of different depth, or is divided among devices.
+        BadInputError: the model has no known shape, or stacks of different depth, or cannot be divided as asked.
     """
-    if run.parallel == "pp" or (run.parallel == "mp" and run.device != "cpu"):
-        raise BadInputError(
-            f"parallel is {run.parallel}, but the dry run knows no divided models: ask the planner, with "
-            f"`python -m common.planner --parallel {run.parallel}`."
-        )
+    if divides_layers(run):
+        return max(dry_runs_of_shares(run, batch, as_on_gpu), key=lambda device: device.peak_gib)
     config, run = any_shape_config(run.model), in_bf16(run)
-    layers = _depth(config)
+    return DryRun(_at_depth(lambda part: fake_step(run, part, batch, as_on_gpu), config, _depth(config)))
+
+
+def divides_layers(run: RunConfig) -> bool:
+    """Whether devices hold different layers; on CPU one device holds all of a run with mp."""
+    return run.parallel == "pp" or (run.parallel == "mp" and run.device != "cpu")
+
+
+def dry_runs_of_shares(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[DryRun]:
+    """A training step of each device of a run with mp or pp, with the layers that the run's device map gives it.
+
+    Raises:
+        BadInputError: layers cannot be placed, for which the planner must know the model.
+    """
+    shares = place_stages(run, batch).plan.shares
+    known = {share: dry_run_of_share(run, batch, shares, number, as_on_gpu) for number, share in enumerate(shares)}
+    return [known[share] for share in shares]
+
+
+def dry_run_of_share(
+    run: RunConfig, batch: BatchShape, shares: Sequence[Share], number: int, as_on_gpu: bool = True
+) -> DryRun:
+    """A training step of device `number` alone, which holds its one of `shares`."""
+    config, run = any_shape_config(run.model), in_bf16(run)
+
+    def step(part: PretrainedConfig) -> Timeline:
+        return fake_share_step(run, part, batch, shares[number], number, as_on_gpu)
+
+    return DryRun(_at_depth(step, config, sum(shares[number].layers)))
+
+
+def _at_depth(step: Callable[[PretrainedConfig], Timeline], config: PretrainedConfig, layers: int) -> Timeline:
     if layers <= SMALL_DEPTHS[1]:
-        return DryRun(fake_step(run, config, batch, as_on_gpu))
-    few, more = (fake_step(run, with_depth(config, depth), batch, as_on_gpu) for depth in SMALL_DEPTHS)
-    return DryRun(extrapolated(few, more, layers))
+        return step(with_depth(config, layers))
+    few, more = (step(with_depth(config, depth)) for depth in SMALL_DEPTHS)
+    return extrapolated(few, more, layers)
 
 
 def in_bf16(run: RunConfig) -> RunConfig:
@@ -261,6 +306,37 @@ def fake_step(run: RunConfig, config: PretrainedConfig, batch: BatchShape, as_on
         return tracked_steps(run, model, inputs, as_on_gpu)
 
 
+def fake_share_step(
+    run: RunConfig, config: PretrainedConfig, batch: BatchShape, share: Share, number: int, as_on_gpu: bool
+) -> Timeline:
+    """Two optimizer steps of device `number` on fake tensors; the timeline of the second.
+
+    The device holds all layers of `config`, and of the ends those that `share` has.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.device("meta"):
+        model = build_share(run, config, share)
+    to_fake(model, mode)
+    inputs = {name: mode.from_tensor(tensor) for name, tensor in batch_inputs(batch, model).items()}
+    with mode, rows_not_packed():
+        if run.parallel == "pp":
+            return tracked_stage_steps(run, model, inputs, number, as_on_gpu)
+        return tracked_steps(run, model, inputs, as_on_gpu, share)
+
+
+def build_share(run: RunConfig, config: PretrainedConfig, share: Share) -> PreTrainedModel | PeftModel:
+    """The run's model without the ends that `share` lacks."""
+    model, architecture = build_model(run, config), read_architecture(run.model)
+    stack = replace(architecture.stacks[0], layers=config.num_hidden_layers)
+    own = replace(share, layers=(stack.layers,))
+    before = [] if share.has_embeddings else [Share((0,), has_head=False)]
+    after = [] if share.has_head else [Share((0,), has_embeddings=False)]
+    held = [*before, own, *after]
+    stage_map = device_map_of(replace(architecture, stacks=(stack,)), held, range(len(held)))
+    cut(model.get_base_model() if isinstance(model, PeftModel) else model, stage_map, len(before))
+    return model
+
+
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel:
     """The run's model with its adapters, or with what it does not train frozen, on the device of the context."""
     architecture = getattr(transformers, config.architectures[0])
@@ -300,30 +376,108 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.T
     return with_head_on_answers(inputs) if keeps_logits(model) else inputs
 
 
-def tracked_steps(run: RunConfig, model: PreTrainedModel, inputs: dict[str, torch.Tensor], as_on_gpu: bool) -> Timeline:
-    """Two optimizer steps by the run's own trainer, tracked; the timeline of the second."""
-    tracker = MemoryTracker(model.config.vocab_size)
+def tracked_steps(
+    run: RunConfig,
+    model: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    as_on_gpu: bool,
+    share: Share | None = None,
+) -> Timeline:
+    """Two optimizer steps by the run's own trainer, tracked; the timeline of the second.
+
+    `share` is what the model holds of a divided one; None: it is whole.
+    """
+    trainer_class = partial(ShareTrainer, share=share) if share else StepTrainer
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        trainer = step_trainer(model, step_arguments(run, folder))
-        if as_on_gpu:
-            stack.enter_context(like_cuda())
-            for group in trainer.optimizer.param_groups:
-                group["foreach"] = not group.get("fused")
-        for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
-            for tensor in tensors:
-                tracker.add(tensor, part)
-        stack.enter_context(tracker)
+        trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, trainer_class))
+        tracker = stack.enter_context(_tracker_of(model, inputs))
         wrapped, optimizer = trainer.accelerator.prepare(model, trainer.optimizer, device_placement=[False, False])
         if run.parallel == "ddp":
             tracker.enter("load", "buffers")
             wrapped = stack.enter_context(one_of_many_ranks(wrapped, run.world_size))
-        mark_segments(model, tracker)
+        mark_segments(model, tracker, trainer.after_layers)
         watch_gradients(model, tracker)
         for _ in range(STEPS):
             tracker.timeline.clear()
             take_step(trainer, wrapped, optimizer, inputs, tracker)
     return tracker.timeline
+
+
+def tracked_stage_steps(
+    run: RunConfig, model: PreTrainedModel | PeftModel, inputs: dict[str, torch.Tensor], stage: int, as_on_gpu: bool
+) -> Timeline:
+    """Two optimizer steps of one stage by the run's own pipeline, which sends and receives nothing, tracked.
+
+    The timeline is that of the second step.
+    """
+    with ExitStack() as stack:
+        tracker = _tracker_of(model, inputs)
+        pipeline = pipeline_alone(run, model, stage, "attention_mask" in inputs, tracker)
+        trainer_class = partial(StageTrainer, pipeline=pipeline, batches=EpochBatches([1], 1, 1, 0, 0), work=WorkDone())
+        trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, trainer_class))
+        stack.enter_context(tracker)
+        mark_segments(model, tracker, trainer.after_layers)
+        watch_gradients(model, tracker)
+        stack.enter_context(fake_group(stage, run.devices))
+        stack.enter_context(mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote))
+        batch = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
+        for _ in range(STEPS):
+            tracker.timeline.clear()
+            take_stage_step(trainer, batch, tracker)
+    return tracker.timeline
+
+
+def pipeline_alone(
+    run: RunConfig, model: PreTrainedModel | PeftModel, stage: int, padded: bool, tracker: Watch
+) -> Pipeline:
+    """The pipeline of one stage, on the CPU, which tells `tracker` of its passes."""
+    rank, on_cpu = Rank(stage, run.devices, "cpu", "python"), replace(run, device="cpu", gpu="", attention="sdpa")
+    pipeline = Pipeline((StageModule if padded else UnpaddedStage)(model, on_cpu, rank), on_cpu, rank)
+    pipeline.clock = TellingClock(tracker, pipeline.module)
+    pipeline.keeps_logits = False  # where logits are computed cannot be read from fake labels: `batch_inputs` says it
+    return pipeline
+
+
+class UnpaddedStage(StageModule):
+    """A stage that drops the mask: that it is of ones alone cannot be read from a fake one."""
+
+    def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """As the stage does with a mask of ones."""
+        return super().forward(given, None)
+
+
+class TellingClock(PassClock):
+    """A clock that tells which pass begins."""
+
+    def __init__(self, tracker: Watch, module: StageModule) -> None:
+        """`tracker` is told."""
+        super().__init__("cpu")
+        self.begins = {
+            "forward": "forward: embeddings" if module.is_first else "forward: received hidden state",
+            "backward": "backward: head and loss" if module.is_last else f"backward: {HANDING_ON}",
+        }
+        self.tracker = tracker
+
+    def timed(self, kind: str, micro_batch: int, work: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What `work` returns."""
+        if kind in self.begins:
+            self.tracker.enter(self.begins[kind])
+        return super().timed(kind, micro_batch, work, *args, **kwargs)
+
+
+def _without_a_vote(schedule: PipelineScheduleSingle, stages: list[PipelineStage], *_: object) -> None:
+    """All stages have said which shapes they send, as `common.pipeline` does: there is nobody to ask here."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
+def _tracker_of(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> MemoryTracker:
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    tracker = MemoryTracker(base.config.vocab_size)
+    for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
+        for tensor in tensors:
+            tracker.add(tensor, part)
+    return tracker
 
 
 def rows_not_packed() -> AbstractContextManager:
@@ -334,17 +488,90 @@ def rows_not_packed() -> AbstractContextManager:
 class StepTrainer(Trainer):
     """A Trainer that leaves the fake model where it is."""
 
+    after_layers = "head and loss"
+    """What follows the last layer."""
+
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """A fake tensor cannot be moved in place."""
 
 
-def step_trainer(model: PreTrainedModel, arguments: transformers.TrainingArguments) -> StepTrainer:
+class StageTrainer(StepTrainer, PipelineTrainer):
+    """A pipeline's trainer that leaves the fake stage where it is."""
+
+    def __init__(self, *, pipeline: Pipeline, **kwargs: Any) -> None:
+        """`pipeline` holds the stage."""
+        super().__init__(pipeline=pipeline, **kwargs)
+        if not pipeline.module.is_last:
+            self.after_layers = HANDING_ON
+
+
+class ShareTrainer(StepTrainer):
+    """A trainer of one device's layers: hidden states and gradients come from nowhere."""
+
+    def __init__(self, *, share: Share, **kwargs: Any) -> None:
+        """`share` says which ends the model has."""
+        super().__init__(**kwargs)
+        self.share = share
+        if not share.has_head:
+            self.after_layers = HANDING_ON
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], **kwargs: Any) -> torch.Tensor:
+        """The loss, or without a head something in its place that can be back-propagated."""
+        batch = inputs["input_ids"].shape
+        if not self.share.has_embeddings:
+            inputs = {name: tensor for name, tensor in inputs.items() if name != "input_ids"}
+            inputs["inputs_embeds"] = self._received(batch)
+        if self.share.has_head:
+            return super().compute_loss(model, inputs, **kwargs)
+        kept = ("input_ids", "inputs_embeds", "attention_mask")
+        return LossElsewhere.apply(model(**{name: inputs[name] for name in kept if name in inputs}).logits)
+
+    def _received(self, batch: torch.Size) -> torch.Tensor:
+        """A hidden state from the device before, for `batch` (rows, tokens)."""
+        base = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+        dtype = hidden_dtype(base, autocasts=self.accelerator.mixed_precision != "no")
+        return torch.empty((*batch, base.config.hidden_size), dtype=dtype, requires_grad=True)
+
+
+class LossElsewhere(torch.autograd.Function):
+    """The layers of other devices: a number for their loss, and a gradient as it comes back from them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """A number."""
+        ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of the hidden state."""
+        return torch.empty(ctx.shape, dtype=ctx.dtype)
+
+
+def step_trainer(
+    model: PreTrainedModel,
+    arguments: transformers.TrainingArguments,
+    trainer_class: Callable[..., StepTrainer] = StepTrainer,
+) -> StepTrainer:
     """The trainer of single steps, with its optimizer, and checkpointing on where it is asked for."""
-    trainer = StepTrainer(model=model, args=arguments, train_dataset=[0], eval_dataset=[0])
+    trainer = trainer_class(model=model, args=arguments, train_dataset=[0], eval_dataset=[0])
     trainer.create_optimizer()
     if arguments.gradient_checkpointing:  # as `Trainer.train` does first
         model.gradient_checkpointing_enable(arguments.gradient_checkpointing_kwargs)
     return trainer
+
+
+@contextmanager
+def trainer_of_run(
+    run: RunConfig, model: PreTrainedModel, as_on_gpu: bool, trainer_class: Callable[..., StepTrainer]
+) -> Iterator[StepTrainer]:
+    """The trainer of single steps, with the operations that a GPU or a CPU chooses."""
+    with tempfile.TemporaryDirectory() as folder, like_cuda() if as_on_gpu else nullcontext():
+        trainer = step_trainer(model, step_arguments(run, folder), trainer_class)
+        if as_on_gpu:
+            for group in trainer.optimizer.param_groups:
+                group["foreach"] = not group.get("fused")
+        yield trainer
 
 
 def step_arguments(run: RunConfig, folder: str) -> transformers.TrainingArguments:
@@ -356,6 +583,8 @@ def step_arguments(run: RunConfig, folder: str) -> transformers.TrainingArgument
         parallel="single",
         devices=1,
         stages=0,
+        micro_batches=1,
+        device_map="balanced",
         attention="eager",
         report_to="none",
     )
@@ -363,18 +592,29 @@ def step_arguments(run: RunConfig, folder: str) -> transformers.TrainingArgument
 
 
 def take_step(
-    trainer: Trainer, model: torch.nn.Module, optimizer: Any, inputs: dict[str, torch.Tensor], tracker: Watch
+    trainer: StepTrainer, model: torch.nn.Module, optimizer: Any, inputs: dict[str, torch.Tensor], tracker: Watch
 ) -> None:
     """One optimizer step as the Trainer takes it, told to the tracker phase by phase."""
     tracker.enter("load")
     tracker.enter("forward: embeddings")
-    with at_backward(trainer, lambda: tracker.enter("backward: head and loss")):
+    with at_backward(trainer, lambda: tracker.enter(f"backward: {trainer.after_layers}")):
         trainer.training_step(model, dict(inputs), num_items_in_batch=1)
     tracker.enter("optimizer: clipping and step", "optimizer")
     if trainer.args.max_grad_norm:
         trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
     optimizer.step()
     model.zero_grad()
+
+
+def take_stage_step(trainer: PipelineTrainer, batch: dict[str, torch.Tensor], tracker: Watch) -> None:
+    """One optimizer step of a stage as `PipelineTrainer` takes it, told to the tracker phase by phase."""
+    tracker.enter("load", "buffers")  # what the schedule receives into; its clock tells of the passes
+    trainer.pipeline.train_step(batch, 1.0)
+    tracker.enter("optimizer: tied weights and clipping", "buffers")
+    trainer.complete_gradients()
+    tracker.enter("optimizer: step", "optimizer")
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
 
 
 def at_backward(trainer: Trainer, act: Callable[[], None]) -> AbstractContextManager:
@@ -388,7 +628,7 @@ def at_backward(trainer: Trainer, act: Callable[[], None]) -> AbstractContextMan
     return mock.patch.object(trainer.accelerator, "backward", announced)
 
 
-def mark_segments(model: torch.nn.Module, tracker: Watch) -> None:
+def mark_segments(model: torch.nn.Module, tracker: Watch, after_layers: str = StepTrainer.after_layers) -> None:
     """Have the tracker enter a segment where a stack's first, middle and last layers begin, forward and backward.
 
     A layer's `__call__` is wrapped, not its `forward`: gradient checkpointing happens inside it.
@@ -397,10 +637,11 @@ def mark_segments(model: torch.nn.Module, tracker: Watch) -> None:
         if isinstance(stack, torch.nn.ModuleList) and isinstance(stack[0], GradientCheckpointingLayer):
             for number, layer in enumerate(stack):
                 place = {0: "first layer", len(stack) - 1: "last layer"}.get(number, "middle layers")
-                _mark(layer, f"{name.rpartition('model.')[2]}, {place}", number == len(stack) - 1, tracker)
+                _mark(layer, f"{name.rpartition('model.')[2]}, {place}", tracker)
+            _mark_end(stack[-1], after_layers, tracker)
 
 
-def _mark(layer: torch.nn.Module, place: str, is_last: bool, tracker: Watch) -> None:
+def _mark(layer: torch.nn.Module, place: str, tracker: Watch) -> None:
     class Marked(type(layer)):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             tracker.enter(f"forward: {place}")
@@ -408,8 +649,16 @@ def _mark(layer: torch.nn.Module, place: str, is_last: bool, tracker: Watch) -> 
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
                 hidden.register_hook(lambda gradient: tracker.enter(f"backward: {place}"))
-            if is_last:
-                tracker.enter("forward: head and loss")
+            return output
+
+    layer.__class__ = Marked
+
+
+def _mark_end(layer: torch.nn.Module, after_layers: str, tracker: Watch) -> None:
+    class Marked(type(layer)):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().__call__(*args, **kwargs)
+            tracker.enter(f"forward: {after_layers}")
             return output
 
     layer.__class__ = Marked
@@ -425,19 +674,26 @@ def watch_gradients(model: torch.nn.Module, tracker: MemoryTracker) -> None:
 @contextmanager
 def one_of_many_ranks(model: torch.nn.Module, world_size: int) -> Iterator[DistributedDataParallel]:
     """`model` as rank 0 of `world_size` under DDP, with collectives that send nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     # what DDP does when it is made would read the other ranks' weights
     nothing = dict.fromkeys(
         ("_verify_param_shape_across_processes", "_sync_module_states"), lambda *args, **kwargs: None
     )
-    try:
+    with fake_group(0, world_size):
         with mock.patch.multiple(torch.nn.parallel.distributed, **nothing):
             wrapped = DistributedDataParallel(model)
         wrapped.register_comm_hook(None, _send_nothing)
         wrapped.reducer = _ReducerWithoutRebuild(wrapped.reducer)
         yield wrapped
+
+
+@contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """A process group as rank `rank` sees it, which sends and receives nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
     finally:
         torch.distributed.destroy_process_group()
 
@@ -481,22 +737,36 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
 
 
 def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
-    """The dry run's phases and parts in GiB, for a terminal."""
-    result = dry_run(run, batch)
+    """The dry run's phases and parts in GiB, for a terminal; of a divided model for each device."""
+    shape = f"{batch.rows} rows of {batch.length} tokens, logits at {batch.labelled} positions ({where_from})"
+    way = run.parallel
+    if run.parallel == "pp":
+        way = f"pp ({run.schedule}, {run.micro_batches} micro-batches)"
+    lines = [
+        f"{run.technique} of {run.model}, {run.precision}, checkpointing {run.gradient_checkpointing}, {way}: {shape}"
+    ]
+    if not divides_layers(run):
+        return "\n".join([*lines, *report_of_device(dry_run(run, batch)), verdict(run, batch)])
+    plan = place_stages(run, batch).plan
+    for number, (device, share) in enumerate(zip(dry_runs_of_shares(run, batch), plan.shares, strict=True)):
+        ends = ", embeddings" * share.has_embeddings + ", head" * share.has_head
+        lines += [f"device {number}: {sum(share.layers)} layers{ends}", *report_of_device(device)]
+        lines.append(verdict_of_device(plan, number))
+    return "\n".join(lines)
+
+
+def report_of_device(device: DryRun) -> list[str]:
+    """Phases, parts and peak."""
     rows = [
         [phase, segment.partition(": ")[2], *(f"{parts[part] / GIB:.3f}" for part in PARTS), f"{_sum_gib(parts):.3f}"]
-        for phase, (segment, parts) in result.phases().items()
+        for phase, (segment, parts) in device.phases().items()
     ]
-    shape = f"{batch.rows} rows of {batch.length} tokens, logits at {batch.labelled} positions ({where_from})"
-    return "\n".join([
-        f"{run.technique} of {run.model}, {run.precision}, checkpointing {run.gradient_checkpointing}, {run.parallel}: "
-        f"{shape}",
+    return [
         tabulate(rows, ["phase", "highest in", *PARTS, "GiB"], tablefmt="rounded_outline", disable_numparse=True,
                  colalign=("left", "left", *["right"] * (len(PARTS) + 1))),
-        f"peak of allocated memory: {result.peak_gib:.3f} GiB per device, in {result.peak_segment}; a GPU's own "
+        f"peak of allocated memory: {device.peak_gib:.3f} GiB per device, in {device.peak_segment}; a GPU's own "
         "context and gaps between blocks come on top",
-        verdict(run, batch),
-    ])  # fmt: skip
+    ]  # fmt: skip
 
 
 def verdict(run: RunConfig, batch: BatchShape) -> str:
@@ -505,10 +775,15 @@ def verdict(run: RunConfig, batch: BatchShape) -> str:
         plan = plan_run(run, batch)
     except BadInputError as unknown:
         return f"no verdict: {unknown}"
-    memory, gpu = plan.devices[0], plan.cluster.gpus[0]
+    return verdict_of_device(plan, 0)
+
+
+def verdict_of_device(plan: Plan, number: int) -> str:
+    """What the closed form says of one device, and whether it holds its part."""
+    memory, gpu = plan.devices[number], plan.cluster.gpus[number]
     return (
         f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB "
-        f"on {gpu.name}: {'fits' if plan.fits else 'does not fit'}"
+        f"on {gpu.name}: {'fits' if memory.peak_gib <= gpu.memory_gib else 'does not fit'}"
     )
 
 

@@ -344,11 +344,29 @@ class _DeviceSums:
     def highest(self) -> DeviceMemory:
         """The moment with the most bytes, and its terms."""
         resting = self.weights() + self.optimizer_states() + self.buffers()
-        before_backward = [
+        moments = {**self.forward_moments(), **self.backward_moments(), **self.step_moments()}
+        if self.share.in_flight > 1 and not self.gradients_before_backward():
+            # the second backward pass: one micro-batch has gone, and left all gradients
+            later = _DeviceSums(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
+            moments |= {f"{name}, later": terms for name, terms in later.backward_moments().items()}
+        name = max(moments, key=lambda moment: sum(term.count for term in moments[moment]))
+        terms = tuple(term for term in (*resting, *moments[name]) if term.count)
+        return DeviceMemory(name, terms)
+
+    def before_backward(self) -> list[Term]:
+        """What waits when the backward pass begins."""
+        return [
             *self.gradients_before_backward(), *self.layers_saved(), *self.ends_saved(), *self.ends_waiting(),
         ]  # fmt: skip
-        moments = {
-            "forward of the loss": [*before_backward, *self.loss_forward()],
+
+    def forward_moments(self) -> dict[str, list[Term]]:
+        """The end of the forward pass of the last micro-batch in flight."""
+        return {"forward of the loss": [*self.before_backward(), *self.loss_forward()]}
+
+    def backward_moments(self) -> dict[str, list[Term]]:
+        """From the loss to the embeddings."""
+        before_backward = self.before_backward()
+        return {
             "loss": [*before_backward, *self.loss()],
             "backward of the head": [*before_backward, *self.head_backward()],
             "backward of the last layer": [
@@ -371,11 +389,14 @@ class _DeviceSums:
                 *self.ends_waiting(),
                 *self.embeddings_backward(),
             ],
+        }
+
+    def step_moments(self) -> dict[str, list[Term]]:
+        """After all passes."""
+        return {
+            "sum of the tied gradients": [*self.gradients(), *self.tied_gradient_received()],
             "optimizer step": [*self.gradients(), *self.optimizer_step()],
         }
-        name = max(moments, key=lambda moment: sum(term.count for term in moments[moment]))
-        terms = tuple(term for term in (*resting, *moments[name]) if term.count)
-        return DeviceMemory(name, terms)
 
     # -- what is there all the time
 
@@ -699,9 +720,14 @@ class _DeviceSums:
         return [Term("logits", what, f"P V {each}", each * self.positions * self.architecture.vocab)]
 
     def loss_forward(self) -> list[Term]:
-        """Logits in the arithmetic's format and in fp32, and log-probabilities; autocast's cache at its largest."""
+        """Logits in the arithmetic's format and in fp32, and log-probabilities; autocast's cache at its largest.
+
+        With pp the loss comes when autocast's cache has gone, and never takes more than in its backward pass.
+        """
         terms = []
-        if self.share.has_head:
+        if self.share.has_head and self.job.parallel == "pp":
+            terms += [*self._logits("logits"), *self._head_copy()]
+        elif self.share.has_head:
             a, count = self.job.arithmetic_bytes, self.positions * self.architecture.vocab
             each = 8 if a == 4 else a + 8
             terms += [Term("logits", "logits and log-probabilities", f"P V {each}", each * count), *self._head_copy()]
@@ -750,12 +776,23 @@ class _DeviceSums:
         return terms
 
     def embeddings_backward(self) -> list[Term]:
-        """The embeddings' gradient and, where they are tied, its sum with the head's, which waits beside it."""
-        holds_both = self.share.has_embeddings and self.share.has_head
-        if not self.job.trains_all or not self.architecture.tied or not holds_both:
+        """The embeddings' gradient, where another one waits beside it: the head's, or an earlier micro-batch's."""
+        if not self.job.trains_all or not self.share.has_embeddings:
             return []
         size = self.architecture.embedding_parameters * self.job.trained_bytes
-        return [_activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size)]
+        if self.architecture.tied and self.share.has_head:
+            return [_activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size)]
+        if self.gradients_before_backward():
+            return [_activations("gradient of the embeddings, before it is added", "V H w", size)]
+        return []
+
+    def tied_gradient_received(self) -> list[Term]:
+        """With pp first and last stage each have a copy of tied embeddings, and send each other its gradient."""
+        has_copy = self.share.has_embeddings != self.share.has_head
+        if self.job.parallel != "pp" or not self.job.trains_all or not self.architecture.tied or not has_copy:
+            return []
+        size = self.architecture.embedding_parameters * self.job.trained_bytes
+        return [Term("buffers", "the other end's gradient of the tied embeddings", "V H w", size)]
 
     def optimizer_step(self) -> list[Term]:
         """Optimizers that are not fused work on lists: one more state's worth."""

@@ -145,9 +145,14 @@ class StageModule(torch.nn.Module):
 
     @property
     def hidden_dtype(self) -> torch.dtype:
-        """Of hidden states between stages; under autocast layer norms, which end an encoder's layers, give fp32."""
-        ends_with_layer_norm = not hasattr(self.causal.base_model, "embed_tokens")
-        return torch.float32 if self.autocast_dtype and ends_with_layer_norm else self.causal.dtype
+        """Of hidden states between stages."""
+        return hidden_dtype(self.causal, autocasts=self.autocast_dtype is not None)
+
+
+def hidden_dtype(model: PreTrainedModel, autocasts: bool) -> torch.dtype:
+    """Of hidden states between layers; under autocast layer norms, which end an encoder's layers, give fp32."""
+    ends_with_layer_norm = not hasattr(model.base_model, "embed_tokens")
+    return torch.float32 if autocasts and ends_with_layer_norm else model.dtype
 
 
 # -- passes

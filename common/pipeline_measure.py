@@ -31,7 +31,7 @@ def ideal_idle_share(stages: int, micro_batches: int) -> float:
 
 def measure_pipeline(
     trainer: PipelineTrainer, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] | None = None
-) -> dict[str, object]:
+) -> dict[str, object] | None:
     """Step times of GPipe, 1F1B and naive model parallel on the same batches, idle shares, and what was allowed.
 
     Forward and backward passes only; every way in turn, `rounds` times, medians. What is allowed is the bubble's

@@ -234,9 +234,11 @@ def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
     """`gradient`, which becomes the sum of the first and the last stage's."""
     other = rank.world_size - 1 if rank.is_main else 0
     received = torch.empty_like(gradient)
-    sent = dist.isend(gradient, other)
-    dist.recv(received, other)
-    sent.wait()
+    # in one batch: on GPUs both ends would else wait in their sending for the other's receiving
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, gradient, other), dist.P2POp(dist.irecv, received, other)]
+    ):
+        work.wait()
     return gradient.add_(received)
 
 

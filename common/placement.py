@@ -23,12 +23,12 @@ from common.device_maps import (
     shares_of_map,
 )
 from common.hardware import GIB, Gpu, cpu_device, find_gpu, gpu_here
-from common.memory_plan import BatchShape, Job, Share
+from common.memory_plan import BatchShape, Job
 from common.models import any_shape_config, weight_dtype
-from common.planner import LARGEST_BATCH, Plan, job_of_run, make_plan, plan_run
+from common.planner import Plan, job_of_run, make_plan, plan_run
 from common.run_config import BadInputError, RunConfig
 from common.run_record import PLAN_TOLERANCE, kept_records
-from common.time_plan import Cluster, calibration_from, with_rows
+from common.time_plan import Cluster, calibration_from
 
 StageMap = dict[str, int]
 """Which stage, and so which device, holds which module."""
@@ -63,8 +63,7 @@ def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> P
     """
     architecture, job, gpus = _divided(run, batch, gpu)
     stage_map = _stage_map(run, run.device_map, architecture, job, gpus)
-    shares = shares_of_map(architecture, stage_map, len(gpus))
-    divided = _plan_of(architecture, job, gpus, shares)
+    divided = _plan_of(run.device_map, architecture, job, gpus, stage_map)
     return Placement(stage_map, divided if run.devices > 1 else plan_run(run, batch, gpu), divided)
 
 
@@ -83,34 +82,61 @@ def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, g
     if way == "even":
         return device_map_of(architecture, even_shares(architecture, job, gpus), numbers)
     if way == "auto":
-        return auto_map(run, gpus)
+        chosen = _for_each_module(architecture, auto_map(run, gpus), len(gpus))
+        _check_every_device_has_layers(architecture, chosen, len(gpus))
+        return chosen
     brought = read_device_map(way)
     model = model_without_weights(run)
     tied = [] if run.parallel == "pp" else list(model.all_tied_weights_keys.items())
-    check_device_map(brought, [name for name, _ in model.named_parameters()], tied, len(gpus))
-    return _contiguous(architecture, brought, len(gpus)) if run.parallel == "pp" else _numbered(brought)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    check_device_map(brought, names, tied, len(gpus))
+    stage_map = _for_each_module(architecture, _numbered(brought), len(gpus))
+    if run.parallel == "pp":
+        _check_contiguous(architecture, stage_map, len(gpus))
+    return stage_map
 
 
 def _numbered(device_map: dict[str, str | int]) -> StageMap:
     return {name: int(str(device).removeprefix("cuda:")) for name, device in device_map.items()}
 
 
-def _contiguous(architecture: Architecture, device_map: dict[str, str | int], stages: int) -> StageMap:
-    """The same map with an entry for each layer, if a pipeline's stages can hold it.
+def _for_each_module(architecture: Architecture, stage_map: StageMap, stages: int) -> StageMap:
+    """The same map with an entry for each layer: others stand for several, or for a part."""
+    every = device_map_of(architecture, shares_of_map(architecture, stage_map, stages), range(stages))
+    entries = sorted(stage_map, key=len, reverse=True)
+    return {name: next((stage_map[entry] for entry in entries if _begins(entry, name)), every[name]) for name in every}
+
+
+def _check_every_device_has_layers(architecture: Architecture, stage_map: StageMap, stages: int) -> None:
+    """Refuse what Accelerate does where embeddings are large.
+
+    Raises:
+        BadInputError: a device gets no layer.
+    """
+    for number, share in enumerate(shares_of_map(architecture, stage_map, stages)):
+        if not any(share.layers):
+            raise BadInputError(
+                f"device_map is auto, but Accelerate gives device {number} of {stages} no layer of "
+                f"{architecture.name}: pass --device_map balanced, or take fewer devices."
+            )
+
+
+def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: int) -> None:
+    """Refuse a map that a pipeline's stages cannot hold.
 
     Raises:
         BadInputError: the stages do not follow each other from the embeddings to the head.
     """
-    brought = _numbered(device_map)
-    stage_map = device_map_of(architecture, shares_of_map(architecture, device_map, stages), range(stages))
-    for name, stage in stage_map.items():
-        held_by = next(brought[entry] for entry in sorted(brought, key=len, reverse=True) if _begins(entry, name))
-        if held_by != stage and not name.endswith("rotary_emb"):
+    shares = [
+        replace(share, has_embeddings=stage == 0, has_head=stage == stages - 1)
+        for stage, share in enumerate(shares_of_map(architecture, stage_map, stages))
+    ]
+    for name, stage in device_map_of(architecture, shares, range(stages)).items():
+        if stage_map[name] != stage and not name.endswith("rotary_emb"):
             raise BadInputError(
-                f"The device map has {name} on {held_by}, but a pipeline's stages follow each other, from embeddings "
-                f"to head; with as many layers on each it would be on {stage}."
+                f"The device map has {name} on {stage_map[name]}, but a pipeline's stages follow each other, from "
+                f"embeddings to head; with as many layers on each it would be on {stage}."
             )
-    return stage_map
 
 
 def _begins(entry: str, name: str) -> bool:
@@ -189,37 +215,34 @@ def check_fits(plan: Plan) -> None:
 def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:
     """Accelerate's map, an even split and the balanced one side by side: layers, peak per device, largest batch.
 
-    Every figure is projected.
+    Every figure is projected. Accelerate's map is left out where it gives a device no layer.
     """
     architecture, job, gpus = _divided(run, batch, gpu)
     ways = [way for way in WAYS if way != "auto" or run.parallel == "mp"]
     rows = []
     for way in dict.fromkeys([*ways, run.device_map]):
-        shares = shares_of_map(architecture, _stage_map(run, way, architecture, job, gpus), len(gpus))
-        plan = _plan_of(architecture, job, gpus, shares)
+        try:
+            stage_map = _stage_map(run, way, architecture, job, gpus)
+        except BadInputError:
+            if way == run.device_map:
+                raise
+            continue
+        plan = _plan_of(way, architecture, job, gpus, stage_map)
         rows.append({
             "Device map": way,
-            "Layers per device": " / ".join(str(sum(share.layers)) for share in shares),
+            "Layers per device": " / ".join(str(sum(share.layers)) for share in plan.shares),
             "Embeddings, head": ", ".join(
-                str(next(n for n, share in enumerate(shares) if getattr(share, end)))
+                str(next(n for n, share in enumerate(plan.shares) if getattr(share, end)))
                 for end in ("has_embeddings", "has_head")
             ),
             "Peak per device (GiB)": " / ".join(f"{memory.peak_gib:.2f}" for memory in plan.devices),
             "Highest (GiB)": f"{max(memory.peak_gib for memory in plan.devices):.2f}",
-            "Largest batch": str(largest_batch(architecture, job, gpus, shares)),
+            "Largest batch": str(plan.max_batch_size),
         })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def _plan_of(architecture: Architecture, job: Job, gpus: Sequence[Gpu], shares: Sequence[Share]) -> Plan:
+def _plan_of(way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
+    """The plan with layers where `stage_map` has them; a balanced map is balanced anew for the largest batch."""
+    shares = None if way == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
     return make_plan(architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records()), shares)
-
-
-def largest_batch(architecture: Architecture, job: Job, gpus: Sequence[Gpu], shares: Sequence[Share]) -> int:
-    """The most rows that fit with the layers where they are; 0 = none."""
-    step, low, high = job.micro_batches, 0, LARGEST_BATCH // job.micro_batches
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = _plan_of(architecture, with_rows(job, middle * step), gpus, shares).fits
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low * step

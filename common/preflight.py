@@ -3,10 +3,10 @@
     python -m common.preflight 2.1_lora_finetuning/run_0_cpu_x1
     python -m common.preflight 2.2_lora_finetuning_with_ddp/run_1_a6000_48g_x2 --seq-len 1024 --batch_size 4
 
-Settings, model, data and plan are checked first. Then every rank builds the model with random weights of its real shape
-(nothing is downloaded), takes three optimizer steps on the longest batch that can come up, validates one batch, and
-saves and reloads what it trained. What was measured is called so; the rest is projected. Nothing is written into the
-repository.
+Settings, model, data and plan are checked first. Then every rank builds the model, or its stage, with random weights of
+its real shape (nothing is downloaded), takes three optimizer steps on the longest batch that can come up, validates one
+batch, and saves and reloads what it trained. What was measured is called so; the rest is projected. Nothing is written
+into the repository.
 
 Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question is wrong.
 """
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -28,7 +29,7 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from tabulate import tabulate
 from torch.utils.data import Sampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from common.architectures import UnknownArchitectureError, read_architecture
 from common.data import Tokens, load_splits, longest_batch, tokenize_rows
@@ -48,12 +49,12 @@ from common.launch import (
     BAD_INPUT_EXIT_CODE,
     SPEAK_FIRST_S,
     Rank,
-    check_inputs,
+    check_settings_and_data,
     detect_launcher,
     rank_started,
     torchrun_command,
 )
-from common.memory_plan import OPTIMIZER_BYTES
+from common.memory_plan import OPTIMIZER_BYTES, BatchShape
 from common.models import (
     EMBEDDED_BASE,
     add_lora,
@@ -62,11 +63,15 @@ from common.models import (
     load_tokenizer,
     next_token_logits,
     shape_config,
+    train_linear_layers,
 )
+from common.pipeline import Pipeline, StageModule, add_lora_to_stage, load_stage
+from common.pipeline_training import PipelineTrainer, save_parts
+from common.placement import StageMap, place_stages
 from common.planner import LARGEST_BATCH, Plan, plan_run, why
 from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
 from common.siblings import literal_of
-from common.training import CountingTrainer, trainer_of_rows, training_arguments
+from common.training import CountingTrainer, give_up, trainer_of_rows, training_arguments
 
 STEPS = 3
 """Optimizer steps; the first one also warms up, so that the last two are timed."""
@@ -174,14 +179,29 @@ def unknown_to_planner(run: RunConfig) -> str:
     return ""
 
 
+def place_and_plan(run: RunConfig, batch: BatchShape) -> tuple[StageMap, Plan | None]:
+    """Which stage holds which layers, with mp and pp, and the plan; None: the planner does not know something.
+
+    Raises:
+        BadInputError: layers cannot be placed, say because of what the planner does not know.
+    """
+    unknown = unknown_to_planner(run)
+    if run.parallel not in ("mp", "pp"):
+        return {}, None if unknown else plan_run(run, batch, device_of(run))
+    if unknown:
+        raise BadInputError(f"Layers are placed by their planned memory, but {unknown}.")
+    placement = place_stages(run, batch, device_of(run))
+    return placement.stage_map, placement.plan
+
+
 def total_steps(run: RunConfig, row_count: int | None) -> int | None:
     """Optimizer steps of the whole run; None where the number of rows, and so of steps, is not known."""
     if run.max_steps > 0:
         return run.max_steps
     if row_count is None:
         return None
-    micro_batches = -(-row_count // (run.batch_size * run.world_size))
-    return run.epochs * -(-micro_batches // run.accumulation_steps)
+    batches = -(-row_count // (run.batch_size * run.data_parallel_ranks))
+    return run.epochs * -(-batches // run.accumulation_steps)
 
 
 # -- on the devices
@@ -190,37 +210,43 @@ def total_steps(run: RunConfig, row_count: int | None) -> int | None:
 class RepeatedBatch(Sampler[list[int]]):
     """The same batch again and again: every row of the data set, in order."""
 
-    def __init__(self, row_count: int, times: int) -> None:
-        """`times`: batches of the one epoch."""
-        self.row_count, self.times = row_count, times
+    def __init__(self, row_count: int, steps: int, accumulation_steps: int) -> None:
+        """`steps`: optimizer steps of the one epoch."""
+        self.row_count, self.step_count, self.accumulation_steps = row_count, steps, accumulation_steps
 
     def set_epoch(self, epoch: int) -> None:
         """Every epoch is alike."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batch, `times` times."""
-        for _ in range(self.times):
+        """The batch, as often as steps and accumulation need it."""
+        for _ in range(len(self)):
             yield list(range(self.row_count))
+
+    def steps(self) -> Iterator[list[int]]:
+        """The rows of each optimizer step."""
+        for _ in range(self.step_count):
+            yield list(range(self.row_count)) * self.accumulation_steps
 
     def __len__(self) -> int:
         """Batches of the epoch."""
-        return self.times
+        return self.step_count * self.accumulation_steps
 
 
 class StepClock(TrainerCallback):
     """When each optimizer step ended."""
 
-    def __init__(self, device: str) -> None:
-        """`device` (`cpu`, `cuda:0`) is waited for before the clock is read."""
-        self.device = device
+    def __init__(self, devices: Sequence[str]) -> None:
+        """`devices` (`cpu`, `cuda:0`) are waited for before the clock is read."""
+        self.devices = devices
         self.ends_s: list[float] = []
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Note the time."""
-        if self.device != "cpu":
-            torch.cuda.synchronize(self.device)
+        for device in self.devices:
+            if device != "cpu":
+                torch.cuda.synchronize(device)
         self.ends_s.append(time.perf_counter())
 
     @property
@@ -231,8 +257,9 @@ class StepClock(TrainerCallback):
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured; memory in GiB, on CPU of the process (RSS), on a GPU as PyTorch allocates it."""
+    """What a rank measured on one of its devices; memory in GiB, on CPU of the process (RSS), else as allocated."""
 
+    rank: int
     device: str
     peak_gib: float
     """Of the training steps."""
@@ -241,7 +268,7 @@ class Measured:
     step_time_s: float
     validation_time_s: float
     logit_difference: float
-    """Largest absolute one between what was trained and what was reloaded; rank 0 alone reloads."""
+    """Largest absolute one between what was trained and what was reloaded; one rank reloads, others have 0."""
 
 
 @contextmanager
@@ -255,9 +282,10 @@ def phase(name: str, rank: Rank, remedy: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         if not rank.is_main:
             time.sleep(SPEAK_FIRST_S)  # torchrun ends the others once one has gone: one sentence is enough
-        memory = read_memory(rank.device)
+        memories = {device: read_memory(device) for device in rank.devices}
+        device, memory = max(memories.items(), key=lambda pair: pair[1].peak_gib / pair[1].total_gib)
         print(
-            f"error: {name}: out of memory on {rank.device}, {memory.peak_gib:.1f} of {memory.total_gib:.1f} GiB "
+            f"error: {name}: out of memory on {device}, {memory.peak_gib:.1f} of {memory.total_gib:.1f} GiB "
             f"allocated; {remedy}.",
             file=sys.stderr,
         )
@@ -266,24 +294,30 @@ def phase(name: str, rank: Rank, remedy: str) -> Iterator[None]:
         print(f"{name}: {time.perf_counter() - start_s:.1f} s")
 
 
-def planned_gib(plan: Plan, rank: int) -> float:
-    """What the plan says of the memory that `Measured` has: of the whole process on CPU, on a GPU without overhead."""
-    memory = plan.devices[rank]
-    return memory.peak_gib if plan.cluster.gpus[rank].name == CPU_DEVICE else memory.allocated_gib
+def planned_gib(plan: Plan, number: int) -> float:
+    """What the plan says of the memory that `Measured` has: of the whole process on CPU, on a GPU without overhead.
+
+    `number` counts devices, and so with one device each, ranks.
+    """
+    memory = plan.devices[number]
+    return memory.peak_gib if plan.cluster.gpus[number].name == CPU_DEVICE else memory.allocated_gib
 
 
 def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
     """What to do when a batch of so many rows runs out of memory: what fits by the plan, or half where it was wrong."""
     said = f"the plan said {max(memory.peak_gib for memory in plan.devices):.1f} GiB, " if plan else ""
-    fitting = plan.max_batch_size if plan and not plan.fits else rows // 2
+    half = rows // 2 - rows // 2 % run.micro_batches
+    fitting = plan.max_batch_size if plan and not plan.fits else half
     if fitting == 0:
         return f"{said}and not even one row fits: set gradient_checkpointing, lower --max_length, or use larger devices"
     accumulated = -(-rows * run.accumulation_steps // fitting)
     return f"{said}try --batch_size {fitting} --accumulation_steps {accumulated}"
 
 
-def measure(run: RunConfig, rows: Rows, plan: Plan | None, rank: Rank, folder: Path) -> Measured:
-    """Build, train, validate, save and reload on this rank's device; `folder` takes what is saved.
+def measure(
+    run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None, rank: Rank, folder: Path
+) -> list[Measured]:
+    """Build, train, validate, save and reload on this rank's devices; `folder` takes what is saved, of all ranks.
 
     Raises:
         SystemExit: memory ran out; the sentence has been said.
@@ -291,76 +325,112 @@ def measure(run: RunConfig, rows: Rows, plan: Plan | None, rank: Rank, folder: P
     """
     elsewhere = "see in nvidia-smi what else is on the device, or use a smaller --model"
     with phase("build model", rank, elsewhere):
-        trainer = trainer_of_longest_batch(run, rows, rank, folder)
-        clock = StepClock(rank.device)
+        trainer = trainer_of_longest_batch(run, rows, stage_map, rank, folder)
+        clock = StepClock(rank.devices)
         trainer.add_callback(clock)
     with phase(f"{STEPS} steps on the longest batch", rank, smaller_batch(run, len(rows.train), plan)):
         _forget_peak(rank)
         trainer.train()
-        training = read_memory(rank.device)
+        training = [read_memory(device) for device in rank.devices]
     fewer = f"validation needs the logits of whole rows: pass --evaluation_batch_size {len(rows.validation) // 2 or 1}"
     with phase("validation of one batch", rank, fewer):
         validation, validation_time_s = validate(trainer, rank)
     with phase("save and reload", rank, elsewhere):
-        difference = save_and_reload(run, trainer, rank, folder)
-    return Measured(
-        rank.device,
-        training.peak_gib,
-        validation.peak_gib,
-        training.total_gib / (rank.world_size if rank.device == "cpu" else 1),
-        clock.step_time_s,
-        validation_time_s,
-        difference,
-    )
+        difference = save_and_reload(run, trainer, stage_map, rank, folder)
+    return [
+        Measured(
+            rank.rank,
+            device,
+            trained.peak_gib,
+            validated.peak_gib,
+            trained.total_gib / (rank.world_size if device == "cpu" else 1),
+            clock.step_time_s,
+            validation_time_s,
+            difference,
+        )
+        for device, trained, validated in zip(rank.devices, training, validation, strict=True)
+    ]
 
 
 def _forget_peak(rank: Rank) -> None:
-    if rank.device != "cpu":  # a process's peak cannot be reset
-        forget_peak(rank.device)
+    for device in rank.devices:
+        if device != "cpu":  # a process's peak cannot be reset
+            forget_peak(device)
 
 
-def trainer_of_longest_batch(run: RunConfig, rows: Rows, rank: Rank, folder: Path) -> CountingTrainer:
-    """The run's own trainer, which takes `STEPS` optimizer steps, every micro-batch of them the longest batch."""
-    model = load_base_model(run, whole_model_on(rank.device))
-    if run.technique == "lora":
-        model = add_lora(model, run)
+def trainer_of_longest_batch(
+    run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank, folder: Path
+) -> CountingTrainer:
+    """The run's own trainer, which takes `STEPS` optimizer steps, every micro-batch of them the longest batch.
+
+    `stage_map` says with mp and pp which stage, and so which device, holds which layers.
+    """
+    model, trainer_class = trained_model(run, stage_map, rank), CountingTrainer
+    if run.parallel == "pp":
+        trainer_class = partial(PipelineTrainer, pipeline=Pipeline(StageModule(model, run, rank), run, rank))
     arguments = training_arguments(replace(run, max_steps=STEPS, report_to="none"), folder)
+    arguments.per_device_train_batch_size = len(rows.train)
     arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
     arguments.load_best_model_at_end = False
     # validation is divided among the ranks batch by batch: one for each
-    validation = rows.validation * rank.world_size
-    trainer = trainer_of_rows(model, load_tokenizer(run), rows.train, validation, arguments, rank, [])
-    trainer.batches = RepeatedBatch(len(rows.train), STEPS * run.accumulation_steps)
+    validation = rows.validation * run.data_parallel_ranks
+    tokenizer = load_tokenizer(run)
+    trainer = trainer_of_rows(model, tokenizer, rows.train, validation, arguments, rank, [], trainer_class)
+    trainer.batches = RepeatedBatch(len(rows.train), STEPS, run.accumulation_steps)
     return trainer
 
 
-def validate(trainer: CountingTrainer, rank: Rank) -> tuple[MemoryReading, float]:
-    """Compute the validation loss of one batch per rank; its memory, and its time in seconds."""
+def trained_model(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
+    """The base model, or with pp this rank's stage, with adapters, or with what the run trains switched on."""
+    if run.parallel == "pp":
+        stage = load_stage(run, stage_map, rank)
+        if run.technique == "lora":
+            return add_lora_to_stage(stage, run, stage_map, rank.rank)
+        train_linear_layers(stage, run.target_modules)
+        return stage
+    model = load_base_model(run, device_map_of_rank(run, stage_map, rank))
+    if run.technique == "lora":
+        return add_lora(model, run)
+    train_linear_layers(model, run.target_modules)
+    return model
+
+
+def device_map_of_rank(run: RunConfig, stage_map: StageMap, rank: Rank) -> dict[str, str | int]:
+    """Where a whole model loads: with mp on GPUs divided as the stages are, else on this rank's one device."""
+    return stage_map if len(rank.devices) > 1 else whole_model_on(rank.device)
+
+
+def validate(trainer: CountingTrainer, rank: Rank) -> tuple[list[MemoryReading], float]:
+    """Compute the validation loss of one batch per rank; memory of each device, and the time in seconds."""
     _forget_peak(rank)
     start_s = time.perf_counter()
-    trainer.evaluate()  # ends with figures on the host, so that the device has finished
-    return read_memory(rank.device), time.perf_counter() - start_s
+    trainer.evaluate()  # ends with figures on the host, so that the devices have finished
+    return [read_memory(device) for device in rank.devices], time.perf_counter() - start_s
 
 
-def save_and_reload(run: RunConfig, trainer: CountingTrainer, rank: Rank, folder: Path) -> float:
-    """Save the adapter, or the model, and load it again on rank 0: the largest absolute difference of logits.
+def save_and_reload(run: RunConfig, trainer: CountingTrainer, stage_map: StageMap, rank: Rank, folder: Path) -> float:
+    """Save the adapter, or the model, and load it again on one rank: the largest absolute difference of logits.
 
-    The trained model is given up, so that a device holds one model at a time.
+    With pp that is the last one, which has the logits of all stages. The trained model is given up, so that a device
+    holds one model at a time.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
     trained = trainer.accelerator.unwrap_model(trainer.model)
-    batch = trainer.data_collator(trainer.eval_dataset[:1])
-    expected = next_token_logits(trained, batch)
-    if rank.is_main:
-        trained.save_pretrained(folder)
-    trained.to("meta")
-    if run.device == "cuda":
-        torch.cuda.empty_cache()
-    if not rank.is_main:
+    if isinstance(trainer, PipelineTrainer):
+        batch = trainer.collated(trainer.eval_dataset[:1])
+        expected = trainer.pipeline.logits(batch)
+        save_parts(trained, folder, rank)
+    else:
+        batch = trainer.data_collator(trainer.eval_dataset[:1])
+        expected = next_token_logits(trained, batch) if rank.is_main else None
+        if rank.is_main:
+            trained.save_pretrained(folder)
+    give_up(trained, run)
+    if expected is None:
         return 0.0
-    device_map = whole_model_on(rank.device)
+    device_map = device_map_of_rank(run, stage_map, rank)
     if run.technique == "lora":
         what, reloaded = "adapter", PeftModel.from_pretrained(load_base_model(run, device_map), folder)
     else:
@@ -368,10 +438,11 @@ def save_and_reload(run: RunConfig, trainer: CountingTrainer, rank: Rank, folder
     return check_equal_logits(expected, next_token_logits(reloaded, batch), what, run.precision)
 
 
-def measure_all(run: RunConfig, rows: Rows, plan: Plan | None) -> list[Measured]:
-    """`measure` as one rank of the world; what all ranks measured, in their order, on every rank."""
-    with rank_started(run) as rank, tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        return gather_object([measure(run, rows, plan, rank, Path(folder))])
+def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None) -> list[Measured]:
+    """`measure` as one rank of the world; what all devices measured, in their order, on every rank."""
+    with rank_started(run) as rank, tempfile.TemporaryDirectory(prefix="preflight-") as own_folder:
+        folder = Path(gather_object([own_folder])[0])  # stages save parts of one model
+        return gather_object(measure(run, rows, stage_map, plan, rank, folder))
 
 
 # -- the answer
@@ -385,8 +456,12 @@ def announcement(run: RunConfig, rows: Rows, plan: Plan | None) -> str:
     if plan is None:
         return f"{tried}\nno plan: {unknown_to_planner(run)}"
     memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    layers, where = "", "per device"
+    if plan.job.parallel in ("mp", "pp"):
+        layers = f"layers on each stage: {', '.join(str(sum(share.layers)) for share in plan.shares)}\n"
+        where = "on the fullest device"
     return (
-        f"{tried}\nplanned for {gpu.name}: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB per device, "
+        f"{tried}\n{layers}planned for {gpu.name}: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB {where}, "
         f"{planned_step_s(run, plan):.3g} s per step; {why(plan)}"
     )
 
@@ -397,12 +472,12 @@ def planned_step_s(run: RunConfig, plan: Plan) -> float:
 
 
 def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
-    """Memory of the training step, planned and measured, one row per rank."""
+    """Memory of the training step, planned and measured, one row per device of each rank."""
     rows = []
-    for rank, found in enumerate(measured):
-        planned = planned_gib(plan, rank) if plan else None
+    for number, found in enumerate(measured):
+        planned = planned_gib(plan, number) if plan else None
         rows.append([
-            rank,
+            found.rank,
             found.device,
             "no plan" if planned is None else f"{planned:.2f}",
             f"{found.peak_gib:.2f}",
@@ -416,7 +491,7 @@ def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
 
 def largest_batch(plan: Plan, measured: Sequence[Measured]) -> tuple[int, float]:
     """Rows per rank that fit if every planned byte takes what was measured for it; and measured over planned memory."""
-    factor = max(found.peak_gib / planned_gib(plan, rank) for rank, found in enumerate(measured))
+    factor = max(found.peak_gib / planned_gib(plan, number) for number, found in enumerate(measured))
     devices = tuple(
         replace(gpu, memory_gib=found.capacity_gib / factor)
         for gpu, found in zip(plan.cluster.gpus, measured, strict=True)
@@ -433,20 +508,27 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
         f"memory of the training step ({what}):",
         memory_table(plan, measured),
         *time_lines(run, rows, plan, max(found.step_time_s for found in measured)),
-        *([largest_batch_line(plan, measured)] if plan else []),
+        *([largest_batch_line(run, plan, measured)] if plan else []),
         f"validation: measured {validation_s:.2f} s and a peak of {validation_gib:.2f} GiB for "
-        f"{len(rows.validation)} rows per rank",
-        f"passed: trained, validated, saved and reloaded; logits measured {measured[0].logit_difference:.1e} apart",
+        f"{len(rows.validation)} {rows_unit(run)}",
+        "passed: trained, validated, saved and reloaded; logits measured "
+        f"{max(found.logit_difference for found in measured):.1e} apart",
     ]
     return "\n".join(lines)
 
 
-def largest_batch_line(plan: Plan, measured: Sequence[Measured]) -> str:
+def rows_unit(run: RunConfig) -> str:
+    """What a batch is counted in: stages work on the same rows, ranks else on their own."""
+    return "rows" if run.parallel in ("mp", "pp") else "rows per rank"
+
+
+def largest_batch_line(run: RunConfig, plan: Plan, measured: Sequence[Measured]) -> str:
     """The largest batch in words."""
     rows, factor = largest_batch(plan, measured)
     count = f"{LARGEST_BATCH:,} or more" if rows >= LARGEST_BATCH else f"{rows:,}"
     return (
-        f"largest batch: projected {count} rows per rank, by the plan times measured over planned memory ({factor:.2f})"
+        f"largest batch: projected {count} {rows_unit(run)}, by the plan times measured over planned memory "
+        f"({factor:.2f})"
     )
 
 
@@ -507,15 +589,15 @@ def preflight(arguments: Sequence[str]) -> int:
     options, overrides = parser().parse_known_args(arguments)
     run = replace(parse_overrides(literal_of(options.run_folder), overrides), weights="random")
     if options.seq_len is None:
-        check_inputs(run)
+        check_settings_and_data(run)
         rows = rows_of_run(run)
         check_length(run, rows, "--max_length")
     else:
-        check_inputs(replace(run, data=RunConfig().data))  # the run's own are not needed
+        check_settings_and_data(replace(run, data=RunConfig().data))  # the run's own are not needed
         rows = rows_of_length(run, options.seq_len)
         check_length(run, rows, "--seq-len")
     batch = longest_batch(rows.train, run.batch_size)
-    plan = None if unknown_to_planner(run) else plan_run(run, batch, device_of(run))
+    stage_map, plan = place_and_plan(run, batch)
     if detect_launcher() != "torchrun":
         print(announcement(run, rows, plan))
         if plan and not plan.fits and not options.anyway:
@@ -523,7 +605,7 @@ def preflight(arguments: Sequence[str]) -> int:
             return 1
         if run.world_size > 1:
             start_ranks(run, arguments)
-    measured = measure_all(run, rows, plan)
+    measured = measure_all(run, rows, stage_map, plan)
     if os.environ.get("RANK", "0") == "0":
         print(report(run, rows, plan, measured))
     return 0

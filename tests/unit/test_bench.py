@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import training
+from bench import pipeline, training
 from bench.__main__ import TOOL_NAMES
 from bench.clock import Check, reached, tokens_per_s
 from bench.entries import measured, save, update
@@ -94,6 +94,50 @@ def test_a_tool_that_is_not_there_or_never_gets_there_says_so(monkeypatch: pytes
     late = training.tool_entries("lora", "ours", outcomes({"ours": None})["ours"], "x")[0]
     assert late.value is None
     assert "not reached" in late.name
+
+
+FIGURES = {
+    "speedup": 1.6,
+    "speedup_gpipe": 1.5,
+    "ideal_speedup": 16 / 9,
+    "machine_ceiling": 1.8,
+    "share_of_allowed": 0.86,
+    "naive_factor": 1.01,
+    "small_micro_batches_factor": 1.02,
+    "unequal_stages_factor": 1.03,
+    "sending_and_waiting_factor": 1.12,
+    "ideal_idle_share": 1 / 9,
+    "idle_share": {"naive": [0.5, 0.5], "gpipe": [0.2, 0.15], "1f1b": [0.2, 0.1]},
+    "peak_activations_mib": {"naive": [300.0, 300.0], "gpipe": [280.0, 290.0], "1f1b": [80.0, 40.0]},
+}
+
+
+@pytest.mark.parametrize(("share", "holds"), [(0.86, True), (0.84, False)])
+def test_the_large_model_s_pipeline_has_a_bar_and_the_small_one_none(
+    monkeypatch: pytest.MonkeyPatch, share: float, holds: bool
+) -> None:
+    monkeypatch.setattr(pipeline, "figures_of", lambda trial: {**FIGURES, "share_of_allowed": share})
+    found = pipeline.entries(quick=False)
+    assert len({entry.name for entry in found}) == len(found)
+    assert all(entry.name.startswith("pipeline, ") for entry in found)  # so that --update finds them
+    (judged,) = [entry for entry in found if entry.bar is not None]
+    assert (judged.value, judged.holds) == (share, holds)
+    assert "llama-27m" in judged.name
+    values = {entry.name: entry.value for entry in found}
+    assert values["pipeline, llama-27m, 64 rows, 1F1B: peak activations of stage 1"] == 40
+    assert values["pipeline, llama-27m, 64 rows: GPipe's highest peak of activations over 1F1B's"] == 290 / 80
+    for rows in (64, 16):
+        assert values[f"pipeline, embedded_base, {rows} rows, 1F1B: speed-up over naive model parallel"] == 1.6
+
+
+def test_two_ranks_step_by_step_through_a_pipeline(capfd: pytest.CaptureFixture) -> None:
+    found = pipeline.entries(quick=True)
+    assert all(entry.value > 0 for entry in found)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in said if "a step" in line] == [
+        "assets/embedded_base, 64 rows, warm-up",
+        "assets/embedded_base, 64 rows, round 1 of 1",
+    ]
 
 
 def test_the_command_line_knows_every_tool() -> None:

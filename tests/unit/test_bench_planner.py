@@ -13,6 +13,7 @@ from bench.planner import Compared, error_entries
 from bench.planner_points import FULLNESS, SMALL_CARDS, PeakWatch, Point
 from common.hardware import GIB, find_gpu
 from common.memory_plan import BatchShape
+from common.placement import place_stages
 from common.run_config import BadInputError, RunConfig
 
 PEAKS = json.loads(planner.PEAKS_PATH.read_text())
@@ -113,14 +114,35 @@ def test_the_grid_is_large_and_each_of_its_points_is_a_job() -> None:
     known = [point for point in points if planner.fitcheck_accepts(point)]
     assert len(known) == 24
     assert {point.run.lora_dropout for point in known} == {0.0}
-    for special in ("checkpointed", "eager", "padded", "ddp x4", "64 labelled", "fp32", "bart-large-cnn"):
+    specials = ("checkpointed", "eager", "padded", "ddp x4", "64 labelled", "fp32", "bart-large-cnn", "linear layers")
+    for special in (*specials, "mp x2", "pp x4 1f1b of 4", "gpipe of 4"):
         assert any(special in point.name for point in points), special
+    full = [point for point in points if point.run.technique == "full"]
+    every_weight = [point for point in full if point.run.target_modules == "all"]
+    assert len(every_weight) > len(full) - len(every_weight) >= 10
+    assert not any("linear layers" in point.name for point in every_weight)
 
 
-def test_closed_form_and_dry_run_are_two_ways_to_one_figure() -> None:
-    run = RunConfig(model="llama-3.2-1b", precision="bf16", weights="random")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"technique": "full", "target_modules": "all"},
+        {"technique": "full"},
+        {"technique": "full", "parallel": "pp", "devices": 2, "micro_batches": 2, "device": "cuda", "gpu": "a6000"},
+    ],
+    ids=["lora", "every weight", "linear layers", "pipeline"],
+)
+def test_closed_form_and_dry_run_are_two_ways_to_one_figure(settings: dict[str, object]) -> None:
+    run = RunConfig(model="llama-3.2-1b", precision="bf16", weights="random", **settings)
     point = planner.GridPoint(run, BatchShape(4, 512, 511))
     assert planner.closed_form_gib(point) == pytest.approx(planner.dry_run_gib(point), rel=0.05)
+
+
+def test_of_divided_layers_the_fullest_device_counts() -> None:
+    point = next(point for point in planner.divided_points() if point.run.parallel == "mp")
+    peaks = [device.allocated_gib for device in place_stages(point.run, point.batch).plan.devices]
+    assert planner.closed_form_gib(point) == max(peaks) > min(peaks)
 
 
 def test_small_cards_get_points_on_either_side_of_full() -> None:
@@ -133,6 +155,17 @@ def test_small_cards_get_points_on_either_side_of_full() -> None:
         assert full == pytest.approx(FULLNESS, abs=0.06)
     beside_an_l4 = {point.card for point in planner_points.all_points(find_gpu("l4"))}
     assert beside_an_l4 == {"", "a4000"}
+
+
+def test_full_fine_tuning_is_of_every_weight_but_where_a_point_says_otherwise() -> None:
+    points = planner_points.all_points(find_gpu("l4"))
+    assert len(set(points)) == len(points)
+    full = [point for point in points if point.technique == "full"]
+    assert sum(point.linear_only for point in points) == sum(point.linear_only for point in full) == 6
+    assert all(point.run.target_modules == ("all-linear" if point.linear_only else "all") for point in full)
+    assert {point.run.target_modules for point in points if point.technique == "lora"} == {"all-linear"}
+    every, linear = (Point("full", "llama-3.2-1b", 4, 512, "none", linear_only=only) for only in (False, True))
+    assert linear.planned(find_gpu("l4")).peak_gib < every.planned(find_gpu("l4")).peak_gib
 
 
 def test_without_a_gpu_one_sentence_and_exit_code_2(

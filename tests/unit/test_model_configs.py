@@ -1,4 +1,7 @@
-"""The architectures in assets/model_configs have the parameter counts that are published for the real models."""
+"""The architectures in assets/model_configs have the parameter counts that are published for the real models.
+
+One of them is no real model: its count follows from its sizes.
+"""
 
 import json
 from pathlib import Path
@@ -8,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from common.models import EMBEDDED_BASE
 from common.run_config import REPOSITORY
 
 FOLDER = REPOSITORY / "assets" / "model_configs"
@@ -21,6 +25,8 @@ PUBLISHED = {  # where: assets/README.md
     "roberta-large": 355_412_057,
     "bart-large-cnn": 406_290_432,
 }
+EMBEDDING, LINEAR_LAYERS, NORMS = 1536 * 512, 8 * (4 * 512 * 512 + 3 * 512 * 1536), 17 * 512
+INVENTED = {"llama-27m": EMBEDDING + LINEAR_LAYERS + NORMS}
 
 
 def parameters(config: transformers.PreTrainedConfig, architecture: str, **options: bool) -> int:
@@ -31,13 +37,19 @@ def parameters(config: transformers.PreTrainedConfig, architecture: str, **optio
 
 
 def test_every_file_is_checked() -> None:
-    assert {path.stem for path in FOLDER.glob("*.json")} == set(PUBLISHED)
+    assert {path.stem for path in FOLDER.glob("*.json")} == {*PUBLISHED, *INVENTED}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameter_count_is_the_published_one(name: str) -> None:
+@pytest.mark.parametrize(("name", "count"), [*PUBLISHED.items(), *INVENTED.items()])
+def test_parameter_count_is_the_published_one(name: str, count: int) -> None:
     config = AutoConfig.from_pretrained(FOLDER / f"{name}.json")
-    assert parameters(config, config.architectures[0]) == PUBLISHED[name]
+    assert parameters(config, config.architectures[0]) == count
+
+
+def test_the_invented_model_has_the_linear_layers_of_its_name_and_the_embedded_vocabulary() -> None:
+    assert round(LINEAR_LAYERS / 1e6) == 27
+    invented, embedded = (AutoConfig.from_pretrained(path) for path in (FOLDER / "llama-27m.json", EMBEDDED_BASE))
+    assert invented.vocab_size == embedded.vocab_size
 
 
 def test_roberta_large_without_its_heads() -> None:
@@ -49,7 +61,8 @@ def test_roberta_large_without_its_heads() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_files_hold_only_known_facts(path: Path) -> None:
     facts = json.loads(path.read_text())
-    assert facts.pop("_source").startswith("https://huggingface.co/")
+    source = "invented: " if path.stem in INVENTED else "https://huggingface.co/"
+    assert facts.pop("_source").startswith(source)
     config = AutoConfig.from_pretrained(path)
     unread = {"rope_scaling", "rope_theta"}  # Transformers 5 reads both into `rope_parameters`
     assert {key: value for key, value in facts.items() if key not in unread and key != "dtype"} == {

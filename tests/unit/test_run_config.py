@@ -81,3 +81,68 @@ def test_a_setting_cut_short_is_no_setting() -> None:
     with pytest.raises(SystemExit) as left:
         parse_overrides(RunConfig(), ["--epoch", "3"])
     assert left.value.code == 2
+
+
+PIPELINE = {"parallel": "pp", "devices": 2, "micro_batches": 8}
+ON_GPUS = {"device": "cuda", "gpu": "RTX A6000 48GB"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"parallel": "mp"}, "parallel is mp, but there is one stage: pass --stages 2 or more"),
+        ({"parallel": "mp", "stages": 1}, "parallel is mp, but there is one stage: pass --stages 2"),
+        ({"parallel": "mp", **ON_GPUS}, "parallel is mp, but there is one stage: pass --devices 2 or more"),
+        ({"parallel": "pp"}, "parallel is pp, but there is one stage: pass --devices 2 or more"),
+        ({"parallel": "mp", "devices": 2}, "pass --devices 1, and --stages 2"),
+        ({"parallel": "mp", "devices": 2, "stages": 4, **ON_GPUS}, "stages is 4, but there is one for each of 2"),
+        ({**PIPELINE, "stages": 3}, "stages is 3, but there is one for each of 2"),
+        ({"stages": 2}, "stages is 2, but there is one for each of 1 devices: leave --stages out"),
+        ({"stages": -1}, "stages is -1, but must be at least 0"),
+        ({"parallel": "mp", "stages": 2, "micro_batches": 4}, "micro_batches is 4, but parallel is mp"),
+        ({"micro_batches": 2}, "micro_batches is 2, but parallel is single"),
+        ({**PIPELINE, "micro_batches": 0}, "micro_batches is 0, but must be at least 1"),
+        ({**PIPELINE, "micro_batches": 1}, "micro_batches is 1, but 1F1B needs one for each of 2 stages"),
+        (
+            {**PIPELINE, "micro_batches": 5},
+            "batch_size is 16, which 5 micro-batches do not divide: pass --batch_size 15",
+        ),
+        ({**PIPELINE, "batch_size": 4}, "batch_size is 4, which 8 micro-batches do not divide: pass --batch_size 8"),
+        ({**PIPELINE, "schedule": "zigzag"}, "schedule is 'zigzag': choose one of '1f1b', 'gpipe'"),
+        ({**PIPELINE, "device_map": "auto"}, "device_map is auto, which is for mp"),
+        ({**PIPELINE, "precision": "fp16-mixed"}, "precision is fp16-mixed, which pp does not scale losses for"),
+        ({**PIPELINE, "gradient_checkpointing": "reentrant"}, "pass --gradient_checkpointing non-reentrant"),
+        ({"target_modules": "all"}, "target_modules is all, but adapters stand beside linear layers"),
+    ],
+)
+def test_layers_and_micro_batches_that_contradict_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(BadInputError) as refused:
+        RunConfig(**settings)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "data_parallel_ranks", "stages", "rows"),
+    [
+        ({}, 1, 1, 1, 16),
+        ({"parallel": "ddp", "devices": 4}, 4, 4, 1, 64),
+        ({"parallel": "mp", "stages": 3}, 1, 1, 3, 16),
+        ({"parallel": "mp", "devices": 4, **ON_GPUS}, 1, 1, 4, 16),
+        ({"parallel": "mp", "devices": 4, "stages": 4, **ON_GPUS}, 1, 1, 4, 16),
+        ({**PIPELINE, "devices": 4, "accumulation_steps": 3}, 4, 1, 4, 48),
+        ({**PIPELINE, "schedule": "gpipe", "micro_batches": 1}, 2, 1, 2, 16),
+        ({"technique": "full", "target_modules": "all"}, 1, 1, 1, 16),
+    ],
+)
+def test_ranks_stages_and_rows_of_each_way_to_share_the_work(
+    settings: dict[str, object], ranks: int, data_parallel_ranks: int, stages: int, rows: int
+) -> None:
+    run = RunConfig(**settings)
+    assert (run.world_size, run.data_parallel_ranks, run.stage_count) == (ranks, data_parallel_ranks, stages)
+    assert run.effective_batch_size == rows
+
+
+def test_the_learning_rate_grows_with_rows_not_with_stages() -> None:
+    run = RunConfig(**PIPELINE, learning_rate=1e-3, learning_rate_scaling="linear")
+    assert run.peak_learning_rate == 1e-3

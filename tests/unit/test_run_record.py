@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.hardware import MemoryReading
 from common.launch import Rank
+from common.memory_plan import BatchShape
+from common.placement import place_stages
 from common.run_config import BadInputError, RunConfig
-from common.run_record import RECORD_NAME, RunLog, keep_record, load_record
+from common.run_record import RECORD_NAME, RunLog, beyond_plan, keep_record, load_record
 
 RANK = Rank(rank=0, world_size=1, device="cpu", launcher="python")
 
@@ -75,3 +78,58 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / RECORD_NAME).write_text('{"schema_version": 99}')
     with pytest.raises(BadInputError, match="schema version 99"):
         load_record(tmp_path / RECORD_NAME)
+
+
+def entry(rank: int, device: str, planned_gib: float | None, peak_gib: float | None) -> dict[str, object]:
+    return {"rank": rank, "device": device, "planned_gib": planned_gib, "peak_training_gib": peak_gib}
+
+
+@pytest.mark.parametrize(
+    ("planned_gib", "peak_gib", "said"),
+    [
+        (10.0, 11.2, "+12% of the 10.00 GiB planned"),
+        (10.0, 8.5, "-15% of the 10.00 GiB planned"),
+        (10.0, 10.9, None),
+        (10.0, 9.1, None),
+        (None, 20.0, None),
+        (10.0, None, None),
+    ],
+)
+def test_a_peak_beyond_its_plan_is_said_aloud(
+    planned_gib: float | None, peak_gib: float | None, said: str | None
+) -> None:
+    lines = beyond_plan([entry(0, "cuda:0", 10.0, 10.0), entry(1, "cuda:1", planned_gib, peak_gib)])
+    assert len(lines) == (said is not None)
+    if said:
+        assert lines[0].startswith(f"WARNING: rank 1, cuda:1: training peaked at {peak_gib:.2f} GiB, ")
+        assert said in lines[0]
+
+
+def test_every_device_of_a_rank_has_its_memory_and_its_plan(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Model parallel: one rank, several devices."""
+    names = ("cuda:0", "cuda:1", "cuda:2")
+    peaks_gib = {"cuda:0": 4.0, "cuda:1": 5.0, "cuda:2": 9.0, "cpu": 1.0}
+    forgotten: list[str] = []
+    monkeypatch.setattr(
+        "common.run_record.hardware.read_memory",
+        lambda device: MemoryReading(now_gib=1.0, peak_gib=peaks_gib[device], peak_reserved_gib=2.0, total_gib=24.0),
+    )
+    monkeypatch.setattr("common.run_record.hardware.forget_peak", forgotten.append)
+    rank = replace(RANK, device=names[0], further_devices=names[1:])
+    log = RunLog(replace(run_config, results_root=str(tmp_path)), rank)
+    run = RunConfig(technique="full", parallel="mp", stages=3)
+    log.training_starts(place_stages(run, BatchShape(16, 40, 20)).divided)
+    planned = [memory.allocated_gib for memory in log.plan.devices]
+    peaks_gib |= {"cuda:0": planned[0], "cuda:1": planned[1], "cuda:2": 1.2 * planned[2]}
+    log.training_ended()
+    memory = log.complete()["memory"]
+    assert forgotten == list(names)
+    assert [each["device"] for each in memory] == list(names)
+    assert [each["rank"] for each in memory] == [0, 0, 0]
+    assert [each["planned_gib"] for each in memory] == planned
+    assert [each["peak_training_gib"] for each in memory] == [peaks_gib[name] for name in names]
+    assert [each["peak_allocated_gib"] for each in memory] == [4.0, 5.0, 9.0]  # before training
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
+    assert ["cuda:2" in line and "+20%" in line for line in warnings] == [True]

@@ -1,0 +1,74 @@
+"""What a pipeline of two gloo ranks brings over naive model parallel; `bench.pipeline` starts it.
+
+    torchrun --nproc_per_node 2 -m bench.pipeline_trial llama-27m 64 2 4
+
+The arguments are the shape, rows of a step, steps of a round, and rounds. Rank 0 prints the result as its last line, as
+JSON, and each round on standard error.
+"""
+
+import faulthandler
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from accelerate.utils import wait_for_everyone
+
+from common.data import load_splits, longest_batch, tokenize_rows
+from common.launch import Rank, end_rank, start_rank
+from common.models import load_tokenizer, train_linear_layers
+from common.pipeline import Pipeline, StageModule, load_stage
+from common.pipeline_measure import measure_pipeline
+from common.pipeline_training import PipelineTrainer
+from common.placement import place_stages
+from common.run_config import RunConfig
+from common.training import trainer_of_rows, training_arguments
+
+RANKS, MICRO_BATCHES = 2, 8
+STUCK_AFTER_S = 900
+"""A rank that waits for another for so long says where, and ends."""
+
+
+def measure(model: str, rows: int, steps: int, rounds: int) -> dict[str, object]:
+    """The figures of `measure_pipeline`: full fine-tuning of the linear layers of `model`, its weights random."""
+    run = RunConfig(
+        technique="full",
+        parallel="pp",
+        devices=RANKS,
+        micro_batches=MICRO_BATCHES,
+        batch_size=rows,
+        model=model,
+        weights="random",
+        report_to="none",
+    )
+    rank = start_rank(run)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(run, rank, Path(folder))
+        trainer.create_optimizer_and_scheduler(steps)
+        figures = measure_pipeline(trainer, steps, rounds, partial(_tell, f"{model}, {rows} rows, "))
+    if rank.is_main:
+        print(json.dumps(figures), flush=True)
+    wait_for_everyone()
+    end_rank()
+    return figures
+
+
+def _tell(what: str, line: str) -> None:
+    print(what + line, file=sys.stderr, flush=True)
+
+
+def _trainer(run: RunConfig, rank: Rank, folder: Path) -> PipelineTrainer:
+    tokenizer, splits = load_tokenizer(run), load_splits(run)
+    train, validation = (tokenize_rows(rows, tokenizer, run.max_length) for rows in (splits.train, splits.validation))
+    stage = load_stage(run, place_stages(run, longest_batch(train, run.batch_size)).stage_map, rank)
+    train_linear_layers(stage, run.target_modules)
+    trainer_class = partial(PipelineTrainer, pipeline=Pipeline(StageModule(stage, run, rank), run, rank))
+    arguments, one_for_all = training_arguments(run, folder), replace(rank, rank=0, world_size=1)
+    return trainer_of_rows(stage, tokenizer, train, validation, arguments, one_for_all, [], trainer_class)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(STUCK_AFTER_S, exit=True)
+    measure(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,72 @@
+"""What a run says of its steps is what happened."""
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from common.callbacks import SAMPLED_PER_WEIGHT, UpdateReport, WorkDone
+from common.data import NO_ROW
+
+
+def train(
+    dtype: torch.dtype, learning_rate: float, steps: int = 4, logging_steps: int = 2, size: int = 64
+) -> tuple[UpdateReport, list[float]]:
+    """Some steps of a toy model as the Trainer takes them, and the share that each really changed."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(size, size, bias=False), torch.nn.Linear(size, 1, bias=False)).to(dtype)
+    model[1].requires_grad_(False)  # frozen weights are not looked at
+    optimizer = torch.optim.SGD(model[0].parameters(), learning_rate)
+    report, arguments, control = UpdateReport(), TrainingArguments(use_cpu=True, report_to="none"), TrainerControl()
+    state, shares = TrainerState(logging_steps=logging_steps), []
+    for _ in range(steps):
+        weight = model[0].weight
+        weight.grad, before = weight.detach().sign(), weight.detach().clone()
+        report.on_pre_optimizer_step(arguments, state, control, model=model)
+        optimizer.step()
+        report.on_optimizer_step(arguments, state, control, model=model)
+        state.global_step += 1
+        shares.append((weight != before).float().mean().item())
+    return report, shares
+
+
+def test_bfloat16_loses_most_of_small_updates_and_fp32_none() -> None:
+    """Weights of up to 1/8 and updates of 1e-5: mostly below half of bfloat16's last place, all above fp32's."""
+    lost, lost_shares = train(torch.bfloat16, 1e-5)
+    kept, kept_shares = train(torch.float32, 1e-5)
+    assert lost.figures()["updated_share"] < 0.1
+    assert kept.figures()["updated_share"] > 0.99
+    for report, shares in ((lost, lost_shares), (kept, kept_shares)):
+        assert [step for step, _ in report.changed_share_by_step] == [2, 4]  # the steps that are logged
+        assert [share for _, share in report.changed_share_by_step] == pytest.approx([shares[1], shares[3]])
+
+
+def test_bfloat16_keeps_large_updates() -> None:
+    report, _ = train(torch.bfloat16, 1e-2)
+    assert report.figures()["updated_share"] > 0.99
+
+
+def test_of_large_weights_a_sample_is_looked_at() -> None:
+    size = 300  # 90,000 elements
+    assert size * size > SAMPLED_PER_WEIGHT
+    report, shares = train(torch.bfloat16, 5e-5, size=size)
+    assert 0.2 < shares[1] < 0.98
+    assert report.figures()["updated_share"] == pytest.approx((shares[1] + shares[3]) / 2, abs=0.02)
+
+
+def test_nothing_was_measured_where_nothing_was_logged() -> None:
+    report, _ = train(torch.float32, 1e-2, steps=1, logging_steps=5)
+    assert report.figures() == {"updated_share": None, "updated_share_by_step": []}
+    assert report.before == []
+
+
+def test_rows_that_fill_a_batch_up_are_no_work() -> None:
+    work = WorkDone()
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+    first = {"input_ids": torch.zeros(3, 4), "attention_mask": mask}
+    work.count(torch.tensor([7, 3, NO_ROW]), first)
+    assert (work.rows, work.tokens) == ([7, 3], 5)
+    work.count(torch.tensor([NO_ROW, NO_ROW, NO_ROW]), first)
+    assert (work.rows, work.tokens) == ([7, 3], 5)
+    work.count(torch.tensor([1, 0, 2]), first)
+    assert (work.rows, work.tokens) == ([7, 3, 1, 0, 2], 14)
+    assert work.first_batch["row"].tolist() == [7, 3, NO_ROW]

@@ -1,0 +1,263 @@
+"""Stages of toy models compute what the whole model computes, and the arithmetic around them is right."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from common.data import IGNORED_LABEL, NO_ROW, EpochBatches
+from common.launch import torchrun_command
+from common.pipeline import PassClock, PassThrough, cut
+from common.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
+from common.pipeline_training import PipelineTrainer, labelled_tokens
+from common.run_config import REPOSITORY
+
+sys.path.insert(0, str(Path(__file__).parent))
+from pipeline_worker import WITH_THREE_STAGES, cases
+
+Compared = dict[str, list[dict[str, float]]]
+ROUNDING = 1e-6
+
+
+# -- stages against the whole model, in worlds of two and three ranks
+
+
+def compare(folder: Path, stages: int) -> Compared:
+    worker = str(Path(__file__).with_name("pipeline_worker.py"))
+    done = subprocess.run(
+        torchrun_command(worker, stages, str(folder), str(stages)),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return json.loads((folder / "compared.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Compared]:
+    return {stages: compare(tmp_path_factory.mktemp(f"stages{stages}"), stages) for stages in (2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("stages", "name"), [*((2, name) for name in cases()), *((3, name) for name in WITH_THREE_STAGES)]
+)
+def test_stages_compute_what_the_whole_model_computes(compared: dict[int, Compared], stages: int, name: str) -> None:
+    by_stage = compared[stages][name]
+    assert len(by_stage) == stages
+    for stage, found in enumerate(by_stage):
+        for what in ("training loss", "validation loss", "logits"):
+            assert found[what] <= ROUNDING, (what, stage)
+        scale = max(1.0, found["largest gradient"])
+        assert found["gradients"] <= ROUNDING * scale, stage
+        assert found.get("a second step", 0) <= 2 * ROUNDING * scale, stage
+        assert found["largest gradient"] > 0.1, stage
+        assert found["without a gradient"] == 0, stage
+        assert found["passes alone"] > 0, stage
+    is_tied = "untied" not in name and "Roberta" not in name and "adapters" not in name
+    ends = [by_stage[0], by_stage[-1]]
+    controls = [found.get("without the other end's gradient", 0) for found in ends]
+    assert all(difference > 0.1 for difference in controls) if is_tied else controls == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("stages", "name"), [*((2, name) for name in cases()), *((3, name) for name in WITH_THREE_STAGES)]
+)
+def test_stages_are_saved_as_one_model_and_hold_a_part_each(
+    compared: dict[int, Compared], stages: int, name: str
+) -> None:
+    for stage, found in enumerate(compared[stages][name]):
+        assert found["saved"] == 0, stage
+        assert found["loaded again"] == 0, stage
+        assert found["counts"] == 0, stage
+        assert found["names are the whole model's"] == 1, stage
+        assert found["weights on this stage"] < 0.7, stage
+
+
+# -- without processes
+
+
+def tiny_llama(tied: bool) -> torch.nn.Module:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 3}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=16, tie_word_embeddings=tied))
+
+
+STAGE_MAP = {
+    "model.embed_tokens": 0,
+    "model.layers.0": 0,
+    "model.layers.1": 1,
+    "model.layers.2": 1,
+    "model.norm": 1,
+    "lm_head": 1,
+    "model.rotary_emb": 0,
+}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_cutting_keeps_names_and_values_of_what_stays(tied: bool) -> None:
+    whole = tiny_llama(tied)
+    weights = {name: weight.detach().clone() for name, weight in whole.named_parameters(remove_duplicate=False)}
+    cut(whole, STAGE_MAP, 0)
+    first = dict(whole.named_parameters())
+    assert {name.split(".")[1] + name.split(".")[2] for name in first} == {"embed_tokensweight", "layers0"}
+    assert isinstance(whole.lm_head, PassThrough)
+    assert (whole.config.tie_word_embeddings, whole.whole_config.tie_word_embeddings) == (False, tied)
+    assert whole.ends_are_tied is tied
+    last = tiny_llama(tied)
+    last.load_state_dict(weights)
+    cut(last, STAGE_MAP, 1)
+    names = dict(last.named_parameters(remove_duplicate=False))
+    assert ("model.embed_tokens.weight" in names) is tied
+    assert set(names) | set(first) >= set(weights)
+    assert all(torch.equal(weight, weights[name]) for name, weight in {**first, **names}.items())
+    assert len(last.model.layers) == 3
+    assert last.model.rotary_emb is not None
+    assert not isinstance(last.model.rotary_emb, PassThrough)  # every stage computes positions
+
+
+def test_what_stands_for_a_module_hands_on_what_it_gets() -> None:
+    hidden, module = torch.ones(2, 3), PassThrough()
+    assert module(hidden, attention_mask=None, position_ids=None) is hidden
+    assert module(inputs_embeds=hidden) is hidden
+    assert module(None, inputs_embeds=hidden) is hidden
+    assert module() is None
+    assert list(module.parameters()) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "speedup", "idle_share"),
+    [(2, 1, 1, 1 / 2), (2, 8, 16 / 9, 1 / 9), (4, 4, 16 / 7, 3 / 7), (1, 8, 1, 0), (4, 1000, 4000 / 1003, 3 / 1003)],
+)
+def test_the_ideal_pipeline(stages: int, micro_batches: int, speedup: float, idle_share: float) -> None:
+    assert ideal_speedup(stages, micro_batches) == pytest.approx(speedup)
+    assert ideal_idle_share(stages, micro_batches) == pytest.approx(idle_share)
+    assert speedup == pytest.approx(stages * (1 - idle_share))
+
+
+def step_times(**changes: float) -> dict[str, float]:
+    """Two equal stages that take 1 s for a batch in 4 micro-batches as in one; nothing is lost anywhere."""
+    alone = {f"stage {stage} alone, {parts}": 1.0 for stage in (0, 1) for parts in (1, 4)}
+    return {"naive": 2.0, "gpipe": 1.25, "1f1b": 1.25, "all stages at once": 1.0, **alone, **changes}
+
+
+def test_a_pipeline_without_losses_reaches_the_ideal() -> None:
+    found = speedups(step_times(), 2, 4)
+    assert found["speedup"] == found["speedup_gpipe"] == found["ideal_speedup"] == found["allowed_speedup"] == 1.6
+    assert found["machine_ceiling"] == 2
+    factors = ("share_of_allowed", "small_micro_batches_factor", "unequal_stages_factor", "sending_and_waiting_factor")
+    assert [found[name] for name in (*factors, "naive_factor")] == pytest.approx([1, 1, 1, 1, 1])
+
+
+def test_each_loss_has_its_factor() -> None:
+    shared = speedups(step_times(**{"all stages at once": 1.25}), 2, 4)
+    assert (shared["machine_ceiling"], shared["allowed_speedup"]) == pytest.approx((1.6, 1.28))
+    small = speedups(step_times(**{"stage 0 alone, 4": 1.2, "stage 1 alone, 4": 1.2}), 2, 4)
+    assert small["small_micro_batches_factor"] == pytest.approx(1.2)
+    unequal = speedups(step_times(**{"stage 0 alone, 4": 1.2, "stage 1 alone, 4": 0.8}), 2, 4)
+    assert unequal["unequal_stages_factor"] == pytest.approx(1.2)
+    waiting = speedups(step_times(**{"1f1b": 1.5}), 2, 4)
+    assert waiting["sending_and_waiting_factor"] == pytest.approx(1.2)
+    assert waiting["speedup"] == pytest.approx(4 / 3)
+    slow_naive = speedups(step_times(naive=2.4), 2, 4)
+    assert slow_naive["naive_factor"] == pytest.approx(1.2)
+    for found in (shared, small, unequal, waiting, slow_naive):
+        lost = ("small_micro_batches_factor", "unequal_stages_factor", "sending_and_waiting_factor")
+        product = found[lost[0]] * found[lost[1]] * found[lost[2]]
+        assert found["share_of_allowed"] == pytest.approx(found["naive_factor"] / product)
+
+
+def test_one_rank_with_all_rows_has_every_step_as_a_batch() -> None:
+    batches = EpochBatches([*range(1, 66)], batch_size=8, world_size=1, rank=0, seed=42, accumulation_steps=2)
+    steps = list(batches.steps())
+    assert [len(step) for step in steps] == [16, 16, 16, 16, 1]
+    assert [row for step in steps for row in step] == [row for batch in batches for row in batch]
+    assert sorted(row for step in steps for row in step) == list(range(65))
+
+
+def row_of(number: int, length: int) -> dict[str, object]:
+    labels = [IGNORED_LABEL] * 2 + [7] * (length - 2)
+    return {"input_ids": [5] * length, "attention_mask": [1] * length, "labels": labels, "row": number}
+
+
+def stub(rows: list[dict[str, object]], batch_size: int, micro_batches: int) -> SimpleNamespace:
+    """What the trainer's batches are made of, without a world."""
+
+    def padded(given: list[dict[str, object]]) -> dict[str, torch.Tensor]:
+        longest = max(len(row["labels"]) for row in given)
+        filled = [row["labels"] + [IGNORED_LABEL] * (longest - len(row["labels"])) for row in given]
+        return {"labels": torch.tensor(filled), "row": torch.tensor([row.get("row", NO_ROW) for row in given])}
+
+    trainer = SimpleNamespace(
+        pipeline=SimpleNamespace(micro_batches=micro_batches),
+        rank=SimpleNamespace(world_size=2),
+        args=SimpleNamespace(per_device_train_batch_size=batch_size),
+        train_dataset=rows,
+        data_collator=padded,
+        batches=EpochBatches([len(row["labels"]) for row in rows], batch_size, 1, 0, seed=1),
+    )
+    trainer.collated = lambda given: PipelineTrainer.collated(trainer, given)
+    trainer.batches_of = lambda numbers: PipelineTrainer.batches_of(trainer, numbers)
+    return trainer
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 4), (3, 4), (4, 4), (5, 8)])
+def test_a_batch_is_filled_up_with_rows_without_labels(rows: int, expected: int) -> None:
+    given = [row_of(number, 4 + number) for number in range(rows)]
+    batch = stub(given, batch_size=8, micro_batches=4).collated(given)
+    assert len(batch["labels"]) == expected
+    assert batch["row"].tolist() == [*range(rows), *[NO_ROW] * (expected - rows)]
+    assert labelled_tokens(batch) == sum(2 + number for number in range(rows))
+    assert (batch["labels"][rows:] == IGNORED_LABEL).all()
+    assert given[-1]["labels"][-1] == 7  # the row that was copied kept its labels
+
+
+def test_validation_rows_without_numbers_are_filled_up_too() -> None:
+    given = [{name: value for name, value in row_of(0, 5).items() if name != "row"}]
+    assert len(stub(given, batch_size=8, micro_batches=4).collated(given)["labels"]) == 4
+
+
+def test_a_step_s_rows_become_one_batch_for_each_accumulation() -> None:
+    trainer = stub([row_of(number, 5) for number in range(20)], batch_size=4, micro_batches=2)
+    batches = trainer.batches_of([3, 1, 2, 0, 9, 8, 7])
+    assert [batch["row"].tolist() for batch in batches] == [[3, 1, 2, 0], [9, 8, 7, NO_ROW]]
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(20, [8, 8]), (5, [8]), (8, [8])])
+def test_fewer_rows_than_a_batch_are_measured_all_the_same(rows: int, sizes: list[int]) -> None:
+    trainer = stub([row_of(number, 5) for number in range(rows)], batch_size=8, micro_batches=4)
+    batches = full_batches(trainer, 6)
+    assert [len(batch["labels"]) for batch in batches] == sizes
+    assert sum(int((batch["row"] != NO_ROW).sum()) for batch in batches) == min(rows, 16)
+    assert len(full_batches(trainer, 1)) == 1
+
+
+def test_fewer_micro_batches_than_stages_are_not_measured() -> None:
+    assert measure_pipeline(stub([], batch_size=8, micro_batches=1)) is None
+
+
+def test_the_clock_adds_up_passes_of_training_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 3.0, 3.0, 4.0, 10.0, 20.0, 25.0])
+    monkeypatch.setattr("common.pipeline.time.perf_counter", lambda: next(now))
+    clock = PassClock("cpu")
+
+    def step() -> str:
+        clock.timed("forward", 0, lambda: None)
+        clock.timed("backward", 0, lambda: None)
+        return "done"
+
+    assert clock.step(step) == "done"
+    clock.timed("forward", 0, lambda: None)  # of validation
+    assert clock.busy_and_total_s() == (3.0, 10.0)
+    passes = [(each.kind, each.micro_batch, each.start_s, each.end_s) for each in clock.last_passes()]
+    assert passes == [("forward", 0, 1.0, 3.0), ("backward", 0, 3.0, 4.0)]
+    clock.forget()
+    assert clock.busy_and_total_s() == (0, 0)

@@ -1,0 +1,326 @@
+"""Where a run's layers go is planned before its model loads; what cannot be placed or cannot fit is refused."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from common.architectures import read_architecture
+from common.data import load_splits
+from common.hardware import find_gpu
+from common.launch import check_inputs
+from common.memory_plan import BatchShape
+from common.models import load_base_model, load_tokenizer
+from common.placement import (
+    auto_map,
+    check_fits,
+    check_placement_and_memory,
+    model_without_weights,
+    place_stages,
+    placement_table,
+)
+from common.planner import Plan, plan_run
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.siblings import literal_of
+
+BATCH = BatchShape(16, 40, 20, padded=True)
+MP = RunConfig(technique="full", parallel="mp", stages=2)
+PP = RunConfig(technique="full", parallel="pp", devices=2, batch_size=16, micro_batches=8)
+ON_A5000S = literal_of(Path("2.5_full_finetuning_with_mp/run_2_a5000_24g_x4"))
+ON_A6000S = literal_of(Path("2.7_full_finetuning_with_pp/run_1_a6000_48g_x2"))
+GOOD = {
+    "model.embed_tokens": 0,
+    "model.layers.0": 0,
+    "model.layers.1": 0,
+    "model.layers.2": 0,
+    "model.layers.3": 1,
+    "model.norm": 1,
+    "model.rotary_emb": 0,
+    "lm_head": 1,
+}
+TIED_TOGETHER = {**GOOD, "model.embed_tokens": 1}
+
+
+@pytest.fixture
+def map_file(tmp_path: Path) -> Callable[[dict[str, object]], str]:
+    def write(device_map: dict[str, object]) -> str:
+        (tmp_path / "map.json").write_text(json.dumps(device_map))
+        return str(tmp_path / "map.json")
+
+    return write
+
+
+# -- maps that are computed
+
+
+@pytest.mark.parametrize("way", ["balanced", "even"])
+@pytest.mark.parametrize("run", [MP, PP], ids=["mp", "pp"])
+def test_the_embedded_base_is_divided_in_two(run: RunConfig, way: str) -> None:
+    placement = place_stages(replace(run, device_map=way), BATCH)
+    assert {name for name in placement.stage_map if ".layers." in name} == {f"model.layers.{n}" for n in range(4)}
+    assert set(placement.stage_map.values()) == {0, 1}
+    said = placement.for_record()
+    assert sum(said["layers_per_stage"]) == 4
+    assert min(said["layers_per_stage"]) >= 1
+    assert len(said["planned_peak_gib_per_stage"]) == 2
+    assert said["stage_map"] == placement.stage_map
+    embeddings, head = (placement.stage_map[name] for name in ("model.embed_tokens", "lm_head"))
+    assert (embeddings == head) is (run.parallel == "mp")  # tied weights: one tensor, or a copy at each end
+
+
+def test_on_cpu_model_parallel_is_planned_as_the_one_device_that_it_is() -> None:
+    placement = place_stages(MP, BATCH)
+    assert (len(placement.plan.devices), len(placement.divided.devices)) == (1, 2)
+    assert placement.plan == plan_run(MP, BATCH)
+    both = place_stages(PP, BATCH)
+    assert both.plan is both.divided
+    assert [share.in_flight for share in both.plan.shares] == [2, 1]
+
+
+def test_each_stage_s_plan_is_that_of_its_device() -> None:
+    placement = place_stages(ON_A5000S, BatchShape(5, 256, 255), find_gpu("a5000"))
+    assert placement.plan is placement.divided
+    assert len(placement.plan.devices) == 4
+    assert placement.plan.fits
+    assert sum(placement.for_record()["layers_per_stage"]) == read_architecture(ON_A5000S.model).layers
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(BadInputError, match="has 4 layers, too few for 9 stages: take at most 4"):
+        place_stages(replace(MP, stages=9), BATCH)
+    assert len(set(place_stages(replace(MP, stages=4), BATCH).stage_map.values())) == 4
+
+
+@pytest.mark.parametrize("run", [MP, ON_A5000S], ids=["embedded, cpu", "qwen, 4 GPUs"])
+def test_accelerate_s_map_is_computed_without_a_gpu(run: RunConfig) -> None:
+    gpus = (find_gpu("a5000"),) * run.stage_count
+    chosen = auto_map(run, gpus)
+    assert set(chosen.values()) <= set(range(run.stage_count))
+    assert len(set(chosen.values())) > 1
+    assert all(weight.is_meta for weight in model_without_weights(run).parameters())
+    placement = place_stages(replace(run, device_map="auto"), BATCH)
+    assert sum(placement.for_record()["layers_per_stage"]) == read_architecture(run.model).layers
+
+
+@pytest.mark.parametrize(("stages", "empty"), [(3, 0), (4, 0)])
+def test_where_accelerate_leaves_a_device_without_layers_it_is_said(stages: int, empty: int) -> None:
+    run = replace(MP, stages=stages)
+    with pytest.raises(BadInputError, match=f"gives device {empty} of {stages} no layer of .*--device_map balanced"):
+        place_stages(replace(run, device_map="auto"), BATCH)
+    assert list(placement_table(run, BATCH)["Device map"]) == ["even", "balanced"]
+    with pytest.raises(BadInputError, match="no layer"):
+        placement_table(replace(run, device_map="auto"), BATCH)
+
+
+# -- maps that users bring
+
+
+def test_a_brought_map_is_followed(map_file: Callable) -> None:
+    named = {name: f"cuda:{device}" for name, device in TIED_TOGETHER.items()}
+    for brought in (TIED_TOGETHER, named):
+        placement = place_stages(replace(MP, device_map=map_file(brought)), BATCH)
+        assert placement.stage_map == TIED_TOGETHER
+        assert placement.for_record()["layers_per_stage"] == [3, 1]
+    assert place_stages(MP, BATCH).stage_map != TIED_TOGETHER  # not what would be computed
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model.norm": None}, r"no device for model\.norm\.weight"),
+        ({"model.layers.3": "cuda:7"}, r"model\.layers\.3 on 'cuda:7', but the devices of this run are 0, 1"),
+        ({"model.layers.3.mlp": 0}, r"tears model\.layers\.3 apart"),
+        ({"model.layers.4": 1}, r"'model\.layers\.4', of which the model has no weight"),
+        ({"model.layers.3": 0}, "gives device 1 of 2 no layer"),
+    ],
+)
+@pytest.mark.parametrize("run", [MP, PP], ids=["mp", "pp"])
+def test_a_wrong_map_is_refused(map_file: Callable, run: RunConfig, change: dict[str, object], said: str) -> None:
+    brought = {name: device for name, device in {**TIED_TOGETHER, **change}.items() if device is not None}
+    with pytest.raises(BadInputError, match=said):
+        place_stages(replace(run, device_map=map_file(brought)), BATCH)
+
+
+def test_a_map_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"no device map no/such\.json"):
+        place_stages(replace(MP, device_map="no/such.json"), BATCH)
+
+
+def test_tied_ends_stay_together_in_one_process_and_are_copied_in_a_pipeline(map_file: Callable) -> None:
+    with pytest.raises(BadInputError, match="they are one tied weight"):
+        place_stages(replace(MP, device_map=map_file(GOOD)), BATCH)
+    placement = place_stages(replace(PP, device_map=map_file(GOOD)), BATCH)
+    assert placement.stage_map == GOOD
+    assert placement.for_record()["layers_per_stage"] == [3, 1]
+
+
+def test_a_pipeline_takes_wholes_and_needs_no_rotary_positions(map_file: Callable) -> None:
+    short = {"": 0, "model.layers.3": 1, "model.norm": 1, "lm_head": 1}
+    placement = place_stages(replace(PP, device_map=map_file(short)), BATCH)
+    assert placement.stage_map == GOOD
+    without = {name: stage for name, stage in GOOD.items() if name != "model.rotary_emb"}
+    for brought in ({**GOOD, "model.rotary_emb": 1}, without):
+        placement = place_stages(replace(PP, device_map=map_file(brought)), BATCH)
+        assert placement.for_record()["layers_per_stage"] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model.layers.0": 1, "model.layers.3": 0}, r"model\.layers\.0 on 1"),
+        ({"model.layers.1": 1}, r"model\.layers\.1 on 1"),
+        ({"model.embed_tokens": 1}, r"model\.embed_tokens on 1"),
+        ({"model.norm": 0}, r"model\.norm on 0"),
+        ({"lm_head": 0}, r"lm_head on 0"),
+    ],
+)
+def test_stages_of_a_pipeline_follow_each_other(map_file: Callable, change: dict[str, int], named: str) -> None:
+    with pytest.raises(BadInputError, match=f"{named}, but a pipeline's stages follow each other"):
+        place_stages(replace(PP, device_map=map_file({**GOOD, **change})), BATCH)
+
+
+# -- the spy at the stages' borders (2.5)
+
+
+def spied(run: RunConfig) -> dict[str, object]:
+    """What 2.5 sees of its stages."""
+    folder = REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1"
+    specification = importlib.util.spec_from_file_location(
+        "my_utils_mp", folder / "my_utils_full_finetuning_with_mp.py"
+    )
+    utils = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(utils)
+    model = load_base_model(run, {"": "cpu"})
+    seen = utils.check_stages(SimpleNamespace(run=run), model, place_stages(run, BATCH))
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    return seen
+
+
+SHORT = {"": 0, "model.embed_tokens": 1, "model.norm": 1, "lm_head": 1, "model.layers.3": 1}
+
+
+@pytest.mark.parametrize(
+    ("device_map", "order"),
+    [
+        (TIED_TOGETHER, [1, 0, 1]),
+        (SHORT, [1, 0, 1]),
+        ({**SHORT, "model.layers.1": 1, "model.layers.3": 0}, [1, 0, 1, 0, 1]),
+        ({"model": 0, "lm_head": 0, "model.layers.2": 1}, [0, 1, 0]),
+    ],
+    ids=["every module", "some stand for others", "to and fro", "a layer in the middle"],
+)
+def test_every_stage_is_seen_in_its_order(map_file: Callable, device_map: dict[str, object], order: list[int]) -> None:
+    seen = spied(replace(MP, device_map=map_file(device_map)))
+    assert seen == {"stages": 2, "order": order, "logit_difference_with_hooks": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("way", "stages"), [("auto", 2), *((way, stages) for way in ("balanced", "even") for stages in (2, 3, 4))]
+)
+def test_every_stage_of_a_computed_map_is_seen(way: str, stages: int) -> None:
+    run = replace(MP, device_map=way, stages=stages)
+    order = spied(run)["order"]
+    assert set(order) == set(place_stages(run, BATCH).stage_map.values())
+    assert len(set(order)) == stages
+
+
+# -- what cannot fit
+
+
+def test_a_batch_that_cannot_fit_is_refused_with_the_one_that_would() -> None:
+    gpu = find_gpu("a6000")
+    run = replace(ON_A6000S, batch_size=4096)
+    plan = place_stages(run, BatchShape(4096, 256, 255), gpu).plan
+    with pytest.raises(BadInputError, match=r"4096 rows of 256 tokens cannot fit: device \d would need") as refused:
+        check_fits(plan)
+    fits = int(str(refused.value).rpartition("--batch_size ")[2].rstrip("."))
+    assert 0 < fits < 4096
+    assert fits % run.micro_batches == 0
+    check_fits(place_stages(replace(run, batch_size=fits), BatchShape(fits, 256, 255), gpu).plan)
+    with pytest.raises(BadInputError, match="cannot fit"):
+        check_fits(place_stages(replace(run, batch_size=2 * fits), BatchShape(2 * fits, 256, 255), gpu).plan)
+
+
+def test_a_model_that_cannot_fit_at_all_is_refused() -> None:
+    run = replace(ON_A5000S, model="llama-3.1-70b")
+    with pytest.raises(BadInputError, match="not even one row would fit: use more or larger devices"):
+        check_fits(place_stages(run, BatchShape(5, 256, 255), find_gpu("a5000")).plan)
+
+
+def test_a_plan_may_be_a_little_too_high() -> None:
+    """A batch is refused where it cannot fit, not where it might not."""
+    plan = place_stages(ON_A6000S, BatchShape(8, 256, 255), find_gpu("a6000")).plan
+    peak_gib = max(memory.peak_gib for memory in plan.devices)
+
+    def with_memory(gib: float) -> Plan:
+        gpus = tuple(replace(gpu, memory_gib=gib) for gpu in plan.cluster.gpus)
+        return replace(plan, cluster=replace(plan.cluster, gpus=gpus))
+
+    check_fits(with_memory(peak_gib / 1.09))
+    with pytest.raises(BadInputError, match="cannot fit"):
+        check_fits(with_memory(peak_gib / 1.11))
+
+
+@pytest.mark.parametrize("run", [RunConfig(), RunConfig(technique="full"), MP, PP], ids=["lora", "full", "mp", "pp"])
+def test_what_fits_passes_and_what_does_not_is_refused_before_the_model_loads(
+    monkeypatch: pytest.MonkeyPatch, run: RunConfig
+) -> None:
+    rows, tokenizer = load_splits(run).train, load_tokenizer(run)
+    check_placement_and_memory(run, rows, tokenizer)
+    check_inputs(run)
+    tiny = replace(find_gpu("a5000"), memory_gib=0.001)
+    monkeypatch.setattr("common.placement.cpu_device", lambda: tiny)
+    monkeypatch.setattr("common.planner.cpu_device", lambda: tiny)
+    with pytest.raises(BadInputError, match="cannot fit"):
+        check_placement_and_memory(run, rows, tokenizer)
+
+
+# -- ways side by side
+
+
+@pytest.mark.parametrize(
+    ("run", "batch", "gpu"),
+    [
+        (ON_A5000S, BatchShape(5, 256, 255), "a5000"),
+        (ON_A6000S, BatchShape(8, 256, 255), "a6000"),
+        (replace(ON_A5000S, model="llama-3.2-1b"), BatchShape(8, 512, 511), "a5000"),
+    ],
+    ids=["mp, 4 GPUs", "pp, 2 GPUs", "mp, tied"],
+)
+def test_the_balanced_map_is_never_fuller_than_others(run: RunConfig, batch: BatchShape, gpu: str) -> None:
+    table = placement_table(run, batch, find_gpu(gpu)).set_index("Device map")
+    assert list(table.index) == (["auto", "even", "balanced"] if run.parallel == "mp" else ["even", "balanced"])
+    highest = table["Highest (GiB)"].astype(float)
+    assert highest["balanced"] <= highest.min() * 1.003  # the search ends 0.2 % above the best
+    assert (highest > highest["balanced"]).any() or run.parallel == "pp"  # 14 and 14 layers are best there
+    assert (table["Largest batch"].astype(int) <= int(table["Largest batch"]["balanced"])).all()
+    for _, row in table.iterrows():
+        layers = [int(count) for count in row["Layers per device"].split(" / ")]
+        assert sum(layers) == read_architecture(run.model).layers
+        assert len(row["Peak per device (GiB)"].split(" / ")) == run.devices
+
+
+def test_a_brought_map_is_a_row_too(map_file: Callable) -> None:
+    path = map_file(TIED_TOGETHER)
+    table = placement_table(replace(MP, device_map=path), BATCH)
+    assert list(table["Device map"]) == ["auto", "even", "balanced", path]
+    assert table["Layers per device"].iloc[-1] == "3 / 1"
+    assert table["Embeddings, head"].iloc[-1] == "1, 1"
+
+
+@pytest.mark.parametrize("way", ["balanced", "even"])
+def test_the_largest_batch_fits_and_the_next_does_not(way: str) -> None:
+    gpu, run = find_gpu("a6000"), replace(ON_A6000S, device_map=way)
+
+    def placed(rows: int) -> Plan:
+        return place_stages(replace(run, batch_size=rows), BatchShape(rows, 256, 255), gpu).plan
+
+    largest = placed(8).max_batch_size
+    assert largest % run.micro_batches == 0
+    assert (placed(largest).fits, placed(largest + run.micro_batches).fits) == (True, False)
+    table = placement_table(run, BatchShape(8, 256, 255), gpu).set_index("Device map")
+    assert table["Largest batch"][way] == str(largest)
