@@ -231,7 +231,8 @@ def dry_runs_of_shares(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True
         BadInputError: layers cannot be placed, for which the planner must know the model.
     """
     shares = place_stages(run, batch).plan.shares
-    known = {share: dry_run_of_share(run, batch, shares, number, as_on_gpu) for number, share in enumerate(shares)}
+    different = {share: number for number, share in enumerate(shares)}
+    known = {share: dry_run_of_share(run, batch, shares, number, as_on_gpu) for share, number in different.items()}
     return [known[share] for share in shares]
 
 
@@ -309,7 +310,7 @@ def fake_step(run: RunConfig, config: PretrainedConfig, batch: BatchShape, as_on
 def fake_share_step(
     run: RunConfig, config: PretrainedConfig, batch: BatchShape, share: Share, number: int, as_on_gpu: bool
 ) -> Timeline:
-    """Two optimizer steps of device `number` on fake tensors; the timeline of the second.
+    """An optimizer step of device `number` on fake tensors, with optimizer states from its start.
 
     The device holds all layers of `config`, and of the ends those that `share` has.
     """
@@ -406,9 +407,9 @@ def tracked_steps(
 def tracked_stage_steps(
     run: RunConfig, model: PreTrainedModel | PeftModel, inputs: dict[str, torch.Tensor], stage: int, as_on_gpu: bool
 ) -> Timeline:
-    """Two optimizer steps of one stage by the run's own pipeline, which sends and receives nothing, tracked.
+    """An optimizer step of one stage by the run's own pipeline, which sends and receives nothing, tracked.
 
-    The timeline is that of the second step.
+    Optimizer states are there before it, from an update without passes.
     """
     with ExitStack() as stack:
         tracker = _tracker_of(model, inputs)
@@ -421,10 +422,21 @@ def tracked_stage_steps(
         stack.enter_context(fake_group(stage, run.devices))
         stack.enter_context(mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote))
         batch = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
-        for _ in range(STEPS):
-            tracker.timeline.clear()
-            take_stage_step(trainer, batch, tracker)
+        make_optimizer_states(trainer, tracker)
+        tracker.timeline.clear()
+        take_stage_step(trainer, batch, tracker)
     return tracker.timeline
+
+
+def make_optimizer_states(trainer: Trainer, tracker: Watch) -> None:
+    """Update once by gradients from nowhere: a step's passes for all micro-batches take longer than all the rest."""
+    tracker.enter("load", "gradients")
+    for weight in trainer.model.parameters():
+        if weight.requires_grad:
+            weight.grad = torch.empty_like(weight)
+    tracker.enter("load", "optimizer")
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
 
 
 def pipeline_alone(

@@ -295,7 +295,7 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
             "peak memory per device (GiB)": peak_memory_gib(record),
             "training's peak, planned / measured": planned_memory(record),
         }
-        if record["technique"] == "full":
+        if record.get("updated_share") is not None and record["technique"] == "full":
             entries["weights that a step changes"] = percent(record["updated_share"])
         if record.get("stages"):
             idle = " / ".join(f"{stage['idle_share']:.0%}" for stage in record["stages"])

@@ -21,7 +21,7 @@ def train(
     for _ in range(steps):
         weight = model[0].weight
         weight.grad, before = weight.detach().sign(), weight.detach().clone()
-        report.on_pre_optimizer_step(arguments, state, control, model=model)
+        report.on_pre_optimizer_step(arguments, state, control, model=model, optimizer=optimizer)
         optimizer.step()
         report.on_optimizer_step(arguments, state, control, model=model)
         state.global_step += 1
@@ -70,3 +70,13 @@ def test_rows_that_fill_a_batch_up_are_no_work() -> None:
     work.count(torch.tensor([1, 0, 2]), first)
     assert (work.rows, work.tokens) == ([7, 3, 1, 0, 2], 14)
     assert work.first_batch["row"].tolist() == [7, 3, NO_ROW]
+
+
+def test_a_step_of_the_warm_up_at_rate_0_is_not_measured() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    report, control = UpdateReport(), TrainerControl()
+    arguments, state = TrainingArguments(use_cpu=True, report_to="none"), TrainerState(logging_steps=1)
+    report.on_pre_optimizer_step(arguments, state, control, model=model, optimizer=optimizer)
+    report.on_optimizer_step(arguments, state, control, model=model)
+    assert report.figures()["updated_share"] is None
