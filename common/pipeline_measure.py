@@ -15,6 +15,8 @@ from common.pipeline_training import Batch, PipelineTrainer
 NAIVE = ("gpipe", 1)
 """Naive model parallel: the whole batch as one micro-batch, so that one stage works at a time."""
 MIB = 2**20
+TIMED_S = 1.5
+"""Seconds of naive model parallel that are timed at once."""
 TRIM_THRESHOLD, MOST_MAPPED = -1, -4
 """Of glibc's mallopt (M_TRIM_THRESHOLD and M_MMAP_MAX in malloc.h)."""
 
@@ -34,9 +36,10 @@ def measure_pipeline(
 ) -> dict[str, object] | None:
     """Step times of GPipe, 1F1B and naive model parallel on the same batches, idle shares, and what was allowed.
 
-    Forward and backward passes only; every way in turn, `rounds` times, medians. What is allowed is the bubble's
-    formula times the machine's ceiling: one stage's passes alone against those of all stages at once, nothing being
-    sent. Weights stay as they are. `tell` gets a line after each round, on rank 0.
+    Forward and backward passes only; every way in turn, `rounds` times, medians, on up to `steps` batches (of a large
+    model fewer). What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone against
+    those of all stages at once, nothing being sent. Weights stay as they are. `tell` gets a line after each round, on
+    rank 0.
 
     Returns:
         Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each way.
@@ -47,6 +50,7 @@ def measure_pipeline(
     if count < stages:
         return None
     batches = full_batches(trainer, steps)
+    batches = batches[: max(1, round(TIMED_S / naive_step_s(trainer, batches[0])))]
     ways = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
     times: dict[str, list[float]] = {}
     idle_shares: dict[str, list[list[float]]] = {}
@@ -89,6 +93,14 @@ def measure_pipeline(
         "passes": {name: passes_of(trainer, batches[0], *way) for name, way in ways.items()},
         "peak_activations_mib": {name: activations_mib(trainer, batches[0], *way) for name, way in ways.items()},
     }
+
+
+def naive_step_s(trainer: PipelineTrainer, batch: Batch) -> float:
+    """About how long a step of naive model parallel takes, in seconds; the same on every rank."""
+    start_s = time.perf_counter()
+    trainer.pipeline.train_step(batch, 1.0, *NAIVE)
+    trainer.optimizer.zero_grad()
+    return max(gather_object([time.perf_counter() - start_s]))
 
 
 def keep_freed_memory() -> None:
