@@ -47,6 +47,11 @@ class PassThrough(torch.nn.Module):
         """The hidden state: layers get it first, embeddings by name."""
         return inputs_embeds if hidden is None else hidden
 
+    @property
+    def word_embeddings(self) -> "PassThrough":
+        """Of an encoder's embeddings: gradient checkpointing asks for it."""
+        return self
+
 
 def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
     """Take out of `model` what other stages hold; of the whole model it keeps `whole_config` and `ends_are_tied`.

@@ -152,8 +152,9 @@ class PipelineTrainer(CountingTrainer):
         causal = self.pipeline.module.causal
         if not causal.ends_are_tied or not (self.rank.is_main or self.pipeline.module.is_last):
             return None
-        weight = causal.get_input_embeddings().weight
-        return weight if weight.requires_grad else None
+        # an encoder's last stage has the head, but no embeddings that would be the same weight
+        ends = causal.get_input_embeddings() if self.rank.is_main else causal.get_output_embeddings()
+        return ends.weight if ends.weight.requires_grad else None
 
     def _clip_gradients(self) -> None:
         """Scale all gradients so that their norm over the whole model is at most `max_grad_norm`."""
@@ -197,7 +198,7 @@ class PipelineTrainer(CountingTrainer):
         """Of all stages together: trained parameters, and all that multiply."""
         causal, copy = self.pipeline.module.causal, None
         if self.pipeline.module.is_last and causal.ends_are_tied:
-            copy = causal.get_input_embeddings().weight
+            copy = causal.get_output_embeddings().weight
         looked_up = causal.get_input_embeddings().weight if self.rank.is_main else None
         is_head_elsewhere = causal.ends_are_tied
         counts = [0, 0]

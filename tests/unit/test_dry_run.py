@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,15 +18,25 @@ from common.architectures import read_architecture
 from common.dry_run import (
     batch_inputs,
     build_model,
+    build_share,
     dry_run,
+    dry_run_of_share,
+    dry_runs_of_shares,
+    fake_group,
+    fake_share_step,
     fake_step,
+    pipeline_alone,
     take_step,
+    tracked_stage_steps,
     tracked_steps,
+    with_depth,
 )
-from common.memory_plan import PARTS, BatchShape, device_memory, whole_model
+from common.memory_plan import PARTS, BatchShape, Share, device_memory, whole_model
 from common.models import any_shape_config
+from common.placement import place_stages
 from common.planner import job_of_run
 from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.siblings import literal_of
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -152,16 +164,129 @@ def test_ddp_keeps_every_gradient_twice() -> None:
     assert closed.allocated_gib == pytest.approx(many.peak_gib, rel=0.05)
 
 
-def test_a_divided_model_is_refused_but_not_stages_that_one_device_holds(shape: Callable[..., str]) -> None:
+# -- divided models
+
+PIPELINE = {"parallel": "pp", "devices": 2, "batch_size": 4, "micro_batches": 4, "weights": "random"}
+TWO_GPUS = {"parallel": "mp", "devices": 2, "device": "cuda", "gpu": "RTX A6000 48GB", "weights": "random"}
+
+
+def test_stages_that_one_device_holds_are_not_divided(shape: Callable[..., str]) -> None:
     run = RunConfig(model=shape(), weights="random")
     marked = replace(run, parallel="mp", stages=2)
     assert dry_run(marked, BATCH).peak_gib == dry_run(run, BATCH).peak_gib
-    for divided in (
-        replace(run, parallel="pp", devices=2, micro_batches=2),
-        replace(run, parallel="mp", devices=2, device="cuda", gpu="RTX A6000 48GB"),
+
+
+@pytest.mark.parametrize("way", [PIPELINE, TWO_GPUS])
+def test_the_fullest_device_speaks_for_a_divided_model(way: dict, shape: Callable[..., str]) -> None:
+    run = RunConfig(technique="full", model=shape(vocab_size=8192), device_map="even", **way)
+    devices = dry_runs_of_shares(run, BATCH)
+    weights = [device.timeline["load"]["weights"] for device in devices]
+    whole = dry_run(replace(run, parallel="single", devices=1, device="cpu", gpu="", micro_batches=1), BATCH)
+    assert sum(weights) == pytest.approx(whole.timeline["load"]["weights"], rel=0.001)
+    assert dry_run(run, BATCH).peak_gib == max(device.peak_gib for device in devices)
+    assert devices[0].peak["logits"] == 0 < devices[1].peak["logits"]
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("way", [PIPELINE, TWO_GPUS])
+def test_a_model_that_cannot_be_placed_is_refused_in_one_sentence(way: dict, shape: Callable[..., str]) -> None:
+    with pytest.raises(BadInputError, match="has 2 layers, too few for 3 stages"):
+        dry_run(RunConfig(model=shape(num_hidden_layers=2), **{**way, "devices": 3}), BATCH)
+    neox = shape(architectures=["GPTNeoXForCausalLM"], model_type="gpt_neox")
+    with pytest.raises(BadInputError, match="gpt_neox"):
+        dry_run(RunConfig(model=neox, **way), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("technique", "number", "schedule"),
+    [("full", 0, "1f1b"), ("full", 1, "gpipe"), ("lora", 0, "gpipe"), ("lora", 1, "1f1b")],
+)
+def test_a_stage_of_fake_tensors_takes_what_real_ones_take(
+    technique: str, number: int, schedule: str, shape: Callable[..., str]
+) -> None:
+    run = RunConfig(technique=technique, model=shape(num_hidden_layers=3), schedule=schedule, **PIPELINE)
+    config, share = any_shape_config(run.model), Share((3,), number == 0, number == 1)
+    fake = fake_share_step(run, config, BATCH, share, number, as_on_gpu=False)
+    model = build_share(run, config, share)
+    real = tracked_stage_steps(run, model, batch_inputs(BATCH, model), number, as_on_gpu=False)
+    assert real.keys() == fake.keys()
+    for segment in real:
+        assert total(real[segment]) == pytest.approx(total(fake[segment]), rel=0.01), segment
+
+
+@pytest.mark.parametrize("way", [PIPELINE, TWO_GPUS])
+@pytest.mark.parametrize("number", [0, 1])
+def test_two_small_depths_tell_a_larger_share(way: dict, number: int, shape: Callable[..., str]) -> None:
+    run = RunConfig(technique="full", model=shape(num_hidden_layers=12), precision="bf16", **way)
+    share = Share((6,), number == 0, number == 1)
+    config = with_depth(any_shape_config(run.model), 6)
+    whole = fake_share_step(run, config, BATCH, share, number, as_on_gpu=True)
+    told = dry_run_of_share(run, BATCH, [share, share], number)
+    for segment, parts in told.timeline.items():
+        assert total(parts) == pytest.approx(total(whole[segment]), rel=0.003), segment
+
+
+def test_a_stage_holds_what_its_schedule_has_in_flight(shape: Callable[..., str]) -> None:
+    """1F1B: as many micro-batches as stages from here on; GPipe: all. Buffers for all of them either way."""
+    asked = RunConfig(technique="full", model=shape(), device_map="even", lora_dropout=0.0, **PIPELINE)
+    batch = BatchShape(rows=4, length=256, labelled=1)  # next to no logits
+    segment = "forward: layers, last layer"
+    held = {
+        (schedule, number): device.timeline[segment]["activations"]
+        for schedule in ("1f1b", "gpipe")
+        for number, device in enumerate(dry_runs_of_shares(replace(asked, schedule=schedule), batch))
+    }
+    assert held["gpipe", 0] / held["1f1b", 0] == pytest.approx(4 / 2, rel=0.1)
+    assert held["gpipe", 1] / held["1f1b", 1] == pytest.approx(4 / 1, rel=0.1)
+    for device in dry_runs_of_shares(asked, batch):
+        received = batch.tokens * 128 * 4
+        inputs = 3 * batch.tokens * 8
+        assert received <= device.timeline[segment]["buffers"] <= received + inputs + 4096
+
+
+@pytest.mark.parametrize("technique", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("model", "settings", "batch"),
+    [
+        ("llama-3.2-1b", {"schedule": "1f1b", "gradient_checkpointing": "non-reentrant"}, BatchShape(4, 512, 511)),
+        ("llama-3.2-1b", {"schedule": "gpipe", "precision": "bf16-mixed"}, BatchShape(4, 512, 100, padded=True)),
+        ("roberta-large", {"schedule": "gpipe", "precision": "bf16-mixed"}, BatchShape(8, 256, 255)),
+        ("llama-3.2-1b", {**TWO_GPUS, "micro_batches": 1}, BatchShape(2, 512, 511)),
+        ("llama-3.1-8b", {**TWO_GPUS, "micro_batches": 1, "precision": "bf16-mixed"}, BatchShape(2, 512, 511)),
+    ],
+)
+def test_the_closed_form_says_the_same_of_each_device(
+    technique: str, model: str, settings: dict, batch: BatchShape
+) -> None:
+    targets = "all" if technique == "full" else "all-linear"
+    asked = {"model": model, "technique": technique, "target_modules": targets, "precision": "bf16"}
+    run = RunConfig(**{**PIPELINE, **asked, **settings, "batch_size": batch.rows})
+    plan = place_stages(run, batch).plan
+    for memory, device in zip(plan.devices, dry_runs_of_shares(run, batch), strict=True):
+        assert memory.allocated_gib == pytest.approx(device.peak_gib, rel=0.05)
+
+
+def test_a_pipeline_keeps_few_schedules_and_the_latest(
+    shape: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds buffers for a whole batch; a dropped one's are free at once."""
+    run = RunConfig(technique="full", model=shape(num_hidden_layers=2), **PIPELINE)
+    share = Share((2,), has_embeddings=False)
+    model = build_share(run, any_shape_config(run.model), share)
+    pipeline = pipeline_alone(run, model, 1, True, dry_run_room.MemoryTracker(vocab_size=1))
+    pipeline.kept_schedules = 2
+    stages = []
+    with (
+        fake_group(1, 2),
+        mock.patch.object(dry_run_room.PipelineScheduleSingle, "_warmup_p2p", dry_run_room._without_a_vote),
     ):
-        with pytest.raises(BadInputError, match=f"parallel is {divided.parallel}, but the dry run knows no divided"):
-            dry_run(divided, BATCH)
+        for length in (8, 9, 8, 10, 8):
+            ids = torch.zeros((4, length), dtype=torch.long)
+            pipeline.train_step({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}, 1.0)
+            stages.append(weakref.ref(list(pipeline.schedules.values())[-1]._stage))
+    assert [key[0] for key in pipeline.schedules] == [(4, 10), (4, 8)]
+    assert stages[0]() is stages[2]() is stages[4]() is not None  # used again in between
+    assert stages[1]() is None
 
 
 def test_dropout_and_attention_are_as_on_a_gpu(shape: Callable[..., str]) -> None:
@@ -179,6 +304,16 @@ def test_a_run_folder_s_dry_run() -> None:
     assert "8 rows of 39 tokens" in done.stdout
     assert "peak of allocated memory: 0.0" in done.stdout
     assert "on CPU, 1 thread: fits" in done.stdout
+
+
+def test_a_pipeline_s_dry_run_tells_each_device(capsys: pytest.CaptureFixture[str]) -> None:
+    run = literal_of(Path("2.7_full_finetuning_with_pp/run_0_cpu_x2"))
+    print(dry_run_room.report(run, *dry_run_room.batch_of_run(run)))
+    said = capsys.readouterr().out
+    assert "pp (1f1b, 8 micro-batches): 64 rows of 39 tokens" in said
+    assert "device 0: 2 layers, embeddings" in said
+    assert "device 1: 2 layers, head" in said
+    assert said.count("peak of allocated memory: 0.0") == said.count("on CPU, 1 thread: fits") == 2
 
 
 def test_what_is_no_run_folder_ends_in_one_sentence() -> None:

@@ -22,7 +22,9 @@ from common.preflight import Measured, Rows, main, measure_all
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 SINGLE, DDP = "2.1_lora_finetuning/run_0_cpu_x1", "2.2_lora_finetuning_with_ddp/run_0_cpu_x2"
-MEASURED = Measured("cpu", 0.5, 0.6, 20.0, 0.25, 0.1, 0.0)
+FULL, MP = "2.4_full_finetuning/run_0_cpu_x1", "2.5_full_finetuning_with_mp/run_0_cpu_x1"
+PP = "2.7_full_finetuning_with_pp/run_0_cpu_x2"
+MEASURED = Measured(0, "cpu", 0.5, 0.6, 20.0, 0.25, 0.1, 0.0)
 
 
 @pytest.fixture
@@ -96,17 +98,48 @@ def test_one_device_passes_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert output.splitlines()[-1].startswith("passed: ")
 
 
+def ranks_and_devices(output: str) -> list[list[str]]:
+    """Of the table's rows."""
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in output.splitlines() if line.startswith("│")]
+    return [row for row in rows if row[0].isdecimal()]
+
+
 @pytest.mark.slow
 def test_two_ranks_pass_and_each_has_its_row(tmp_path: Path) -> None:
     output = preflight_process(tmp_path, DDP, "--accumulation_steps", "2")
-    rows = [line.split("│")[1:3] for line in output.splitlines() if line.startswith("│")]
-    assert [[cell.strip() for cell in row] for row in rows if row[0].strip().isdecimal()] == [
-        ["0", "cpu"],
-        ["1", "cpu"],
-    ]
+    assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
     assert "[RANK1" not in output
     assert output.count("planned for") == 1
     assert "156 steps" in output  # 819 rows by 2 x 8 x 2, six times
+
+
+def test_a_pipeline_of_two_stages_passes_and_each_has_its_row(tmp_path: Path) -> None:
+    output = preflight_process(tmp_path, PP)
+    assert "layers on each stage: 2, 2" in output
+    assert "GiB on the fullest device" in output
+    assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
+    assert "78 steps" in output  # 819 rows by 64, six times: both stages work on the same rows
+    assert "4,096 or more rows, by the plan" in output
+    assert output.splitlines()[-1].startswith("passed: ")
+
+
+@pytest.mark.slow
+def test_adapters_on_a_pipeline_pass_with_accumulation_and_checkpointing(tmp_path: Path) -> None:
+    asked = ("--technique", "lora", "--gradient_checkpointing", "non-reentrant", "--schedule", "gpipe")
+    output = preflight_process(tmp_path, PP, *asked, "--accumulation_steps", "2", "--batch_size", "32")
+    assert "tries lora of assets/embedded_base with pp on 2 x cpu: 32 rows" in output
+    assert "78 steps" in output
+    assert output.splitlines()[-1].startswith("passed: ")
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize("folder", [FULL, MP])
+def test_full_fine_tuning_passes(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(folder, "--seq-len", "16", "--batch_size", "2", "--evaluation_batch_size", "2") == 0
+    said = capsys.readouterr().out
+    assert "tries full of assets/embedded_base" in said
+    assert ranks_and_devices(said) == [["0", "cpu"]]  # on CPU one device holds all stages
+    assert said.splitlines()[-1].startswith("passed: ")
 
 
 # -- refused
@@ -170,9 +203,21 @@ def test_what_does_not_fit_is_not_tried_unless_asked_for(
     assert tried == [1]
 
 
-def test_a_shape_too_large_for_any_machine_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(SINGLE, "--model", "llama-3.1-70b", "--batch_size", "8", "--seq-len", "8192") == 1
+@pytest.mark.parametrize("folder", [SINGLE, FULL, MP, PP])
+def test_a_shape_too_large_for_any_machine_does_not_fit(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--model", "llama-3.1-70b", "--batch_size", "8", "--evaluation_batch_size", "8", "--seq-len", "8192")
+    assert exit_code(folder, *asked) == 1
     assert "not even one row would fit" in capsys.readouterr().out
+
+
+def test_layers_that_the_planner_cannot_place_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    GPTNeoXConfig(**shape, vocab_size=1536, architectures=["GPTNeoXForCausalLM"]).save_pretrained(tmp_path)
+    assert exit_code(PP, "--model", str(tmp_path), "--seq-len", "16") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: Layers are placed by their planned memory, but ")
+    assert "gpt_neox" in said
+    assert len(said.splitlines()) == 1
 
 
 # -- what is tried
@@ -222,6 +267,11 @@ def test_steps_are_those_that_the_run_takes(
     assert preflight.total_steps(asked, None) is None
 
 
+def test_the_stages_of_a_pipeline_share_their_steps(run: RunConfig) -> None:
+    asked = replace(run, parallel="pp", devices=2, batch_size=64, micro_batches=8, epochs=6)
+    assert preflight.total_steps(asked, 819) == 6 * 13
+
+
 def test_ranks_on_one_cpu_share_its_memory(run: RunConfig) -> None:
     four = preflight.device_of(replace(run, parallel="ddp", devices=4))
     assert four.memory_gib == pytest.approx(cpu_device().memory_gib / 4)
@@ -246,6 +296,13 @@ def test_several_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) 
     assert command[command.index("--nproc_per_node") + 1 :] == ["2", "-m", "common.preflight", DDP, "--batch_size", "4"]
 
 
+def test_a_whole_model_loads_by_the_stages_where_a_rank_has_several_devices(run: RunConfig) -> None:
+    stage_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
+    divided = Rank(0, 1, "cuda:0", "python", ("cuda:1",))
+    assert preflight.device_map_of_rank(run, stage_map, divided) == stage_map
+    assert preflight.device_map_of_rank(run, stage_map, Rank(1, 2, "cuda:1", "torchrun")) == {"": "cuda:1"}
+
+
 # -- on the device, in this process
 
 
@@ -256,7 +313,7 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
     asked = replace(run, batch_size=4, evaluation_batch_size=4, accumulation_steps=2)
     rows = preflight.rows_of_run(asked)
     with rank_started(asked) as rank:
-        trainer = preflight.trainer_of_longest_batch(asked, rows, rank, tmp_path)
+        trainer = preflight.trainer_of_longest_batch(asked, rows, {}, rank, tmp_path)
         trainer.train()
         assert trainer.state.global_step == preflight.STEPS
         assert trainer.work.rows == [0, 1, 2, 3] * 2 * preflight.STEPS
@@ -266,7 +323,7 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
             preflight, "load_base_model", lambda run, device_map: load(replace(run, seed=1), device_map)
         )
         with pytest.raises(RuntimeError, match="what was saved is not what was trained"):
-            preflight.save_and_reload(asked, trainer, rank, tmp_path)
+            preflight.save_and_reload(asked, trainer, {}, rank, tmp_path)
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -276,7 +333,7 @@ def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunCon
     asked = replace(run, technique="full", model=str(tmp_path / "model"), batch_size=2, evaluation_batch_size=2)
     rows = preflight.rows_of_length(asked, 16)
     assert "gpt_neox" in preflight.announcement(asked, rows, None)
-    said = preflight.report(asked, rows, None, measure_all(asked, rows, None))
+    said = preflight.report(asked, rows, None, measure_all(asked, rows, {}, None))
     assert "no plan" in said
     assert "passed: " in said
 
@@ -303,13 +360,15 @@ def test_after_out_of_memory_a_smaller_batch_of_the_same_rows_is_named(run: RunC
     assert 0 < tight.max_batch_size < 16
     assert f"try --batch_size {tight.max_batch_size} " in preflight.smaller_batch(run, 16, tight)
     assert "not even one row fits" in preflight.smaller_batch(run, 1, plan)
+    staged = replace(run, parallel="pp", devices=2, micro_batches=8, batch_size=24)
+    assert "try --batch_size 8 --accumulation_steps 3" in preflight.smaller_batch(staged, 24, None)
 
 
 # -- what is said
 
 
 def test_the_first_step_is_not_timed() -> None:
-    clock = preflight.StepClock("cpu")
+    clock = preflight.StepClock(("cpu",))
     clock.ends_s = [100.0, 101.0, 104.0]
     assert clock.step_time_s == 2.0
 
@@ -335,6 +394,24 @@ def test_what_was_measured_is_said_against_the_plan(run: RunConfig, plan: Plan) 
     assert f"measured {measured_s:.3g} s, planned {2 * measured_s:.3g} s (-50%)" in step
     assert "30 steps" in training
     assert cost == "cost: no price"
+
+
+def test_each_device_of_a_divided_model_has_its_plan(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
+    asked = replace(run, device="cuda", parallel="mp", devices=2, model="llama-3.1-8b", device_map="even")
+    batch = longest_batch(preflight.rows_of_length(asked, 64).train, asked.batch_size)
+    stage_map, plan = preflight.place_and_plan(asked, batch)
+    assert set(stage_map.values()) == {0, 1}
+    measured = [
+        replace(MEASURED, device=f"cuda:{number}", peak_gib=times * plan.devices[number].allocated_gib)
+        for number, times in enumerate((1.5, 1.0))
+    ]
+    table = preflight.memory_table(plan, measured)
+    assert ranks_and_devices(table) == [["0", "cuda:0"], ["0", "cuda:1"]]
+    for memory in plan.devices:
+        assert f" {memory.allocated_gib:.2f} " in table
+    assert plan.devices[0].allocated_gib != plan.devices[1].allocated_gib
+    assert preflight.largest_batch(plan, measured)[1] == pytest.approx(1.5)
 
 
 def test_rent_is_of_all_gpus(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
