@@ -361,7 +361,16 @@ class _DeviceSums:
 
     def forward_moments(self) -> dict[str, list[Term]]:
         """The end of the forward pass of the last micro-batch in flight."""
-        return {"forward of the loss": [*self.before_backward(), *self.loss_forward()]}
+        return {
+            "forward of the last layer": [
+                *self.gradients_before_backward(),
+                *self.layers_saved(),
+                *self.ends_waiting(),
+                *self.adapter_casts(self.stacks[-1][0]),
+                *self.hidden_states(),
+            ],
+            "forward of the loss": [*self.before_backward(), *self.loss_forward()],
+        }
 
     def backward_moments(self) -> dict[str, list[Term]]:
         """From the loss to the embeddings."""
@@ -526,7 +535,9 @@ class _DeviceSums:
     def layers_saved(self, one_left: bool = False) -> list[Term]:
         """What all layers keep, for every micro-batch in flight; `one_left`: of one of these the first layer alone."""
         terms = self._layers_kept(self.share.in_flight - one_left)
-        return [*terms, *_times(self._layer_kept(self.stacks[0][0]), 1, "1 x ")] if one_left else terms
+        if one_left and not self._input_is_in_buffer:
+            terms += _times(self._layer_kept(self.stacks[0][0]), 1, "1 x ")
+        return terms
 
     def layers_waiting(self) -> list[Term]:
         """What all layers keep for the micro-batches in flight but one."""
@@ -534,11 +545,16 @@ class _DeviceSums:
 
     def _layers_kept(self, micro_batches: int) -> list[Term]:
         terms = []
-        for stack, layers in self.stacks if micro_batches else []:
-            times = layers * micro_batches
+        for number, (stack, layers) in enumerate(self.stacks if micro_batches else []):
+            times = (layers - (number == 0 and self._input_is_in_buffer)) * micro_batches
             name = f"{times} x " + ("" if len(self.architecture.stacks) == 1 else f"{stack.kind}: ")
             terms += _times(self._layer_kept(stack), times, name)
         return terms
+
+    @property
+    def _input_is_in_buffer(self) -> bool:
+        """With pp the first layer's input, which checkpointing keeps, is where it was received."""
+        return self.job.gradient_checkpointing and self.job.parallel == "pp" and not self.share.has_embeddings
 
     def _layer_kept(self, stack: Stack) -> list[Term]:
         return self.layer_inputs(stack) if self.job.gradient_checkpointing else self.layer_saved(stack)
@@ -763,17 +779,33 @@ class _DeviceSums:
         """What is alive only while one layer is back-propagated."""
         architecture, job, t = self.architecture, self.job, self.batch.tokens
         stack = self.stacks[-1 if last else 0][0]
-        a, x = job.arithmetic_bytes, self.hidden_bytes
-        terms = [
-            _activations("gradients within the MLP", "3 T I a", 3 * t * architecture.intermediate * a),
-            _activations("gradients of the hidden state", "2 T H x", 2 * t * architecture.hidden * x),
-        ]
+        count = 3 if architecture.is_llama_like else 1
+        size = count * t * architecture.intermediate * job.arithmetic_bytes
+        passing = [_activations("gradients within the MLP", f"{count} T I a", size)]
+        if job.gradient_checkpointing:  # the forward pass comes again
+            passing = max(passing, self.adapter_casts(stack), key=lambda terms: sum(term.count for term in terms))
+        terms = [*passing, *self.hidden_states()]
         if job.attention == "eager":
             scores = self.batch.rows * architecture.heads * self.batch.length**2
             terms.append(_activations("gradients of the attention scores", "B heads S S 4", 4 * scores))
         if job.gradient_checkpointing:
             terms = [*_times(self.layer_saved(stack), 1, "computed again: "), *terms]
         return terms
+
+    def hidden_states(self) -> list[Term]:
+        """What goes from layer to layer, or the gradients of it."""
+        size = 2 * self.batch.tokens * self.architecture.hidden * self.hidden_bytes
+        return [_activations("hidden states, or their gradients", "2 T H x", size)]
+
+    def adapter_casts(self, stack: Stack) -> list[Term]:
+        """What is alive only in the forward pass: an adapter's input in its own fp32, before and after dropout."""
+        job, t, a = self.job, self.batch.tokens, self.job.arithmetic_bytes
+        widest = max((linear.inputs for linear in stack.linears if job.adapts(linear)), default=0)
+        if not widest or job.plain_loop:
+            return []
+        each = 0 if a == 4 else 8 if job.lora_dropout else 4
+        terms = [_activations("result within the MLP", "T I a", t * self.architecture.intermediate * a)]
+        return [*terms, _activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each)]
 
     def embeddings_backward(self) -> list[Term]:
         """The embeddings' gradient, where another one waits beside it: the head's, or an earlier micro-batch's."""

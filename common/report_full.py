@@ -84,9 +84,12 @@ def full_precision(records: list[Record]) -> pd.DataFrame:
     """2.4: how many weights a step really changes, by precision and learning rate."""
     rows = []
     for record in completed(records, FULL):
-        if record.get("updated_share") is None:
-            continue
         config, after = record["config"], record["quality"]["after"]
+        if record.get("updated_share") is None or (config["seed"], config["batch_size"]) != (
+            42,
+            RunConfig().batch_size,
+        ):
+            continue
         rows.append({
             "Precision": config["precision"],
             "Learning rate": f"{config['learning_rate']:g}",
@@ -144,9 +147,8 @@ def mp_quality(records: list[Record]) -> pd.DataFrame:
 
 def mp_speed(records: list[Record]) -> pd.DataFrame:
     """2.5: hardware, time, and what each GPU must have, beside one device."""
-    rows = [
-        _mp_row(record, baseline_of(record, records, "batch_size")) for record in _by_command(records, FULL, FULL_MP)
-    ]
+    shown = _beside_one_device(_by_command(records, FULL_MP), records, "batch_size")
+    rows = [_mp_row(record, baseline) for record, baseline in shown]
     baseline = published_results(FULL)[0]
     published = [_published_mp_row(result, baseline) for result in published_results(FULL, FULL_MP)]
     return table_of(records, (FULL_MP,), rows, published)
@@ -243,15 +245,19 @@ def pp_quality(records: list[Record]) -> pd.DataFrame:
 
 def pp_speed(records: list[Record]) -> pd.DataFrame:
     """2.7: time, idle share and memory of training, beside one device at the same global batch."""
-    rows = []
-    shown: set[int] = set()
-    for record in _by_command(records, FULL_PP, LORA_PP):
-        baseline = baseline_of(record, records, "effective_batch_size")
-        for run in (baseline, record):
-            if run and id(run) not in shown:
-                shown.add(id(run))
-                rows.append(_pp_row(run, baseline))
-    return table_of(records, (FULL_PP,), rows, [])
+    shown = _beside_one_device(_by_command(records, FULL_PP, LORA_PP), records, "effective_batch_size")
+    return table_of(records, (FULL_PP,), [_pp_row(record, baseline) for record, baseline in shown], [])
+
+
+def _beside_one_device(divided: list[Record], records: list[Record], same: str) -> list[tuple[Record, Record | None]]:
+    """Each run, after the one-device run that it is stated against, with that one."""
+    pairs: list[tuple[Record, Record | None]] = []
+    for record in divided:
+        baseline = baseline_of(record, records, same)
+        if baseline and all(baseline is not shown for shown, _ in pairs):
+            pairs.append((baseline, baseline))
+        pairs.append((record, baseline))
+    return pairs
 
 
 def _pp_row(record: Record, baseline: Record | None) -> Row:
