@@ -10,6 +10,7 @@ A notebook's outputs stay where its cells do.
 
 import argparse
 import ast
+import json
 import re
 import sys
 from pathlib import Path
@@ -93,7 +94,8 @@ def parameters_for(run: RunConfig, cell: str) -> str:
         setting = getattr(run, name)
         if setting == ast.literal_eval(value):
             return line
-        return f"{name}{equals}{setting!r}{hash_sign and '  #'}{comment}"
+        written = json.dumps(setting) if isinstance(setting, str) else repr(setting)  # quotes as the formatter has them
+        return f"{name}{equals}{written}{hash_sign and '  #'}{comment}"
 
     return "\n".join(line_for(line) for line in cell.splitlines())
 
