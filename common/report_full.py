@@ -321,6 +321,7 @@ def pp_losses(records: list[Record]) -> pd.DataFrame:
             "Lost to small micro-batches": f"{pipeline['small_micro_batches_factor']:.2f}",
             "Lost to unequal stages": f"{pipeline['unequal_stages_factor']:.2f}",
             "Lost to sending and waiting": f"{pipeline['sending_and_waiting_factor']:.2f}",
+            "Naive step over its passes": f"{pipeline['naive_factor']:.2f}",
             "Reached by 1F1B": f"{pipeline['speedup']:.2f}x",
             "Share of allowed": f"{pipeline['share_of_allowed']:.2f}",
         })  # fmt: skip
