@@ -70,8 +70,7 @@ def measure_pipeline(
         for name, way in ways.items():
             pipeline.clock.forget()
             timed(name, lambda batch, way=way: pipeline.train_step(batch, 1.0, *way))
-            busy_s, total_s = pipeline.clock.busy_and_total_s()
-            idle_shares.setdefault(name, []).append(gather_object([1 - busy_s / total_s]))
+            idle_shares.setdefault(name, []).append(trainer.idle_shares())
         for stage in range(stages):
             for parts in (1, count):
                 is_mine = rank.rank == stage

@@ -187,12 +187,19 @@ class PipelineTrainer(CountingTrainer):
         Raises:
             RuntimeError: a stage computed nothing.
         """
-        busy_s, total_s = self.pipeline.clock.busy_and_total_s()
-        stages = gather_object([{"stage": self.rank.rank, "busy_s": busy_s, "idle_share": 1 - busy_s / total_s}])
-        for stage in stages:
+        busy_s, _ = self.pipeline.clock.busy_and_total_s()
+        stages = [{"stage": stage, "busy_s": busy_s} for stage, busy_s in enumerate(gather_object([busy_s]))]
+        for stage, idle_share in zip(stages, self.idle_shares(), strict=True):
             if stage["busy_s"] == 0:
                 raise RuntimeError(f"Stage {stage['stage']} of {len(stages)} computed nothing.")
+            stage["idle_share"] = idle_share
         return {"stages": stages}
+
+    def idle_shares(self) -> list[float]:
+        """By stage, the share of the steps' time in which it waited; a step ends for all with its last stage."""
+        of_stages = gather_object([self.pipeline.clock.busy_and_total_s()])
+        longest_s = max(total_s for _, total_s in of_stages)
+        return [1 - busy_s / longest_s for busy_s, _ in of_stages]
 
     def parameter_counts(self) -> tuple[int, int]:
         """Of all stages together: trained parameters, and all that multiply."""

@@ -228,7 +228,7 @@ def published_quality(result: dict[str, Any]) -> Row:
         "Devices": f"{result['gpu']} x{result['devices']}",
         "Epochs": str(result["epochs"]),
         "Batch size": str(result["batch_size"]),
-        "Effective batch size": f"{result['batch_size']} x{result['devices']}",
+        "Effective batch size": _published_batch(result),
         "Learning rate scaling": f"1x ({result['learning_rate']:g})" if "learning_rate" in result else NOT_PUBLISHED,
         "Similarity score before (lower is better)": NOT_PUBLISHED,
         "Similarity score (lower is better)": score(result["similarity_score"]),
@@ -273,7 +273,7 @@ def published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
         "Seed": NOT_PUBLISHED,
         "Devices": f"{result['gpu']} x{result['devices']}",
         **published_factors(result, baseline),
-        "Batch size": f"{result['batch_size']} x{result['devices']}",
+        "Batch size": _published_batch(result),
         "Steps": NOT_PUBLISHED,
         "Training time": clock(clock_seconds(result["train_time"])),
         "Of that, validation and checkpoints": NOT_PUBLISHED,
@@ -284,6 +284,10 @@ def published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
         PLANNED: NOT_PUBLISHED,
         "Command": NOT_PUBLISHED,
     }
+
+
+def _published_batch(result: dict[str, Any]) -> str:
+    return f"{result['batch_size']} x{result['devices'] if result['parallel'] == 'ddp' else 1}"
 
 
 def published_factors(result: dict[str, Any], baseline: dict[str, Any]) -> Row:

@@ -89,7 +89,7 @@ def measure(log: RunLog, trainer: PipelineTrainer) -> Figures | None:
     if log.run.device == "cuda":
         return None
     with log.phase("measure the pipeline"):
-        return measure_pipeline(trainer)
+        return measure_pipeline(trainer, tell=print)
 
 
 def save(log: RunLog, trainer: PipelineTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
