@@ -53,7 +53,7 @@ test-all: $(INSTALLED)
 lint: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-bench: $(INSTALLED) ## speed against other tools, scaling, quality, the planner's error: 45 minutes on a quiet machine
+bench: $(INSTALLED) ## speed against other tools, scaling, quality, the planner's error, pipelines: 50 minutes on a quiet machine
 	@$(BIN)/python -m bench
 
 siblings: $(INSTALLED) ## copy each technique's first run folder to the others, but for their literals
