@@ -27,6 +27,14 @@ SPEAK_FIRST_S = 2.0
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
 
+ONE_WORKFLOW = (
+    {("qlora", "single"), ("qlora", "ddp")},
+    {("full", "pp"), ("lora", "pp")},
+    {("full", "fsdp"), ("lora", "fsdp"), ("qlora", "fsdp")},
+    {(technique, zero) for technique in ("full", "lora") for zero in ("zero1", "zero2", "zero3")},
+)
+"""Techniques and ways to share the work that one workflow does, as its literal or an override asks."""
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -303,7 +311,7 @@ def check_settings_and_data(run: RunConfig) -> None:
     from common.evaluation import check_independent_judge
     from common.models import check_attention, load_tokenizer
 
-    check_technique(run)
+    check_folder(run)
     check_gpus(run)
     check_attention(run)
     check_independent_judge(run)
@@ -323,22 +331,26 @@ def check_settings_and_data(run: RunConfig) -> None:
         raise BadInputError(f"There are {row_count} training rows for {run.world_size} ranks: give each at least one.")
 
 
-def check_technique(run: RunConfig) -> None:
-    """Refuse another technique than the run folder's: its workflow would train its own all the same.
+def check_folder(run: RunConfig) -> None:
+    """Refuse what the run folder's workflow does not do: it would do its own all the same.
 
     Raises:
-        BadInputError: with both techniques.
+        BadInputError: with both techniques, or both ways to share the work.
     """
     from common.siblings import literal_of  # here: it imports this module
 
     if not run.run_folder:
         return
-    trained = literal_of(REPOSITORY / run.run_folder).technique
-    if run.technique != trained and run.parallel != "pp":  # a pipeline's stages take adapters, too
-        raise BadInputError(
-            f"technique is {run.technique}, but the workflow of {run.run_folder} trains {trained}: leave --technique "
-            "out, or go to another folder (`python -m common.dry_run` and the planner take any)."
-        )
+    own = literal_of(REPOSITORY / run.run_folder)
+    done = next((each for each in ONE_WORKFLOW if (own.technique, own.parallel) in each), ())
+    if (run.technique, run.parallel) in (*done, (own.technique, own.parallel)):
+        return
+    setting = "technique" if run.technique != own.technique else "parallel"
+    raise BadInputError(
+        f"{setting} is {getattr(run, setting)}, but the workflow of {run.run_folder} is for {own.technique} with "
+        f"{own.parallel}: leave --{setting} out, or go to another folder (`python -m common.dry_run` and the planner "
+        "take any)."
+    )
 
 
 def workflow_of(run_folder: Path) -> Path:

@@ -487,15 +487,17 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
         batch=batch,
         devices=run.devices,
         precision=run.precision,
+        quantization=run.quantization,
         optimizer=run.optimizer,
         attention=run.attention,
         gradient_checkpointing=run.gradient_checkpointing != "none",
         lora_rank=run.lora_rank,
         target_modules=targets.get(run.target_modules, tuple(run.target_modules.split(","))),
-        lora_dropout=run.lora_dropout if run.technique == "lora" else 0.0,
+        lora_dropout=0.0 if run.technique == "full" else run.lora_dropout,
         micro_batches=run.micro_batches,
         schedule=run.schedule,
         accumulation_steps=run.accumulation_steps,
+        offload=run.offload == "cpu",
     )
 
 

@@ -22,18 +22,30 @@ PLANNED = "Training's peak, planned / measured (GiB)"
 Kind = tuple[str, str]
 """Technique and way to share the work."""
 LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
+QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
 FULL, FULL_MP, FULL_PP = ("full", "single"), ("full", "mp"), ("full", "pp")
+FULL_FSDP, LORA_FSDP = ("full", "fsdp"), ("lora", "fsdp")
+FULL_ZERO = tuple(("full", zero) for zero in ("zero1", "zero2", "zero3"))
+LORA_ZERO = tuple(("lora", zero) for zero in ("zero1", "zero2", "zero3"))
 KIND_NAMES: dict[Kind, str] = {
     LORA: "LoRA",
     LORA_DDP: "LoRA with DDP",
     LORA_PP: "LoRA with PP",
+    LORA_FSDP: "LoRA with FSDP",
+    **{kind: f"LoRA with ZeRO-{kind[1][-1]}" for kind in LORA_ZERO},
+    QLORA: "QLoRA",
+    QLORA_DDP: "QLoRA with DDP",
+    QLORA_FSDP: "QLoRA with FSDP",
     FULL: "Full fine-tuning",
     FULL_MP: "Full fine-tuning with MP",
     FULL_PP: "Full fine-tuning with PP",
+    FULL_FSDP: "Full fine-tuning with FSDP",
+    **{kind: f"Full fine-tuning with ZeRO-{kind[1][-1]}" for kind in FULL_ZERO},
 }
 FREE_SETTINGS = {
     *("parallel", "devices", "batch_size", "accumulation_steps", "gradient_checkpointing"),
-    *("stages", "device_map", "schedule", "micro_batches", "run_folder", "run_name", "results_root"),
+    *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload"),
+    *("run_folder", "run_name", "results_root"),
 }
 """Settings that two runs need not share to be compared in time: how the work is divided, and what it is called."""
 
@@ -88,7 +100,7 @@ def devices_of(record: Record) -> str:
 
 def data_parallel_ranks(record: Record) -> int:
     """Ranks that worked on rows of their own; the stages of a model work on the same ones."""
-    return len(record["world"]) if record["parallel"] == "ddp" else 1
+    return 1 if record["parallel"] in ("single", "mp", "pp") else len(record["world"])
 
 
 def peak_memory_gib(record: Record) -> str:
@@ -287,7 +299,8 @@ def published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
 
 
 def _published_batch(result: dict[str, Any]) -> str:
-    return f"{result['batch_size']} x{result['devices'] if result['parallel'] == 'ddp' else 1}"
+    ranks = 1 if result["parallel"] in ("single", "mp", "pp") else result["devices"]
+    return f"{result['batch_size']} x{ranks}"
 
 
 def published_factors(result: dict[str, Any], baseline: dict[str, Any]) -> Row:

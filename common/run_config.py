@@ -10,6 +10,10 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
+SHARDED = ("fsdp", "zero1", "zero2", "zero3")
+ZERO_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Of Transformers' names, those whose states ZeRO can divide: they work element by element."""
+
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -29,19 +33,22 @@ class RunConfig:
         BadInputError: a value is out of its range, or two values contradict each other.
     """
 
-    technique: Literal["lora", "full"] = _setting(
-        "lora", "What is trained: lora = low-rank adapters, base frozen; full = the model's own weights."
+    technique: Literal["lora", "qlora", "full"] = _setting(
+        "lora",
+        "What is trained: lora = low-rank adapters, base frozen; qlora = the same on a base in 4 bits; full = the "
+        "model's own weights.",
     )
-    parallel: Literal["single", "ddp", "mp", "pp"] = _setting(
+    parallel: Literal["single", "ddp", "mp", "pp", "fsdp", "zero1", "zero2", "zero3"] = _setting(
         "single",
-        "How devices share the work: not at all, by rows (ddp), by layers one after the other (mp: one process), or by "
-        "layers with micro-batches in flight (pp: one process per device).",
+        "How devices share the work: not at all; by rows (ddp); by layers one after the other (mp: one process), or "
+        "with micro-batches in flight (pp: one process per device); by rows, with what each rank holds divided, too "
+        "(fsdp: PyTorch's FSDP2; zero1, zero2, zero3: DeepSpeed's stages).",
     )
     run_folder: str = _setting("", "Run folder, relative to the repository's root.")
 
     device: Literal["cpu", "cuda"] = _setting("cpu", "Kind of device: cpu = one process with one thread.")
     gpu: str = _setting("", "GPU that the run folder was made for, by its name in common/hardware.py; empty on CPU.")
-    devices: int = _setting(1, "Number of devices, and so of ranks with ddp and pp.")
+    devices: int = _setting(1, "Number of devices, and so of ranks but with single and mp.")
     stages: int = _setting(
         0, "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all."
     )
@@ -52,6 +59,20 @@ class RunConfig:
     )
     schedule: Literal["1f1b", "gpipe"] = _setting("1f1b", "With pp: the order of the micro-batches' passes.")
     micro_batches: int = _setting(1, "With pp: equal parts of a batch, which the stages work on at the same time.")
+    wrap: str = _setting(
+        "layers",
+        "With fsdp: classes of the modules that are gathered one at a time, with commas between; layers = the "
+        "model's own layers.",
+    )
+    prefetch: int = _setting(1, "With fsdp: wrapped modules that are gathered ahead of the one at work.")
+    offload: Literal["none", "cpu"] = _setting(
+        "none",
+        "With fsdp and zero: where shards wait while they are not used; cpu = in the host's memory (zero1 and zero2: "
+        "the optimizer's states alone).",
+    )
+    quantization: Literal["nf4", "nf4-double"] = _setting(
+        "nf4", "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too."
+    )
     model: str = _setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
     weights: Literal["pretrained", "random"] = _setting(
         "pretrained",
@@ -117,8 +138,9 @@ class RunConfig:
         """Check every field."""
         self._check_types()
         at_least = {"devices": 1, "max_length": 2, "batch_size": 1, "accumulation_steps": 1, "epochs": 1,
-                    "micro_batches": 1, "stages": 0, "lora_rank": 1, "lora_alpha": 1, "evaluation_batch_size": 1,
-                    "max_new_tokens": 1, "weight_decay": 0, "max_grad_norm": 0, "seed": 0}  # fmt: skip
+                    "micro_batches": 1, "prefetch": 0, "stages": 0, "lora_rank": 1, "lora_alpha": 1,
+                    "evaluation_batch_size": 1, "max_new_tokens": 1, "weight_decay": 0, "max_grad_norm": 0,
+                    "seed": 0}  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
             if value < low:
@@ -136,7 +158,8 @@ class RunConfig:
         if not 0 < self.learning_rate < math.inf:
             raise BadInputError(f"learning_rate is {self.learning_rate}, but must be above 0 and finite, such as 1e-3.")
         self._check_parallel()
-        if self.technique == "lora" and self.target_modules == "all":
+        self._check_sharding()
+        if self.technique != "full" and self.target_modules == "all":
             raise BadInputError("target_modules is all, but adapters stand beside linear layers: pass all-linear.")
         if self.device == "cpu" and self.attention == "flash":
             raise BadInputError("attention is flash, but device is cpu, where flash-attn has no kernel: pass sdpa.")
@@ -151,9 +174,10 @@ class RunConfig:
             raise BadInputError(
                 f"devices is {self.devices}, but parallel is single: pass --devices 1, or go to 2.2 (ddp)."
             )
-        if self.parallel in ("ddp", "pp") and self.gradient_checkpointing == "reentrant":
+        if self.parallel in ("ddp", "pp", "fsdp") and self.gradient_checkpointing == "reentrant":
             reason = {
                 "ddp": "DDP would see each weight's gradient twice",
+                "fsdp": "FSDP's hooks would gather for it in the wrong order",
                 "pp": "the first stage's input needs no gradient, and would cut its layers off",
             }[self.parallel]
             raise BadInputError(
@@ -192,6 +216,40 @@ class RunConfig:
         if self.parallel == "pp" and self.device_map == "auto":
             raise BadInputError("device_map is auto, which is for mp: pass balanced, even, or a JSON file.")
 
+    def _check_sharding(self) -> None:
+        """Refuse what contradicts sharding, or is for it alone."""
+        if not self.is_sharded:
+            if self.offload != "none":
+                raise BadInputError(
+                    f"offload is {self.offload}, but parallel is {self.parallel}: it is for fsdp and zero."
+                )
+            return
+        if self.devices < 2:
+            raise BadInputError(
+                f"parallel is {self.parallel}, but there is {self.devices} device, and nothing to divide: pass "
+                "--devices 2 or more, or --parallel single in the folder for one device."
+            )
+        if self.technique == "qlora" and self.parallel != "fsdp":
+            raise BadInputError(
+                f"technique is qlora, but parallel is {self.parallel}: weights in 4 bits are sharded by fsdp, or whole "
+                "on each rank with ddp (2.3)."
+            )
+        if self.precision == "fp16-mixed":
+            raise BadInputError(
+                f"precision is fp16-mixed, which {self.parallel} does not scale losses for here: pass bf16-mixed, bf16 "
+                "or fp32."
+            )
+        if self.parallel != "fsdp" and self.optimizer not in ZERO_OPTIMIZERS:
+            raise BadInputError(
+                f"optimizer is {self.optimizer}, which DeepSpeed's ZeRO cannot divide: choose one of "
+                f"{', '.join(ZERO_OPTIMIZERS)}."
+            )
+        if self.parallel != "fsdp" and self.gradient_checkpointing == "reentrant":
+            raise BadInputError(
+                f"gradient_checkpointing is reentrant, which {self.parallel} is not tested with: pass "
+                "--gradient_checkpointing non-reentrant."
+            )
+
     def _check_types(self) -> None:
         hints = get_type_hints(RunConfig)
         for setting in fields(self):
@@ -206,12 +264,17 @@ class RunConfig:
     @property
     def world_size(self) -> int:
         """Ranks (processes) of the run."""
-        return self.devices if self.parallel in ("ddp", "pp") else 1
+        return 1 if self.parallel in ("single", "mp") else self.devices
 
     @property
     def data_parallel_ranks(self) -> int:
         """Ranks that work on rows of their own."""
-        return self.devices if self.parallel == "ddp" else 1
+        return 1 if self.parallel in ("single", "mp", "pp") else self.devices
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of what is trained."""
+        return self.parallel in SHARDED
 
     @property
     def stage_count(self) -> int:

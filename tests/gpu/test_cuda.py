@@ -52,8 +52,8 @@ def test_a_real_shape_trains_with_random_weights(run_workflow: Callable) -> None
 
 @needs_gpu
 def test_more_gpus_than_there_are_are_refused(run_workflow: Callable) -> None:
-    settings = ("--device", "cuda", "--parallel", "ddp", "--devices", str(GPU_COUNT + 1))
-    done = run_workflow("make run", *settings)
+    settings = ("--device", "cuda", "--devices", str(GPU_COUNT + 1))
+    done = run_workflow("make run", *settings, folder=REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2")
     assert done.exit_code == 2
     assert f"{GPU_COUNT} can be seen: use `" in done.output
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.device_maps import device_name, whole_model_on
-from common.launch import check_gpus, check_inputs, check_technique, check_world, free_port, stream_command, workflow_of
+from common.launch import check_folder, check_gpus, check_inputs, check_world, free_port, stream_command, workflow_of
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 
@@ -113,17 +113,19 @@ def test_flash_attention_without_its_package_is_refused(run_config: RunConfig, m
 
 def test_fewer_rows_than_ranks_are_refused(run_config: RunConfig) -> None:
     with pytest.raises(BadInputError, match="1 training rows for 2 ranks"):
-        check_inputs(replace(run_config, parallel="ddp", devices=2, train_rows=1))
+        check_inputs(RunConfig(parallel="ddp", devices=2, train_rows=1))
 
 
 def test_a_folder_trains_its_own_technique_or_nothing(run_config: RunConfig) -> None:
     """`--technique full` trained adapters in 2.1, and its record said full."""
     folder = "2.1_lora_finetuning/run_0_cpu_x1"
-    check_technique(replace(run_config, run_folder=folder))
+    check_folder(replace(run_config, run_folder=folder))
     with pytest.raises(
-        BadInputError, match=r"technique is full, but the workflow of 2.1_lora_finetuning.* trains lora"
+        BadInputError, match=r"technique is full, but the workflow of 2.1_lora_finetuning.* is for lora with single"
     ):
-        check_technique(replace(run_config, run_folder=folder, technique="full"))
+        check_folder(replace(run_config, run_folder=folder, technique="full"))
+    with pytest.raises(BadInputError, match=r"parallel is mp, but the workflow of 2\.1.* is for lora with single"):
+        check_folder(replace(run_config, run_folder=folder, parallel="mp", stages=2))
     command = [sys.executable, "my_workflow_lora_finetuning.py", "--technique", "full"]
     done = subprocess.run(command, cwd=REPOSITORY / folder, capture_output=True, text=True, check=False)
     assert done.returncode == 2
