@@ -48,7 +48,7 @@ from common.callbacks import WorkDone
 from common.data import IGNORED_LABEL, EpochBatches, load_splits, longest_batch, tokenize_rows
 from common.device_maps import device_map_of
 from common.hardware import GIB
-from common.launch import Rank
+from common.launch import Rank, name_deepspeeds_device
 from common.memory_plan import PARTS, BatchShape, Job, Share
 from common.models import ATTENTION, add_lora, any_shape_config, load_tokenizer, train_linear_layers, weight_dtype
 from common.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
@@ -566,6 +566,7 @@ def step_trainer(
     trainer_class: Callable[..., StepTrainer] = StepTrainer,
 ) -> StepTrainer:
     """The trainer of single steps, with its optimizer, and checkpointing on where it is asked for."""
+    name_deepspeeds_device()
     trainer = trainer_class(model=model, args=arguments, train_dataset=[0], eval_dataset=[0])
     trainer.create_optimizer()
     if arguments.gradient_checkpointing:  # as `Trainer.train` does first

@@ -127,6 +127,7 @@ def start_rank(run: RunConfig) -> Rank:
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts GPUs as the driver's tools do
     check_world(run)
+    name_deepspeeds_device()
     if run.device == "cuda" and run.world_size == 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(run.devices)))
         # else the Trainer spreads over every GPU that it sees
@@ -162,6 +163,12 @@ def start_rank(run: RunConfig) -> Rank:
         if run.parallel == "mp"
         else (),
     )
+
+
+def name_deepspeeds_device() -> None:
+    """Where no GPU can be seen: Accelerate imports DeepSpeed wherever it is installed, and it would look, and warn."""
+    if not gpus()[1]:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def end_rank() -> None:
