@@ -19,7 +19,7 @@ from pathlib import Path
 from common.device_maps import device_name
 from common.hardware import find_gpu, gpu_of_device, gpus
 from common.print_prefix import printing_with_prefix, rank_prefix
-from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
+from common.run_config import REPOSITORY, SHARDED, BadInputError, RunConfig, parse_overrides
 
 BAD_INPUT_EXIT_CODE = 2
 SPEAK_FIRST_S = 2.0
@@ -27,13 +27,13 @@ SPEAK_FIRST_S = 2.0
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
 
-ONE_WORKFLOW = (
-    {("qlora", "single"), ("qlora", "ddp")},
-    {("full", "pp"), ("lora", "pp")},
-    {("full", "fsdp"), ("lora", "fsdp"), ("qlora", "fsdp")},
-    {(technique, zero) for technique in ("full", "lora") for zero in ("zero1", "zero2", "zero3")},
-)
-"""Techniques and ways to share the work that one workflow does, as its literal or an override asks."""
+SHARDING = {(technique, way) for technique in ("full", "lora") for way in ("ddp", *SHARDED)} | {("qlora", "fsdp")}
+ALSO_DONE = {
+    ("qlora", "single"): {("qlora", "ddp")},
+    ("full", "pp"): {("lora", "pp")},
+    **{("full", way): SHARDING for way in SHARDED},
+}
+"""What a folder's workflow does besides its literal's technique and way to share the work, when an override asks."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,11 @@ def start_rank(run: RunConfig) -> Rank:
         if run.parallel == "mp"
         else (),
     )
+
+
+def accelerate_shards() -> bool:
+    """Whether `accelerate launch` was given a file with FSDP: then Accelerate divides the model (on GPUs alone)."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and bool(gpus()[1])
 
 
 def name_deepspeeds_device() -> None:
@@ -298,6 +303,10 @@ def check_inputs(run: RunConfig) -> None:
     from common.placement import check_placement_and_memory
 
     check_settings_and_data(run)
+    if run.is_sharded:
+        from common.zero_training import check_sharding_inputs
+
+        check_sharding_inputs(run)
     check_placement_and_memory(run, load_splits(run).train, load_tokenizer(run))
 
 
@@ -349,8 +358,8 @@ def check_folder(run: RunConfig) -> None:
     if not run.run_folder:
         return
     own = literal_of(REPOSITORY / run.run_folder)
-    done = next((each for each in ONE_WORKFLOW if (own.technique, own.parallel) in each), ())
-    if (run.technique, run.parallel) in (*done, (own.technique, own.parallel)):
+    kind = (own.technique, own.parallel)
+    if (run.technique, run.parallel) in (kind, *ALSO_DONE.get(kind, ())):
         return
     setting = "technique" if run.technique != own.technique else "parallel"
     raise BadInputError(

@@ -178,15 +178,20 @@ Mark = Any
 """A moment: seconds on CPU, an event of the GPU's stream there, which is read when the work is done."""
 
 
+TIMED_STEPS = 100
+"""Whose passes are kept one by one: a long training has millions."""
+
+
 class PassClock:
     """Times the passes of this rank's stage, on CPU by the machine's clock, on a GPU by events of its stream."""
 
     def __init__(self, device: str) -> None:
         """Nothing was timed yet."""
         self.on_gpu = device != "cpu"
-        self.step_start: Mark = None
         self.passes: list[tuple[str, int, Mark, Mark]] = []
         self.steps: list[tuple[Mark, Mark, list[tuple[str, int, Mark, Mark]]]] = []
+        """The latest ones; of those before, the sums alone."""
+        self.earlier_busy_s, self.earlier_total_s = 0.0, 0.0
 
     def mark(self) -> Mark:
         """Now."""
@@ -209,17 +214,22 @@ class PassClock:
         done = work(*args, **kwargs)
         self.steps.append((start, self.mark(), self.passes))
         self.passes = []  # what follows, say validation, is of no training step
+        if len(self.steps) > TIMED_STEPS:
+            last = self.steps.pop()
+            self.earlier_busy_s, self.earlier_total_s = self.busy_and_total_s()
+            self.steps = [last]
         return done
 
     def forget(self) -> None:
         """Begin anew."""
-        self.steps = []
+        self.steps, self.earlier_busy_s, self.earlier_total_s = [], 0.0, 0.0
 
     def busy_and_total_s(self) -> tuple[float, float]:
         """Seconds in which this stage computed, and seconds of the steps, over all steps since `forget`."""
         self._wait()
         busy_s = sum(self._seconds(start, end) for _, _, passes in self.steps for _, _, start, end in passes)
-        return busy_s, sum(self._seconds(start, end) for start, end, _ in self.steps)
+        total_s = sum(self._seconds(start, end) for start, end, _ in self.steps)
+        return self.earlier_busy_s + busy_s, self.earlier_total_s + total_s
 
     def last_passes(self) -> list[Pass]:
         """The passes of the last step."""

@@ -1,10 +1,6 @@
-"""Training with a pipeline: the loop over the optimizer steps of all stages, and the parts saved as one model."""
+"""Training with a pipeline: what the stages do in a step and agree on, and the parts saved as one model."""
 
 import json
-import shutil
-import time
-from collections.abc import Sequence
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,120 +15,54 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from common.callbacks import VALIDATION_LOSS
-from common.data import IGNORED_LABEL, NO_ROW, Tokens
+from common.data import Tokens
 from common.device_maps import whole_model_on
 from common.launch import Rank
+from common.loop_training import Batch, LoopTrainer, without_labels
 from common.models import check_equal_logits, load_base_model, next_token_logits
 from common.pipeline import Pipeline
 from common.run_record import RunLog
-from common.training import CountingTrainer, give_up
-
-Batch = dict[str, torch.Tensor]
+from common.training import give_up
 
 
-class PipelineTrainer(CountingTrainer):
-    """The trainer of one stage; every rank goes through the same rows in the same order.
-
-    Settings, optimizer, learning-rate schedule, reports and logs are the Trainer's own; the loop is here, as a step is
-    the pipeline's.
-    """
+class PipelineTrainer(LoopTrainer):
+    """The trainer of one stage; every rank goes through the same rows in the same order."""
 
     def __init__(self, *, pipeline: Pipeline, **kwargs: Any) -> None:
         """`pipeline` holds the stage; the rest goes to the trainer of one device."""
-        super().__init__(**kwargs)
-        self.pipeline, self.rank = pipeline, pipeline.rank
-        self.loss_sum = torch.zeros((), device=self.rank.device)
-        """Of the optimizer steps since the last log, on the last stage."""
-        self.logged_step = 0
+        super().__init__(rank=pipeline.rank, **kwargs)
+        self.pipeline = pipeline
 
-    # -- the loop
-
-    def train(self) -> None:
-        """All optimizer steps; at the end the stage has the weights of the lowest validation loss, if that is asked."""
-        self._begin()
-        epoch = 0
-        while self.state.global_step < self.state.max_steps:
-            self.batches.set_epoch(epoch)
-            for rows in self.batches.steps():
-                self._take_step(rows)
-                if self.state.global_step == self.state.max_steps:
-                    break
-            epoch += 1
-        if self.args.load_best_model_at_end:
-            load_parts(self.model, Path(self.state.best_model_checkpoint))
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-
-    def _begin(self) -> None:
-        steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
-        steps = self.args.max_steps if self.args.max_steps > 0 else ceil(self.args.num_train_epochs * steps_per_epoch)
-        self.steps_per_epoch = steps_per_epoch
-        self.create_optimizer_and_scheduler(steps)
-        if self.args.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
-        self.state.max_steps, self.state.num_train_epochs = steps, ceil(steps / steps_per_epoch)
-        self.state.compute_steps(self.args, steps)
-        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+    def start_step_maker(self) -> None:
+        """Passes are timed from here on."""
         self.pipeline.clock.forget()
-        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
 
-    def _take_step(self, rows: Sequence[int]) -> None:
-        """One optimizer step: every micro-batch through all stages, then each stage updates its own weights."""
-        self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-        batches = self.batches_of(rows)
-        labelled = sum(labelled_tokens(batch) for batch in batches)
-        for batch in batches:
-            self.work.count(batch["row"], batch)
-            self.loss_sum += self.pipeline.train_step(batch, labelled)
-        self.complete_gradients()
-        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
-        self.optimizer.step()
-        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
-        self.lr_scheduler.step()
-        self.optimizer.zero_grad()
-        self.state.global_step += 1
-        self.state.epoch = self.state.global_step / self.steps_per_epoch
-        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        start_s = time.perf_counter()
-        self._log_and_validate()
-        self.work.reporting_s += time.perf_counter() - start_s
+    def add_gradients(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Every micro-batch through all stages; the loss is known to the last stage."""
+        return self.pipeline.train_step(batch, labelled)
 
-    def _log_and_validate(self) -> None:
-        if self.control.should_log:
-            loss = self._from_last_stage(self.loss_sum) / (self.state.global_step - self.logged_step)
-            self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
-            self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
-        if self.control.should_evaluate and self._determine_best_metric(self.evaluate(), trial=None):
-            self._save_best()
+    def loss_sum_of(self, batch: Batch) -> torch.Tensor:
+        """Known to the last stage."""
+        return self.pipeline.validate(batch)
 
-    def evaluate(self, *_: object, **__: object) -> dict[str, float]:
-        """The validation loss: mean over the answer tokens of all rows."""
-        rows = list(self.eval_dataset)
-        size = self.args.per_device_eval_batch_size
-        batches = [self.collated(rows[start : start + size]) for start in range(0, len(rows), size)]
-        loss_sum = sum(self.pipeline.validate(batch) for batch in batches)
-        metrics = {VALIDATION_LOSS: self._from_last_stage(loss_sum) / sum(map(labelled_tokens, batches))}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+    def sum_over_ranks(self, value: torch.Tensor) -> float:
+        """The last stage's `value`, on every rank."""
+        dist.broadcast(value, src=self.rank.world_size - 1)
+        return value.item()
 
-    # -- batches
+    def save_weights(self, folder: Path) -> None:
+        """The stages as parts of one model, and each stage's optimizer."""
+        save_parts(self.model, folder, self.rank)
+        torch.save(self.optimizer.state_dict(), folder / f"optimizer-stage{self.rank.rank}.pt")
 
-    def batches_of(self, rows: Sequence[int]) -> list[Batch]:
-        """The collated batches of one optimizer step, one for each accumulation step."""
-        size = self.args.per_device_train_batch_size
-        return [
-            self.collated([self.train_dataset[row] for row in rows[start : start + size]])
-            for start in range(0, len(rows), size)
-        ]
+    def load_weights(self, folder: Path) -> None:
+        """This stage's part of the weights."""
+        load_parts(self.model, folder)
 
     def collated(self, rows: list[Tokens]) -> Batch:
         """Rows as one batch, filled up with rows without labels until the micro-batches divide it."""
         missing = -len(rows) % self.pipeline.micro_batches
-        empty = {**rows[-1], "labels": [IGNORED_LABEL] * len(rows[-1]["labels"])}
-        if "row" in empty:
-            empty["row"] = NO_ROW
-        return self.data_collator([*rows, *[empty] * missing])
+        return self.data_collator([*rows, *[without_labels(rows[-1])] * missing])
 
     # -- what stages must agree on
 
@@ -166,11 +96,6 @@ class PipelineTrainer(CountingTrainer):
         dist.all_reduce(squares)
         clip_grads_with_norm_(trained, self.args.max_grad_norm, squares.sqrt())
 
-    def _from_last_stage(self, value: torch.Tensor) -> float:
-        """The last stage's `value`, on every rank."""
-        dist.broadcast(value, src=self.rank.world_size - 1)
-        return value.item()
-
     def of_own_rows(self, of_ranks: list[Any]) -> list[Any]:
         """All stages work on the same rows, so that one speaks for all.
 
@@ -182,7 +107,7 @@ class PipelineTrainer(CountingTrainer):
         return of_ranks[:1]
 
     def stage_figures(self) -> dict[str, object]:
-        """For the record: each stage's share of the steps' time in which it waited, and its micro-batches.
+        """For the record: each stage's seconds of work, and its share of the steps' time in which it waited.
 
         Raises:
             RuntimeError: a stage computed nothing.
@@ -214,28 +139,6 @@ class PipelineTrainer(CountingTrainer):
             counts[1] += weight.numel() * (weight is not copy and (weight is not looked_up or is_head_elsewhere))
         trained, multiplied = (sum(column) for column in zip(*gather_object([counts]), strict=True))
         return trained, multiplied
-
-    # -- the best checkpoint
-
-    def _save_best(self) -> None:
-        """Keep this step's weights, with optimizer and schedule, in place of the best ones before."""
-        before = self.state.best_model_checkpoint
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        save_parts(self.model, folder, self.rank)
-        torch.save(self.optimizer.state_dict(), folder / f"optimizer-stage{self.rank.rank}.pt")
-        torch.save(self.lr_scheduler.state_dict(), folder / f"scheduler-stage{self.rank.rank}.pt")
-        self.state.best_model_checkpoint = str(folder)
-        if self.rank.is_main:
-            self.state.save_to_json(str(folder / "trainer_state.json"))
-        wait_for_everyone()
-        if self.rank.is_main and before:
-            shutil.rmtree(before)
-        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-
-
-def labelled_tokens(batch: Batch) -> int:
-    """Tokens of a collated batch that are to be predicted."""
-    return int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
 
 
 def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
@@ -330,7 +233,7 @@ def save_parts_and_reload(
     save_parts(model, folder, rank)
     if rank.is_main:
         tokenizer.save_pretrained(folder)
-    give_up(model, run)
+    give_up(trainer, rank.device)
     wait_for_everyone()
     if is_lora and expected is not None:
         reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), log.folder / "adapter")

@@ -208,7 +208,9 @@ def total_steps(run: RunConfig, row_count: int | None) -> int | None:
 
 
 class RepeatedBatch(Sampler[list[int]]):
-    """The same batch again and again: every row of the data set, in order."""
+    """The same batch again and again: every row of the data set, in order; each rank computes all of it."""
+
+    world_size, rank = 1, 0
 
     def __init__(self, row_count: int, steps: int, accumulation_steps: int) -> None:
         """`steps`: optimizer steps of the one epoch."""
@@ -427,7 +429,7 @@ def save_and_reload(run: RunConfig, trainer: CountingTrainer, stage_map: StageMa
         expected = next_token_logits(trained, batch) if rank.is_main else None
         if rank.is_main:
             trained.save_pretrained(folder)
-    give_up(trained, run)
+    give_up(trainer, rank.device)
     if expected is None:
         return 0.0
     device_map = device_map_of_rank(run, stage_map, rank)

@@ -70,6 +70,9 @@ class RunConfig:
         "With fsdp and zero: where shards wait while they are not used; cpu = in the host's memory (zero1 and zero2: "
         "the optimizer's states alone).",
     )
+    resume_from: str = _setting(
+        "", "With fsdp and zero: folder of a checkpoint (results/<run>/checkpoints/checkpoint-<step>) to go on from."
+    )
     quantization: Literal["nf4", "nf4-double"] = _setting(
         "nf4", "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too."
     )

@@ -49,7 +49,7 @@ class RunLog:
         from accelerate.utils import wait_for_everyone
 
         self.run, self.rank = run, rank
-        self.run_name = run.run_name or f"{rank.launcher}-batch{run.batch_size}-seed{run.seed}"
+        self.run_name = run.run_name or default_run_name(run, rank.launcher)
         self.folder = run.results_folder(self.run_name)
         self.phases_s: dict[str, float] = {}
         self.plan: Plan | None = None
@@ -195,6 +195,11 @@ class RunLog:
             "planned": self._planned(),
             **figures,
         }
+
+
+def default_run_name(run: RunConfig, launcher: str) -> str:
+    """What a run without a name is called."""
+    return f"{launcher}-batch{run.batch_size}-seed{run.seed}"
 
 
 def beyond_plan(memory: list[dict[str, object]]) -> list[str]:

@@ -57,6 +57,8 @@ class CountingTrainer(Trainer):
         self.updates = UpdateReport()
         self.add_callback(self.updates)
         self.keeps_logits = keeps_logits(self.model)
+        self.first_step = 0
+        """Optimizer steps that were taken before, by the run whose checkpoint this one goes on from."""
 
     def get_train_dataloader(self) -> EpochLoader:
         """Batches drawn by `batches`: already this rank's share, so Accelerate must not divide them again."""
@@ -287,7 +289,7 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
         if share["samples"] == 0:
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
     rows_by_rank = trainer.of_own_rows([share.pop("rows") for share in shares])
-    check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer))
+    check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer), goes_on=trainer.first_step > 0)
     if trainer.lr_scheduler.last_epoch != trainer.state.global_step:
         raise RuntimeError(
             f"The learning rate took {trainer.lr_scheduler.last_epoch} steps, training {trainer.state.global_step}."
@@ -295,10 +297,11 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
     return shares
 
 
-def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int) -> None:
+def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int, goes_on: bool = False) -> None:
     """Every row was used once per epoch, by one rank only; in an epoch that ended early, at most once.
 
-    `row_uses` is how many rows the steps had room for: epochs times rows, or less where training ended early.
+    `row_uses` is how many rows the steps had room for: epochs times rows, or less where training ended early, or where
+    it `goes_on` after a checkpoint, and so began within an epoch.
 
     Raises:
         RuntimeError: rows were skipped or repeated.
@@ -308,6 +311,8 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
         raise RuntimeError(f"{times_used.total()} rows were used, but the steps had room for {row_uses}.")
     full_epochs, rest = divmod(row_uses, row_count)
     allowed = (full_epochs, full_epochs + 1) if rest else (full_epochs,)
+    if goes_on:  # part of a first epoch and part of a last one
+        allowed = (full_epochs - 1, full_epochs, full_epochs + 1)
     wrong = [row for row in range(row_count) if times_used[row] not in allowed]
     if wrong:
         raise RuntimeError(
@@ -317,12 +322,16 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
 
 
 def row_uses(trainer: CountingTrainer) -> int:
-    """Rows that the finished steps had room for."""
+    """Rows that the finished steps of this run had room for."""
     row_count, run = len(trainer.train_dataset), trainer.args
     steps_per_epoch = -(-len(trainer.batches) // run.gradient_accumulation_steps)
-    epochs, rest_steps = divmod(trainer.state.global_step, steps_per_epoch)
     rows_per_step = trainer.batches.batch_size * trainer.batches.world_size * run.gradient_accumulation_steps
-    return epochs * row_count + min(rest_steps * rows_per_step, row_count)
+
+    def until(step: int) -> int:
+        epochs, rest_steps = divmod(step, steps_per_epoch)
+        return epochs * row_count + min(rest_steps * rows_per_step, row_count)
+
+    return until(trainer.state.global_step) - until(trainer.first_step)
 
 
 def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], log: RunLog) -> dict[str, object]:
@@ -398,7 +407,7 @@ def merge_and_reload(
     differences: dict[str, float] = {}
     if log.rank.is_main:
         trained.save_pretrained(adapter_folder)
-    give_up(trained, run)
+    give_up(trainer, log.rank.device)
     if log.rank.is_main:
         reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), adapter_folder)
         differences["adapter"] = check_equal_logits(
@@ -419,11 +428,13 @@ def validation_logits(trainer: CountingTrainer, run: RunConfig) -> tuple[dict[st
     return batch, next_token_logits(trainer.accelerator.unwrap_model(trainer.model), batch)
 
 
-def give_up(model: torch.nn.Module, run: RunConfig) -> None:
-    """Free a model's memory, also where a notebook still has names for it."""
+def give_up(trainer: CountingTrainer, device: str) -> None:
+    """Free the memory of a trainer's model and optimizer, also where a notebook still has names for them."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    trainer.optimizer.state.clear()
     remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
     model.to("meta")
-    if run.device == "cuda":
+    if device != "cpu":
         torch.cuda.empty_cache()
 
 
@@ -445,7 +456,7 @@ def save_and_reload(
     if log.rank.is_main:
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    give_up(trainer.accelerator.unwrap_model(trainer.model), run)
+    give_up(trainer, log.rank.device)
     wait_for_everyone()
     tuned = load_base_model(run, device_map, source=folder)
     difference = check_equal_logits(expected, next_token_logits(tuned, batch), "model", run.precision)

@@ -1,5 +1,6 @@
 """What tests share: the embedded base, small runs, and run folders as real processes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from common.launch import accelerate_command, torchrun_command
+from common.launch import accelerate_command, free_port, torchrun_command
 from common.run_config import REPOSITORY, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
 
@@ -58,6 +61,54 @@ def run_workflow(tmp_path: Path) -> Callable[..., Finished]:
             check=False,
         )
         return Finished(done.returncode, done.stdout, tmp_path / "results" / name)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left behind."""
+
+    results: Path
+
+    @property
+    def record(self) -> Record:
+        return load_record(self.results / RECORD_NAME)
+
+    def losses(self, kind: str) -> list[float]:
+        return [loss for _, loss in self.record[kind]]
+
+    def weights(self, step: int) -> dict[str, torch.Tensor]:
+        """The weights after so many steps, from one file or several."""
+        files = (self.results / "checkpoints" / f"checkpoint-{step}").glob("*.safetensors")
+        return {name: weight for file in files for name, weight in load_file(file).items()}
+
+
+@pytest.fixture(scope="session")
+def run_several() -> Callable[..., dict[str, Trained]]:
+    """Workflows one after the other, in one start of `ranks` processes; `runs` has a folder and overrides by name."""
+
+    def run(folder: Path, runs: dict[str, tuple[Path, tuple[str, ...]]], ranks: int) -> dict[str, Trained]:
+        names = {name: name.replace(", ", "-").replace(" ", "-") for name in runs}
+        jobs = [
+            {"folder": str(run_folder), "name": names[name], "port": free_port(), "overrides": overrides}
+            for name, (run_folder, overrides) in runs.items()
+        ]
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        script = str(REPOSITORY / "tests" / "recipes" / "run_several.py")
+        command = [sys.executable, script] if ranks == 1 else torchrun_command(script, ranks)
+        importable = [str(REPOSITORY), *dict.fromkeys(job["folder"] for job in jobs)]
+        done = subprocess.run(
+            [*command, str(folder / "jobs.json")],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(importable)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        return {name: Trained(folder / "results" / names[name]) for name in runs}
 
     return run
 

@@ -16,7 +16,6 @@ from common.run_config import parse_overrides
 
 def run(folder: str, name: str, port: int, overrides: list[str], results_root: str) -> None:
     """One workflow; its measurements of the pipeline are cut short."""
-    sys.path.insert(0, folder)
     module = importlib.import_module(next(Path(folder).glob("my_workflow_*.py")).stem)
     if hasattr(module, "measure_pipeline"):
         module.measure_pipeline = partial(

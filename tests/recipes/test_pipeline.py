@@ -6,12 +6,9 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.launch import free_port, torchrun_command
 from common.run_config import REPOSITORY
-from common.run_record import RECORD_NAME, Record, load_record
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
@@ -56,59 +51,20 @@ PIPELINES = {
     "lora, adamw": ("lora, adamw", (*ADAMW, *ADAPTERS, *EIGHT)),
 }
 """Name, its counterpart on one device, and settings."""
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a run left behind."""
-
-    results: Path
-
-    @property
-    def record(self) -> Record:
-        return load_record(self.results / RECORD_NAME)
-
-    def losses(self, kind: str) -> list[float]:
-        return [loss for _, loss in self.record[kind]]
-
-    def weights(self, step: int) -> dict[str, torch.Tensor]:
-        """The weights after so many steps, from one file or several."""
-        files = (self.results / "checkpoints" / f"checkpoint-{step}").glob("*.safetensors")
-        return {name: weight for file in files for name, weight in load_file(file).items()}
-
-
-def run_all(folder: Path, runs: dict[str, tuple[Path, tuple[str, ...]]], ranks: int) -> dict[str, Trained]:
-    """Runs one after the other, in one start of `ranks` processes."""
-    names = {name: name.replace(", ", "-").replace(" ", "-") for name in runs}
-    jobs = [
-        {"folder": str(run_folder), "name": names[name], "port": free_port(), "overrides": [*QUICK, *overrides]}
-        for name, (run_folder, overrides) in runs.items()
-    ]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    script = str(Path(__file__).with_name("run_several.py"))
-    command = [sys.executable, script] if ranks == 1 else torchrun_command(script, ranks)
-    done = subprocess.run(
-        [*command, str(folder / "jobs.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return {name: Trained(folder / "results" / names[name]) for name in runs}
+Runs = dict[str, Any]
+"""What `run_several` of tests/conftest.py returns."""
 
 
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    return run_all(tmp_path_factory.mktemp("one"), ON_ONE_DEVICE, 1)
+def one_device(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Runs]) -> Runs:
+    runs = {name: (folder, (*QUICK, *overrides)) for name, (folder, overrides) in ON_ONE_DEVICE.items()}
+    return run_several(tmp_path_factory.mktemp("one"), runs, 1)
 
 
 @pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    runs = {name: (PP, overrides) for name, (_, overrides) in PIPELINES.items()}
-    return run_all(tmp_path_factory.mktemp("pp"), runs, 2)
+def pipelines(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Runs]) -> Runs:
+    runs = {name: (PP, (*QUICK, *overrides)) for name, (_, overrides) in PIPELINES.items()}
+    return run_several(tmp_path_factory.mktemp("pp"), runs, 2)
 
 
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -118,9 +74,7 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_losses_and_weights_equal_one_devices(
-    one_device: dict[str, Trained], pipelines: dict[str, Trained], name: str
-) -> None:
+def test_losses_and_weights_equal_one_devices(one_device: Runs, pipelines: Runs, name: str) -> None:
     one, pipeline = one_device[PIPELINES[name][0]], pipelines[name]
     steps = 20 if "adamw" in name else 5
     assert len(one.losses("training_losses")) == steps
@@ -133,7 +87,7 @@ def test_losses_and_weights_equal_one_devices(
     assert pipeline.record["best_validation_loss"] < one.losses("validation_losses")[0]
 
 
-def test_other_rows_and_untrained_weights_are_told_apart(one_device: dict[str, Trained]) -> None:
+def test_other_rows_and_untrained_weights_are_told_apart(one_device: Runs) -> None:
     """The control of the bars above: a step is larger than they are."""
     other, base = one_device["other seed, sgd"], load_file(BASE / "model.safetensors")
     trained = one_device["sgd"].weights(5)
@@ -142,9 +96,7 @@ def test_other_rows_and_untrained_weights_are_told_apart(one_device: dict[str, T
     assert max((trained[name] - base[name]).abs().max().item() for name in base) > 1e-4
 
 
-def test_tied_embeddings_are_trained_by_both_ends(
-    one_device: dict[str, Trained], pipelines: dict[str, Trained]
-) -> None:
+def test_tied_embeddings_are_trained_by_both_ends(one_device: Runs, pipelines: Runs) -> None:
     """Without the head's part of the gradient, the first stage's copy would go elsewhere."""
     embeddings = "model.embed_tokens.weight"
     base = load_file(BASE / "model.safetensors")[embeddings]
@@ -156,7 +108,7 @@ def test_tied_embeddings_are_trained_by_both_ends(
     assert index["weight_map"][embeddings] == "model-00001-of-00002.safetensors"
 
 
-def test_saved_adapters_are_those_of_all_stages_and_load_with_peft(pipelines: dict[str, Trained]) -> None:
+def test_saved_adapters_are_those_of_all_stages_and_load_with_peft(pipelines: Runs) -> None:
     results = pipelines["lora, adamw"].results
     ids = torch.tensor([AutoTokenizer.from_pretrained(results / "merged")("Who made it?")["input_ids"]])
     base = AutoModelForCausalLM.from_pretrained(BASE).eval()

@@ -1,9 +1,9 @@
 """Stages of toy models compute what the whole model computes, and the arithmetic around them is right."""
 
+import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,13 +13,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.data import IGNORED_LABEL, NO_ROW, EpochBatches
 from common.launch import torchrun_command
+from common.loop_training import labelled_tokens_of_row
 from common.pipeline import PassClock, PassThrough, cut
 from common.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
-from common.pipeline_training import PipelineTrainer, labelled_tokens
+from common.pipeline_training import PipelineTrainer
 from common.run_config import REPOSITORY
 
-sys.path.insert(0, str(Path(__file__).parent))
-from pipeline_worker import WITH_THREE_STAGES, cases
+_spec = importlib.util.spec_from_file_location("pipeline_worker", Path(__file__).with_name("pipeline_worker.py"))
+pipeline_worker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pipeline_worker)
+WITH_THREE_STAGES, cases = pipeline_worker.WITH_THREE_STAGES, pipeline_worker.cases
 
 Compared = dict[str, list[dict[str, float]]]
 ROUNDING = 1e-6
@@ -215,7 +218,8 @@ def test_a_batch_is_filled_up_with_rows_without_labels(rows: int, expected: int)
     batch = stub(given, batch_size=8, micro_batches=4).collated(given)
     assert len(batch["labels"]) == expected
     assert batch["row"].tolist() == [*range(rows), *[NO_ROW] * (expected - rows)]
-    assert labelled_tokens(batch) == sum(2 + number for number in range(rows))
+    assert int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) == sum(2 + number for number in range(rows))
+    assert int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) == sum(map(labelled_tokens_of_row, given))
     assert (batch["labels"][rows:] == IGNORED_LABEL).all()
     assert given[-1]["labels"][-1] == 7  # the row that was copied kept its labels
 
@@ -261,3 +265,15 @@ def test_the_clock_adds_up_passes_of_training_steps_alone(monkeypatch: pytest.Mo
     assert passes == [("forward", 0, 1.0, 3.0), ("backward", 0, 3.0, 4.0)]
     clock.forget()
     assert clock.busy_and_total_s() == (0, 0)
+
+
+def test_the_clock_of_a_long_training_keeps_its_sums_and_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.pipeline.TIMED_STEPS", 3)
+    now = iter(range(1000))
+    monkeypatch.setattr("common.pipeline.time.perf_counter", lambda: next(now))
+    clock = PassClock("cpu")
+    for _ in range(10):
+        clock.step(clock.timed, "forward", 0, lambda: None)
+        assert len(clock.steps) <= 3
+    assert clock.busy_and_total_s() == (10, 30)  # a pass takes one tick, and a step one more before and after it
+    assert len(clock.last_passes()) == 1

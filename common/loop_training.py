@@ -1,0 +1,216 @@
+"""The loop over optimizer steps where a step is not the Trainer's own: a pipeline's, FSDP's, DeepSpeed's.
+
+Settings, optimizer, learning-rate schedule, reports and logs stay the Trainer's.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import wait_for_everyone
+from transformers import TrainerState
+
+from common.callbacks import VALIDATION_LOSS
+from common.data import IGNORED_LABEL, NO_ROW, Tokens
+from common.launch import Rank
+from common.training import CountingTrainer
+
+Batch = dict[str, torch.Tensor]
+STATE_FILE = "trainer_state.json"
+ABOUT_FILE = "checkpoint.json"
+"""Who wrote a checkpoint: `trainer`, `ranks`, `rows_per_step`."""
+
+
+class LoopTrainer(CountingTrainer):
+    """A trainer with the loop written out; what a step does to its micro-batches is the subclass's."""
+
+    def __init__(self, *, rank: Rank, **kwargs: Any) -> None:
+        """`rank` is this process's place among all, also where all work on the same rows."""
+        super().__init__(**kwargs)
+        self.rank = rank
+        self.loss_sum = torch.zeros((), device=rank.device)
+        """Of the optimizer steps since the last log, as far as this rank knows it."""
+        self.logged_step = 0
+
+    # -- what subclasses add
+
+    def start_step_maker(self) -> None:
+        """What must be ready before the first step, once optimizer and schedule are there."""
+
+    def add_gradients(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Forward and backward pass of one of this rank's batches of a step; its share of the step's loss.
+
+        The step's loss is a mean over its `labelled` tokens on all ranks; `is_last`: no other batch follows.
+        """
+        raise NotImplementedError
+
+    def complete_gradients(self) -> None:
+        """What follows the passes of a step: the gradients become those of the whole model, and are clipped."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """The optimizer's step; the gradients go."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sum_over_ranks(self, value: torch.Tensor) -> float:
+        """What all ranks together know of a loss."""
+        raise NotImplementedError
+
+    def loss_sum_of(self, batch: Batch) -> torch.Tensor:
+        """Sum of the losses of a validation batch's labelled tokens, as far as this rank knows it."""
+        raise NotImplementedError
+
+    def save_weights(self, folder: Path) -> None:
+        """Keep weights and optimizer in a folder; called on every rank."""
+        raise NotImplementedError
+
+    def load_weights(self, folder: Path) -> None:
+        """Take back the weights (and, before the first step, the optimizer) that `save_weights` kept."""
+        raise NotImplementedError
+
+    # -- the loop
+
+    def train(self, resume_from_checkpoint: str | None = None) -> None:
+        """All optimizer steps; at the end the model has the weights of the lowest validation loss, if that is asked."""
+        self._begin()
+        if resume_from_checkpoint:
+            self._resume(Path(resume_from_checkpoint))
+        step = 0
+        for epoch in range(self.state.num_train_epochs):
+            self.batches.set_epoch(epoch)
+            for rows in self.batches.steps():
+                if self.state.global_step == self.state.max_steps:
+                    break
+                step += 1
+                if step > self.state.global_step:
+                    self._take_step(rows)
+        if self.args.load_best_model_at_end:
+            self.load_weights(Path(self.state.best_model_checkpoint))
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+
+    def _begin(self) -> None:
+        steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
+        steps = self.args.max_steps if self.args.max_steps > 0 else ceil(self.args.num_train_epochs * steps_per_epoch)
+        self.steps_per_epoch = steps_per_epoch
+        self.create_optimizer_and_scheduler(steps)
+        if self.args.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
+        self.model.train()
+        self.state.max_steps, self.state.num_train_epochs = steps, ceil(steps / steps_per_epoch)
+        self.state.compute_steps(self.args, steps)
+        self.start_step_maker()
+        self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+
+    def _take_step(self, rows: Sequence[int]) -> None:
+        """One optimizer step: every batch of it through the model, then the trained weights are updated."""
+        self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+        batches = self.batches_of(rows)
+        labelled = sum(labelled_tokens_of_row(self.train_dataset[row]) for row in rows)
+        for number, batch in enumerate(batches):
+            self.work.count(batch["row"], batch)
+            self.loss_sum += self.add_gradients(batch, labelled, is_last=number == len(batches) - 1)
+        self.complete_gradients()
+        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+        self.update()
+        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
+        self.lr_scheduler.step()
+        self.state.global_step += 1
+        self.state.epoch = self.state.global_step / self.steps_per_epoch
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        start_s = time.perf_counter()
+        self._log_and_validate()
+        self.work.reporting_s += time.perf_counter() - start_s
+
+    def _log_and_validate(self) -> None:
+        if self.control.should_log:
+            loss = self.sum_over_ranks(self.loss_sum) / (self.state.global_step - self.logged_step)
+            self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
+            self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
+        if self.control.should_evaluate and self._determine_best_metric(self.evaluate(), trial=None):
+            self._save_best()
+
+    def evaluate(self, *_: object, **__: object) -> dict[str, float]:
+        """The validation loss: mean over the answer tokens of all rows."""
+        rows = list(self.eval_dataset)
+        loss_sum = torch.zeros((), device=self.rank.device)
+        for batch in self.validation_batches(rows):
+            loss_sum += self.loss_sum_of(batch)
+        labelled = sum(map(labelled_tokens_of_row, rows))
+        metrics = {VALIDATION_LOSS: self.sum_over_ranks(loss_sum) / labelled}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # -- batches
+
+    def batches_of(self, rows: Sequence[int]) -> list[Batch]:
+        """This rank's collated batches of one optimizer step, one for each accumulation step."""
+        ranks = self.batches.world_size
+        size = self.args.per_device_train_batch_size * ranks
+        shares = [rows[start : start + size][self.batches.rank :: ranks] for start in range(0, len(rows), size)]
+        return [self.collated([self.train_dataset[row] for row in share or [NO_ROW]]) for share in shares]
+
+    def validation_batches(self, rows: list[Tokens]) -> list[Batch]:
+        """This rank's share of the validation rows; every rank has the same number of batches."""
+        ranks = self.batches.world_size
+        size = self.args.per_device_eval_batch_size * ranks
+        shares = [rows[start : start + size][self.batches.rank :: ranks] for start in range(0, len(rows), size)]
+        return [self.collated(share or [without_labels(rows[0])]) for share in shares]
+
+    def collated(self, rows: list[Tokens]) -> Batch:
+        """Rows as one batch."""
+        return self.data_collator(rows)
+
+    # -- checkpoints
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step, of all ranks together."""
+        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.batches.world_size
+
+    def _save_best(self) -> None:
+        """Keep this step's weights, with optimizer and schedule, in place of the best ones before."""
+        before = self.state.best_model_checkpoint
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.rank.is_main:
+            folder.mkdir(parents=True, exist_ok=True)
+        wait_for_everyone()
+        self.save_weights(folder)
+        self.state.best_model_checkpoint = str(folder)
+        if self.rank.is_main:
+            about = {"trainer": type(self).__name__, "ranks": self.rank.world_size, "rows_per_step": self.rows_per_step}
+            (folder / ABOUT_FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
+            self.state.save_to_json(str(folder / STATE_FILE))
+            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+        wait_for_everyone()
+        if self.rank.is_main and before and Path(before).parent == folder.parent:
+            shutil.rmtree(before)
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _resume(self, folder: Path) -> None:
+        """Go on after a checkpoint's step, with its weights, optimizer, schedule and history."""
+        self.load_weights(folder)
+        self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+        before = TrainerState.load_from_json(str(folder / STATE_FILE))
+        for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step"):
+            setattr(self.state, name, getattr(before, name))
+        self.state.best_model_checkpoint = str(folder)
+        self.first_step = self.logged_step = self.state.global_step
+
+
+def labelled_tokens_of_row(row: Tokens) -> int:
+    """Tokens of a row that are to be predicted."""
+    return sum(label != IGNORED_LABEL for label in row["labels"][1:])
+
+
+def without_labels(row: Tokens) -> Tokens:
+    """The row, computed like any other, that adds nothing to a loss."""
+    empty = {**row, "labels": [IGNORED_LABEL] * len(row["labels"])}
+    return {**empty, "row": NO_ROW} if "row" in row else empty

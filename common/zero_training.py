@@ -1,0 +1,229 @@
+"""Training with DeepSpeed's ZeRO: its engine makes the step, the loop and the reports are those of the others."""
+
+import importlib.util
+import json
+import os
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.cpp_extension import get_default_build_root
+
+from common.launch import Rank, detect_launcher
+from common.loop_training import ABOUT_FILE, Batch
+from common.placement import model_without_weights
+from common.run_config import BadInputError, RunConfig
+from common.run_record import default_run_name
+from common.sharded_training import ShardedTrainer
+from common.sharding import Held, byte_count, check_share, local_part, modules_to_wrap, optimizer_bytes, whole_size
+
+COMPILED = "deepspeed_shm_comm_op"
+"""DeepSpeed's operator for talking between CPU processes, which it compiles when it is first used."""
+INSTALL = "`make deepspeed` (it runs `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`)"
+
+
+def zero_stage(run: RunConfig) -> int:
+    """1, 2 or 3."""
+    return int(run.parallel.removeprefix("zero"))
+
+
+def deepspeed_config(run: RunConfig) -> dict[str, Any]:
+    """What DeepSpeed is told; sizes that follow from the model are `auto`, as in a file for Accelerate.
+
+    `zero_allow_untested_optimizer`: the optimizer is PyTorch's own, of which ZeRO divides the states.
+    `use_multi_rank_bucket_allreduce` off: each gradient is summed on the rank that needs it; else all ranks get all
+    gradients, half as much traffic again.
+    """
+    stage, on_host = zero_stage(run), {"device": "cpu", "pin_memory": True}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": run.device == "cuda",
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "use_multi_rank_bucket_allreduce": False,
+        "reduce_bucket_size": "auto",
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    if run.offload == "cpu":
+        zero["offload_optimizer"] = on_host
+        if stage == 3:
+            zero["offload_param"] = on_host
+    return {
+        "train_micro_batch_size_per_gpu": run.batch_size,
+        "gradient_accumulation_steps": run.accumulation_steps,
+        "gradient_clipping": run.max_grad_norm,
+        "bf16": {"enabled": run.arithmetic == "bf16"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+def with_sizes(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
+    """`config` with the sizes that Transformers takes for `auto` (transformers/integrations/deepspeed.py)."""
+    sizes = {
+        "reduce_bucket_size": hidden_size**2,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    zero = {name: sizes[name] if value == "auto" else value for name, value in config["zero_optimization"].items()}
+    return {**config, "zero_optimization": zero}
+
+
+def check_deepspeed() -> None:
+    """Refuse to begin without DeepSpeed, or without what it compiles with on a CPU.
+
+    Raises:
+        BadInputError: with the command that installs it.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise BadInputError(f"ZeRO is DeepSpeed's, which is not installed: {INSTALL}, or take FSDP (run_0_cpu_x2).")
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and not is_compiled() and shutil.which("c++") is None:
+        raise BadInputError(
+            "DeepSpeed compiles an operator when it first runs on a CPU, but there is no C++ compiler (c++): install "
+            "g++, or take FSDP (run_0_cpu_x2)."
+        )
+
+
+def check_sharding_inputs(run: RunConfig) -> None:
+    """Check what sharding needs: DeepSpeed, classes to wrap, and a checkpoint to go on from.
+
+    Raises:
+        BadInputError: what is missing or does not fit, and what would.
+    """
+    if run.parallel.startswith("zero"):
+        check_deepspeed()
+    else:
+        modules_to_wrap(model_without_weights(run), run.wrap)
+    if run.resume_from:
+        check_checkpoint(run)
+
+
+def check_checkpoint(run: RunConfig) -> None:
+    """Refuse a checkpoint that this run cannot go on from; FSDP's may be of another number of ranks.
+
+    Raises:
+        BadInputError: what it is of, and what the run is.
+    """
+    folder, own_name = Path(run.resume_from).expanduser(), run.run_name or default_run_name(run, detect_launcher())
+    if not (folder / ABOUT_FILE).is_file():
+        raise BadInputError(
+            f"resume_from is {run.resume_from}, which holds no {ABOUT_FILE}: pass a folder checkpoint-<step> that a "
+            "run of this folder wrote."
+        )
+    about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
+    asked = TRAINERS[run.parallel]
+    if about["trainer"] != asked:
+        raise BadInputError(
+            f"resume_from is a checkpoint of {about['trainer']}, but parallel is {run.parallel}: pass the --parallel "
+            "that wrote it."
+        )
+    if about["ranks"] != run.devices and asked == "ZeroTrainer":
+        raise BadInputError(
+            f"resume_from is a checkpoint of {about['ranks']} ranks, but there are {run.devices}, and DeepSpeed's "
+            f"parts fit no other number: pass --devices {about['ranks']} (FSDP's can be divided anew)."
+        )
+    if about["rows_per_step"] != run.effective_batch_size:
+        raise BadInputError(
+            f"resume_from is a checkpoint of steps of {about['rows_per_step']} rows, but this run's have "
+            f"{run.effective_batch_size} (batch_size {run.batch_size} x accumulation_steps {run.accumulation_steps} x "
+            f"{run.devices} ranks): make them equal, or rows would be skipped or repeated."
+        )
+    if folder.resolve().is_relative_to(run.results_folder(own_name).resolve()):
+        raise BadInputError(
+            f"resume_from lies in the results of a run called {own_name}, as this one would be: pass another "
+            "--run_name."
+        )
+
+
+TRAINERS = {"fsdp": "FsdpTrainer", **dict.fromkeys(("zero1", "zero2", "zero3"), "ZeroTrainer")}
+"""Who writes the checkpoints."""
+
+
+def is_compiled() -> bool:
+    """Whether DeepSpeed's operator for CPUs was compiled on this machine before."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return any(root.glob(f"**/{COMPILED}/*.so"))
+
+
+class ZeroTrainer(ShardedTrainer):
+    """The trainer of one rank; DeepSpeed divides its `model` when training begins."""
+
+    def __init__(self, *, run: RunConfig, rank: Rank, **kwargs: Any) -> None:
+        """`run` says the stage."""
+        super().__init__(rank=rank, **kwargs)
+        self.run, self.stage = run, zero_stage(run)
+        self.engine: Any = None
+
+    def start_step_maker(self) -> None:
+        """DeepSpeed's engine takes model and optimizer."""
+        import deepspeed  # here: runs without ZeRO need none
+
+        if self.run.device == "cpu" and self.rank.is_main and not is_compiled():
+            print(f"DeepSpeed compiles {COMPILED} now, once on this machine: about a minute ...")
+        config = with_sizes(deepspeed_config(self.run), self.model.config.hidden_size)
+        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)
+
+    def forward(self, **inputs: Any) -> Any:
+        """Through the engine, which gathers what stage 3 has divided."""
+        return self.engine(**inputs)
+
+    def add_gradients(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Forward and backward; gradients are summed after the last batch of a step."""
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        loss = self.loss_of(batch, labelled)
+        # DeepSpeed takes the mean over ranks, but each loss is a part of the sum
+        self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
+        return loss.detach()
+
+    def update(self) -> None:
+        """DeepSpeed clips, steps, and hands the new weights round."""
+        self.engine.step()
+
+    def held_now(self) -> Held:
+        """See `ShardedTrainer`."""
+        zero = self.engine.optimizer
+        divided = [part for parts in zero.averaged_gradients.values() if parts for part in parts]
+        whole = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+        copies = [] if self.stage == 3 else zero.single_partition_of_fp32_groups
+        if self.stage == 3:
+            copies = zero.fp32_partitioned_groups_flat
+        return Held(
+            byte_count(map(local_part, self.model.parameters())),
+            byte_count(divided) + byte_count(whole),
+            optimizer_bytes(zero.optimizer) + byte_count(copies),
+        )
+
+    def check_held(self, held: Held) -> None:
+        """Optimizer states are divided from stage 1 on, weights in stage 3."""
+        world_size, weights = self.rank.world_size, list(self.model.parameters())
+        of_trained = sum(whole_size(weight) for weight in weights if weight.requires_grad)
+        states = optimizer_bytes(self.engine.optimizer.optimizer)
+        if states:  # SGD has none
+            check_share("optimizer states", states, 2 * of_trained * 4, world_size)
+        if self.stage == 3:
+            whole = sum(whole_size(weight) * weight.element_size() for weight in weights)
+            check_share("weights", held.weights_bytes, whole, world_size)
+
+    def gather(self, weight: torch.Tensor) -> torch.Tensor:
+        """Stage 3 has divided it."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([weight]) if self.stage == 3 else nullcontext():
+            return weight.detach().clone()
+
+    def save_weights(self, folder: Path) -> None:
+        """DeepSpeed's own checkpoint: each rank its part."""
+        self.engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=False)
+
+    def load_weights(self, folder: Path) -> None:
+        """This rank's part."""
+        self.engine.load_checkpoint(str(folder), tag="zero")
