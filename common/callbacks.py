@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from common.data import NO_ROW
 from common.hardware import read_memory
 from common.launch import Rank
+from common.sharding import local_part
 
 VALIDATION_LOSS = "eval_answer_token_loss"
 """The validation loss by its name in the Trainer's logs: mean over the answer tokens of all validation rows."""
@@ -110,8 +111,8 @@ class UpdateReport(TrainerCallback):
 
 
 def _samples(model: torch.nn.Module) -> list[torch.Tensor]:
-    trained = [weight.detach().flatten() for weight in model.parameters() if weight.requires_grad]
-    return [weight[:: -(-weight.numel() // SAMPLED_PER_WEIGHT)] for weight in trained]
+    trained = [local_part(weight).detach() for weight in model.parameters() if weight.requires_grad]
+    return [weight.flatten()[:: -(-weight.numel() // SAMPLED_PER_WEIGHT) or 1] for weight in trained]
 
 
 class ProgressReport(TrainerCallback):

@@ -57,6 +57,8 @@ FSDP_GATHERED_LAYERS = 2
 """The layer at work and the one that is fetched ahead (`FSDPModule`: implicit forward and backward prefetch)."""
 ZERO_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`; Transformers' "auto" takes hidden size squared."""
+ZERO_REUSED_WEIGHTS = 1_000_000_000
+"""Weights that stage 3 keeps gathered, as they are soon used again (`stage3_max_reuse_distance`, DeepSpeed's own)."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from transformers import (
 
 from common.architectures import find_config
 from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.sharding import whole_size
 
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
 """Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit."""
@@ -259,10 +260,10 @@ def _has_name(module_name: str, asked: str) -> bool:
 
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     """Trainable parameters, and all that multiply: an input embedding that is not also the head only looks up."""
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    multiplied = sum(weight.numel() for weight in model.parameters())
+    trained = sum(whole_size(weight) for weight in model.parameters() if weight.requires_grad)
+    multiplied = sum(map(whole_size, model.parameters()))
     lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return trained, multiplied if lookup is head else multiplied - lookup.numel()
+    return trained, multiplied if lookup is head else multiplied - whole_size(lookup)
 
 
 @torch.no_grad()

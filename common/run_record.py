@@ -141,6 +141,7 @@ class RunLog:
             "peak_gib": memory.peak_gib,
             "longest_step_s": self.plan.time.total_s,
             "max_batch_size": self.plan.max_batch_size,
+            "sent_bytes": self.plan.time.sent_gb * 1e9,
         }
 
     def _cost(self) -> dict[str, object] | None:

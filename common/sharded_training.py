@@ -34,6 +34,7 @@ from common.sharding import (
     whole_of,
     whole_size,
 )
+from common.traffic import TrafficReport
 from common.training import give_up, row_losses, with_head_on_answers
 
 SHARDS = "shards"
@@ -47,6 +48,8 @@ class ShardedTrainer(LoopTrainer):
         """`rank`: this process's place; the rest goes to the trainer of one device."""
         super().__init__(rank=rank, **kwargs)
         self.held: Held | None = None
+        self.traffic = TrafficReport(rank.world_size)
+        self.add_callback(self.traffic)
 
     def loss_of(self, batch: Batch, labelled: int) -> torch.Tensor:
         """The sum of this rank's losses over the step's `labelled` tokens."""
@@ -119,8 +122,9 @@ class ShardedTrainer(LoopTrainer):
             print(f"holds: {self.held}")
 
     def sharding_figures(self) -> dict[str, object]:
-        """For the record: what each rank holds, beside what one device would."""
-        return {"held": held_by_ranks(self.held, whole_of(self.model)) if self.held else None}
+        """For the record: what each rank holds, beside what one device would, and what it sends in a step."""
+        held = held_by_ranks(self.held, whole_of(self.model)) if self.held else None
+        return {"held": held, **self.traffic.figures()}
 
     # -- one model of all parts
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.architectures import Architecture
 from common.hardware import CPU_DEVICE, Gpu, gpu_of_device
-from common.memory_plan import BatchShape, Job, Share, trained_parameters, whole_model
+from common.memory_plan import ZERO_REUSED_WEIGHTS, BatchShape, Job, Share, trained_parameters, whole_model
 from common.run_config import BadInputError
 
 ACHIEVED_SHARES = {
@@ -298,7 +298,8 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
 
     A ring's all-reduce sends 2 (n - 1) / n of the gradients (nccl-tests, doc/PERFORMANCE.md). Sharded weights are
     gathered twice, and their gradients scattered once: 3 (n - 1) / n of the weights, 1.5 times as much (Rajbhandari et
-    al. 2020, "ZeRO", section 7). Between stages one hidden state each way and border.
+    al. 2020, "ZeRO", section 7). FSDP keeps what is in its root (embeddings, final norm and head) between the passes;
+    so does DeepSpeed with weights that are soon used again. Between stages one hidden state each way and border.
     """
     n, batch = job.devices, job.batch
     around = (n - 1) / n
@@ -310,10 +311,12 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
     trained = trained_parameters(architecture, job)
     if job.parallel in ("fsdp", "zero3"):
         a = job.arithmetic_bytes
-        return around * (2 * architecture.parameters * a + trained * (a if job.technique == "full" else 4))
-    return (
-        2 * around * trained * (2 if job.parallel.startswith("zero") and job.technique == "full" else job.trained_bytes)
-    )
+        weights = architecture.parameters
+        layers = sum(stack.layers * stack.layer_parameters for stack in architecture.stacks)
+        again = layers if job.parallel == "fsdp" else max(0, weights - ZERO_REUSED_WEIGHTS)
+        return around * ((weights + again) * a + trained * (a if job.technique == "full" else 4))
+    is_zero = job.parallel.startswith("zero") and job.technique == "full"
+    return 2 * around * trained * (job.arithmetic_bytes if is_zero else job.trained_bytes)
 
 
 def break_even_gbit(

@@ -163,6 +163,12 @@ class ZeroTrainer(ShardedTrainer):
         self.run, self.stage = run, zero_stage(run)
         self.engine: Any = None
 
+    def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+        """Without empty groups: DeepSpeed drops them, and the schedule would count others than there are."""
+        optimizer = super().create_optimizer(*args)
+        optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+
     def start_step_maker(self) -> None:
         """DeepSpeed's engine takes model and optimizer."""
         import deepspeed  # here: runs without ZeRO need none
