@@ -46,6 +46,10 @@ QUANTIZED_BYTES = {
     "int8": 1,
 }
 """Bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)."""
+QUANTIZED_NUMBER_BYTES = {"nf4": 4 / 8, "nf4-double": 4 / 8, "int8": 1}
+"""Of these, the numbers themselves: the rest are their blocks' scales."""
+LEVEL_TABLE_BYTES = {"nf4": 16 * 4, "nf4-double": 16 * 4 + 256 * 4 + 4, "int8": 0}
+"""Of each quantized matrix, in fp32: the levels of its numbers, and of its scales with their mean."""
 WHY_NOT_QUANTIZED_FULL = (
     "Full fine-tuning of quantized weights is impossible, and would save little: a weight takes 0.5 bytes in 4 bits "
     "instead of 2, but its gradient 2, Adam's momentum 4 and variance 4 and the fp32 copy 4 stay: 14.5 instead of 16 "
@@ -133,9 +137,10 @@ class Job:
                 f"--batch-size {self.batch.rows} cannot be cut into {self.micro_batches} equal micro-batches: "
                 f"pass --batch-size {-(-self.batch.rows // self.micro_batches) * self.micro_batches}."
             )
-        if self.technique == "qlora" and self.parallel in ("fsdp", "zero3"):
+        if self.technique == "qlora" and self.parallel.startswith("zero"):
             raise BadInputError(
-                f"--technique qlora with --parallel {self.parallel} is not planned yet: pass --parallel ddp or mp."
+                f"--technique qlora with --parallel {self.parallel}: DeepSpeed's ZeRO does not divide weights in 4 "
+                "bits: pass --parallel fsdp or ddp."
             )
         if self.offload and self.parallel in ("mp", "pp"):
             raise BadInputError(f"--offload with --parallel {self.parallel} is not planned: pass fsdp or zero3.")
@@ -306,6 +311,13 @@ def trained_parameters(architecture: Architecture, job: Job, share: Share | None
     )
 
 
+def quantized_weights(architecture: Architecture) -> int:
+    """Weights of the whole model that qlora keeps in 4 bits: the layers' matrices."""
+    return sum(
+        stack.layers * sum(linear.inputs * linear.outputs for linear in stack.linears) for stack in architecture.stacks
+    )
+
+
 def _trained_of_layer(stack: Stack, job: Job) -> int:
     if job.trains_all:
         return stack.layer_parameters
@@ -432,11 +444,19 @@ class _DeviceSums:
         quantized = sum(
             layers * sum(linear.inputs * linear.outputs for linear in stack.linears) for stack, layers in self.stacks
         )
-        per_weight = QUANTIZED_BYTES[job.quantization]
-        yield Term("weights", f"{job.quantization} weights of the layers", f"{quantized:,} x {per_weight:.3f} bytes",
-                   quantized * per_weight)  # fmt: skip
+        per_weight, number = QUANTIZED_BYTES[job.quantization], QUANTIZED_NUMBER_BYTES[job.quantization]
+        what = f"{job.quantization} weights of the layers"
+        if n > 1:  # scales are no parameters of a module, so that FSDP leaves them whole on each rank
+            yield Term("weights", what, f"{quantized:,} x {number:g} bytes{shared}", quantized * number / n)
+            scales = per_weight - number
+            yield Term("weights", "scales of their blocks", f"{quantized:,} x {scales:.3f} bytes", quantized * scales)
+        else:
+            yield Term("weights", what, f"{quantized:,} x {per_weight:.3f} bytes", quantized * per_weight)
+        matrices = sum(layers * len(stack.linears) for stack, layers in self.stacks)
+        size = LEVEL_TABLE_BYTES[job.quantization]
+        yield Term("weights", "tables of levels", f"{matrices:,} matrices x {size:,} bytes", matrices * size)
         rest = self.parameters - quantized
-        yield Term("weights", "embeddings, norms and head, cast to fp32", f"{rest:,} x 4 bytes", rest * 4)
+        yield Term("weights", "embeddings, norms and head, cast to fp32", f"{rest:,} x 4 bytes{shared}", rest * 4 / n)
 
     def optimizer_states(self) -> list[Term]:
         """Adam's two states; and where DeepSpeed trains weights of 16 bits, their fp32 copy, with states as wide.
@@ -472,6 +492,7 @@ class _DeviceSums:
             layer = max(stack.layer_parameters for stack, _ in self.stacks)
             ends = self.parameters - sum(layers * stack.layer_parameters for stack, layers in self.stacks)
             terms = [
+                self._gathered_quantized_layers() if job.technique == "qlora" else
                 Term("buffers", "gathered layers", f"{FSDP_GATHERED_LAYERS} x {layer:,} x {a} bytes",
                      FSDP_GATHERED_LAYERS * layer * a),
                 Term("buffers", "gathered embeddings and head", f"{ends:,} x {a} bytes", ends * a),
@@ -490,6 +511,17 @@ class _DeviceSums:
             bucket = min(ZERO_BUCKET_ELEMENTS, self.trained)
             return [Term("buffers", "DeepSpeed's reduce bucket", f"{bucket:,} x 2 bytes", bucket * 2)]
         return []
+
+    def _gathered_quantized_layers(self) -> Term:
+        """FSDP gathers the 4-bit numbers as they are stored; a layer's other weights in the arithmetic's format."""
+        number, a = QUANTIZED_NUMBER_BYTES[self.job.quantization], self.job.arithmetic_bytes
+        layers = []
+        for stack, _ in self.stacks:
+            quantized = sum(linear.inputs * linear.outputs for linear in stack.linears)
+            rest = stack.layer_parameters - quantized + _trained_of_layer(stack, self.job)
+            layers.append((quantized * number + rest * a, f"({quantized:,} x {number:g} + {rest:,} x {a}) bytes"))
+        size, formula = max(layers)
+        return Term("buffers", "gathered layers", f"{FSDP_GATHERED_LAYERS} x {formula}", FSDP_GATHERED_LAYERS * size)
 
     # -- gradients, as the backward pass goes on
 

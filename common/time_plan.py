@@ -15,7 +15,15 @@ from typing import Any
 
 from common.architectures import Architecture
 from common.hardware import CPU_DEVICE, Gpu, gpu_of_device
-from common.memory_plan import BatchShape, Job, Share, trained_parameters, whole_model
+from common.memory_plan import (
+    QUANTIZED_NUMBER_BYTES,
+    BatchShape,
+    Job,
+    Share,
+    quantized_weights,
+    trained_parameters,
+    whole_model,
+)
 from common.run_config import BadInputError
 
 ACHIEVED_SHARES = {
@@ -310,7 +318,11 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
     trained = trained_parameters(architecture, job)
     if job.parallel in ("fsdp", "zero3"):
         a = job.arithmetic_bytes
-        return around * (2 * architecture.parameters * a + trained * (a if job.technique == "full" else 4))
+        gathered = architecture.parameters * a
+        if job.technique == "qlora":  # as they are stored
+            quantized = quantized_weights(architecture)
+            gathered -= quantized * (a - QUANTIZED_NUMBER_BYTES[job.quantization])
+        return around * (2 * gathered + trained * (a if job.technique == "full" else 4))
     return (
         2 * around * trained * (2 if job.parallel.startswith("zero") and job.technique == "full" else job.trained_bytes)
     )

@@ -39,6 +39,7 @@ from common.launch import BACKENDS, Rank
 from common.memory_plan import BatchShape
 from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
 from common.planner import Plan, plan_run, why
+from common.quantization import drop_quantized
 from common.run_config import BadInputError, RunConfig
 from common.run_record import RunLog
 
@@ -422,6 +423,7 @@ def validation_logits(trainer: CountingTrainer, run: RunConfig) -> tuple[dict[st
 def give_up(model: torch.nn.Module, run: RunConfig) -> None:
     """Free a model's memory, also where a notebook still has names for it."""
     remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
+    drop_quantized(model)
     model.to("meta")
     if run.device == "cuda":
         torch.cuda.empty_cache()

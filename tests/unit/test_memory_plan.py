@@ -225,7 +225,7 @@ def test_checkpointing_never_keeps_more_before_the_backward_pass(job: Job, model
         ({"parallel": "ddp"}, "needs at least two GPUs, not 1"),
         ({"micro_batches": 2}, "is for --parallel pp"),
         ({"parallel": "pp", "devices": 2, "micro_batches": 3}, "pass --batch-size 3"),
-        ({"technique": "qlora", "parallel": "fsdp", "devices": 2}, "not planned yet"),
+        ({"technique": "qlora", "parallel": "zero3", "devices": 2}, "ZeRO does not divide weights in 4 bits"),
         ({"parallel": "mp", "devices": 2, "offload": True}, "--offload with --parallel mp"),
     ],
 )
