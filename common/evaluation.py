@@ -177,8 +177,8 @@ def evaluate(
 ) -> Evaluation:
     """Answer the last question of each row by greedy generation and score it; every rank takes its share of the rows.
 
-    One of the `judges` is the base. Rank 0 writes predictions_`when`.csv (`before`, `after`, or either with an underscore
-    and words of what answers) into the results folder.
+    One of the `judges` is the base. Rank 0 writes predictions_`when`.csv into the results folder: `before` or `after`,
+    with an underscore and more words where several models answer.
     """
     run, rank = log.run, log.rank
     others = shuffled_answers(rows)

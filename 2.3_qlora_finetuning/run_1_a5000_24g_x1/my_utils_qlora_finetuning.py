@@ -21,7 +21,7 @@ from common.models import check_equal_logits, load_base_model, next_token_logits
 from common.quantization import StoredWeights, dequantized, relative_error, stored_weights
 from common.run_config import RunConfig
 from common.run_record import RunLog
-from common.training import CountingTrainer, give_up, validation_logits
+from common.training import CountingTrainer, give_up, row_losses, validation_logits
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -56,6 +56,8 @@ class Merged:
     """The same adapter merged into the original base; None where there is no room to evaluate it."""
     differences: dict[str, float]
     """Largest absolute differences of logits from the trained model's."""
+    validation_losses: dict[str, float]
+    """Of each merged model: similarity scores of good answers are all near 0, losses still tell them apart."""
     relative_error: float | None
     """Of the quantized weights; None on ranks that did not look."""
 
@@ -90,14 +92,26 @@ def merge_both_ways(
     wait_for_everyone()
     if not has_room:
         with_adapter = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
-        return Merged(with_adapter.get_base_model().eval(), None, differences, error)
+        return Merged(with_adapter.get_base_model().eval(), None, differences, {}, error)
     tuned = load_base_model(run, device, source=folder / "merged")
     logits = next_token_logits(tuned, batch)
     differences["merged"] = check_equal_logits(expected, logits, "merged model", run.precision)
     on_original = load_base_model(run, device, source=folder / "merged_into_original")
     logits = next_token_logits(on_original, batch)
     differences["merged_into_original"] = (logits - expected).abs().max().item()
-    return Merged(tuned, on_original, differences, error)
+    models = {"merged": tuned, "merged_into_original": on_original}
+    losses = {name: validation_loss(model, trainer) for name, model in models.items()}
+    return Merged(tuned, on_original, differences, losses, error)
+
+
+def validation_loss(model: torch.nn.Module, trainer: CountingTrainer) -> float:
+    """Mean over the answer tokens of the trainer's validation rows, as it is measured in training, on this device."""
+    rows, size = trainer.eval_dataset, trainer.args.per_device_eval_batch_size
+    sums = torch.zeros(2)
+    for start in range(0, len(rows), size):
+        batch = trainer.data_collator(rows[start : start + size])
+        sums += row_losses(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
+    return (sums[0] / sums[1]).item()
 
 
 def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, place: dict[str, str]) -> float:

@@ -3,7 +3,7 @@
 From this folder:
     python my_workflow_qlora_finetuning.py
     python my_workflow_qlora_finetuning.py --quantization nf4-double --optimizer paged_adamw_8bit
-    torchrun --nproc_per_node 1 my_workflow_qlora_finetuning.py --parallel ddp --devices 2 --batch_size 8
+    python -m common.launch --parallel ddp --devices 2 --batch_size 8
 
 The notebook runs the same steps cell by cell.
 """
@@ -124,6 +124,7 @@ def record(
         judged_by="original base" if merged.on_original else "quantized base",
         quantization={**stored.for_record(), "relative_error": merged.relative_error},
         largest_logit_differences=merged.differences,
+        merged_validation_losses=merged.validation_losses,
         **trained,
     )
 
