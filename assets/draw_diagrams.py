@@ -74,8 +74,9 @@ def draw_qlora() -> plt.Figure:
     box(axes, 3.0, 0.3, 0.9, 0.9, "A\nr rows", TRAINED)
     box(axes, 5.4, 0.3, 0.9, 0.9, "B\nr columns,\nstarts at 0", TRAINED)
     box(axes, 8.2, 1.5, 1.2, 0.6, "W'x + s·BAx", DATA)
-    for start, end in (((4.45, 2.8), (5.15, 2.8)), ((1.25, 1.95), (5.15, 2.45)), ((1.25, 1.65), (2.95, 0.8)),
-                       ((3.95, 0.75), (5.35, 0.75)), ((7.15, 2.6), (8.15, 1.95)), ((6.35, 0.8), (8.15, 1.65))):  # fmt: skip
+    arrows = (((4.45, 2.8), (5.15, 2.8)), ((1.25, 1.8), (5.15, 2.32)), ((1.25, 1.6), (2.95, 0.8)),
+              ((3.95, 0.75), (5.35, 0.75)), ((7.15, 2.6), (8.15, 1.95)), ((6.35, 0.8), (8.15, 1.65)))  # fmt: skip
+    for start, end in arrows:
         arrow(axes, start, end)
     axes.text(4.8, 2.95, "level x scale", ha="center", fontsize=8)
     axes.text(6.6, 0.55, "s = alpha / √r; A and B in fp32", fontsize=8.5)
