@@ -65,6 +65,24 @@ def draw_ddp() -> plt.Figure:
     return figure
 
 
+def draw_qlora() -> plt.Figure:
+    """One linear layer whose frozen weight is stored in 4 bits, with its adapter."""
+    figure, axes = blank(9.6, 3.6)
+    box(axes, 0.2, 1.5, 1.0, 0.6, "input x", DATA)
+    box(axes, 2.2, 2.3, 2.2, 1.0, "weight W, frozen:\n4-bit numbers, and\na scale per 64 of them", FROZEN)
+    box(axes, 5.2, 2.3, 1.9, 1.0, "W' in 16 or 32 bits\nwhile it is used", PLAIN)
+    box(axes, 3.0, 0.3, 0.9, 0.9, "A\nr rows", TRAINED)
+    box(axes, 5.4, 0.3, 0.9, 0.9, "B\nr columns,\nstarts at 0", TRAINED)
+    box(axes, 8.2, 1.5, 1.2, 0.6, "W'x + s·BAx", DATA)
+    arrows = (((4.45, 2.8), (5.15, 2.8)), ((1.25, 1.8), (5.15, 2.32)), ((1.25, 1.6), (2.95, 0.8)),
+              ((3.95, 0.75), (5.35, 0.75)), ((7.15, 2.6), (8.15, 1.95)), ((6.35, 0.8), (8.15, 1.65)))  # fmt: skip
+    for start, end in arrows:
+        arrow(axes, start, end)
+    axes.text(4.8, 2.95, "level x scale", ha="center", fontsize=8)
+    axes.text(6.6, 0.55, "s = alpha / √r; A and B in fp32", fontsize=8.5)
+    return figure
+
+
 def draw_full() -> plt.Figure:
     """What one trained weight keeps, in bytes, by precision."""
     figure, axes = blank(7.6, 3.2)
@@ -119,6 +137,7 @@ def main() -> None:
     for folder, name, figure in (
         ("2.1_lora_finetuning", "LoRA_finetuning", draw_lora()),
         ("2.2_lora_finetuning_with_ddp", "LoRA_finetuning_with_ddp", draw_ddp()),
+        ("2.3_qlora_finetuning", "QLoRA_finetuning", draw_qlora()),
         ("2.4_full_finetuning", "full_finetuning", draw_full()),
         ("2.5_full_finetuning_with_mp", "full_finetuning_with_mp", draw_mp()),
         ("2.7_full_finetuning_with_pp", "full_finetuning_with_pp", draw_pp()),

@@ -400,8 +400,8 @@ def gpu_entries(path: Path) -> list[Entry]:
     records = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     ran = [record for record in records if record["outcome"] == "ran"]
     ours, dry = (
-        [Compared(point_name(record), record[planned], record["allocated_gib"]) for record in ran]
-        for planned in ("planned_gib", "dry_run_gib")
+        [Compared(point_name(record), record[planned], record["allocated_gib"]) for record in ran if record[planned]]
+        for planned in ("planned_gib", "dry_run_gib")  # a dry run quantizes no weights
     )
     return [
         *error_entries("planner, closed form against measured CUDA peaks", ours, POINTS_COMMAND, MEASURED_BARS),
@@ -429,6 +429,7 @@ def point_name(record: dict[str, Any]) -> str:
     special = [
         "linear layers" if record["linear_only"] else "",
         "checkpointed" if record["gradient_checkpointing"] != "none" else "",
+        record["quantization"] if record["technique"] == "qlora" else "",
         record["card"],
     ]
     words = [record["technique"], record["model"], f"{record['rows']}x{record['length']}", *filter(None, special)]

@@ -25,7 +25,7 @@ from common.dry_run import STEPS, batch_inputs, build_model, dry_run, mark_segme
 from common.gpu_overhead import CONTEXT_GIB, memory_with_overhead
 from common.hardware import GIB, Gpu, find_gpu, gpu_of_device, gpus
 from common.memory_plan import BatchShape, DeviceMemory, whole_model
-from common.models import any_shape_config
+from common.models import add_lora, any_shape_config, load_base_model
 from common.planner import job_of_run
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.training import training_arguments
@@ -35,6 +35,9 @@ TECHNIQUES = ("full", "lora")
 MODELS = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b")
 SHAPES = ((4, 512), (1, 2048), (1, 8192))
 """Rows and their length in tokens, of the points with the whole card."""
+QLORA_MODELS = ("llama-3.1-8b", "qwen2.5-7b")
+LARGE_QLORA_MODEL = "llama-3.1-70b"
+"""In 4 bits it has room on one card of 141 GB."""
 SMALL_CARDS = ("a4000", "a5000", "a6000")
 """Of 16, 24 and 48 GB."""
 SMALL_CARD_SHAPES = tuple(product((1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (512, 1024, 2048)))
@@ -59,6 +62,8 @@ class Point:
     """The smaller card, by its name in the catalogue, whose memory it gets; empty = all that there is."""
     linear_only: bool = False
     """Whether full fine-tuning trains the linear layers alone; else every weight."""
+    quantization: str = "nf4"
+    """Of the frozen weights, with qlora."""
 
     @property
     def target_modules(self) -> str:
@@ -76,6 +81,7 @@ class Point:
             precision="bf16",
             target_modules=self.target_modules,
             gradient_checkpointing=self.gradient_checkpointing,
+            quantization=self.quantization,
             report_to="none",
         )
 
@@ -94,15 +100,27 @@ class Point:
 
 
 def all_points(here: Gpu) -> list[Point]:
-    """With the whole card (also linear layers alone), then with the memory of the smaller ones among `SMALL_CARDS`."""
+    """With the whole card (also linear layers alone, and qlora), then with the memory of smaller ones."""
     grid = product(TECHNIQUES, MODELS, SHAPES, ("none", "non-reentrant"))
     whole_card = [Point(technique, model, *shape, checkpointing) for technique, model, shape, checkpointing in grid]
     linear_grid = product(MODELS, SHAPES[:1], ("none", "non-reentrant"))
     whole_card += [
         Point("full", model, *shape, checkpointing, linear_only=True) for model, shape, checkpointing in linear_grid
     ]
+    whole_card += qlora_points()
     smaller = [card for card in SMALL_CARDS if find_gpu(card).memory_gib < here.memory_gib]
     return whole_card + [point for card in smaller for point in small_card_points(card)]
+
+
+def qlora_points() -> list[Point]:
+    """Weights in 4 bits: middling models in every shape, a large one, and double quantization."""
+    grid = product(QLORA_MODELS, SHAPES, ("none", "non-reentrant"))
+    points = [Point("qlora", model, *shape, checkpointing) for model, shape, checkpointing in grid]
+    points += [Point("qlora", LARGE_QLORA_MODEL, *shape, "non-reentrant") for shape in SHAPES[:2]]
+    points.append(Point("qlora", LARGE_QLORA_MODEL, 1, 512, "none"))
+    for model in (QLORA_MODELS[0], LARGE_QLORA_MODEL):
+        points.append(Point("qlora", model, *SHAPES[0], "non-reentrant", quantization="nf4-double"))
+    return points
 
 
 def small_card_points(card: str) -> list[Point]:
@@ -152,8 +170,11 @@ class PeakWatch:
 
 def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
     """Two optimizer steps by the run's own trainer on `device`; the memory of the second, segment by segment."""
-    with torch.device(device):
-        model = build_model(run, any_shape_config(run.model))
+    if run.technique == "qlora":
+        model = add_lora(load_base_model(run, {"": device}), run)
+    else:
+        with torch.device(device):
+            model = build_model(run, any_shape_config(run.model))
     inputs = {name: tensor.to(device) for name, tensor in batch_inputs(batch, model).items()}
     watch = PeakWatch()
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +223,7 @@ def measured_point(point: Point, here: Gpu) -> dict[str, Any]:
         "planned_gib": planned.allocated_gib,
         "planned_with_overhead_gib": planned.peak_gib,
         "capacity_gib": gpu.memory_gib,
-        "dry_run_gib": dry_run(point.run, point.batch).peak_gib,
+        "dry_run_gib": None if point.technique == "qlora" else dry_run(point.run, point.batch).peak_gib,
         **dict.fromkeys(("allocated_gib", "reserved_gib", "segments_gib")),
         **outcome,
         "torch": torch.__version__,
@@ -222,7 +243,7 @@ def measure(points: Sequence[Point], here: Gpu, path: Path) -> None:
     """Measure what the file at `path` lacks, and write it after each point, so that a stopped run can go on."""
     records = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     known = [
-        Point(**{name: record[name] for name in Point.__dataclass_fields__})
+        Point(**{name: record[name] for name in Point.__dataclass_fields__ if name in record})
         for record in records
         if record["gpu"] == here.name
     ]
@@ -238,6 +259,7 @@ def line(record: dict[str, Any]) -> str:
     """A record for a reader."""
     settings = " ".join(str(record[name]) for name in ("technique", "model", "gradient_checkpointing", "card"))
     settings += " linear layers" if record["linear_only"] else ""
+    settings += f" {record['quantization']}" if record["technique"] == "qlora" else ""
     found = record["outcome"] if record["allocated_gib"] is None else f"{record['allocated_gib']:.2f} GiB"
     return f"{settings} {record['rows']}x{record['length']}: planned {record['planned_gib']:.2f} GiB, {found}"
 

@@ -177,13 +177,16 @@ def evaluate(
 ) -> Evaluation:
     """Answer the last question of each row by greedy generation and score it; every rank takes its share of the rows.
 
-    One of the `judges` is the base. Rank 0 writes predictions_`when`.csv (`before` or `after`) into the results folder.
+    One of the `judges` is the base. Rank 0 writes predictions_`when`.csv into the results folder: `before` or `after`,
+    with an underscore and more words where several models answer.
     """
     run, rank = log.run, log.rank
     others = shuffled_answers(rows)
     batches = batches_by_length(rows, tokenizer, run.evaluation_batch_size, rank.rank, rank.world_size)
     scored: list[ScoredAnswer] = []
-    bar_title = f"{rank_prefix(rank.rank, rank.device)} answers {when} tuning, batches"
+    moment, _, model_words = when.partition("_")
+    title = f"{moment} tuning" + (f", {model_words.replace('_', ' ')}" if model_words else "")
+    bar_title = f"{rank_prefix(rank.rank, rank.device)} answers {title}, batches"
     for numbers in tqdm(batches, desc=bar_title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
         batch = [rows[number] for number in numbers]
         answers = generate_answers(model, tokenizer, batch, run.max_new_tokens)
@@ -191,7 +194,7 @@ def evaluate(
     evaluation = Evaluation(sorted(gather_object(scored), key=lambda answer: answer.row))
     if rank.is_main:
         evaluation.save_csv(log.folder / f"predictions_{when}.csv")
-        print(f"{when} tuning: {evaluation}")
+        print(f"{title}: {evaluation}")
     return evaluation
 
 

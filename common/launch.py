@@ -326,10 +326,12 @@ def check_settings_and_data(run: RunConfig) -> None:
     from common.data import load_splits
     from common.evaluation import check_independent_judge
     from common.models import check_attention, load_tokenizer
+    from common.quantization import check_bitsandbytes
 
     check_folder(run)
     check_gpus(run)
     check_attention(run)
+    check_bitsandbytes(run)
     check_independent_judge(run)
     for tracker in run.report_to.split(","):
         if tracker not in ("none", "all", *INTEGRATION_TO_CALLBACK):

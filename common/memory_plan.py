@@ -46,6 +46,10 @@ QUANTIZED_BYTES = {
     "int8": 1,
 }
 """Bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)."""
+QUANTIZED_NUMBER_BYTES = {"nf4": 4 / 8, "nf4-double": 4 / 8, "int8": 1}
+"""Of these, the numbers themselves: the rest are their blocks' scales."""
+LEVEL_TABLE_BYTES = {"nf4": 16 * 4, "nf4-double": 16 * 4 + 256 * 4 + 4, "int8": 0}
+"""Of each quantized matrix, in fp32: the levels of its numbers, and of its scales with their mean."""
 WHY_NOT_QUANTIZED_FULL = (
     "Full fine-tuning of quantized weights is impossible, and would save little: a weight takes 0.5 bytes in 4 bits "
     "instead of 2, but its gradient 2, Adam's momentum 4 and variance 4 and the fp32 copy 4 stay: 14.5 instead of 16 "
@@ -55,8 +59,7 @@ DDP_COPIES = 1
 """DDP's buckets hold every gradient once more (`gradient_as_bucket_view=False`, its default)."""
 FSDP_GATHERED_LAYERS = 2
 """The layer at work and the one that is fetched ahead (`FSDPModule`: implicit forward and backward prefetch)."""
-ZERO_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's `reduce_bucket_size` and `allgather_bucket_size`; Transformers' "auto" takes hidden size squared."""
+ZERO = ("zero1", "zero2", "zero3")
 ZERO_REUSED_WEIGHTS = 1_000_000_000
 """Weights that stage 3 keeps gathered, as they are soon used again (`stage3_max_reuse_distance`, DeepSpeed's own)."""
 
@@ -135,9 +138,10 @@ class Job:
                 f"--batch-size {self.batch.rows} cannot be cut into {self.micro_batches} equal micro-batches: "
                 f"pass --batch-size {-(-self.batch.rows // self.micro_batches) * self.micro_batches}."
             )
-        if self.technique == "qlora" and self.parallel in ("fsdp", "zero3"):
+        if self.technique == "qlora" and self.parallel.startswith("zero"):
             raise BadInputError(
-                f"--technique qlora with --parallel {self.parallel} is not planned yet: pass --parallel ddp or mp."
+                f"--technique qlora with --parallel {self.parallel}: DeepSpeed's ZeRO does not divide weights in 4 "
+                "bits: pass --parallel fsdp or ddp."
             )
         if self.offload and self.parallel in ("mp", "pp"):
             raise BadInputError(f"--offload with --parallel {self.parallel} is not planned: pass fsdp or zero3.")
@@ -155,7 +159,7 @@ class Job:
     @property
     def autocasts(self) -> bool:
         """Autocast copies weights and inputs to the shorter format; sharded weights are gathered in it already."""
-        return self.is_mixed and not self.freezes_16_bits and self.parallel not in ("fsdp", "zero1", "zero2", "zero3")
+        return self.is_mixed and not self.freezes_16_bits and self.parallel not in ("fsdp", *ZERO)
 
     @property
     def freezes_16_bits(self) -> bool:
@@ -178,13 +182,14 @@ class Job:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of a trained weight; PEFT keeps adapters in fp32."""
-        return self.weight_bytes if self.technique == "full" else 4
+        """Bytes of a trained weight; PEFT keeps adapters in fp32, but DeepSpeed makes all of a module bf16."""
+        as_the_base = self.technique == "full" or (self.parallel in ZERO and self.precision != "fp32")
+        return self.weight_bytes if as_the_base else 4
 
     @property
     def shards(self) -> int:
         """Ranks that share what the way of sharding divides."""
-        return self.devices if self.parallel in ("fsdp", "zero1", "zero2", "zero3") else 1
+        return self.devices if self.parallel in ("fsdp", *ZERO) else 1
 
     @property
     def data_parallel_ranks(self) -> int:
@@ -308,6 +313,13 @@ def trained_parameters(architecture: Architecture, job: Job, share: Share | None
     )
 
 
+def quantized_weights(architecture: Architecture) -> int:
+    """Weights of the whole model that qlora keeps in 4 bits: the layers' matrices."""
+    return sum(
+        stack.layers * sum(linear.inputs * linear.outputs for linear in stack.linears) for stack in architecture.stacks
+    )
+
+
 def _trained_of_layer(stack: Stack, job: Job) -> int:
     if job.trains_all:
         return stack.layer_parameters
@@ -422,7 +434,10 @@ class _DeviceSums:
             terms = [Term("weights", "weights", f"{self.parameters:,} x {w} bytes{shared}", self.parameters * w / n)]
         else:
             terms = [*self._frozen_weights(n, shared)]
-            terms.append(Term("weights", "adapters", f"{self.trained:,} x 4 bytes{shared}", self.trained * 4 / n))
+            each = job.trained_bytes
+            terms.append(
+                Term("weights", "adapters", f"{self.trained:,} x {each} bytes{shared}", self.trained * each / n)
+            )
         return terms
 
     def _frozen_weights(self, n: int, shared: str) -> Iterable[Term]:
@@ -434,14 +449,22 @@ class _DeviceSums:
         quantized = sum(
             layers * sum(linear.inputs * linear.outputs for linear in stack.linears) for stack, layers in self.stacks
         )
-        per_weight = QUANTIZED_BYTES[job.quantization]
-        yield Term("weights", f"{job.quantization} weights of the layers", f"{quantized:,} x {per_weight:.3f} bytes",
-                   quantized * per_weight)  # fmt: skip
+        per_weight, number = QUANTIZED_BYTES[job.quantization], QUANTIZED_NUMBER_BYTES[job.quantization]
+        what = f"{job.quantization} weights of the layers"
+        if n > 1:  # scales are no parameters of a module, so that FSDP leaves them whole on each rank
+            yield Term("weights", what, f"{quantized:,} x {number:g} bytes{shared}", quantized * number / n)
+            scales = per_weight - number
+            yield Term("weights", "scales of their blocks", f"{quantized:,} x {scales:.3f} bytes", quantized * scales)
+        else:
+            yield Term("weights", what, f"{quantized:,} x {per_weight:.3f} bytes", quantized * per_weight)
+        matrices = sum(layers * len(stack.linears) for stack, layers in self.stacks)
+        size = LEVEL_TABLE_BYTES[job.quantization]
+        yield Term("weights", "tables of levels", f"{matrices:,} matrices x {size:,} bytes", matrices * size)
         rest = self.parameters - quantized
-        yield Term("weights", "embeddings, norms and head, cast to fp32", f"{rest:,} x 4 bytes", rest * 4)
+        yield Term("weights", "embeddings, norms and head, cast to fp32", f"{rest:,} x 4 bytes{shared}", rest * 4 / n)
 
     def optimizer_states(self) -> list[Term]:
-        """Adam's two states; and where DeepSpeed trains weights of 16 bits, their fp32 copy, with states as wide.
+        """Adam's two states; and with DeepSpeed, in any precision, an fp32 copy of the weights, with states as wide.
 
         (deepspeed/runtime/zero/stage_1_and_2.py: `single_partition_of_fp32_groups`.)
         """
@@ -450,7 +473,7 @@ class _DeviceSums:
             return [Term("optimizer", "optimizer states", "in the host's memory", 0.0)]
         shared = f" / {n} ranks" if n > 1 else ""
         states = OPTIMIZER_BYTES[job.optimizer]
-        keeps_copy = job.precision != "fp32" and job.parallel.startswith("zero") and job.technique == "full"
+        keeps_copy = job.parallel in ZERO
         state_bytes = 2 * (4 if keeps_copy else job.trained_bytes) if states is None else states
         terms = [Term("optimizer", "momentum and variance", f"{self.trained:,} x {state_bytes:g} bytes{shared}",
                       self.trained * state_bytes / n)]  # fmt: skip
@@ -474,10 +497,15 @@ class _DeviceSums:
             layer = max(stack.layer_parameters for stack, _ in self.stacks)
             ends = self.parameters - sum(layers * stack.layer_parameters for stack, layers in self.stacks)
             terms = [
+                self._gathered_quantized_layers() if job.technique == "qlora" else
                 Term("buffers", "gathered layers", f"{FSDP_GATHERED_LAYERS} x {layer:,} x {a} bytes",
                      FSDP_GATHERED_LAYERS * layer * a),
                 Term("buffers", "gathered embeddings and head", f"{ends:,} x {a} bytes", ends * a),
             ]  # fmt: skip
+            if job.parallel == "zero3":
+                kept = max(FSDP_GATHERED_LAYERS * layer + ends, min(self.parameters, ZERO_REUSED_WEIGHTS))
+                terms = [Term("buffers", "gathered weights, kept as they are soon used again", f"{kept:,} x {a} bytes",
+                              kept * a)]  # fmt: skip
             if job.technique == "full":
                 scattered = max(_trained_of_layer(stack, job) for stack, _ in self.stacks)
                 terms.append(Term("buffers", "a layer's gradients before they are scattered",
@@ -489,9 +517,20 @@ class _DeviceSums:
             return [Term("buffers", "hidden states and gradients to receive", f"{neighbours} T H x, all parts",
                          size)]  # fmt: skip
         if job.parallel in ("zero1", "zero2"):
-            bucket = min(ZERO_BUCKET_ELEMENTS, self.trained)
-            return [Term("buffers", "DeepSpeed's reduce bucket", f"{bucket:,} x 2 bytes", bucket * 2)]
+            bucket, each = min(self.architecture.hidden**2, self.trained), job.trained_bytes
+            return [Term("buffers", "DeepSpeed's reduce bucket", f"{bucket:,} x {each} bytes", bucket * each)]
         return []
+
+    def _gathered_quantized_layers(self) -> Term:
+        """FSDP gathers the 4-bit numbers as they are stored; a layer's other weights in the arithmetic's format."""
+        number, a = QUANTIZED_NUMBER_BYTES[self.job.quantization], self.job.arithmetic_bytes
+        layers = []
+        for stack, _ in self.stacks:
+            quantized = sum(linear.inputs * linear.outputs for linear in stack.linears)
+            rest = stack.layer_parameters - quantized + _trained_of_layer(stack, self.job)
+            layers.append((quantized * number + rest * a, f"({quantized:,} x {number:g} + {rest:,} x {a}) bytes"))
+        size, formula = max(layers)
+        return Term("buffers", "gathered layers", f"{FSDP_GATHERED_LAYERS} x {formula}", FSDP_GATHERED_LAYERS * size)
 
     # -- gradients, as the backward pass goes on
 
@@ -757,7 +796,7 @@ class _DeviceSums:
 
     def _head_copy(self) -> list[Term]:
         architecture, job = self.architecture, self.job
-        if job.plain_loop or not (job.autocasts or job.technique == "qlora"):
+        if job.plain_loop or job.precision == "fp32" or not (job.autocasts or job.technique == "qlora"):
             return []
         size = architecture.vocab * architecture.hidden * job.arithmetic_bytes
         return [Term("weights", "autocast's copy of the head", "V H a", size)]

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from common.architectures import find_config
+from common.quantization import prepare_quantized, quantization_config, random_model, weight_count
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.sharding import whole_size
 
@@ -123,25 +124,30 @@ def weight_dtype(run: RunConfig) -> torch.dtype:
 
 
 def load_base_model(
-    run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None
+    run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None, quantized: bool = True
 ) -> PreTrainedModel:
     """The base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
+
+    With qlora the base's layers are in 4 bits, unless `quantized` is False; a `source` is taken as it is.
 
     Raises:
         BadInputError: it cannot be loaded.
     """
+    quantized = quantized and run.technique == "qlora" and source is None
     if run.weights == "random" and source is None:
-        return _random_model(run, device_map)
+        model = _random_model(run, device_map, quantized)
+        return prepare_quantized(model) if quantized else model
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source or check_model(run.model),
             dtype=weight_dtype(run),
             attn_implementation=ATTENTION[run.attention],
             device_map=device_map,
+            quantization_config=quantization_config(run) if quantized else None,
         )
     except (OSError, SafetensorError) as error:
         raise _cannot_be_loaded("weights", run.model, error) from error
-    return model.eval()
+    return prepare_quantized(model.eval()) if quantized else model.eval()
 
 
 def shape_config(model: str) -> PretrainedConfig:
@@ -174,7 +180,7 @@ def any_shape_config(model: str) -> PretrainedConfig:
         ) from None
 
 
-def _random_model(run: RunConfig, device_map: dict[str, str | int]) -> PreTrainedModel:
+def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: bool) -> PreTrainedModel:
     """A model of `run.model`'s shape, made on its device, or on the host for several.
 
     The weights are the same each time, so that adapters can be reloaded. The embedded tokenizer's ids stand below any
@@ -184,6 +190,8 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int]) -> PreTraine
     config.pad_token_id, config.eos_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
     config.name_or_path = ""  # else PEFT looks for a whole model where the shape came from
     device = torch.device(device_map.get("", "cpu"))
+    if run.technique == "qlora":
+        return random_model(run, config, weight_dtype(run), ATTENTION[run.attention], device, quantized)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(run.seed)
         model = AutoModelForCausalLM.from_config(
@@ -202,6 +210,8 @@ def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
 def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     """Freeze `model` and put adapters on the run's target modules; they start Gaussian, and add nothing yet.
 
+    Reentrant checkpointing needs an input with a gradient; PEFT asks for it but where weights are quantized.
+
     Raises:
         BadInputError: the model has no module of such a name.
     """
@@ -215,6 +225,8 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         init_lora_weights="gaussian",
         target_modules=modules,
     )
+    if run.technique == "qlora" and run.gradient_checkpointing == "reentrant":
+        model.enable_input_require_grads()
     try:
         return get_peft_model(model, config)
     except ValueError as error:
@@ -261,7 +273,7 @@ def _has_name(module_name: str, asked: str) -> bool:
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     """Trainable parameters, and all that multiply: an input embedding that is not also the head only looks up."""
     trained = sum(whole_size(weight) for weight in model.parameters() if weight.requires_grad)
-    multiplied = sum(map(whole_size, model.parameters()))
+    multiplied = sum(map(weight_count, model.parameters()))
     lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return trained, multiplied if lookup is head else multiplied - whole_size(lookup)
 

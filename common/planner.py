@@ -65,7 +65,7 @@ TECHNIQUE_WORDS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 WAYS: dict[str, tuple[Parallel, ...]] = {
     "full": ("ddp", "fsdp", "zero1", "zero2", "zero3", "mp", "pp"),
     "lora": ("ddp", "fsdp", "zero3", "mp", "pp"),
-    "qlora": ("ddp", "mp", "pp"),
+    "qlora": ("ddp", "fsdp", "mp", "pp"),
 }
 """Ways to share work among several GPUs that make sense; ZeRO-1 and 2 would divide next to nothing of an adapter."""
 
@@ -333,7 +333,7 @@ def _what_would_help(plan: Plan) -> str:
         "adapters instead of all weights (--technique lora)" if job.technique == "full" and not passing else "",
         "a smaller --lora-rank" if job.technique != "full" and states else "",
         "4-bit weights (--technique qlora)" if job.technique == "lora" and not passing and not states else "",
-        "sharding (--parallel fsdp)" if job.parallel == "ddp" and job.technique != "qlora" and not passing else "",
+        "sharding (--parallel fsdp)" if job.parallel == "ddp" and not passing else "",
         "more or larger GPUs",
     ]
     return "not even one row would fit: try " + ", or ".join(filter(None, remedies))

@@ -391,7 +391,7 @@ def trained_model(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
         train_linear_layers(stage, run.target_modules)
         return stage
     model = load_base_model(run, device_map_of_rank(run, stage_map, rank))
-    if run.technique == "lora":
+    if run.technique != "full":
         return add_lora(model, run)
     train_linear_layers(model, run.target_modules)
     return model
@@ -433,7 +433,7 @@ def save_and_reload(run: RunConfig, trainer: CountingTrainer, stage_map: StageMa
     if expected is None:
         return 0.0
     device_map = device_map_of_rank(run, stage_map, rank)
-    if run.technique == "lora":
+    if run.technique != "full":
         what, reloaded = "adapter", PeftModel.from_pretrained(load_base_model(run, device_map), folder)
     else:
         what, reloaded = "model", load_base_model(run, device_map, source=folder)

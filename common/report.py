@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 
-from common import report_full
+from common import report_full, report_qlora
 from common.report_rows import (
     KIND_NAMES,
     LORA,
@@ -262,6 +262,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "ddp-weak": ddp_weak,
     "ddp-step": ddp_step,
     **report_full.TABLES,
+    **report_qlora.TABLES,
 }
 
 
@@ -297,6 +298,13 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
         }
         if record.get("updated_share") is not None and record["technique"] == "full":
             entries["weights that a step changes"] = percent(record["updated_share"])
+        if record.get("quantization"):
+            stored, original = record["quantization"], record["quality"]["after_original_base"]
+            entries["weights of the base, in 4 bits / not (GiB)"] = (
+                f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}"
+            )
+            said = percent(original["facts_said_share"]) if original else NOT_RUN
+            entries["facts said, merged into the original base"] = said
         if record.get("stages"):
             idle = " / ".join(f"{stage['idle_share']:.0%}" for stage in record["stages"])
             entries["idle share per stage"] = idle

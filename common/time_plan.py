@@ -15,7 +15,16 @@ from typing import Any
 
 from common.architectures import Architecture
 from common.hardware import CPU_DEVICE, Gpu, gpu_of_device
-from common.memory_plan import ZERO_REUSED_WEIGHTS, BatchShape, Job, Share, trained_parameters, whole_model
+from common.memory_plan import (
+    QUANTIZED_NUMBER_BYTES,
+    ZERO_REUSED_WEIGHTS,
+    BatchShape,
+    Job,
+    Share,
+    quantized_weights,
+    trained_parameters,
+    whole_model,
+)
 from common.run_config import BadInputError
 
 ACHIEVED_SHARES = {
@@ -311,10 +320,15 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
     trained = trained_parameters(architecture, job)
     if job.parallel in ("fsdp", "zero3"):
         a = job.arithmetic_bytes
-        weights = architecture.parameters
         layers = sum(stack.layers * stack.layer_parameters for stack in architecture.stacks)
-        again = layers if job.parallel == "fsdp" else max(0, weights - ZERO_REUSED_WEIGHTS)
-        return around * ((weights + again) * a + trained * (a if job.technique == "full" else 4))
+        ends = architecture.parameters - layers
+        if job.technique == "qlora":  # as they are stored
+            quantized = quantized_weights(architecture)
+            of_layers = quantized * QUANTIZED_NUMBER_BYTES[job.quantization] + (layers - quantized) * a
+        else:
+            of_layers = layers * a
+        again = of_layers if job.parallel == "fsdp" else a * max(0, architecture.parameters - ZERO_REUSED_WEIGHTS)
+        return around * (of_layers + ends * a + again + trained * (a if job.technique == "full" else 4))
     is_zero = job.parallel.startswith("zero") and job.technique == "full"
     return 2 * around * trained * (job.arithmetic_bytes if is_zero else job.trained_bytes)
 

@@ -39,6 +39,7 @@ from common.launch import BACKENDS, Rank
 from common.memory_plan import BatchShape
 from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
 from common.planner import Plan, plan_run, why
+from common.quantization import drop_quantized
 from common.run_config import BadInputError, RunConfig
 from common.run_record import RunLog
 
@@ -433,6 +434,7 @@ def give_up(trainer: CountingTrainer, device: str) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     trainer.optimizer.state.clear()
     remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
+    drop_quantized(model)
     model.to("meta")
     if device != "cpu":
         torch.cuda.empty_cache()

@@ -15,6 +15,7 @@ from common.planner import job_of_run
 from common.run_config import REPOSITORY
 
 GPU_COUNT = torch.cuda.device_count()
+QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
 needs_gpu = pytest.mark.skipif(GPU_COUNT < 1, reason="needs an NVIDIA GPU")
 needs_two_gpus = pytest.mark.skipif(GPU_COUNT < 2, reason=f"needs two NVIDIA GPUs, {GPU_COUNT} found")
 
@@ -48,6 +49,46 @@ def test_a_real_shape_trains_with_random_weights(run_workflow: Callable) -> None
     done = run_workflow("python", *settings, "--max_steps", "2", "--batch_size", "4")
     assert done.exit_code == 0, done.output
     assert done.record["memory"][0]["peak_allocated_gib"] > 2.3  # 1.24 billion weights of two bytes
+
+
+@needs_gpu
+@pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
+def test_qlora_trains_in_4_bits_and_merges(run_workflow: Callable, quantization: str) -> None:
+    settings = ("--device", "cuda", "--precision", "bf16", "--quantization", quantization)
+    done = run_workflow("python", *settings, "--optimizer", "paged_adamw_8bit", folder=QLORA)
+    assert done.exit_code == 0, done.output
+    record = done.record
+    assert record["quantization"]["stored_dtype"] == "uint8"
+    assert record["best_validation_loss"] < record["validation_losses"][0][1]
+    assert record["quality"]["after_original_base"] is not None
+
+
+@needs_gpu
+def test_a_gpu_computes_the_qlora_losses_of_the_cpu(run_workflow: Callable) -> None:
+    losses = {}
+    for device in ("cpu", "cuda"):
+        done = run_workflow("python", "--device", device, "--lora_dropout", "0", folder=QLORA, name=device)
+        assert done.exit_code == 0, done.output
+        losses[device] = [loss for _, loss in done.record["training_losses"]]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-3)
+
+
+@needs_gpu
+@pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
+def test_a_gpu_takes_what_was_planned_of_weights_in_4_bits(quantization: str) -> None:
+    point = Point("qlora", "llama-3.2-1b", 2, 1024, "non-reentrant", quantization=quantization)
+    found_gib = max(watched_steps(point.run, point.batch, "cuda").segments_gib.values())
+    architecture = read_architecture(point.model)
+    closed = device_memory(architecture, job_of_run(point.run, point.batch), whole_model(architecture))
+    assert closed.allocated_gib == pytest.approx(found_gib, rel=0.08)
+
+
+@needs_two_gpus
+def test_qlora_with_ddp_has_a_whole_model_on_each_gpu(run_workflow: Callable) -> None:
+    settings = ("--device", "cuda", "--parallel", "ddp", "--devices", "2", "--batch_size", "8")
+    done = run_workflow("torchrun", *settings, folder=QLORA)
+    assert done.exit_code == 0, done.output
+    assert [share["device"] for share in done.record["world"]] == ["cuda:0", "cuda:1"]
 
 
 @needs_gpu

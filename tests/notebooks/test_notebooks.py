@@ -36,6 +36,7 @@ def test_there_are_notebooks() -> None:
         "lora_finetuning_with_ddp_acclaunch.ipynb",
         "full_finetuning.ipynb",
         "full_finetuning_with_mp.ipynb",
+        "qlora_finetuning.ipynb",
     }
 
 
@@ -80,6 +81,7 @@ def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
     assert record["launcher"] == ("notebook" if last_word in CELL_BY_CELL else last_word)
     assert record["run_folder"] == str(path.parent.relative_to(REPOSITORY))
     drawn = {"losses.png", "scores.png", "memory.png"} | ({"timeline.png"} if "pp" in path.stem else set())
+    drawn |= {"levels.png"} if "qlora" in path.stem else set()
     assert {picture.name for picture in tmp_path.glob("results/*/*.png")} == drawn
 
 

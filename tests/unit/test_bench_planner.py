@@ -73,6 +73,23 @@ def test_measured_points_are_compared_and_their_verdicts_judged(tmp_path: Path) 
     assert "2 ran, 1 ran out" in verdicts.name
 
 
+def test_points_in_4_bits_are_enough_planned_and_without_a_dry_run(tmp_path: Path) -> None:
+    points = planner_points.qlora_points()
+    assert len(set(points)) == len(points) >= 12
+    assert {point.model for point in points} >= {"llama-3.1-8b", "llama-3.1-70b"}
+    assert {point.run.quantization for point in points} == {"nf4", "nf4-double"}
+    gpu = find_gpu("H200 141GB")
+    assert sum(point.planned(gpu).peak_gib < gpu.memory_gib for point in points) >= 12
+    assert set(points) <= set(planner_points.all_points(gpu))
+    path = tmp_path / "points.json"
+    measured = {**measured_record(10, 10.5), **vars(points[-1]), "dry_run_gib": None}
+    path.write_text(json.dumps([measured]))
+    closed, worst, dry, *_ = planner.gpu_entries(path)
+    assert closed.value == pytest.approx(0.5 / 10.5)
+    assert "nf4-double" in worst.name
+    assert dry.value is None
+
+
 def test_published_peaks_are_whole() -> None:
     assert sum(row["times_measured"] for row in PEAKS["peaks"]) == 69
     assert sum(row["held_out"] for row in PEAKS["peaks"]) == 12

@@ -339,3 +339,8 @@ def test_the_tracker_forgets_what_is_freed() -> None:
         torch.ones(1000).sum()
     assert tracker.live["activations"] == kept.untyped_storage().nbytes()
     assert max(map(total, tracker.timeline.values())) >= 4000
+
+
+def test_weights_in_4_bits_have_no_dry_run_but_a_next_step() -> None:
+    with pytest.raises(BadInputError, match=r"quantization nf4, but fake tensors .* `python -m common.preflight`"):
+        dry_run(RunConfig(technique="qlora"), BATCH)

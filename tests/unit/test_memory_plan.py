@@ -16,10 +16,12 @@ from common.memory_plan import (
     Job,
     Share,
     device_memory,
+    quantized_weights,
     trained_parameters,
     whole_model,
 )
 from common.run_config import BadInputError
+from common.time_plan import sent_bytes
 
 LLAMA = read_architecture("llama-3.1-8b")
 BATCH = BatchShape(2, 512, 511)
@@ -115,6 +117,28 @@ def test_quantized_weights_with_their_constants(quantization: str, expected_byte
     (term,) = [term for term in memory.terms if term.what.endswith("weights of the layers")]
     quantized = sum(linear.inputs * linear.outputs for linear in LLAMA.stacks[0].linears) * LLAMA.layers
     assert term.count / quantized == pytest.approx(expected_bytes, rel=1e-3)
+
+
+def test_fsdp_divides_4_bit_numbers_but_not_their_scales() -> None:
+    job = replace(LORA, technique="qlora", batch=BatchShape(1, 8, 7))
+    one, many = (
+        {term.what: term for term in device_memory(LLAMA, each, whole_model(LLAMA)).terms}
+        for each in (job, replace(job, parallel="fsdp", devices=4))
+    )
+    quantized = quantized_weights(LLAMA)
+    layers = "nf4 weights of the layers"
+    assert many[layers].count == quantized * 0.5 / 4
+    assert many["scales of their blocks"].count == quantized * 4 / 64  # no parameter of a module: whole on each rank
+    assert one[layers].count == pytest.approx(quantized * 0.5625)
+    rest = "embeddings, norms and head, cast to fp32"
+    assert many[rest].count == one[rest].count / 4
+    stack = LLAMA.stacks[0]
+    matrices = sum(linear.inputs * linear.outputs for linear in stack.linears)
+    adapters = sum(linear.lora_parameters(job.lora_rank) for linear in stack.linears)
+    gathered = matrices * 0.5 + (stack.layer_parameters - matrices + adapters) * 2
+    assert many["gathered layers"].count == 2 * gathered
+    sent = sent_bytes(LLAMA, replace(job, parallel="fsdp", devices=4))
+    assert sent < 0.5 * sent_bytes(LLAMA, replace(LORA, parallel="fsdp", devices=4))
 
 
 def test_sharding_divides_what_it_says() -> None:
@@ -225,7 +249,7 @@ def test_checkpointing_never_keeps_more_before_the_backward_pass(job: Job, model
         ({"parallel": "ddp"}, "needs at least two GPUs, not 1"),
         ({"micro_batches": 2}, "is for --parallel pp"),
         ({"parallel": "pp", "devices": 2, "micro_batches": 3}, "pass --batch-size 3"),
-        ({"technique": "qlora", "parallel": "fsdp", "devices": 2}, "not planned yet"),
+        ({"technique": "qlora", "parallel": "zero3", "devices": 2}, "ZeRO does not divide weights in 4 bits"),
         ({"parallel": "mp", "devices": 2, "offload": True}, "--offload with --parallel mp"),
     ],
 )

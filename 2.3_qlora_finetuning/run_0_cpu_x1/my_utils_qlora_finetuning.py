@@ -1,0 +1,145 @@
+"""What only QLoRA needs: a look at the quantized weights, where whole models have room, and the two ways to merge.
+
+The quantization's own settings stand in `common.quantization.quantization_config`: preflight needs them, too, and what
+is in `common` imports no run folder.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from accelerate.utils import wait_for_everyone
+from matplotlib.figure import Figure
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.device_maps import whole_model_on
+from common.hardware import read_memory
+from common.launch import Rank
+from common.models import check_equal_logits, load_base_model, next_token_logits, weight_dtype
+from common.quantization import StoredWeights, dequantized, relative_error, stored_weights
+from common.run_config import RunConfig
+from common.run_record import RunLog
+from common.training import CountingTrainer, give_up, row_losses, validation_logits
+
+BLOCK = 64
+"""Weights that share a scale."""
+MODELS_AT_ONCE = 2
+"""In the evaluation: the one that answers, and the base, which judges."""
+
+
+def device_map(rank: Rank) -> dict[str, str]:
+    """Every layer on this rank's own device; with DDP each rank has the whole quantized model."""
+    return whole_model_on(rank.device)
+
+
+def describe(model: torch.nn.Module, run: RunConfig) -> StoredWeights:
+    """What the quantized weights take, beside what LoRA's base would."""
+    return stored_weights(model, weight_dtype(run))
+
+
+def has_room_for_whole_models(run: RunConfig, rank: Rank, stored: StoredWeights) -> bool:
+    """Whether the device holds unquantized models for the evaluation; a card that was chosen for 4 bits may not."""
+    if run.device == "cpu":
+        return True
+    return MODELS_AT_ONCE * stored.unquantized_gib < 0.9 * read_memory(rank.device).total_gib
+
+
+@dataclass
+class Merged:
+    """What came of saving and merging."""
+
+    tuned: PreTrainedModel
+    """What was trained: merged into the de-quantized base, or with no room for it the adapter on the 4-bit base."""
+    on_original: PreTrainedModel | None
+    """The same adapter merged into the original base; None where there is no room to evaluate it."""
+    differences: dict[str, float]
+    """Largest absolute differences of logits from the trained model's."""
+    validation_losses: dict[str, float]
+    """Of each merged model: similarity scores of good answers are all near 0, losses still tell them apart."""
+    relative_error: float | None
+    """Of the quantized weights; None on ranks that did not look."""
+
+
+def merge_both_ways(
+    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase, has_room: bool
+) -> Merged:
+    """Save the adapter, and merge it into the de-quantized base (`merged`) and the original (`merged_into_original`).
+
+    Rank 0 writes. Without room on the device merging is done in the host's memory. The adapter on a newly quantized
+    base and `merged` must have the trained model's logits; `merged_into_original` has others, as the adapter learnt to
+    make up for quantization's errors, too: how far they are off is recorded.
+
+    Raises:
+        RuntimeError: what was saved is not what was trained.
+    """
+    run, folder, device = log.run, log.folder, device_map(log.rank)
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    batch, expected = validation_logits(trainer, run)
+    differences: dict[str, float] = {}
+    error = None
+    if log.rank.is_main:
+        trained.save_pretrained(folder / "adapter")
+    give_up(trained, run)
+    wait_for_everyone()
+    if log.rank.is_main:
+        with_adapter = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
+        logits = next_token_logits(with_adapter, batch)
+        differences["adapter"] = check_equal_logits(expected, logits, "adapter", run.precision)
+        give_up(with_adapter, run)
+        error = _save_merged(run, folder, tokenizer, device if has_room else whole_model_on("cpu"))
+    wait_for_everyone()
+    if not has_room:
+        with_adapter = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
+        return Merged(with_adapter.get_base_model().eval(), None, differences, {}, error)
+    tuned = load_base_model(run, device, source=folder / "merged")
+    logits = next_token_logits(tuned, batch)
+    differences["merged"] = check_equal_logits(expected, logits, "merged model", run.precision)
+    on_original = load_base_model(run, device, source=folder / "merged_into_original")
+    logits = next_token_logits(on_original, batch)
+    differences["merged_into_original"] = (logits - expected).abs().max().item()
+    models = {"merged": tuned, "merged_into_original": on_original}
+    losses = {name: validation_loss(model, trainer) for name, model in models.items()}
+    return Merged(tuned, on_original, differences, losses, error)
+
+
+def validation_loss(model: torch.nn.Module, trainer: CountingTrainer) -> float:
+    """Mean over the answer tokens of the trainer's validation rows, as it is measured in training, on this device."""
+    rows, size = trainer.eval_dataset, trainer.args.per_device_eval_batch_size
+    sums = torch.zeros(2)
+    for start in range(0, len(rows), size):
+        batch = trainer.data_collator(rows[start : start + size])
+        sums += row_losses(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
+    return (sums[0] / sums[1]).item()
+
+
+def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, place: dict[str, str]) -> float:
+    """Merge both ways and save; the relative error of the quantized weights."""
+    plain = dequantized(load_base_model(run, place), weight_dtype(run))
+    original = load_base_model(run, place, quantized=False)
+    error = relative_error(original, plain)
+    for base, name in ((plain, "merged"), (original, "merged_into_original")):
+        PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return error
+
+
+def block_levels(weight: torch.Tensor) -> torch.Tensor:
+    """De-quantized weights over their block's largest absolute one, shape (blocks, 64): in NF4 one of 16 levels."""
+    blocks = weight.detach().float().cpu().reshape(-1, BLOCK)
+    return blocks / blocks.abs().amax(1, keepdim=True)
+
+
+def plot_levels(original: torch.Tensor, dequantized: torch.Tensor) -> Figure:
+    """A weight matrix before and after quantization, each weight over its block's largest absolute one."""
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    levels, counts = block_levels(dequantized).mul(1e4).round().div(1e4).unique(return_counts=True)
+    before = block_levels(original).flatten()
+    axes.hist(before.tolist(), bins=200, weights=[1 / len(before)] * len(before), color="#9ecae1", label="original")
+    other = axes.twinx()
+    other.vlines(levels.tolist(), 0, (counts / counts.sum()).tolist(), color="#e6550d", label=f"{len(levels)} levels")
+    axes.set(xlabel="weight over its block's largest absolute weight", ylabel="share per bin, original")
+    other.set(ylabel="share per level, NF4", ylim=(0, None))
+    figure.legend(loc="outside upper right", ncols=2)
+    return figure

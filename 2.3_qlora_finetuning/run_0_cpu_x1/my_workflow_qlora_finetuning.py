@@ -1,0 +1,139 @@
+"""QLoRA fine-tuning: adapters on a base in 4 bits, on one device or with DDP on several.
+
+From this folder:
+    python my_workflow_qlora_finetuning.py
+    python my_workflow_qlora_finetuning.py --quantization nf4-double --optimizer paged_adamw_8bit
+    python -m common.launch --parallel ddp --devices 2 --batch_size 8
+
+The notebook runs the same steps cell by cell.
+"""
+
+from my_utils_qlora_finetuning import Merged, describe, device_map, has_room_for_whole_models, merge_both_ways
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.data import Splits, load_splits, tokenize_rows
+from common.evaluation import Evaluation, Judge, evaluate, independent_judges
+from common.launch import check_inputs, rank_started, run_from_command_line
+from common.models import add_lora, load_base_model, load_tokenizer
+from common.quantization import StoredWeights
+from common.run_config import RunConfig
+from common.run_record import Record, RunLog
+from common.training import CountingTrainer, check_training, make_trainer, training_figures
+
+RUN = RunConfig(
+    technique="qlora",
+    parallel="single",
+    run_folder="2.3_qlora_finetuning/run_0_cpu_x1",
+    gradient_checkpointing="non-reentrant",
+)
+
+Tokenizer = PreTrainedTokenizerBase
+Figures = dict[str, object]
+
+
+def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
+    """The base model, quantized as it is read, on this rank's device; its tokenizer, and the rows."""
+    with log.phase("load model and data"):
+        return load_base_model(log.run, device_map(log.rank)), load_tokenizer(log.run), load_splits(log.run)
+
+
+def look_at_weights(log: RunLog, model: PreTrainedModel) -> StoredWeights:
+    """What the quantized weights take; say so."""
+    stored = describe(model, log.run)
+    if log.rank.is_main:
+        print(
+            f"{stored.quantized_share:.0%} of the weights in {stored.bits_per_quantized_weight:.2f} bits each (in "
+            f"{stored.stored_dtype}), the others in fp32: {stored.gib:.3g} GiB, where LoRA's base takes "
+            f"{stored.unquantized_gib:.3g}"
+        )
+    return stored
+
+
+def base_judge(log: RunLog, tokenizer: Tokenizer, has_room: bool) -> Judge:
+    """The original base, so that scores compare with LoRA's; with no room for it the quantized base."""
+    if not has_room and log.rank.is_main:
+        print("no room for unquantized models on this device: the quantized base judges, the original's merge does not")
+    return Judge("base", load_base_model(log.run, device_map(log.rank), quantized=not has_room), tokenizer)
+
+
+def evaluate_before(
+    log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits, has_room: bool
+) -> Evaluation:
+    """The quantized base's answers to the test questions, before it has seen an exhibit."""
+    with log.phase("baseline evaluation"):
+        judges = [base_judge(log, tokenizer, has_room), *independent_judges(log.run, log.rank.device)]
+        return evaluate(model, tokenizer, data.test, judges, log, "before")
+
+
+def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
+    """Adapters on the frozen quantized base, rows as tokens, and the trainer of both."""
+    with log.phase("build trainer"):
+        train = tokenize_rows(data.train, tokenizer, log.run.max_length)
+        validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
+        return make_trainer(add_lora(model, log.run), tokenizer, train, validation, log)
+
+
+def train(log: RunLog, trainer: CountingTrainer) -> Figures:
+    """Train, take the checkpoint with the lowest validation loss, check what every rank did, and sum it up."""
+    with log.phase("training"):
+        trainer.train()
+        world = check_training(trainer, log.rank)
+    return training_figures(trainer, world, log)
+
+
+def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer, has_room: bool) -> Merged:
+    """Save the adapter, and what comes of merging it into the de-quantized and into the original base."""
+    with log.phase("merge and reload"):
+        return merge_both_ways(log, trainer, tokenizer, has_room)
+
+
+def evaluate_after(log: RunLog, merged: Merged, tokenizer: Tokenizer, data: Splits) -> dict[str, Evaluation | None]:
+    """The answers of what was trained (`after`), and of the merge into the original base (`after_original_base`)."""
+    with log.phase("final evaluation"):
+        others = [base_judge(log, tokenizer, merged.on_original is not None)]
+        others += independent_judges(log.run, log.rank.device)
+        found: dict[str, Evaluation | None] = {"after": None, "after_original_base": None}
+        for when, model in (("after", merged.tuned), ("after_original_base", merged.on_original)):
+            if model is not None:
+                judges = [*others, Judge("tuned", model, tokenizer)]
+                found[when] = evaluate(model, tokenizer, data.test, judges, log, when)
+        return found
+
+
+def record(
+    log: RunLog,
+    stored: StoredWeights,
+    merged: Merged,
+    before: Evaluation,
+    after: dict[str, Evaluation | None],
+    trained: Figures,
+) -> Record:
+    """The record of the run: what was asked, and all that was measured."""
+    return log.complete(
+        quality={name: found and found.summary() for name, found in {"before": before, **after}.items()},
+        judged_by="original base" if merged.on_original else "quantized base",
+        quantization={**stored.for_record(), "relative_error": merged.relative_error},
+        largest_logit_differences=merged.differences,
+        merged_validation_losses=merged.validation_losses,
+        **trained,
+    )
+
+
+def workflow(run: RunConfig) -> Record:
+    """The whole run."""
+    with rank_started(run) as rank:
+        check_inputs(run)
+        log = RunLog(run, rank)
+        model, tokenizer, data = load(log)
+        stored = look_at_weights(log, model)
+        has_room = has_room_for_whole_models(run, rank, stored)
+        before = evaluate_before(log, model, tokenizer, data, has_room)
+        trainer = build_trainer(log, model, tokenizer, data)
+        trained = train(log, trainer)
+        merged = merge(log, trainer, tokenizer, has_room)
+        after = evaluate_after(log, merged, tokenizer, data)
+        return record(log, stored, merged, before, after, trained)
+
+
+if __name__ == "__main__":
+    run_from_command_line(workflow, RUN)
