@@ -54,7 +54,11 @@ def test_what_a_ring_sends() -> None:
     ddp = replace(FULL, parallel="ddp", devices=4)
     gradients = LLAMA.parameters * 2
     assert sent_bytes(LLAMA, ddp) == pytest.approx(2 * 3 / 4 * gradients)
-    assert sent_bytes(LLAMA, replace(ddp, parallel="fsdp")) == pytest.approx(1.5 * sent_bytes(LLAMA, ddp))
+    root = LLAMA.parameters - LLAMA.stacks[0].layers * LLAMA.stacks[0].layer_parameters  # gathered once, not twice
+    fsdp, zero3 = (sent_bytes(LLAMA, replace(ddp, parallel=way)) for way in ("fsdp", "zero3"))
+    assert fsdp == pytest.approx(1.5 * sent_bytes(LLAMA, ddp) - 3 / 4 * root * 2)
+    assert zero3 == pytest.approx(1.5 * sent_bytes(LLAMA, ddp) - 3 / 4 * 1e9 * 2)  # a billion weights stay
+    assert sent_bytes(LLAMA, replace(ddp, parallel="zero2")) == sent_bytes(LLAMA, ddp)
     assert sent_bytes(LLAMA, replace(ddp, technique="lora")) < 0.01 * sent_bytes(LLAMA, ddp)
     assert sent_bytes(LLAMA, FULL) == 0
 
