@@ -1,6 +1,7 @@
 """Training with FSDP2, and for comparison with DDP: each rank has its own rows, and its part of all that is held."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from common.device_maps import whole_model_on
 from common.launch import Rank, accelerate_shards
 from common.loop_training import Batch, LoopTrainer
 from common.models import check_equal_logits, load_base_model, next_token_logits
+from common.run_config import RunConfig
 from common.run_record import RunLog
 from common.sharding import (
     Held,
@@ -238,6 +240,15 @@ class DdpTrainer(ShardedTrainer):
 # -- the shards as one model
 
 
+def as_computed(run: RunConfig) -> RunConfig:
+    """The run with weights in the format of its matrix products: what whole models answer questions in.
+
+    The fp32 weights of mixed precision are for the optimizer; two whole models of them would not fit beside each other
+    where the shards do.
+    """
+    return replace(run, precision=run.arithmetic)
+
+
 def save_whole_and_reload(
     log: RunLog, trainer: ShardedTrainer, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedModel, dict[str, float]]:
@@ -261,7 +272,7 @@ def save_whole_and_reload(
     differences: dict[str, float] = {}
     if is_lora:
         if rank.is_main:
-            adapted = PeftModel.from_pretrained(load_base_model(run, device_map), folder)
+            adapted = PeftModel.from_pretrained(load_base_model(as_computed(run), device_map), folder)
             found = next_token_logits(adapted, batch)
             differences["adapter"] = check_equal_logits(expected, found, "adapter", run.precision)
             adapted.merge_and_unload().save_pretrained(log.folder / "merged")
@@ -270,7 +281,7 @@ def save_whole_and_reload(
     if rank.is_main:
         tokenizer.save_pretrained(folder)
     wait_for_everyone()
-    tuned = load_base_model(run, device_map, source=folder)
+    tuned = load_base_model(as_computed(run), device_map, source=folder)
     found = next_token_logits(tuned, batch)
     differences[folder.name] = check_equal_logits(expected, found, f"{folder.name} model", run.precision)
     return tuned, differences

@@ -17,23 +17,46 @@ from pathlib import Path
 
 import nbformat
 
+from common.deepspeed_config import deepspeed_config
 from common.launch import workflow_of
+from common.memory_plan import ZERO
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 ACCELERATE_CONFIG_NAME = "my_accelerate_config.yaml"
+DEEPSPEED_CONFIG_NAME = "my_deepspeed_config.json"
 ACCELERATE_CONFIG = """\
 # {comment}
 compute_environment: LOCAL_MACHINE
-distributed_type: MULTI_GPU
+distributed_type: {distributed_type}
 use_cpu: {use_cpu}
 num_machines: 1
 num_processes: {devices}
 machine_rank: 0
-mixed_precision: 'no'
+mixed_precision: '{mixed_precision}'
+"""
+FSDP_CONFIG = """\
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_offload_params: {offload}
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_cpu_ram_efficient_loading: false
+"""
+ZERO_CONFIG = """\
+deepspeed_config:
+  deepspeed_config_file: {deepspeed_config}
+  zero3_init_flag: false
 """
 CPU_COMMENT = """\
 One rank per CPU device. MULTI_CPU would start one process only (Accelerate 1.15); MULTI_GPU with use_cpu starts all,
 # and they talk over gloo. The run checks that they came."""
+FSDP_COMMENT = """\
+Accelerate divides the model by this file (FSDP2), and the run checks that it did; torchrun needs no file, and the
+# workflow divides it itself. The precision here must be the run's own, as it becomes the shards' policy."""
+ZERO_COMMENT = """\
+DeepSpeed's settings stand in {deepspeed_config}, for scripts of your own, too (the values `auto` are filled in
+# by Accelerate there, by this run here)."""
 GPU_COMMENT = "One rank per GPU; they talk over NCCL. Precision is the run's own setting, so that `no` stands here."
 
 
@@ -69,9 +92,24 @@ def literal_of(run_folder: Path) -> RunConfig:
 
 def accelerate_config(run: RunConfig) -> str:
     """The file that `accelerate launch --config_file` takes."""
-    on_cpu = run.device == "cpu"
-    comment = CPU_COMMENT if on_cpu else GPU_COMMENT
-    return ACCELERATE_CONFIG.format(comment=comment, use_cpu=str(on_cpu).lower(), devices=run.devices)
+    on_cpu, kind, comment, more = run.device == "cpu", "MULTI_GPU", GPU_COMMENT, ""
+    mixed_precision = "no"
+    if on_cpu:
+        comment = CPU_COMMENT
+    elif run.parallel == "fsdp":
+        kind, comment, more = "FSDP", FSDP_COMMENT, FSDP_CONFIG.format(offload=str(run.offload == "cpu").lower())
+        mixed_precision = run.arithmetic.replace("fp32", "no")
+    elif run.parallel in ZERO:
+        kind, comment = "DEEPSPEED", ZERO_COMMENT.format(deepspeed_config=DEEPSPEED_CONFIG_NAME)
+        more = ZERO_CONFIG.format(deepspeed_config=DEEPSPEED_CONFIG_NAME)
+    made = ACCELERATE_CONFIG.format(
+        comment=comment,
+        distributed_type=kind,
+        use_cpu=str(on_cpu).lower(),
+        devices=run.devices,
+        mixed_precision=mixed_precision,
+    )
+    return made + more
 
 
 def _workflow_for(run: RunConfig, source: str, own: str) -> str:
@@ -125,8 +163,10 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
     if folder != source:
         names = [path.name for path in source.glob("*.ipynb")]
         contents |= {folder / name: _notebook_for(run, source / name, folder / name) for name in names}
-    if run.parallel == "ddp":
+    if run.parallel in ("ddp", "fsdp") or run.parallel in ZERO:
         contents[folder / ACCELERATE_CONFIG_NAME] = accelerate_config(run)
+    if run.parallel in ZERO:
+        contents[folder / DEEPSPEED_CONFIG_NAME] = json.dumps(deepspeed_config(run), indent=2) + "\n"
     return contents
 
 

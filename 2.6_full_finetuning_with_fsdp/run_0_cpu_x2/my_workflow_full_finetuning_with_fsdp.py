@@ -20,7 +20,7 @@ from common.launch import check_inputs, rank_started, run_from_command_line
 from common.models import load_base_model, load_tokenizer
 from common.run_config import RunConfig
 from common.run_record import Record, RunLog
-from common.sharded_training import ShardedTrainer, save_whole_and_reload
+from common.sharded_training import ShardedTrainer, as_computed, save_whole_and_reload
 from common.training import check_training, make_trainer, training_figures
 
 RUN = RunConfig(
@@ -44,7 +44,7 @@ def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
 def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """The base's answers, each rank to its share of the questions, with the whole model: no gradients are needed."""
     with log.phase("baseline evaluation"):
-        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        base = load_base_model(as_computed(log.run), whole_model_on(log.rank.device))
         judges = [Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]
         return evaluate(base, tokenizer, data.test, judges, log, "before")
 
@@ -74,7 +74,7 @@ def save(log: RunLog, trainer: ShardedTrainer, tokenizer: Tokenizer) -> tuple[Pr
 def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
     with log.phase("final evaluation"):
-        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        base = load_base_model(as_computed(log.run), whole_model_on(log.rank.device))
         judges = [Judge("base", base, tokenizer), Judge("tuned", tuned, tokenizer)]
         judges += independent_judges(log.run, log.rank.device)
         return evaluate(tuned, tokenizer, data.test, judges, log, "after")

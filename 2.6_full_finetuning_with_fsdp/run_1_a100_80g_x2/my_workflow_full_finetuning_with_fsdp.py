@@ -1,0 +1,112 @@
+"""Full fine-tuning with sharding: ranks share the rows as with DDP, and divide what each of them would hold.
+
+From this folder:
+    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_fsdp.py
+    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_fsdp.py --technique lora
+    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_fsdp.py --parallel zero3
+
+Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights, gradients and optimizer states,
+(3) the effective batch grows with the ranks, and the learning rate with the square root of that, (4) checkpoints have a
+part of every rank, (5) at the end the parts become one model.
+"""
+
+from my_utils_full_finetuning_with_fsdp import trained_model, trainer_class
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.data import Splits, load_splits, tokenize_rows
+from common.device_maps import whole_model_on
+from common.evaluation import Evaluation, Judge, evaluate, independent_judges
+from common.launch import check_inputs, rank_started, run_from_command_line
+from common.models import load_base_model, load_tokenizer
+from common.run_config import RunConfig
+from common.run_record import Record, RunLog
+from common.sharded_training import ShardedTrainer, as_computed, save_whole_and_reload
+from common.training import check_training, make_trainer, training_figures
+
+RUN = RunConfig(
+    technique="full",
+    parallel="fsdp",  # (1)
+    run_folder="2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2",
+    device="cuda",
+    gpu="A100 80GB SXM",
+    devices=2,
+    model="Qwen/Qwen2.5-7B-Instruct",
+    precision="bf16-mixed",
+    batch_size=8,
+    epochs=3,
+    learning_rate=1e-5,
+    learning_rate_scaling="sqrt",  # (3)
+    evaluation_batch_size=8,
+    gradient_checkpointing="non-reentrant",
+)
+
+Tokenizer = PreTrainedTokenizerBase
+Figures = dict[str, object]
+
+
+def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
+    """Tokenizer and rows."""
+    with log.phase("load data"):
+        return load_tokenizer(log.run), load_splits(log.run)
+
+
+def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+    """The base's answers, each rank to its share of the questions, with the whole model: no gradients are needed."""
+    with log.phase("baseline evaluation"):
+        base = load_base_model(as_computed(log.run), whole_model_on(log.rank.device))
+        judges = [Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]
+        return evaluate(base, tokenizer, data.test, judges, log, "before")
+
+
+def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> ShardedTrainer:
+    """This rank's part of the model (2), rows as tokens, and the trainer of both."""
+    with log.phase("build trainer"):
+        train = tokenize_rows(data.train, tokenizer, log.run.max_length)
+        validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
+        return make_trainer(trained_model(log), tokenizer, train, validation, log, trainer_class=trainer_class(log))
+
+
+def train(log: RunLog, trainer: ShardedTrainer) -> Figures:
+    """Train, take the checkpoint with the lowest validation loss (4), check what every rank did, and sum it up."""
+    with log.phase("training"):
+        trainer.train(log.run.resume_from or None)
+        world = check_training(trainer, log.rank)
+    return {**training_figures(trainer, world, log), **trainer.sharding_figures()}
+
+
+def save(log: RunLog, trainer: ShardedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Gather the parts into one model (5), and load it as any user would: the same logits, or the run fails."""
+    with log.phase("save and reload"):
+        return save_whole_and_reload(log, trainer, tokenizer)
+
+
+def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+    """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
+    with log.phase("final evaluation"):
+        base = load_base_model(as_computed(log.run), whole_model_on(log.rank.device))
+        judges = [Judge("base", base, tokenizer), Judge("tuned", tuned, tokenizer)]
+        judges += independent_judges(log.run, log.rank.device)
+        return evaluate(tuned, tokenizer, data.test, judges, log, "after")
+
+
+def record(log: RunLog, before: Evaluation, after: Evaluation, **figures: object) -> Record:
+    """The record of the run: what was asked, and all that was measured."""
+    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
+
+
+def workflow(run: RunConfig) -> Record:
+    """The whole run, on this rank."""
+    with rank_started(run) as rank:
+        check_inputs(run)
+        log = RunLog(run, rank)
+        tokenizer, data = load_data(log)
+        before = evaluate_before(log, tokenizer, data)
+        trainer = build_trainer(log, tokenizer, data)
+        trained = train(log, trainer)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = evaluate_after(log, tuned, tokenizer, data)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
+
+
+if __name__ == "__main__":
+    run_from_command_line(workflow, RUN)
