@@ -181,7 +181,11 @@ def end_rank() -> None:
     import torch
     from accelerate.state import AcceleratorState
 
-    if torch.distributed.is_initialized():
+    # DeepSpeed, where it took part, must forget the groups, too: else the next run in this process would get old ones
+    deepspeed = sys.modules.get("deepspeed.comm")
+    if deepspeed and deepspeed.is_initialized():
+        deepspeed.destroy_process_group()
+    elif torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
 
