@@ -308,7 +308,7 @@ def check_inputs(run: RunConfig) -> None:
 
     check_settings_and_data(run)
     if run.is_sharded:
-        from common.zero_training import check_sharding_inputs
+        from common.sharded_run import check_sharding_inputs
 
         check_sharding_inputs(run)
     check_placement_and_memory(run, load_splits(run).train, load_tokenizer(run))

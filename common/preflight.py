@@ -70,6 +70,8 @@ from common.pipeline_training import PipelineTrainer, save_parts
 from common.placement import StageMap, place_stages
 from common.planner import LARGEST_BATCH, Plan, plan_run, why
 from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
+from common.sharded_run import check_sharding_inputs, model_to_train, trainer_class
+from common.sharded_training import ShardedTrainer, save_whole
 from common.siblings import literal_of
 from common.training import CountingTrainer, give_up, trainer_of_rows, training_arguments
 
@@ -367,9 +369,11 @@ def trainer_of_longest_batch(
 
     `stage_map` says with mp and pp which stage, and so which device, holds which layers.
     """
-    model, trainer_class = trained_model(run, stage_map, rank), CountingTrainer
+    model, makes_steps = trained_model(run, stage_map, rank), CountingTrainer
+    if run.is_sharded:
+        makes_steps = trainer_class(run, rank)
     if run.parallel == "pp":
-        trainer_class = partial(PipelineTrainer, pipeline=Pipeline(StageModule(model, run, rank), run, rank))
+        makes_steps = partial(PipelineTrainer, pipeline=Pipeline(StageModule(model, run, rank), run, rank))
     arguments = training_arguments(replace(run, max_steps=STEPS, report_to="none"), folder)
     arguments.per_device_train_batch_size = len(rows.train)
     arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
@@ -377,7 +381,7 @@ def trainer_of_longest_batch(
     # validation is divided among the ranks batch by batch: one for each
     validation = rows.validation * run.data_parallel_ranks
     tokenizer = load_tokenizer(run)
-    trainer = trainer_of_rows(model, tokenizer, rows.train, validation, arguments, rank, [], trainer_class)
+    trainer = trainer_of_rows(model, tokenizer, rows.train, validation, arguments, rank, [], makes_steps)
     trainer.batches = RepeatedBatch(len(rows.train), STEPS, run.accumulation_steps)
     return trainer
 
@@ -390,6 +394,8 @@ def trained_model(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
             return add_lora_to_stage(stage, run, stage_map, rank.rank)
         train_linear_layers(stage, run.target_modules)
         return stage
+    if run.is_sharded:
+        return model_to_train(run, rank)
     model = load_base_model(run, device_map_of_rank(run, stage_map, rank))
     if run.technique != "full":
         return add_lora(model, run)
@@ -424,6 +430,11 @@ def save_and_reload(run: RunConfig, trainer: CountingTrainer, stage_map: StageMa
         batch = trainer.collated(trainer.eval_dataset[:1])
         expected = trainer.pipeline.logits(batch)
         save_parts(trained, folder, rank)
+    elif isinstance(trainer, ShardedTrainer):
+        batch = trainer.collated(trainer.eval_dataset[:1])
+        logits = trainer.logits(batch).float()  # every rank has a part in it
+        expected = logits if rank.is_main else None
+        save_whole(trainer, folder)
     else:
         batch = trainer.data_collator(trainer.eval_dataset[:1])
         expected = next_token_logits(trained, batch) if rank.is_main else None
@@ -598,6 +609,8 @@ def preflight(arguments: Sequence[str]) -> int:
         check_settings_and_data(replace(run, data=RunConfig().data))  # the run's own are not needed
         rows = rows_of_length(run, options.seq_len)
         check_length(run, rows, "--seq-len")
+    if run.is_sharded:
+        check_sharding_inputs(run)
     batch = longest_batch(rows.train, run.batch_size)
     stage_map, plan = place_and_plan(run, batch)
     if detect_launcher() != "torchrun":

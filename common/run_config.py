@@ -11,8 +11,8 @@ from typing import Literal, get_args, get_origin, get_type_hints
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 SHARDED = ("fsdp", "zero1", "zero2", "zero3")
-ZERO_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
-"""Of Transformers' names, those whose states ZeRO can divide: they work element by element."""
+SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+"""Of Transformers' names, those whose states can be divided: PyTorch's own, which work element by element."""
 
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -222,11 +222,15 @@ class RunConfig:
     def _check_sharding(self) -> None:
         """Refuse what contradicts sharding, or is for it alone."""
         if not self.is_sharded:
-            if self.offload != "none":
-                raise BadInputError(
-                    f"offload is {self.offload}, but parallel is {self.parallel}: it is for fsdp and zero."
-                )
+            for name, default in (("offload", "none"), ("resume_from", "")):
+                value = getattr(self, name)
+                if value != default:
+                    raise BadInputError(
+                        f"{name} is {value}, but parallel is {self.parallel}: it is for fsdp and zero (2.6)."
+                    )
             return
+        if self.offload == "cpu" and self.device == "cpu":
+            raise BadInputError("offload is cpu, but device is cpu, where shards are already: leave --offload out.")
         if self.devices < 2:
             raise BadInputError(
                 f"parallel is {self.parallel}, but there is {self.devices} device, and nothing to divide: pass "
@@ -242,10 +246,11 @@ class RunConfig:
                 f"precision is fp16-mixed, which {self.parallel} does not scale losses for here: pass bf16-mixed, bf16 "
                 "or fp32."
             )
-        if self.parallel != "fsdp" and self.optimizer not in ZERO_OPTIMIZERS:
+        if self.optimizer not in SHARDED_OPTIMIZERS:
+            who = "FSDP" if self.parallel == "fsdp" else "DeepSpeed's ZeRO"
             raise BadInputError(
-                f"optimizer is {self.optimizer}, which DeepSpeed's ZeRO cannot divide: choose one of "
-                f"{', '.join(ZERO_OPTIMIZERS)}."
+                f"optimizer is {self.optimizer}, which {who} cannot divide: choose one of "
+                f"{', '.join(SHARDED_OPTIMIZERS)}."
             )
         if self.parallel != "fsdp" and self.gradient_checkpointing == "reentrant":
             raise BadInputError(

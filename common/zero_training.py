@@ -1,9 +1,9 @@
 """Training with DeepSpeed's ZeRO: its engine makes the step, the loop and the reports are those of the others."""
 
 import importlib.util
-import json
 import os
 import shutil
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,11 @@ import torch
 from torch.utils.cpp_extension import get_default_build_root
 
 from common.deepspeed_config import deepspeed_config, with_sizes, zero_stage
-from common.launch import Rank, detect_launcher
-from common.loop_training import ABOUT_FILE, Batch
-from common.placement import model_without_weights
+from common.launch import Rank
+from common.loop_training import Batch
 from common.run_config import BadInputError, RunConfig
-from common.run_record import default_run_name
 from common.sharded_training import ShardedTrainer
-from common.sharding import Held, byte_count, check_share, local_part, modules_to_wrap, optimizer_bytes, whole_size
+from common.sharding import Held, byte_count, check_share, local_part, optimizer_bytes, whole_size
 
 COMPILED = "deepspeed_shm_comm_op"
 """DeepSpeed's operator for talking between CPU processes, which it compiles when it is first used."""
@@ -38,61 +36,6 @@ def check_deepspeed() -> None:
             "DeepSpeed compiles an operator when it first runs on a CPU, but there is no C++ compiler (c++): install "
             "g++, or take FSDP (run_0_cpu_x2)."
         )
-
-
-def check_sharding_inputs(run: RunConfig) -> None:
-    """Check what sharding needs: DeepSpeed, classes to wrap, and a checkpoint to go on from.
-
-    Raises:
-        BadInputError: what is missing or does not fit, and what would.
-    """
-    if run.parallel.startswith("zero"):
-        check_deepspeed()
-    else:
-        modules_to_wrap(model_without_weights(run), run.wrap)
-    if run.resume_from:
-        check_checkpoint(run)
-
-
-def check_checkpoint(run: RunConfig) -> None:
-    """Refuse a checkpoint that this run cannot go on from; FSDP's may be of another number of ranks.
-
-    Raises:
-        BadInputError: what it is of, and what the run is.
-    """
-    folder, own_name = Path(run.resume_from).expanduser(), run.run_name or default_run_name(run, detect_launcher())
-    if not (folder / ABOUT_FILE).is_file():
-        raise BadInputError(
-            f"resume_from is {run.resume_from}, which holds no {ABOUT_FILE}: pass a folder checkpoint-<step> that a "
-            "run of this folder wrote."
-        )
-    about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
-    asked = TRAINERS[run.parallel]
-    if about["trainer"] != asked:
-        raise BadInputError(
-            f"resume_from is a checkpoint of {about['trainer']}, but parallel is {run.parallel}: pass the --parallel "
-            "that wrote it."
-        )
-    if about["ranks"] != run.devices and asked == "ZeroTrainer":
-        raise BadInputError(
-            f"resume_from is a checkpoint of {about['ranks']} ranks, but there are {run.devices}, and DeepSpeed's "
-            f"parts fit no other number: pass --devices {about['ranks']} (FSDP's can be divided anew)."
-        )
-    if about["rows_per_step"] != run.effective_batch_size:
-        raise BadInputError(
-            f"resume_from is a checkpoint of steps of {about['rows_per_step']} rows, but this run's have "
-            f"{run.effective_batch_size} (batch_size {run.batch_size} x accumulation_steps {run.accumulation_steps} x "
-            f"{run.devices} ranks): make them equal, or rows would be skipped or repeated."
-        )
-    if folder.resolve().is_relative_to(run.results_folder(own_name).resolve()):
-        raise BadInputError(
-            f"resume_from lies in the results of a run called {own_name}, as this one would be: pass another "
-            "--run_name."
-        )
-
-
-TRAINERS = {"fsdp": "FsdpTrainer", **dict.fromkeys(("zero1", "zero2", "zero3"), "ZeroTrainer")}
-"""Who writes the checkpoints."""
 
 
 def is_compiled() -> bool:
@@ -122,6 +65,8 @@ class ZeroTrainer(ShardedTrainer):
 
         if self.run.device == "cpu" and self.rank.is_main and not is_compiled():
             print(f"DeepSpeed compiles {COMPILED} now, once on this machine: about a minute ...")
+        # its names for collectives are older than PyTorch's: it says so at every call
+        warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
         config = with_sizes(deepspeed_config(self.run), self.model.config.hidden_size)
         self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=self.optimizer, config=config)
 

@@ -10,7 +10,7 @@ Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights
 part of every rank, (5) at the end the parts become one model.
 """
 
-from my_utils_full_finetuning_with_fsdp import trained_model, trainer_class
+from my_utils_full_finetuning_with_fsdp import held_table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data import Splits, load_splits, tokenize_rows
@@ -20,6 +20,7 @@ from common.launch import check_inputs, rank_started, run_from_command_line
 from common.models import load_base_model, load_tokenizer
 from common.run_config import RunConfig
 from common.run_record import Record, RunLog
+from common.sharded_run import model_to_train, trainer_class
 from common.sharded_training import ShardedTrainer, as_computed, save_whole_and_reload
 from common.training import check_training, make_trainer, training_figures
 
@@ -63,7 +64,8 @@ def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> ShardedTra
     with log.phase("build trainer"):
         train = tokenize_rows(data.train, tokenizer, log.run.max_length)
         validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
-        return make_trainer(trained_model(log), tokenizer, train, validation, log, trainer_class=trainer_class(log))
+        model, makes_steps = model_to_train(log.run, log.rank), trainer_class(log.run, log.rank)
+        return make_trainer(model, tokenizer, train, validation, log, trainer_class=makes_steps)
 
 
 def train(log: RunLog, trainer: ShardedTrainer) -> Figures:
@@ -71,7 +73,10 @@ def train(log: RunLog, trainer: ShardedTrainer) -> Figures:
     with log.phase("training"):
         trainer.train(log.run.resume_from or None)
         world = check_training(trainer, log.rank)
-    return {**training_figures(trainer, world, log), **trainer.sharding_figures()}
+    figures = {**training_figures(trainer, world, log), **trainer.sharding_figures()}
+    if log.rank.is_main and figures["held"]:
+        print(held_table(figures["held"]).to_string())
+    return figures
 
 
 def save(log: RunLog, trainer: ShardedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:

@@ -1,0 +1,103 @@
+"""A run with sharding from its settings: what is checked, the model with what is to be trained, and its trainer."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from common.device_maps import whole_model_on
+from common.launch import Rank, accelerate_shards, detect_launcher
+from common.loop_training import ABOUT_FILE
+from common.models import add_lora, load_base_model, train_linear_layers
+from common.placement import model_without_weights
+from common.run_config import BadInputError, RunConfig
+from common.run_record import default_run_name
+from common.sharded_training import DdpTrainer, FsdpTrainer, ShardedTrainer
+from common.sharding import describe_wrapping, modules_to_wrap, shard
+from common.zero_training import ZeroTrainer, check_deepspeed
+
+
+def check_sharding_inputs(run: RunConfig) -> None:
+    """Check what sharding needs: DeepSpeed, classes to wrap, and a checkpoint to go on from.
+
+    Raises:
+        BadInputError: what is missing or does not fit, and what would.
+    """
+    if run.parallel.startswith("zero"):
+        check_deepspeed()
+    else:
+        modules_to_wrap(model_without_weights(run), run.wrap)
+    if run.resume_from:
+        check_checkpoint(run)
+
+
+def check_checkpoint(run: RunConfig) -> None:
+    """Refuse a checkpoint that this run cannot go on from; FSDP's may be of another number of ranks.
+
+    Raises:
+        BadInputError: what it is of, and what the run is.
+    """
+    folder, own_name = Path(run.resume_from).expanduser(), run.run_name or default_run_name(run, detect_launcher())
+    if not (folder / ABOUT_FILE).is_file():
+        raise BadInputError(
+            f"resume_from is {run.resume_from}, which holds no {ABOUT_FILE}: pass a folder checkpoint-<step> that a "
+            "run of this folder wrote."
+        )
+    about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
+    asked = TRAINERS[run.parallel]
+    if about["trainer"] != asked:
+        raise BadInputError(
+            f"resume_from is a checkpoint of {about['trainer']}, but parallel is {run.parallel}: pass the --parallel "
+            "that wrote it."
+        )
+    if about["ranks"] != run.devices and asked == "ZeroTrainer":
+        raise BadInputError(
+            f"resume_from is a checkpoint of {about['ranks']} ranks, but there are {run.devices}, and DeepSpeed's "
+            f"parts fit no other number: pass --devices {about['ranks']} (FSDP's can be divided anew)."
+        )
+    if about["rows_per_step"] != run.effective_batch_size:
+        raise BadInputError(
+            f"resume_from is a checkpoint of steps of {about['rows_per_step']} rows, but this run's have "
+            f"{run.effective_batch_size} (batch_size {run.batch_size} x accumulation_steps {run.accumulation_steps} x "
+            f"{run.devices} ranks): make them equal, or rows would be skipped or repeated."
+        )
+    if folder.resolve().is_relative_to(run.results_folder(own_name).resolve()):
+        raise BadInputError(
+            f"resume_from lies in the results of a run called {own_name}, as this one would be: pass another "
+            "--run_name."
+        )
+
+
+TRAINERS = {"fsdp": "FsdpTrainer", **dict.fromkeys(("zero1", "zero2", "zero3"), "ZeroTrainer")}
+"""Who writes the checkpoints."""
+
+
+def model_to_train(run: RunConfig, rank: Rank) -> PreTrainedModel | PeftModel:
+    """The base with its trained weights switched on; with FSDP divided, so that no GPU ever holds all of it.
+
+    It loads on the host. DeepSpeed, and Accelerate where it was launched with an FSDP file, divide it when training
+    begins; with ddp, for comparison, it stays whole on each rank's device.
+
+    Raises:
+        BadInputError: the model lacks a class to wrap, or layers to train.
+    """
+    model = load_base_model(run, whole_model_on(rank.device if run.parallel == "ddp" else "cpu"))
+    if run.technique == "full":
+        train_linear_layers(model, run.target_modules)
+    else:
+        model = add_lora(model, run)
+    if run.parallel != "fsdp":
+        return model
+    if rank.is_main:
+        print(describe_wrapping(model, run.wrap))
+    return model if accelerate_shards() else shard(model, run, rank)
+
+
+def trainer_class(run: RunConfig, rank: Rank) -> Callable[..., ShardedTrainer]:
+    """Who makes the step: FSDP2, DeepSpeed, or for comparison DDP."""
+    if run.parallel.startswith("zero"):
+        return partial(ZeroTrainer, run=run, rank=rank)
+    return partial(DdpTrainer if run.parallel == "ddp" else FsdpTrainer, rank=rank)
