@@ -9,7 +9,7 @@ DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
 FULL := 2.4_full_finetuning/run_0_cpu_x1
 NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
 
-.PHONY: demo install test test-all lint lab run record tables tables-check notebooks siblings bench
+.PHONY: demo install deepspeed test test-all lint lab run record tables tables-check notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -29,6 +29,11 @@ demo: $(INSTALLED) ## LoRA on one device, with DDP on two at the same global bat
 	@echo; $(BIN)/python -m common.report --results
 
 install: $(INSTALLED) ## all that is needed, into .venv, and nothing else
+
+deepspeed: $(INSTALLED) ## DeepSpeed, for the ZeRO stages of 2.6: an extra, as pip builds it from source, against the torch that is there
+	@$(BIN)/python -m pip install --quiet setuptools --constraint constraints.txt wheel
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed
+	@$(BIN)/python -m pip show --quiet deepspeed && echo "DeepSpeed is installed."
 
 run: $(INSTALLED) ## make run FOLDER=2.1_lora_finetuning/run_0_cpu_x1 ARGS="--batch_size 8"
 	@test -d "$(FOLDER)" || { echo "error: '$(FOLDER)' is no folder: pass FOLDER=<technique>/<run folder>" >&2; exit 2; }

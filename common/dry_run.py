@@ -218,6 +218,11 @@ def dry_run(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> DryRun
             f"technique is qlora, quantization {run.quantization}, but fake tensors cannot be quantized: ask "
             "`python -m common.planner --technique qlora`, or take the real step with `python -m common.preflight`."
         )
+    if run.is_sharded:
+        raise BadInputError(
+            f"parallel is {run.parallel}, but fake tensors are not divided among ranks: ask `python -m common.planner "
+            f"--parallel {run.parallel}`, or take the real step with `python -m common.preflight`."
+        )
     if divides_layers(run):
         return max(dry_runs_of_shares(run, batch, as_on_gpu), key=lambda device: device.peak_gib)
     config, run = any_shape_config(run.model), in_bf16(run)

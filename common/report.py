@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 
-from common import report_full, report_qlora
+from common import report_full, report_qlora, report_sharding
 from common.report_rows import (
     KIND_NAMES,
     LORA,
@@ -262,6 +262,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "ddp-weak": ddp_weak,
     "ddp-step": ddp_step,
     **report_full.TABLES,
+    **report_sharding.TABLES,
     **report_qlora.TABLES,
 }
 
@@ -312,7 +313,7 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
             ("effective_batch_size", "strong", "at the same effective batch"),
             ("batch_size", "weak", "at the same rows per device"),
         ):
-            baseline = baseline_of(record, records, same) if record["parallel"] in ("ddp", "pp") else None
+            baseline = baseline_of(record, records, same) if record["parallel"] not in ("single", "mp") else None
             if baseline:
                 speedup = baseline["train_time_s"] / record["train_time_s"]
                 entries[f"speed-up {words}"] = f"{speedup:.2f}x"

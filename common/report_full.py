@@ -48,7 +48,7 @@ SMALL_LEARNING_RATE = 1e-5
 """At which pure bf16 is compared with other precisions: that of the GPU folders."""
 
 
-def _by_command(records: list[Record], *kinds: Kind) -> list[Record]:
+def by_command(records: list[Record], *kinds: Kind) -> list[Record]:
     """Runs with pretrained weights and the folder's own precision and rate, started by command or notebook."""
     return [record for record in completed(records, *kinds) if not _is_trial(record)]
 
@@ -60,10 +60,10 @@ def _is_trial(record: Record) -> bool:
 
 
 def _quality(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...]) -> pd.DataFrame:
-    measured = [measured_quality(record) for record in _by_command(records, *beside, *shown)]
+    measured = [measured_quality(record) for record in by_command(records, *beside, *shown)]
     published = [published_quality(result) for result in published_results(*beside, *shown)]
     columns = ["Learning rate scaling", "Shuffled, by MiniLM", "Answers shuffled"]
-    return table_of(_by_command(records, *shown), shown, measured, published).drop(columns=columns)
+    return table_of(by_command(records, *shown), shown, measured, published).drop(columns=columns)
 
 
 def full_quality(records: list[Record]) -> pd.DataFrame:
@@ -74,7 +74,7 @@ def full_quality(records: list[Record]) -> pd.DataFrame:
 def full_speed(records: list[Record]) -> pd.DataFrame:
     """2.4: time and memory beside LoRA's."""
     kinds = (LORA, FULL)
-    measured = [measured_speed(record, record, "strong") for record in _by_command(records, *kinds)]
+    measured = [measured_speed(record, record, "strong") for record in by_command(records, *kinds)]
     published = [published_speed(result, result) for result in published_results(*kinds)]
     columns = ["Training speedup factor", "Machine's ceiling", "CUDA scaling factor", "VRAM scaling factor"]
     return table_of(records, (FULL,), measured, published).drop(columns=columns)
@@ -147,7 +147,7 @@ def mp_quality(records: list[Record]) -> pd.DataFrame:
 
 def mp_speed(records: list[Record]) -> pd.DataFrame:
     """2.5: hardware, time, and what each GPU must have, beside one device."""
-    shown = _beside_one_device(_by_command(records, FULL_MP), records, "batch_size")
+    shown = _beside_one_device(by_command(records, FULL_MP), records, "batch_size")
     rows = [_mp_row(record, baseline) for record, baseline in shown]
     baseline = published_results(FULL)[0]
     published = [_published_mp_row(result, baseline) for result in published_results(FULL, FULL_MP)]
@@ -206,7 +206,7 @@ def _gpu_folders(*kinds: Kind) -> list[tuple[str, RunConfig]]:
 def mp_price(records: list[Record]) -> pd.DataFrame:
     """2.5: a smaller batch means more steps for the same rows: measured on one CPU device, projected on GPUs."""
     rows = []
-    measured = [record for record in _by_command(records, FULL) if record["config"]["seed"] == 42]
+    measured = [record for record in by_command(records, FULL) if record["config"]["seed"] == 42]
     for record in sorted(measured, key=lambda record: -record["config"]["batch_size"]):
         config, seconds = record["config"], record["train_time_s"] - record["reporting_s"]
         rows.append({
@@ -245,7 +245,7 @@ def pp_quality(records: list[Record]) -> pd.DataFrame:
 
 def pp_speed(records: list[Record]) -> pd.DataFrame:
     """2.7: time, idle share and memory of training, beside one device at the same global batch."""
-    shown = _beside_one_device(_by_command(records, FULL_PP, LORA_PP), records, "effective_batch_size")
+    shown = _beside_one_device(by_command(records, FULL_PP, LORA_PP), records, "effective_batch_size")
     return table_of(records, (FULL_PP,), [_pp_row(record, baseline) for record, baseline in shown], [])
 
 
@@ -275,13 +275,16 @@ def _pp_row(record: Record, baseline: Record | None) -> Row:
     }
 
 
+def _measured_pipelines(records: list[Record]) -> list[tuple[Record, dict[str, Any]]]:
+    """Of the first seed, the runs that measured their pipeline, and what they measured."""
+    first_seed = [record for record in completed(records, FULL_PP, LORA_PP) if record["config"]["seed"] == 42]
+    return [(record, record["pipeline"]) for record in first_seed if record.get("pipeline")]
+
+
 def pp_schedules(records: list[Record]) -> pd.DataFrame:
     """2.7: naive model parallel, GPipe and 1F1B on the same batches, measured in the runs themselves."""
     rows = []
-    for record in completed(records, FULL_PP, LORA_PP):
-        pipeline = record.get("pipeline")
-        if not pipeline or record["config"]["seed"] != 42:
-            continue
+    for record, pipeline in _measured_pipelines(records):
         for name, words in (("naive", "naive MP"), ("gpipe", "GPipe"), ("1f1b", "1F1B")):
             parts = 1 if name == "naive" else pipeline["micro_batches"]
             stages = pipeline["stages"]
@@ -307,10 +310,7 @@ def pp_schedules(records: list[Record]) -> pd.DataFrame:
 def pp_losses(records: list[Record]) -> pd.DataFrame:
     """2.7: from the formula's speed-up to the one that was reached: where the rest goes."""
     rows = []
-    for record in completed(records, FULL_PP, LORA_PP):
-        pipeline = record.get("pipeline")
-        if not pipeline or record["config"]["seed"] != 42:
-            continue
+    for record, pipeline in _measured_pipelines(records):
         rows.append({
             "Run": approach(record),
             "Model": _size(record),

@@ -24,6 +24,7 @@ Kind = tuple[str, str]
 LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
 QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
 FULL, FULL_MP, FULL_PP = ("full", "single"), ("full", "mp"), ("full", "pp")
+FULL_DDP = ("full", "ddp")
 FULL_FSDP, LORA_FSDP = ("full", "fsdp"), ("lora", "fsdp")
 FULL_ZERO = tuple(("full", zero) for zero in ("zero1", "zero2", "zero3"))
 LORA_ZERO = tuple(("lora", zero) for zero in ("zero1", "zero2", "zero3"))
@@ -39,6 +40,7 @@ KIND_NAMES: dict[Kind, str] = {
     FULL: "Full fine-tuning",
     FULL_MP: "Full fine-tuning with MP",
     FULL_PP: "Full fine-tuning with PP",
+    FULL_DDP: "Full fine-tuning with DDP",
     FULL_FSDP: "Full fine-tuning with FSDP",
     **{kind: f"Full fine-tuning with ZeRO-{kind[1][-1]}" for kind in FULL_ZERO},
 }

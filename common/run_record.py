@@ -30,7 +30,7 @@ RECORD_NAME = "run_record.json"
 PREVIOUS = ".previous"
 PLAN_TOLERANCE = 0.1
 """Share by which a device's peak may be off its plan before the run says so."""
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
 
 Record = dict[str, Any]
 

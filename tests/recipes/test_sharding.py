@@ -160,36 +160,60 @@ def test_what_was_saved_is_one_model_of_all_ranks(fsdp: Runs) -> None:
 
 # -- checkpoints
 
-EPOCHS = (*QUICK, "--learning_rate_scaling", "none", "--learning_rate", "1e-3", "--max_steps", "8", "--report_share",
-          "0.25")  # fmt: skip
+EIGHT_STEPS = (*QUICK, "--learning_rate_scaling", "none", "--learning_rate", "1e-3", "--max_steps", "8",
+               "--report_share", "0.25", "--warmup_share", "0")  # fmt: skip
+TWO_RANKS = ("--batch_size", "6")
 
 
 @pytest.fixture(scope="module")
-def halves(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Runs]) -> tuple[Path, Runs]:
-    """The whole way; only half of it, by a schedule for the whole; the other half, from the first one's checkpoint."""
-    folder = tmp_path_factory.mktemp("halves")
-    whole = (*EPOCHS, "--batch_size", "6")
-    return folder, run_several(folder, {"whole": (SHARDED, whole)}, 2)
+def first_part(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Runs]) -> Callable[[str], Path]:
+    """Eight steps, and the checkpoint that their best validation loss has kept."""
+    folder = tmp_path_factory.mktemp("first")
+
+    def checkpoint(way: str) -> Path:
+        run = run_several(folder, {way: (SHARDED, (*EIGHT_STEPS, *TWO_RANKS, "--parallel", way))}, 2)[way]
+        return run.results / "checkpoints" / run.record["checkpoints"]["best"]
+
+    return checkpoint
 
 
-def keep_checkpoint(folder: Path, runs: Runs) -> Path:
-    """The whole run's last checkpoint, which its best validation loss has kept."""
-    best = runs["whole"].record["checkpoints"]["best"]
-    return folder / "results" / "whole" / "checkpoints" / best
-
-
-def test_shards_of_two_ranks_go_on_with_three(halves: tuple[Path, Runs], run_several: Callable[..., Runs]) -> None:
-    folder, runs = halves
-    checkpoint = keep_checkpoint(folder, runs)
-    more = (*EPOCHS, "--max_steps", "12", "--resume_from", str(checkpoint))
-    again = {
-        "two": (SHARDED, (*more, "--batch_size", "6")),
-    }
-    two = run_several(folder, again, 2)["two"]
-    three = run_several(folder, {"three": (SHARDED, (*more, "--batch_size", "4", "--devices", "3"))}, 3)["three"]
+def test_shards_of_two_ranks_go_on_with_three(first_part: Callable[[str], Path], run_several: Callable) -> None:
+    checkpoint = first_part("fsdp")
+    assert checkpoint.name == "checkpoint-8"
+    more = (*EIGHT_STEPS, "--max_steps", "12", "--resume_from", str(checkpoint))
+    two = run_several(checkpoint.parent, {"two": (SHARDED, (*more, *TWO_RANKS))}, 2)["two"]
+    three = run_several(checkpoint.parent, {"three": (SHARDED, (*more, "--batch_size", "4", "--devices", "3"))}, 3)[
+        "three"
+    ]
     assert two.record["steps"] == three.record["steps"] == 12
-    first = runs["whole"].record["training_losses"]
-    assert min(step for step, _ in two.record["training_losses"]) == min(step for step, _ in first)  # history goes on
+    assert two.record["training_losses"][0][0] == 2  # the history goes on, from the first part's
     for kind in ("training_losses", "validation_losses"):
         assert three.losses(kind) == pytest.approx(two.losses(kind), rel=1e-5)
-    assert two.losses("validation_losses")[-1] < runs["whole"].losses("validation_losses")[-1]
+    assert two.losses("validation_losses")[-1] < two.losses("validation_losses")[3]
+    assert sum(share["samples"] for share in three.record["world"]) < 4 * 12 + 1  # of the last four steps alone
+
+
+@needs_deepspeed
+def test_deepspeed_goes_on_from_its_own_parts(first_part: Callable[[str], Path], run_several: Callable) -> None:
+    """What follows a checkpoint is what follows without one: optimizer states and schedule are taken along."""
+    checkpoint = first_part("zero3")
+    more = (*EIGHT_STEPS, "--max_steps", "12", "--resume_from", str(checkpoint), "--parallel", "zero3")
+    zero = run_several(checkpoint.parent, {"zero": (SHARDED, (*more, *TWO_RANKS))}, 2)["zero"]
+    fsdp_checkpoint = first_part("fsdp")
+    more = (*EIGHT_STEPS, "--max_steps", "12", "--resume_from", str(fsdp_checkpoint))
+    fsdp = run_several(fsdp_checkpoint.parent, {"again": (SHARDED, (*more, *TWO_RANKS))}, 2)["again"]
+    for kind in ("training_losses", "validation_losses"):
+        assert zero.losses(kind) == pytest.approx(fsdp.losses(kind), rel=1e-4)
+
+
+def test_half_the_way_and_the_rest_is_the_whole_way(tmp_path: Path, run_several: Callable) -> None:
+    """The first part stops early by what its folder keeps: the checkpoint of a whole run's half."""
+    whole = (*EIGHT_STEPS, *TWO_RANKS, "--scheduler", "constant")
+    runs = {"half": (SHARDED, (*whole, "--max_steps", "4", "--report_share", "0.5")), "whole": (SHARDED, whole)}
+    found = run_several(tmp_path, runs, 2)
+    checkpoint = found["half"].results / "checkpoints" / "checkpoint-4"
+    rest = run_several(tmp_path, {"rest": (SHARDED, (*whole, "--resume_from", str(checkpoint)))}, 2)["rest"]
+    by_step = dict(found["whole"].record["validation_losses"])
+    for step, loss in rest.record["validation_losses"]:
+        assert loss == pytest.approx(by_step[step], rel=1e-5)
+    assert rest.record["validation_losses"][-1][0] == 8
