@@ -1,6 +1,7 @@
 """Weights that are really in 4 bits, on CPU too: what is stored, what passes gradients, what comes back."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 
 from common.architectures import MODEL_CONFIGS, read_architecture
 from common.data import load_splits, make_collator, tokenize_rows
-from common.launch import check_inputs
+from common.launch import check_inputs, torchrun_command
 from common.memory_plan import BatchShape, device_memory, whole_model
 from common.models import add_lora, load_base_model, load_tokenizer, parameter_counts, weight_dtype
 from common.planner import job_of_run
@@ -166,6 +167,21 @@ def test_weights_stored_as_bf16_hold_the_same_numbers() -> None:
     assert one.quantized_bytes == other.quantized_bytes
     for left, right in zip(as_bf16.parameters(), as_bytes.parameters(), strict=True):
         assert torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))
+
+
+def test_fsdp_divides_4_bit_numbers_and_leaves_loss_and_gradients(tmp_path: Path) -> None:
+    """On two CPU ranks: nothing but the memory of a GPU is missing here."""
+    command = torchrun_command(str(Path(__file__).with_name("quantized_fsdp_worker.py")), 2)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-6)
+    assert found["adapters"] == [56, 56]
+    assert found["largest_difference"] < 1e-6
+    assert found["stored_dtype"] == "torch.float32"  # the compute dtype on CPU
+    assert found["elements"] == [2048, 1024]  # 16,384 weights of 4 bits in numbers of 32
+    assert found["scales_on_this_rank"] == 16384 / 64  # whole, as the planner counts them
 
 
 @pytest.mark.parametrize("optimizer", ["paged_adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit"])
