@@ -796,7 +796,8 @@ class _DeviceSums:
 
     def _head_copy(self) -> list[Term]:
         architecture, job = self.architecture, self.job
-        if job.plain_loop or job.precision == "fp32" or not (job.autocasts or job.technique == "qlora"):
+        is_cast = job.autocasts or (job.technique == "qlora" and job.precision != "fp32" and job.shards == 1)
+        if job.plain_loop or not is_cast:
             return []
         size = architecture.vocab * architecture.hidden * job.arithmetic_bytes
         return [Term("weights", "autocast's copy of the head", "V H a", size)]

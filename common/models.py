@@ -210,8 +210,6 @@ def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
 def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     """Freeze `model` and put adapters on the run's target modules; they start Gaussian, and add nothing yet.
 
-    Reentrant checkpointing needs an input with a gradient; PEFT asks for it but where weights are quantized.
-
     Raises:
         BadInputError: the model has no module of such a name.
     """
@@ -225,8 +223,6 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         init_lora_weights="gaussian",
         target_modules=modules,
     )
-    if run.technique == "qlora" and run.gradient_checkpointing == "reentrant":
-        model.enable_input_require_grads()
     try:
         return get_peft_model(model, config)
     except ValueError as error:

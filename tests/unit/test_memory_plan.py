@@ -137,6 +137,8 @@ def test_fsdp_divides_4_bit_numbers_but_not_their_scales() -> None:
     adapters = sum(linear.lora_parameters(job.lora_rank) for linear in stack.linears)
     gathered = matrices * 0.5 + (stack.layer_parameters - matrices + adapters) * 2
     assert many["gathered layers"].count == 2 * gathered
+    assert "autocast's copy of the head" in one
+    assert "autocast's copy of the head" not in many  # it is gathered in 16 bits
     sent = sent_bytes(LLAMA, replace(job, parallel="fsdp", devices=4))
     assert sent < 0.5 * sent_bytes(LLAMA, replace(LORA, parallel="fsdp", devices=4))
 

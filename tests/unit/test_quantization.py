@@ -1,6 +1,7 @@
 """Weights that are really in 4 bits, on CPU too: what is stored, what passes gradients, what comes back."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 
 from common.architectures import MODEL_CONFIGS, read_architecture
 from common.data import load_splits, make_collator, tokenize_rows
-from common.launch import check_inputs
+from common.launch import check_inputs, torchrun_command
 from common.memory_plan import BatchShape, device_memory, whole_model
 from common.models import add_lora, load_base_model, load_tokenizer, parameter_counts, weight_dtype
 from common.planner import job_of_run
@@ -88,6 +89,8 @@ def gradients(run: RunConfig, repack: bool) -> tuple[float, list[torch.Tensor]]:
         model(ids)
     torch.manual_seed(0)
     adapted = add_lora(model, run).train()
+    if run.gradient_checkpointing != "none":
+        adapted.gradient_checkpointing_enable({"use_reentrant": run.gradient_checkpointing == "reentrant"})
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.02)
@@ -114,12 +117,10 @@ def test_gradients_are_those_of_the_dequantized_weights_also_after_an_evaluation
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
 def test_checkpointing_keeps_the_gradients(checkpointing: str) -> None:
-    run = replace(QLORA, gradient_checkpointing=checkpointing)
-    adapted = add_lora(load_base_model(run, CPU), run)
-    adapted.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-    adapted.train()(torch.arange(10, 40).view(2, 15), labels=torch.arange(10, 40).view(2, 15)).loss.backward()
-    missing = [name for name, weight in adapted.named_parameters() if weight.requires_grad and weight.grad is None]
-    assert missing == []
+    _, expected = gradients(QLORA, repack=False)
+    _, found = gradients(replace(QLORA, gradient_checkpointing=checkpointing), repack=False)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_dequantized_weights_are_near_the_original_ones_and_ordinary() -> None:
@@ -134,14 +135,18 @@ def test_dequantized_weights_are_near_the_original_ones_and_ordinary() -> None:
 def test_random_weights_are_the_same_each_time_quantized_or_not(tmp_path: Path) -> None:
     run = replace(QLORA, model=str(tiny_shape(tmp_path)), weights="random", precision="bf16")
     state = torch.random.get_rng_state()
-    first, again = load_base_model(run, CPU), load_base_model(run, CPU)
+    first = load_base_model(run, CPU)
     assert torch.equal(state, torch.random.get_rng_state())
+    torch.rand(1)
+    again = load_base_model(run, CPU)
     for one, other in zip(first.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)
     original = load_base_model(run, CPU, quantized=False)
     assert not any(is_quantized(module) for module in original.modules())
-    assert 0.05 < relative_error(original, dequantized(again, torch.bfloat16)) < 0.15
-    assert first.model.rotary_emb.inv_freq.dtype == torch.float32
+    plain = dequantized(again, torch.bfloat16)
+    assert 0.05 < relative_error(original, plain) < 0.15
+    assert {weight.dtype for weight in plain.parameters()} == {torch.bfloat16}
+    assert plain.model.rotary_emb.inv_freq.dtype == torch.float32  # not a weight
     assert torch.isfinite(first(torch.arange(10, 20).unsqueeze(0)).logits).all()
 
 
@@ -162,6 +167,21 @@ def test_weights_stored_as_bf16_hold_the_same_numbers() -> None:
     assert one.quantized_bytes == other.quantized_bytes
     for left, right in zip(as_bf16.parameters(), as_bytes.parameters(), strict=True):
         assert torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))
+
+
+def test_fsdp_divides_4_bit_numbers_and_leaves_loss_and_gradients(tmp_path: Path) -> None:
+    """On two CPU ranks: nothing but the memory of a GPU is missing here."""
+    command = torchrun_command(str(Path(__file__).with_name("quantized_fsdp_worker.py")), 2)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert found["losses"][1] == pytest.approx(found["losses"][0], rel=1e-6)
+    assert found["adapters"] == [56, 56]
+    assert found["largest_difference"] < 1e-6
+    assert found["stored_dtype"] == "torch.float32"  # the compute dtype on CPU
+    assert found["elements"] == [2048, 1024]  # 16,384 weights of 4 bits in numbers of 32
+    assert found["scales_on_this_rank"] == 16384 / 64  # whole, as the planner counts them
 
 
 @pytest.mark.parametrize("optimizer", ["paged_adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit"])
