@@ -313,7 +313,7 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
     full_epochs, rest = divmod(row_uses, row_count)
     allowed = (full_epochs, full_epochs + 1) if rest else (full_epochs,)
     if goes_on:  # part of a first epoch and part of a last one
-        allowed = (full_epochs - 1, full_epochs, full_epochs + 1)
+        allowed = range(full_epochs - 1, full_epochs + 3)
     wrong = [row for row in range(row_count) if times_used[row] not in allowed]
     if wrong:
         raise RuntimeError(
