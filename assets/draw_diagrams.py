@@ -4,7 +4,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from common.plots import plot_timeline
 from common.run_record import kept_records
@@ -122,6 +122,56 @@ def draw_mp() -> plt.Figure:
     return figure
 
 
+HELD_BYTES = {"weights": (2, DATA), "gradients": (2, TRAINED), "optimizer": (12, FROZEN)}
+"""Per trained weight in 16-bit arithmetic, and each part's colour: the optimizer has the fp32 copy and two states."""
+HELD_DIVIDED = {
+    "DDP": (),
+    "ZeRO-1": ("optimizer",),
+    "ZeRO-2": ("gradients", "optimizer"),
+    "ZeRO-3, FSDP": (*HELD_BYTES,),
+}
+"""What each way of sharing divides among the ranks."""
+
+
+def held_bar(axes: Axes, x: float, y: float, rank: int, divided: tuple[str, ...]) -> float:
+    """What one rank of two holds, dashed what the other one does; returns the bytes per weight."""
+    scale, height, held = 0.27, 0.42, 0.0
+    for part, (size, colour) in HELD_BYTES.items():
+        pieces = ((0.0, size),) if part not in divided else ((0.0, size / 2), (size / 2, size / 2))
+        for number, (start, width) in enumerate(pieces):
+            own = len(pieces) == 1 or number == rank
+            axes.add_patch(Rectangle((x + start * scale, y), width * scale, height, facecolor=colour if own else PLAIN,
+                                     edgecolor="#444" if own else "#999", linestyle="-" if own else ":"))  # fmt: skip
+            if own:
+                held += width
+                axes.text(x + (start + width / 2) * scale, y + height / 2, f"{width:g}", ha="center", va="center",
+                          fontsize=8.5)  # fmt: skip
+        x += size * scale + 0.05
+    return held
+
+
+def draw_sharding() -> plt.Figure:
+    """What each of two ranks holds, by the way of sharing."""
+    figure, axes = blank(12.2, 4.0)
+    for number, (name, divided) in enumerate(HELD_DIVIDED.items()):
+        x, y = 0.2 + 6.1 * (number % 2), 2.0 - 1.8 * (number // 2)
+        axes.text(x, y + 1.22, name, fontsize=10, fontweight="bold")
+        axes.text(x + 1.3, y + 1.22, f"divided: {', '.join(divided) or 'nothing'}", fontsize=9)
+        for rank in range(2):
+            top = y + 0.62 - rank * 0.58
+            axes.text(x, top + 0.21, f"rank {rank}", fontsize=9, va="center")
+            held = held_bar(axes, x + 0.6, top, rank, divided)
+            axes.text(x + 5.1, top + 0.21, f"{held:g} bytes", fontsize=9, va="center")
+    names = {"weights": "weights: 2 bytes", "gradients": "gradients: 2",
+             "optimizer": "optimizer: fp32 copy 4, momentum 4, variance 4"}  # fmt: skip
+    for x, (part, label) in zip((0.2, 2.1, 3.8), names.items(), strict=True):
+        axes.add_patch(Rectangle((x, 3.66), 0.25, 0.2, facecolor=HELD_BYTES[part][1], edgecolor="#444"))
+        axes.text(x + 0.35, 3.76, label, fontsize=9, va="center")
+    axes.add_patch(Rectangle((8.0, 3.66), 0.25, 0.2, facecolor=PLAIN, edgecolor="#999", linestyle=":"))
+    axes.text(8.35, 3.76, "the other rank's", fontsize=9, va="center")
+    return figure
+
+
 def draw_pp() -> plt.Figure:
     """The schedules as they ran: from the trace in the kept record of a larger model."""
     record = next(
@@ -140,6 +190,7 @@ def main() -> None:
         ("2.3_qlora_finetuning", "QLoRA_finetuning", draw_qlora()),
         ("2.4_full_finetuning", "full_finetuning", draw_full()),
         ("2.5_full_finetuning_with_mp", "full_finetuning_with_mp", draw_mp()),
+        ("2.6_full_finetuning_with_fsdp", "full_finetuning_with_fsdp", draw_sharding()),
         ("2.7_full_finetuning_with_pp", "full_finetuning_with_pp", draw_pp()),
     ):
         path = REPOSITORY / folder / "assets" / f"{name}.png"
