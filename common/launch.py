@@ -238,6 +238,7 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     arguments = (workflow_module, overrides)
+    name_deepspeeds_device()  # the ranks are copies of this process
     try:
         notebook_launcher(_import_and_run, args=arguments, num_processes=world_size, use_port=str(free_port()))
     except ChildFailedError as failure:

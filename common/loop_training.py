@@ -23,11 +23,14 @@ from common.training import CountingTrainer
 Batch = dict[str, torch.Tensor]
 STATE_FILE = "trainer_state.json"
 ABOUT_FILE = "checkpoint.json"
-"""Who wrote a checkpoint: `trainer`, `ranks`, `rows_per_step`."""
+"""Who wrote a checkpoint: `parallel`, `ranks`, `rows_per_step`."""
 
 
 class LoopTrainer(CountingTrainer):
     """A trainer with the loop written out; what a step does to its micro-batches is the subclass's."""
+
+    way: str
+    """To share the work, as `RunConfig.parallel` calls it."""
 
     def __init__(self, *, rank: Rank, **kwargs: Any) -> None:
         """`rank` is this process's place among all, also where all work on the same rows."""
@@ -185,7 +188,7 @@ class LoopTrainer(CountingTrainer):
         self.save_weights(folder)
         self.state.best_model_checkpoint = str(folder)
         if self.rank.is_main:
-            about = {"trainer": type(self).__name__, "ranks": self.rank.world_size, "rows_per_step": self.rows_per_step}
+            about = {"parallel": self.way, "ranks": self.rank.world_size, "rows_per_step": self.rows_per_step}
             (folder / ABOUT_FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
             self.state.save_to_json(str(folder / STATE_FILE))
             torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")

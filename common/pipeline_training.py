@@ -28,6 +28,8 @@ from common.training import give_up
 class PipelineTrainer(LoopTrainer):
     """The trainer of one stage; every rank goes through the same rows in the same order."""
 
+    way = "pp"
+
     def __init__(self, *, pipeline: Pipeline, **kwargs: Any) -> None:
         """`pipeline` holds the stage; the rest goes to the trainer of one device."""
         super().__init__(rank=pipeline.rank, **kwargs)

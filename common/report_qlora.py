@@ -39,7 +39,7 @@ OFTEN_SAID = {FULL: "best", LORA: "good", QLORA: "OK"}
 MEASURED_HERE = (QLORA, QLORA_DDP)
 NEEDS_GPUS = {
     QLORA_DDP: "`python -m common.launch --parallel ddp --devices 2`",
-    QLORA_FSDP: "a folder of 2.6 with `--technique qlora`",
+    QLORA_FSDP: "`python -m common.launch --technique qlora` in 2.6's run_1_a100_80g_x2",
 }
 """Ways that have no run folder of their own on GPUs, and how they are started."""
 SMALL_GPU_FOLDER = "2.3_qlora_finetuning/run_1_a5000_24g_x1"

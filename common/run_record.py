@@ -199,8 +199,9 @@ class RunLog:
 
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
-    """What a run without a name is called."""
-    return f"{launcher}-batch{run.batch_size}-seed{run.seed}"
+    """What a run without a name is called; where one workflow shares the work in several ways, with its way."""
+    way = f"{run.parallel}-" if run.is_sharded else ""
+    return f"{launcher}-{way}batch{run.batch_size}-seed{run.seed}"
 
 
 def beyond_plan(memory: list[dict[str, object]]) -> list[str]:

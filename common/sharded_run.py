@@ -47,13 +47,12 @@ def check_checkpoint(run: RunConfig) -> None:
             "run of this folder wrote."
         )
     about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
-    asked = TRAINERS[run.parallel]
-    if about["trainer"] != asked:
+    if about["parallel"] != run.parallel:
         raise BadInputError(
-            f"resume_from is a checkpoint of {about['trainer']}, but parallel is {run.parallel}: pass the --parallel "
-            "that wrote it."
+            f"resume_from is a checkpoint of {about['parallel']}, but parallel is {run.parallel}: pass --parallel "
+            f"{about['parallel']}."
         )
-    if about["ranks"] != run.devices and asked == "ZeroTrainer":
+    if about["ranks"] != run.devices and run.parallel != "fsdp":
         raise BadInputError(
             f"resume_from is a checkpoint of {about['ranks']} ranks, but there are {run.devices}, and DeepSpeed's "
             f"parts fit no other number: pass --devices {about['ranks']} (FSDP's can be divided anew)."
@@ -69,10 +68,6 @@ def check_checkpoint(run: RunConfig) -> None:
             f"resume_from lies in the results of a run called {own_name}, as this one would be: pass another "
             "--run_name."
         )
-
-
-TRAINERS = {"fsdp": "FsdpTrainer", **dict.fromkeys(("zero1", "zero2", "zero3"), "ZeroTrainer")}
-"""Who writes the checkpoints."""
 
 
 def model_to_train(run: RunConfig, rank: Rank) -> PreTrainedModel | PeftModel:

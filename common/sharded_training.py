@@ -168,6 +168,8 @@ class ShardedTrainer(LoopTrainer):
 class FsdpTrainer(ShardedTrainer):
     """The trainer of one rank; its `model` comes from `common.sharding.shard`."""
 
+    way = "fsdp"
+
     def start_step_maker(self) -> None:
         """Nothing may be whole; where Accelerate was launched with an FSDP file, it divides the model only now."""
         if accelerate_shards():
@@ -205,6 +207,8 @@ class FsdpTrainer(ShardedTrainer):
 
 class DdpTrainer(ShardedTrainer):
     """For comparison: the same loop with PyTorch's DDP, where every rank holds everything."""
+
+    way = "ddp"
 
     def start_step_maker(self) -> None:
         """DDP sums the gradients of `model`."""

@@ -18,7 +18,7 @@ from common.run_config import BadInputError, RunConfig
 from common.sharded_training import ShardedTrainer
 from common.sharding import Held, byte_count, check_share, local_part, optimizer_bytes, whole_size
 
-COMPILED = "deepspeed_shm_comm_op"
+COMPILED = "deepspeed_shm_comm"
 """DeepSpeed's operator for talking between CPU processes, which it compiles when it is first used."""
 INSTALL = "`make deepspeed` (it runs `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`)"
 
@@ -50,7 +50,7 @@ class ZeroTrainer(ShardedTrainer):
     def __init__(self, *, run: RunConfig, rank: Rank, **kwargs: Any) -> None:
         """`run` says the stage."""
         super().__init__(rank=rank, **kwargs)
-        self.run, self.stage = run, zero_stage(run)
+        self.run, self.stage, self.way = run, zero_stage(run), run.parallel
         self.engine: Any = None
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:

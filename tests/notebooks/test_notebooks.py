@@ -11,7 +11,7 @@ import pytest
 
 from common.report_rows import data_parallel_ranks
 from common.run_config import REPOSITORY
-from common.run_record import RECORD_NAME, load_record
+from common.run_record import RECORD_NAME, Record, load_record
 
 NOTEBOOKS = sorted(REPOSITORY.glob("[0-9].[0-9]_*/run_*/*.ipynb"))
 LONGEST_CELL_LINES = 25
@@ -37,6 +37,8 @@ def test_there_are_notebooks() -> None:
         "full_finetuning.ipynb",
         "full_finetuning_with_mp.ipynb",
         "qlora_finetuning.ipynb",
+        "full_finetuning_with_fsdp_nblaunch.ipynb",
+        "full_finetuning_with_zero_torchrun.ipynb",
     }
 
 
@@ -56,9 +58,11 @@ def parameters_cell(path: Path) -> str:
 def parameters_for(path: Path, tmp_path: Path) -> dict:
     """A small run; a GPU folder's on two CPU devices, with the embedded default in place of its model."""
     parameters = {**SMALL, "results_root": str(tmp_path)}
+    if "zero" in path.stem:
+        parameters["steps"] = -1  # all of the epoch's
     if path not in FOR_CPU:
         parameters |= {"settings": EMBEDDED_DEFAULT, "batch_size": 8}
-        if "ddp" in path.stem or "pp" in path.stem:
+        if {"ddp", "pp", "fsdp", "zero"} & set(path.stem.split("_")):
             parameters["devices"] = 2
         if "mp" in path.stem.split("_"):
             parameters |= {"settings": {**EMBEDDED_DEFAULT, "devices": 1}, "stages": 2}
@@ -74,15 +78,29 @@ def parameters_for(path: Path, tmp_path: Path) -> dict:
 def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
     parameters = parameters_for(path, tmp_path)
     papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
-    (record,) = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
+    records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
+    assert len(records) == (3 if "zero" in path.stem else 1)  # one for each stage
+    for record in records:
+        check_record(record, path)
+    drawn = {picture.relative_to(tmp_path / "results").parts[1] for picture in tmp_path.glob("results/*/*.png")}
+    assert drawn == pictures_of(path)
+
+
+def check_record(record: Record, path: Path) -> None:
     assert record["status"] == "completed"
     assert sum(share["samples"] for share in record["world"][: data_parallel_ranks(record)]) == 65
     last_word = path.stem.split("_")[-1]
     assert record["launcher"] == ("notebook" if last_word in CELL_BY_CELL else last_word)
     assert record["run_folder"] == str(path.parent.relative_to(REPOSITORY))
-    drawn = {"losses.png", "scores.png", "memory.png"} | ({"timeline.png"} if "pp" in path.stem else set())
-    drawn |= {"levels.png"} if "qlora" in path.stem else set()
-    assert {picture.name for picture in tmp_path.glob("results/*/*.png")} == drawn
+
+
+def pictures_of(path: Path) -> set[str]:
+    """What a notebook draws."""
+    words = set(path.stem.split("_"))
+    if "zero" in words:
+        return {"losses.png", "held.png"}
+    more = {"pp": "timeline.png", "qlora": "levels.png", "fsdp": "held.png"}
+    return {"losses.png", "scores.png", "memory.png", *(more[word] for word in words & more.keys())}
 
 
 @pytest.mark.parametrize("path", FOR_CPU, ids=lambda path: path.stem)

@@ -103,7 +103,7 @@ def test_the_folder_s_workflow_does_sharding_and_ddp_and_nothing_else() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    about = {"trainer": "FsdpTrainer", "ranks": 2, "rows_per_step": 32}
+    about = {"parallel": "fsdp", "ranks": 2, "rows_per_step": 32}
     (tmp_path / ABOUT_FILE).write_text(json.dumps(about))
     return tmp_path
 
@@ -117,8 +117,9 @@ def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(checkpoint:
     ("changes", "about", "said"),
     [
         ({"batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(batch_size 8 x accumulation_steps 1 x 2"),
-        ({"parallel": "zero3"}, {}, "a checkpoint of FsdpTrainer, but parallel is zero3"),
-        ({"parallel": "zero3", "devices": 4, "batch_size": 8}, {"trainer": "ZeroTrainer"},
+        ({"parallel": "zero3"}, {}, "a checkpoint of fsdp, but parallel is zero3: pass --parallel fsdp"),
+        ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --parallel z"),
+        ({"parallel": "zero3", "devices": 4, "batch_size": 8}, {"parallel": "zero3"},
          "a checkpoint of 2 ranks, but there are 4, and DeepSpeed's parts fit no other number: pass --devices 2"),
     ],
 )  # fmt: skip
@@ -137,7 +138,7 @@ def test_no_checkpoint_and_one_in_the_way_are_refused(tmp_path: Path) -> None:
     run = replace(FSDP, results_root=str(tmp_path), run_name="same")
     own = tmp_path / "results" / "same" / "checkpoints" / "checkpoint-3"
     own.mkdir(parents=True)
-    (own / ABOUT_FILE).write_text(json.dumps({"trainer": "FsdpTrainer", "ranks": 2, "rows_per_step": 32}))
+    (own / ABOUT_FILE).write_text(json.dumps({"parallel": "fsdp", "ranks": 2, "rows_per_step": 32}))
     with pytest.raises(BadInputError, match="in the results of a run called same"):
         check_checkpoint(replace(run, resume_from=str(own)))
     check_checkpoint(replace(run, resume_from=str(own), run_name="other"))
