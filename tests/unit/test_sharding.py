@@ -118,7 +118,7 @@ def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(checkpoint:
     [
         ({"batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(batch_size 8 x accumulation_steps 1 x 2"),
         ({"parallel": "zero3"}, {}, "a checkpoint of fsdp, but parallel is zero3: pass --parallel fsdp"),
-        ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --parallel z"),
+        ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --par"),
         ({"parallel": "zero3", "devices": 4, "batch_size": 8}, {"parallel": "zero3"},
          "a checkpoint of 2 ranks, but there are 4, and DeepSpeed's parts fit no other number: pass --devices 2"),
     ],
