@@ -20,7 +20,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.device_maps import whole_model_on
 from common.launch import Rank, accelerate_shards
 from common.loop_training import Batch, LoopTrainer
-from common.models import check_equal_logits, load_base_model, next_token_logits
+from common.models import check_equal_logits, load_base_model, next_token_logits, weight_dtype
+from common.quantization import dequantized
 from common.run_config import RunConfig
 from common.run_record import RunLog
 from common.sharding import (
@@ -279,6 +280,9 @@ def save_whole_and_reload(
             adapted = PeftModel.from_pretrained(load_base_model(as_computed(run), device_map), folder)
             found = next_token_logits(adapted, batch)
             differences["adapter"] = check_equal_logits(expected, found, "adapter", run.precision)
+            if run.technique == "qlora":  # 4 bits have no room for an adapter's sum
+                base = dequantized(load_base_model(as_computed(run), device_map), weight_dtype(as_computed(run)))
+                adapted = PeftModel.from_pretrained(base, folder)
             adapted.merge_and_unload().save_pretrained(log.folder / "merged")
             del adapted
         folder = log.folder / "merged"

@@ -431,8 +431,12 @@ def validation_logits(trainer: CountingTrainer, run: RunConfig) -> tuple[dict[st
 
 def give_up(trainer: CountingTrainer, device: str) -> None:
     """Free the memory of a trainer's model and optimizer, also where a notebook still has names for them."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
     trainer.optimizer.state.clear()
+    give_up_model(trainer.accelerator.unwrap_model(trainer.model), device)
+
+
+def give_up_model(model: torch.nn.Module, device: str) -> None:
+    """Free a model's memory."""
     remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
     drop_quantized(model)
     model.to("meta")

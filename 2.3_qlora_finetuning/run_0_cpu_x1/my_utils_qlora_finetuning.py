@@ -21,7 +21,7 @@ from common.models import check_equal_logits, load_base_model, next_token_logits
 from common.quantization import StoredWeights, dequantized, relative_error, stored_weights
 from common.run_config import RunConfig
 from common.run_record import RunLog
-from common.training import CountingTrainer, give_up, row_losses, validation_logits
+from common.training import CountingTrainer, give_up, give_up_model, row_losses, validation_logits
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -81,13 +81,13 @@ def merge_both_ways(
     error = None
     if log.rank.is_main:
         trained.save_pretrained(folder / "adapter")
-    give_up(trained, run)
+    give_up(trainer, log.rank.device)
     wait_for_everyone()
     if log.rank.is_main:
         with_adapter = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
         logits = next_token_logits(with_adapter, batch)
         differences["adapter"] = check_equal_logits(expected, logits, "adapter", run.precision)
-        give_up(with_adapter, run)
+        give_up_model(with_adapter, log.rank.device)
         error = _save_merged(run, folder, tokenizer, device if has_room else whole_model_on("cpu"))
     wait_for_everyone()
     if not has_room:

@@ -109,6 +109,28 @@ def test_ddp_uses_both_gpus(run_workflow: Callable, launcher: str) -> None:
     assert all(entry["peak_allocated_gib"] > 0 for entry in done.record["memory"])
 
 
+@needs_two_gpus
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_fsdp_divides_between_both_gpus(run_workflow: Callable, launcher: str) -> None:
+    """By the workflow's own `fully_shard`, and by Accelerate's file: the run fails where a weight stays whole."""
+    settings = ("--model", "assets/embedded_base", "--max_steps", "4")
+    done = run_workflow(launcher, *settings, folder=REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_1_a100_80g_x2")
+    assert done.exit_code == 0, done.output
+    held, whole = done.record["held"]["per_rank"], done.record["held"]["whole"]
+    assert [each["weights_bytes"] for each in held] == pytest.approx([whole["weights_bytes"] / 2] * 2, rel=0.05)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_each_zero_stage_trains_on_both_gpus(run_workflow: Callable, stage: str) -> None:
+    pytest.importorskip("deepspeed")
+    settings = ("--model", "assets/embedded_base", "--max_steps", "4", "--parallel", stage)
+    folder = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_3_a100_80g_x2_zero"
+    done = run_workflow("torchrun", *settings, folder=folder)
+    assert done.exit_code == 0, done.output
+    assert done.record["held"] is not None
+
+
 @needs_gpu
 @pytest.mark.parametrize("technique", ["lora", "full"])
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
