@@ -10,19 +10,22 @@ from common.launch import Rank
 from common.training import CountingTrainer, with_head_on_answers
 
 
-def measure_machine_ceiling(trainer: CountingTrainer, rank: Rank, steps: int = 8, rounds: int = 3) -> dict[str, float]:
+def measure_machine_ceiling(
+    trainer: CountingTrainer, rank: Rank, model: torch.nn.Module | None = None, steps: int = 8, rounds: int = 3
+) -> dict[str, float]:
     """How much faster this machine's ranks are than one, when they need not agree: the most to expect of DDP here.
 
     Times the bare training step (forward, backward, optimizer) on the same rows, `rounds` times in turn: rank 0 alone
     with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch each,
-    without synchronising. The trained weights are put back afterwards.
+    without synchronising. The trained weights are put back afterwards. `model` stands in for the trainer's own, where
+    that is divided.
 
     Returns:
         `strong`: time of one rank with the global batch over time of all ranks, each with its share.
         `weak`: rows per second of all ranks over rows per second of one, at the same rows per rank.
         The seconds per step of all three (medians of the rounds).
     """
-    model = trainer.accelerator.unwrap_model(trainer.model).train()
+    model = (model or trainer.accelerator.unwrap_model(trainer.model)).train()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     before = [weight.detach().clone() for weight in trained]
     optimizer = torch.optim.AdamW(trained, lr=trainer.args.learning_rate)

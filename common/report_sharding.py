@@ -65,6 +65,7 @@ def _speed_row(record: Record, baseline: Record | None) -> Row:
     return {
         **{name: speed[name] for name in columns},
         "Against one device": speed["Training speedup factor"],
+        "Machine's ceiling": speed["Machine's ceiling"],
         "Tokens per second": speed["Tokens per second"],
         "Validation loss": f"{record['best_validation_loss']:.4f}",
         **{name: speed[name] for name in after},

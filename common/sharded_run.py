@@ -79,16 +79,21 @@ def model_to_train(run: RunConfig, rank: Rank) -> PreTrainedModel | PeftModel:
     Raises:
         BadInputError: the model lacks a class to wrap, or layers to train.
     """
-    model = load_base_model(run, whole_model_on(rank.device if run.parallel == "ddp" else "cpu"))
-    if run.technique == "full":
-        train_linear_layers(model, run.target_modules)
-    else:
-        model = add_lora(model, run)
+    model = whole_model_to_train(run, rank.device if run.parallel == "ddp" else "cpu")
     if run.parallel != "fsdp":
         return model
     if rank.is_main:
         print(describe_wrapping(model, run.wrap))
     return model if accelerate_shards() else shard(model, run, rank)
+
+
+def whole_model_to_train(run: RunConfig, device: str) -> PreTrainedModel | PeftModel:
+    """The base with its trained weights switched on, whole."""
+    model = load_base_model(run, whole_model_on(device))
+    if run.technique != "full":
+        return add_lora(model, run)
+    train_linear_layers(model, run.target_modules)
+    return model
 
 
 def trainer_class(run: RunConfig, rank: Rank) -> Callable[..., ShardedTrainer]:

@@ -14,7 +14,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.device_maps import whole_model_on
@@ -189,9 +189,12 @@ class FsdpTrainer(ShardedTrainer):
         super().complete_gradients()
         if not self.args.max_grad_norm:
             return
-        trained = [weight for weight in self.model.parameters() if weight.grad is not None]
-        norm = get_total_norm([weight.grad for weight in trained])
-        clip_grads_with_norm_(trained, self.args.max_grad_norm, gathered(norm))
+        gradients = [local_part(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
+        # by hand, and summed on the rank's own device: offloaded gradients are on the host, where NCCL sums nothing
+        squares = get_total_norm(gradients).to(self.rank.device).float() ** 2
+        dist.all_reduce(squares)
+        factor = (self.args.max_grad_norm / (squares.sqrt() + 1e-6)).clamp(max=1)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def check_held(self, held: Held) -> None:
         """All three are divided."""

@@ -91,9 +91,7 @@ class ZeroTrainer(ShardedTrainer):
         zero = self.engine.optimizer
         divided = [part for parts in zero.averaged_gradients.values() if parts for part in parts]
         whole = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
-        copies = [] if self.stage == 3 else zero.single_partition_of_fp32_groups
-        if self.stage == 3:
-            copies = zero.fp32_partitioned_groups_flat
+        copies = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
         return Held(
             byte_count(map(local_part, self.model.parameters())),
             byte_count(divided) + byte_count(whole),
@@ -110,6 +108,12 @@ class ZeroTrainer(ShardedTrainer):
         if self.stage == 3:
             whole = sum(whole_size(weight) * weight.element_size() for weight in weights)
             check_share("weights", held.weights_bytes, whole, world_size)
+
+    def give_up(self) -> None:
+        """The engine goes, too: it has the fp32 copies."""
+        self.engine.destroy()
+        self.engine = None
+        super().give_up()
 
     def gather(self, weight: torch.Tensor) -> torch.Tensor:
         """Stage 3 has divided it."""

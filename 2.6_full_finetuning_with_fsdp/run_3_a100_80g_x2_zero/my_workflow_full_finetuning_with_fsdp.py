@@ -7,12 +7,13 @@ From this folder:
 
 Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights, gradients and optimizer states,
 (3) the effective batch grows with the ranks, and the learning rate with the square root of that, (4) checkpoints have a
-part of every rank, (5) at the end the parts become one model.
+part of every rank, (5) at the end the parts become one model, (6) the machine's ceiling is measured beside the speed-up.
 """
 
 from my_utils_full_finetuning_with_fsdp import held_table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from common.ceiling import measure_machine_ceiling
 from common.data import Splits, load_splits, tokenize_rows
 from common.device_maps import whole_model_on
 from common.evaluation import Evaluation, Judge, evaluate, independent_judges
@@ -20,7 +21,7 @@ from common.launch import check_inputs, rank_started, run_from_command_line
 from common.models import load_base_model, load_tokenizer
 from common.run_config import RunConfig
 from common.run_record import Record, RunLog
-from common.sharded_run import model_to_train, trainer_class
+from common.sharded_run import model_to_train, trainer_class, whole_model_to_train
 from common.sharded_training import ShardedTrainer, as_computed, save_whole_and_reload
 from common.training import check_training, make_trainer, training_figures
 
@@ -85,6 +86,14 @@ def save(log: RunLog, trainer: ShardedTrainer, tokenizer: Tokenizer) -> tuple[Pr
         return save_whole_and_reload(log, trainer, tokenizer)
 
 
+def measure_ceiling(log: RunLog, trainer: ShardedTrainer) -> dict[str, float] | None:
+    """What a speed-up on this machine can be at most (6); on CPU only, as one GPU may not hold the whole model."""
+    if log.run.device == "cuda":
+        return None
+    with log.phase("machine ceiling"):
+        return measure_machine_ceiling(trainer, log.rank, whole_model_to_train(log.run, log.rank.device))
+
+
 def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
     with log.phase("final evaluation"):
@@ -109,8 +118,9 @@ def workflow(run: RunConfig) -> Record:
         trainer = build_trainer(log, tokenizer, data)
         trained = train(log, trainer)
         tuned, differences = save(log, trainer, tokenizer)
+        ceiling = measure_ceiling(log, trainer)
         after = evaluate_after(log, tuned, tokenizer, data)
-        return record(log, before, after, **trained, largest_logit_differences=differences)
+        return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 
 
 if __name__ == "__main__":
