@@ -57,7 +57,7 @@ def measure(technique: Technique, global_batch_rows: int, steps: int) -> dict[st
         trainer.train()
     figures = {"step_s": clock.step_s}
     if world_size > 1:
-        figures["ceiling"] = measure_machine_ceiling(trainer, rank, CEILING_STEPS)["strong"]
+        figures["ceiling"] = measure_machine_ceiling(trainer, rank, steps=CEILING_STEPS)["strong"]
     if rank.is_main:
         print(json.dumps(figures), flush=True)
     wait_for_everyone()

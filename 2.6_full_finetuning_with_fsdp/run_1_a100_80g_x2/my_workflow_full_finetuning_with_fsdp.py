@@ -7,7 +7,7 @@ From this folder:
 
 Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights, gradients and optimizer states,
 (3) the effective batch grows with the ranks, and the learning rate with the square root of that, (4) checkpoints have a
-part of every rank, (5) at the end the parts become one model, (6) the machine's ceiling is measured beside the speed-up.
+part of every rank, (5) at the end the parts become one model, (6) the machine's ceiling is measured beside it.
 """
 
 from my_utils_full_finetuning_with_fsdp import held_table
