@@ -213,7 +213,7 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
             lines.append(
                 f"WARNING: rank {entry['rank']}, {entry['device']}: training peaked at {peak_gib:.2f} GiB, "
                 f"{peak_gib / planned_gib - 1:+.0%} of the {planned_gib:.2f} GiB planned: "
-                "`python -m common.dry_run` shows the step part by part"
+                "`python -m common.dry_run` shows the step part by part (the planner's --explain of shards and 4 bits)"
             )
     return lines
 
