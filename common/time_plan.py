@@ -327,6 +327,8 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
             of_layers = quantized * QUANTIZED_NUMBER_BYTES[job.quantization] + (layers - quantized) * a
         else:
             of_layers = layers * a
+        if job.technique != "full":
+            of_layers += trained * job.trained_bytes  # the adapters, too
         again = of_layers if job.parallel == "fsdp" else a * max(0, architecture.parameters - ZERO_REUSED_WEIGHTS)
         return around * (of_layers + ends * a + again + trained * (a if job.technique == "full" else 4))
     is_zero = job.parallel.startswith("zero") and job.technique == "full"
