@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from common.architectures import find_config
-from common.quantization import prepare_quantized, quantization_config, random_model, weight_count
+from common.quantization import prepare_quantized, quantization_config, random_model, weight_counts
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.sharding import whole_size
 
@@ -269,7 +269,7 @@ def _has_name(module_name: str, asked: str) -> bool:
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     """Trainable parameters, and all that multiply: an input embedding that is not also the head only looks up."""
     trained = sum(whole_size(weight) for weight in model.parameters() if weight.requires_grad)
-    multiplied = sum(map(weight_count, model.parameters()))
+    multiplied = weight_counts(model)
     lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return trained, multiplied if lookup is head else multiplied - whole_size(lookup)
 

@@ -92,10 +92,18 @@ def drop_quantized(model: torch.nn.Module) -> None:
             module.weight, module.quant_state = None, None
 
 
-def weight_count(weight: torch.Tensor) -> int:
-    """Weights in a tensor; one of 4-bit weights holds two or more in each of its elements."""
-    state = getattr(weight, "quant_state", None)
-    return whole_size(weight) if state is None else state.shape.numel()
+def weight_counts(model: torch.nn.Module) -> int:
+    """All weights of a model; a tensor of 4-bit weights holds two or more in each of its elements.
+
+    FSDP puts shards in the tensor's place, and how many weights it held is known to the layer alone.
+    """
+    states = {
+        id(module.weight): getattr(module.weight, "quant_state", None) or getattr(module, "quant_state", None)
+        for module in model.modules()
+        if isinstance(getattr(module, "weight", None), torch.Tensor)
+    }
+    of_weights = ((weight, states.get(id(weight))) for weight in model.parameters())
+    return sum(whole_size(weight) if state is None else state.shape.numel() for weight, state in of_weights)
 
 
 # -- random weights
@@ -187,7 +195,7 @@ def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> St
     others = [
         weight for name, weight in model.named_parameters() if id(weight) not in quantized and "lora_" not in name
     ]
-    weights = sum(weight_count(weight) for weight in quantized.values())
+    weights = sum(weight.quant_state.shape.numel() for weight in quantized.values())
     size = sum(_quantized_bytes(weight) for weight in quantized.values())
     other_weights = sum(weight.numel() for weight in others)
     return StoredWeights(

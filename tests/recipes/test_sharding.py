@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from common.run_config import REPOSITORY
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
+QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
 needs_deepspeed = pytest.mark.skipif(
@@ -38,6 +39,7 @@ ON_ONE_DEVICE = {
     "adamw": (FULL, ADAMW),
     "all, sgd": (FULL, (*SGD, *ALL)),
     "lora, sgd": (LORA, (*SGD, *ADAPTERS, "--gradient_checkpointing", "none")),
+    "qlora, sgd": (QLORA, (*SGD, "--lora_dropout", "0")),
 }
 FSDP = {
     "fsdp, sgd": ("sgd", SGD),
@@ -45,6 +47,7 @@ FSDP = {
     "fsdp, all, checkpointed, sgd": ("all, sgd", (*SGD, *ALL, *CHECKPOINTED, "--wrap", "LlamaMLP,LlamaAttention")),
     "fsdp, accumulated, sgd": ("sgd", (*SGD, "--batch_size", "4", "--accumulation_steps", "2", "--prefetch", "2")),
     "fsdp, lora, sgd": ("lora, sgd", (*SGD, *ADAPTERS)),
+    "fsdp, qlora, sgd": ("qlora, sgd", (*SGD, "--technique", "qlora", "--lora_dropout", "0")),
     "ddp, sgd": ("sgd", (*SGD, "--parallel", "ddp")),
 }
 ZERO = {
