@@ -79,9 +79,11 @@ def check_world(run: RunConfig) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != run.world_size:
         command = f"torchrun --nproc_per_node {run.world_size} " if run.world_size > 1 else "python "
+        other = "" if run.is_sharded and started < 2 else f", or pass --devices {started} if that is meant"
         raise BadInputError(
             f"This run asks for {run.world_size} rank(s) (parallel {run.parallel}, devices {run.devices}), but "
-            f"{started} started: use {command}my_workflow_<technique>.py, or pass --devices {started} if that is meant."
+            f"{started} started: use {command}my_workflow_<technique>.py, or `python -m common.launch`, which starts "
+            f"the right number{other}."
         )
     check_gpus(run)
 

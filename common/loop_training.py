@@ -6,6 +6,7 @@ Settings, optimizer, learning-rate schedule, reports and logs stay the Trainer's
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import wait_for_everyone
+from peft import PeftModel
 from transformers import TrainerState
 
 from common.callbacks import VALIDATION_LOSS
@@ -23,7 +25,7 @@ from common.training import CountingTrainer
 Batch = dict[str, torch.Tensor]
 STATE_FILE = "trainer_state.json"
 ABOUT_FILE = "checkpoint.json"
-"""Who wrote a checkpoint: `parallel`, `ranks`, `rows_per_step`."""
+"""Who wrote a checkpoint: `technique` (`lora` stands for any adapters), `parallel`, `ranks`, `rows_per_step`."""
 
 
 class LoopTrainer(CountingTrainer):
@@ -188,24 +190,33 @@ class LoopTrainer(CountingTrainer):
         self.save_weights(folder)
         self.state.best_model_checkpoint = str(folder)
         if self.rank.is_main:
-            about = {"parallel": self.way, "ranks": self.rank.world_size, "rows_per_step": self.rows_per_step}
+            technique = "lora" if isinstance(self.model, PeftModel) else "full"
+            about = {
+                "technique": technique,
+                "parallel": self.way,
+                "ranks": self.rank.world_size,
+                "rows_per_step": self.rows_per_step,
+            }
             (folder / ABOUT_FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
             self.state.save_to_json(str(folder / STATE_FILE))
-            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
         wait_for_everyone()
         if self.rank.is_main and before and Path(before).parent == folder.parent:
             shutil.rmtree(before)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _resume(self, folder: Path) -> None:
-        """Go on after a checkpoint's step, with its weights, optimizer, schedule and history."""
+        """Go on after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""
         self.load_weights(folder)
-        self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
         before = TrainerState.load_from_json(str(folder / STATE_FILE))
         for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step"):
             setattr(self.state, name, getattr(before, name))
         self.state.best_model_checkpoint = str(folder)
         self.first_step = self.logged_step = self.state.global_step
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps that were taken then
+            for _ in range(self.first_step):
+                self.lr_scheduler.step()
+        if self.rank.is_main:
+            print(f"goes on after step {self.first_step} of {self.state.max_steps}, from {folder.name}")
 
 
 def labelled_tokens_of_row(row: Tokens) -> int:

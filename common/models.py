@@ -229,6 +229,11 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         raise BadInputError(f"target_modules is {run.target_modules!r}: {str(error).splitlines()[0]}") from None
 
 
+def with_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
+    """`base` with the adapter that was saved in `folder`."""
+    return PeftModel.from_pretrained(base, folder)
+
+
 def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linear") -> list[str]:
     """Freeze `model` but for its linear layers of the given names, as `RunConfig.target_modules` says; list them.
 

@@ -38,10 +38,11 @@ SEEDS = (42, 7, 8)
 OFTEN_SAID = {FULL: "best", LORA: "good", QLORA: "OK"}
 MEASURED_HERE = (QLORA, QLORA_DDP)
 NEEDS_GPUS = {
-    QLORA_DDP: "`python -m common.launch --parallel ddp --devices 2`",
-    QLORA_FSDP: "`python -m common.launch --technique qlora` in 2.6's run_1_a100_80g_x2",
+    QLORA_DDP: '`make run FOLDER=2.3_qlora_finetuning/run_1_a5000_24g_x1 ARGS="--parallel ddp --devices 2"`',
+    QLORA_FSDP: '`make run FOLDER=2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2 ARGS="--technique qlora"`',
 }
 """Ways that have no run folder of their own on GPUs, and how they are started."""
+FSDP_FOLDER = "2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2"
 SMALL_GPU_FOLDER = "2.3_qlora_finetuning/run_1_a5000_24g_x1"
 
 
@@ -100,10 +101,9 @@ def _with_gpu_rows(table: pd.DataFrame) -> pd.DataFrame:
     """The table and a row for each way that nobody has run on GPUs yet."""
     waiting = []
     for kind, command in NEEDS_GPUS.items():
-        run = _run_of(SMALL_GPU_FOLDER)
+        run = _run_of(FSDP_FOLDER if kind == QLORA_FSDP else SMALL_GPU_FOLDER)
         known = {"Approach": KIND_NAMES[kind], "Figures": NOT_RUN, "Seed": str(run.seed), "Devices": f"{run.gpu} x2",
-                 "Batch size": str(run.batch_size) if kind == QLORA_FSDP else f"{run.batch_size} x2",
-                 "Epochs": str(run.epochs), "Command": command}  # fmt: skip
+                 "Batch size": f"{run.batch_size} x2", "Epochs": str(run.epochs), "Command": command}  # fmt: skip
         waiting.append({column: known.get(column, NOT_RUN) for column in table.columns})
     return pd.concat([table, pd.DataFrame(waiting)])
 

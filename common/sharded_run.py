@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 
 from peft import PeftModel
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerState
 
+from common.data import load_splits
 from common.device_maps import whole_model_on
 from common.launch import Rank, accelerate_shards, detect_launcher
-from common.loop_training import ABOUT_FILE
+from common.loop_training import ABOUT_FILE, STATE_FILE
 from common.models import add_lora, load_base_model, train_linear_layers
 from common.placement import model_without_weights
 from common.run_config import BadInputError, RunConfig
@@ -52,6 +53,12 @@ def check_checkpoint(run: RunConfig) -> None:
             f"resume_from is a checkpoint of {about['parallel']}, but parallel is {run.parallel}: pass --parallel "
             f"{about['parallel']}."
         )
+    technique = "full" if run.technique == "full" else "lora"
+    if about["technique"] != technique:
+        raise BadInputError(
+            f"resume_from is a checkpoint of {about['technique']}, but technique is {run.technique}: pass --technique "
+            f"{about['technique']}."
+        )
     if about["ranks"] != run.devices and run.parallel != "fsdp":
         raise BadInputError(
             f"resume_from is a checkpoint of {about['ranks']} ranks, but there are {run.devices}, and DeepSpeed's "
@@ -62,6 +69,12 @@ def check_checkpoint(run: RunConfig) -> None:
             f"resume_from is a checkpoint of steps of {about['rows_per_step']} rows, but this run's have "
             f"{run.effective_batch_size} (batch_size {run.batch_size} x accumulation_steps {run.accumulation_steps} x "
             f"{run.devices} ranks): make them equal, or rows would be skipped or repeated."
+        )
+    done, steps = TrainerState.load_from_json(str(folder / STATE_FILE)).global_step, total_steps(run)
+    if done >= steps:
+        raise BadInputError(
+            f"resume_from is a checkpoint after step {done}, and this run has {steps}: nothing is left to train; raise "
+            "--epochs or --max_steps."
         )
     if folder.resolve().is_relative_to(run.results_folder(own_name).resolve()):
         raise BadInputError(
@@ -85,6 +98,13 @@ def model_to_train(run: RunConfig, rank: Rank) -> PreTrainedModel | PeftModel:
     if rank.is_main:
         print(describe_wrapping(model, run.wrap))
     return model if accelerate_shards() else shard(model, run, rank)
+
+
+def total_steps(run: RunConfig) -> int:
+    """Optimizer steps of the whole run."""
+    if run.max_steps > 0:
+        return run.max_steps
+    return run.epochs * -(-len(load_splits(run).train) // run.effective_batch_size)
 
 
 def whole_model_to_train(run: RunConfig, device: str) -> PreTrainedModel | PeftModel:

@@ -118,15 +118,19 @@ class ShardedTrainer(LoopTrainer):
         raise NotImplementedError
 
     def complete_gradients(self) -> None:
-        """In the second step, when the optimizer has its states, look at what this rank holds."""
-        if self.state.global_step == 1:
+        """In this run's second step, when the optimizer has its states, look at what this rank holds."""
+        if self.state.global_step == self.first_step + 1:
             self.held = self.held_now()
             self.check_held(self.held)
             print(f"holds: {self.held}")
 
+    def whole_held(self) -> Held:
+        """What one device would hold."""
+        return whole_of(self.model)
+
     def sharding_figures(self) -> dict[str, object]:
         """For the record: what each rank holds, beside what one device would, and what it sends in a step."""
-        held = held_by_ranks(self.held, whole_of(self.model)) if self.held else None
+        held = held_by_ranks(self.held, self.whole_held()) if self.held else None
         return {"held": held, **self.traffic.figures()}
 
     # -- one model of all parts

@@ -63,20 +63,21 @@ class TrafficReport(TrainerCallback):
 
     def __init__(self, world_size: int) -> None:
         """Nothing was counted yet."""
-        self.sent = SentBytes(world_size)
+        self.sent, self.step = SentBytes(world_size), 0
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Count from here."""
-        if state.global_step == COUNTED_STEP - 1:
+        self.step += 1
+        if self.step == COUNTED_STEP:
             self.sent.__enter__()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """To here."""
-        if state.global_step == COUNTED_STEP:
+        if self.step == COUNTED_STEP:
             self.sent.__exit__(None, None, None)
 
     def figures(self) -> dict[str, object]:

@@ -5,6 +5,7 @@ import os
 import shutil
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from common.launch import Rank
 from common.loop_training import Batch
 from common.run_config import BadInputError, RunConfig
 from common.sharded_training import ShardedTrainer
-from common.sharding import Held, byte_count, check_share, local_part, optimizer_bytes, whole_size
+from common.sharding import Held, byte_count, check_share, local_part, optimizer_bytes, whole_of, whole_size
 
 COMPILED = "deepspeed_shm_comm"
 """DeepSpeed's operator for talking between CPU processes, which it compiles when it is first used."""
@@ -97,6 +98,14 @@ class ZeroTrainer(ShardedTrainer):
             byte_count(divided) + byte_count(whole),
             optimizer_bytes(zero.optimizer) + byte_count(copies),
         )
+
+    def whole_held(self) -> Held:
+        """With states and copy in fp32 where weights are bf16, as a device that trains as well would have them."""
+        whole = whole_of(self.model)
+        if self.run.precision == "fp32":
+            return whole
+        trained = sum(whole_size(weight) for weight in self.model.parameters() if weight.requires_grad)
+        return replace(whole, optimizer_bytes=3 * 4 * trained)
 
     def check_held(self, held: Held) -> None:
         """Optimizer states are divided from stage 1 on, weights in stage 3."""

@@ -11,13 +11,12 @@ import matplotlib.pyplot as plt
 import torch
 from accelerate.utils import wait_for_everyone
 from matplotlib.figure import Figure
-from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.device_maps import whole_model_on
 from common.hardware import read_memory
 from common.launch import Rank
-from common.models import check_equal_logits, load_base_model, next_token_logits, weight_dtype
+from common.models import check_equal_logits, load_base_model, next_token_logits, weight_dtype, with_adapter
 from common.quantization import StoredWeights, dequantized, relative_error, stored_weights
 from common.run_config import RunConfig
 from common.run_record import RunLog
@@ -84,15 +83,15 @@ def merge_both_ways(
     give_up(trainer, log.rank.device)
     wait_for_everyone()
     if log.rank.is_main:
-        with_adapter = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
-        logits = next_token_logits(with_adapter, batch)
+        adapted = with_adapter(load_base_model(run, device), folder / "adapter")
+        logits = next_token_logits(adapted, batch)
         differences["adapter"] = check_equal_logits(expected, logits, "adapter", run.precision)
-        give_up_model(with_adapter, log.rank.device)
+        give_up_model(adapted, log.rank.device)
         error = _save_merged(run, folder, tokenizer, device if has_room else whole_model_on("cpu"))
     wait_for_everyone()
     if not has_room:
-        with_adapter = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
-        return Merged(with_adapter.get_base_model().eval(), None, differences, {}, error)
+        adapted = with_adapter(load_base_model(run, device), folder / "adapter")
+        return Merged(adapted.get_base_model().eval(), None, differences, {}, error)
     tuned = load_base_model(run, device, source=folder / "merged")
     logits = next_token_logits(tuned, batch)
     differences["merged"] = check_equal_logits(expected, logits, "merged model", run.precision)
@@ -120,7 +119,7 @@ def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBas
     original = load_base_model(run, place, quantized=False)
     error = relative_error(original, plain)
     for base, name in ((plain, "merged"), (original, "merged_into_original")):
-        PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
+        with_adapter(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return error
 

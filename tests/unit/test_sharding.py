@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common import zero_training
 from common.deepspeed_config import deepspeed_config, with_sizes
 from common.launch import accelerate_shards, check_folder, check_inputs
-from common.loop_training import ABOUT_FILE
+from common.loop_training import ABOUT_FILE, STATE_FILE
 from common.run_config import BadInputError, RunConfig
 from common.sharded_run import check_checkpoint
 from common.sharding import UNEVEN_SHARE, check_fully_sharded, check_share, mixed_precision, modules_to_wrap
@@ -42,6 +42,10 @@ def toy() -> LlamaForCausalLM:
         ({"parallel": "zero2", "optimizer": "adafactor"}, "optimizer is adafactor, which DeepSpeed's ZeRO cannot div"),
         ({"optimizer": "paged_adamw_8bit"}, "optimizer is paged_adamw_8bit, which FSDP cannot divide: choose one of"),
         ({"technique": "qlora", "parallel": "zero3"}, "technique is qlora, but parallel is zero3"),
+        (
+            {"precision": "bf16-mixed", "parallel": "zero2"},
+            "DeepSpeed's bf16 keeps an fp32 copy of the weights already",
+        ),
         ({"precision": "fp16-mixed"}, "precision is fp16-mixed, which fsdp does not scale losses for"),
         ({"gradient_checkpointing": "reentrant"}, "gradient_checkpointing is reentrant, but FSDP"),
         ({"offload": "cpu"}, "offload is cpu, but device is cpu"),
@@ -103,8 +107,9 @@ def test_the_folder_s_workflow_does_sharding_and_ddp_and_nothing_else() -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    about = {"parallel": "fsdp", "ranks": 2, "rows_per_step": 32}
+    about = {"technique": "full", "parallel": "fsdp", "ranks": 2, "rows_per_step": 32}
     (tmp_path / ABOUT_FILE).write_text(json.dumps(about))
+    (tmp_path / STATE_FILE).write_text(json.dumps({"global_step": 3}))
     return tmp_path
 
 
@@ -118,6 +123,9 @@ def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(checkpoint:
     [
         ({"batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(batch_size 8 x accumulation_steps 1 x 2"),
         ({"parallel": "zero3"}, {}, "a checkpoint of fsdp, but parallel is zero3: pass --parallel fsdp"),
+        ({"technique": "lora"}, {}, "a checkpoint of full, but technique is lora: pass --technique full"),
+        ({"max_steps": 3}, {}, "a checkpoint after step 3, and this run has 3: nothing is left to train; raise --epochs"),
+        ({"train_rows": 32, "epochs": 3}, {}, "a checkpoint after step 3, and this run has 3"),
         ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --par"),
         ({"parallel": "zero3", "devices": 4, "batch_size": 8}, {"parallel": "zero3"},
          "a checkpoint of 2 ranks, but there are 4, and DeepSpeed's parts fit no other number: pass --devices 2"),
@@ -138,7 +146,10 @@ def test_no_checkpoint_and_one_in_the_way_are_refused(tmp_path: Path) -> None:
     run = replace(FSDP, results_root=str(tmp_path), run_name="same")
     own = tmp_path / "results" / "same" / "checkpoints" / "checkpoint-3"
     own.mkdir(parents=True)
-    (own / ABOUT_FILE).write_text(json.dumps({"parallel": "fsdp", "ranks": 2, "rows_per_step": 32}))
+    (own / STATE_FILE).write_text(json.dumps({"global_step": 3}))
+    (own / ABOUT_FILE).write_text(
+        json.dumps({"technique": "full", "parallel": "fsdp", "ranks": 2, "rows_per_step": 32})
+    )
     with pytest.raises(BadInputError, match="in the results of a run called same"):
         check_checkpoint(replace(run, resume_from=str(own)))
     check_checkpoint(replace(run, resume_from=str(own), run_name="other"))
