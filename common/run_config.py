@@ -175,8 +175,8 @@ class RunConfig:
         """Refuse what contradicts the way to share the work."""
         if self.parallel == "single" and self.devices != 1:
             raise BadInputError(
-                f"devices is {self.devices}, but parallel is single: pass --devices 1, or --parallel ddp where the folder "
-                "takes it (2.3, 2.6), or go to 2.2 (LoRA with DDP) or 2.6 (full, with sharding or DDP)."
+                f"devices is {self.devices}, but parallel is single: pass --devices 1, or --parallel ddp where the "
+                "folder takes it (2.3, 2.6), or go to 2.2 (LoRA with DDP) or 2.6 (full, with sharding or DDP)."
             )
         if self.parallel in ("ddp", "pp", "fsdp") and self.gradient_checkpointing == "reentrant":
             reason = {
@@ -244,8 +244,8 @@ class RunConfig:
             )
         if self.precision == "bf16-mixed" and self.parallel != "fsdp":
             raise BadInputError(
-                f"precision is bf16-mixed, but parallel is {self.parallel}, and DeepSpeed's bf16 keeps an fp32 copy of the "
-                "weights already: pass --precision bf16."
+                f"precision is bf16-mixed, but parallel is {self.parallel}, and DeepSpeed's bf16 keeps an fp32 copy of "
+                "the weights already: pass --precision bf16."
             )
         if self.precision == "fp16-mixed":
             raise BadInputError(

@@ -124,7 +124,7 @@ def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(checkpoint:
         ({"batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(batch_size 8 x accumulation_steps 1 x 2"),
         ({"parallel": "zero3"}, {}, "a checkpoint of fsdp, but parallel is zero3: pass --parallel fsdp"),
         ({"technique": "lora"}, {}, "a checkpoint of full, but technique is lora: pass --technique full"),
-        ({"max_steps": 3}, {}, "a checkpoint after step 3, and this run has 3: nothing is left to train; raise --epochs"),
+        ({"max_steps": 3}, {}, "a checkpoint after step 3, and this run has 3: nothing is left to train; raise"),
         ({"train_rows": 32, "epochs": 3}, {}, "a checkpoint after step 3, and this run has 3"),
         ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --par"),
         ({"parallel": "zero3", "devices": 4, "batch_size": 8}, {"parallel": "zero3"},
