@@ -124,6 +124,14 @@ def test_a_pipeline_of_two_stages_passes_and_each_has_its_row(tmp_path: Path) ->
     assert output.splitlines()[-1].startswith("passed: ")
 
 
+def test_a_sharded_run_passes_and_each_rank_has_its_part(tmp_path: Path) -> None:
+    output = preflight_process(tmp_path, "2.6_full_finetuning_with_fsdp/run_0_cpu_x2")
+    assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
+    assert "gathered one at a time: 4 x LlamaDecoderLayer" in output
+    assert output.count("holds: weights 2.00 MiB") == 2  # of 4.00
+    assert output.splitlines()[-1].startswith("passed: ")
+
+
 @pytest.mark.slow
 def test_adapters_on_a_pipeline_pass_with_accumulation_and_checkpointing(tmp_path: Path) -> None:
     asked = ("--technique", "lora", "--gradient_checkpointing", "non-reentrant", "--schedule", "gpipe")
