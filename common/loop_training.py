@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
@@ -28,7 +29,7 @@ ABOUT_FILE = "checkpoint.json"
 """Who wrote a checkpoint: `technique` (`lora` stands for any adapters), `parallel`, `ranks`, `rows_per_step`."""
 
 
-class LoopTrainer(CountingTrainer):
+class LoopTrainer(CountingTrainer, ABC):
     """A trainer with the loop written out; what a step does to its micro-batches is the subclass's."""
 
     way: str
@@ -47,37 +48,37 @@ class LoopTrainer(CountingTrainer):
     def start_step_maker(self) -> None:
         """What must be ready before the first step, once optimizer and schedule are there."""
 
+    @abstractmethod
     def add_gradients(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
         """Forward and backward pass of one of this rank's batches of a step; its share of the step's loss.
 
         The step's loss is a mean over its `labelled` tokens on all ranks; `is_last`: no other batch follows.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def complete_gradients(self) -> None:
         """What follows the passes of a step: the gradients become those of the whole model, and are clipped."""
-        raise NotImplementedError
 
     def update(self) -> None:
         """The optimizer's step; the gradients go."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @abstractmethod
     def sum_over_ranks(self, value: torch.Tensor) -> float:
         """What all ranks together know of a loss."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss_sum_of(self, batch: Batch) -> torch.Tensor:
         """Sum of the losses of a validation batch's labelled tokens, as far as this rank knows it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def save_weights(self, folder: Path) -> None:
         """Keep weights and optimizer in a folder; called on every rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_weights(self, folder: Path) -> None:
         """Take back the weights (and, before the first step, the optimizer) that `save_weights` kept."""
-        raise NotImplementedError
 
     # -- the loop
 

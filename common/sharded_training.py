@@ -1,5 +1,6 @@
 """Training with FSDP2, and for comparison with DDP: each rank has its own rows, and its part of all that is held."""
 
+from abc import abstractmethod
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -109,13 +110,13 @@ class ShardedTrainer(LoopTrainer):
             optimizer_bytes(self.optimizer),
         )
 
+    @abstractmethod
     def check_held(self, held: Held) -> None:
         """Refuse what is not divided as asked.
 
         Raises:
             RuntimeError: with both sizes.
         """
-        raise NotImplementedError
 
     def complete_gradients(self) -> None:
         """In this run's second step, when the optimizer has its states, look at what this rank holds."""
@@ -142,9 +143,9 @@ class ShardedTrainer(LoopTrainer):
         ]
         return full_weights(named, self.rank.is_main, self.gather)
 
+    @abstractmethod
     def gather(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight made whole; called on every rank."""
-        raise NotImplementedError
 
     # -- checkpoints
 

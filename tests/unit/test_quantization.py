@@ -244,7 +244,6 @@ def version_of(name):
 importlib.util.find_spec, importlib.metadata.version = find_spec, version_of
 importlib.metadata.packages_distributions = lambda: {n: d for n, d in packages().items() if n not in REFUSED}
 sys.argv = sys.argv[1:]
-sys.path.insert(0, ".")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs a script as on a machine where three packages are not installed."""
