@@ -22,7 +22,7 @@ from common.hardware import GIB
 from common.run_config import BadInputError
 
 Technique = Literal["lora", "qlora", "full"]
-Parallel = Literal["single", "ddp", "mp", "pp", "fsdp", "zero1", "zero2", "zero3"]
+Parallel = Literal["single", "ddp", "mp", "pp", "tp", "fsdp", "zero1", "zero2", "zero3"]
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
 Quantization = Literal["nf4", "nf4-double", "int8"]
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
@@ -75,6 +75,8 @@ class BatchShape:
     """Positions at which some row has a token to be learnt: logits are computed for these."""
     padded: bool = False
     """Rows differ in length, so that attention needs a mask."""
+    classes: int = 0
+    """With classification: labels that a row may have; 0 = tokens are to be predicted."""
 
     @property
     def tokens(self) -> int:
@@ -194,7 +196,7 @@ class Job:
     @property
     def data_parallel_ranks(self) -> int:
         """Ranks that work on rows of their own."""
-        return 1 if self.parallel in ("single", "mp", "pp") else self.devices
+        return 1 if self.parallel in ("single", "mp", "pp", "tp") else self.devices
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches of which a stage, counted from 0, holds activations at once.

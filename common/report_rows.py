@@ -102,7 +102,7 @@ def devices_of(record: Record) -> str:
 
 def data_parallel_ranks(record: Record) -> int:
     """Ranks that worked on rows of their own; the stages of a model work on the same ones."""
-    return 1 if record["parallel"] in ("single", "mp", "pp") else len(record["world"])
+    return 1 if record["parallel"] in ("single", "mp", "pp", "tp") else len(record["world"])
 
 
 def peak_memory_gib(record: Record) -> str:
@@ -301,7 +301,7 @@ def published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
 
 
 def _published_batch(result: dict[str, Any]) -> str:
-    ranks = 1 if result["parallel"] in ("single", "mp", "pp") else result["devices"]
+    ranks = 1 if result["parallel"] in ("single", "mp", "pp", "tp") else result["devices"]
     return f"{result['batch_size']} x{ranks}"
 
 

@@ -13,6 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHARDED = ("fsdp", "zero1", "zero2", "zero3")
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 """Of Transformers' names, those whose states can be divided: PyTorch's own, which work element by element."""
+CLASSIFIED_WITH = ("single", "ddp", "pp", "tp")
 
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -38,11 +39,15 @@ class RunConfig:
         "What is trained: lora = low-rank adapters, base frozen; qlora = the same on a base in 4 bits; full = the "
         "model's own weights.",
     )
-    parallel: Literal["single", "ddp", "mp", "pp", "fsdp", "zero1", "zero2", "zero3"] = _setting(
+    parallel: Literal["single", "ddp", "mp", "pp", "tp", "fsdp", "zero1", "zero2", "zero3"] = _setting(
         "single",
         "How devices share the work: not at all; by rows (ddp); by layers one after the other (mp: one process), or "
-        "with micro-batches in flight (pp: one process per device); by rows, with what each rank holds divided, too "
-        "(fsdp: PyTorch's FSDP2; zero1, zero2, zero3: DeepSpeed's stages).",
+        "with micro-batches in flight (pp: one process per device); by columns and rows of each layer's matrices (tp); "
+        "by rows of data, with what each rank holds divided, too (fsdp: PyTorch's FSDP2; zero1, zero2, zero3: "
+        "DeepSpeed's stages).",
+    )
+    task: Literal["chat", "classification"] = _setting(
+        "chat", "What is learnt: to answer (rows of messages), or which of several labels a text has (classification)."
     )
     run_folder: str = _setting("", "Run folder, relative to the repository's root.")
 
@@ -85,9 +90,16 @@ class RunConfig:
     data: str = _setting(
         "assets/exhibits",
         "Rows of messages: a folder with train.jsonl, validation.jsonl and test.jsonl, one .jsonl file, "
-        "an fsspec URL of either, or the id of a dataset on the Hugging Face Hub.",
+        "an fsspec URL of either, or the id of a dataset on the Hugging Face Hub; with classification rows of texts "
+        "and labels, also as .csv.",
     )
+    text_column: str = _setting("text", "With classification: the column with the texts.")
+    label_column: str = _setting("label", "With classification: the column with the labels.")
     max_length: int = _setting(256, "Longest training row, in tokens; longer rows are cut.")
+    long_texts: Literal["cut", "refuse"] = _setting(
+        "cut",
+        "With classification: what happens to texts of more than max_length tokens; they are counted in any case.",
+    )
 
     batch_size: int = _setting(16, "Training rows per rank and step, before accumulation.")
     accumulation_steps: int = _setting(1, "Micro-batches per optimizer step and rank.")
@@ -122,6 +134,9 @@ class RunConfig:
     lora_dropout: float = _setting(0.1, "Dropout before the adapters (0 to 1).")
 
     report_share: float = _setting(0.05, "Log, validate and save each time this share of the steps is done (0 to 1).")
+    early_stop: int = _setting(
+        0, "Validations in a row without a better model after which training ends; 0 = it goes on."
+    )
     evaluation_batch_size: int = _setting(32, "Rows per rank in validation and generation.")
     max_new_tokens: int = _setting(48, "Longest generated answer, in tokens.")
     independent_judge: Literal["minilm", "none"] = _setting(
@@ -142,7 +157,7 @@ class RunConfig:
         self._check_types()
         at_least = {"devices": 1, "max_length": 2, "batch_size": 1, "accumulation_steps": 1, "epochs": 1,
                     "micro_batches": 1, "prefetch": 0, "stages": 0, "lora_rank": 1, "lora_alpha": 1,
-                    "evaluation_batch_size": 1, "max_new_tokens": 1, "weight_decay": 0, "max_grad_norm": 0,
+                    "evaluation_batch_size": 1, "max_new_tokens": 1, "early_stop": 0, "weight_decay": 0, "max_grad_norm": 0,
                     "seed": 0}  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
@@ -162,6 +177,7 @@ class RunConfig:
             raise BadInputError(f"learning_rate is {self.learning_rate}, but must be above 0 and finite, such as 1e-3.")
         self._check_parallel()
         self._check_sharding()
+        self._check_task()
         if self.technique != "full" and self.target_modules == "all":
             raise BadInputError("target_modules is all, but adapters stand beside linear layers: pass all-linear.")
         if self.device == "cpu" and self.attention == "flash":
@@ -264,6 +280,33 @@ class RunConfig:
                 "--gradient_checkpointing non-reentrant."
             )
 
+    def _check_task(self) -> None:
+        """Refuse what classification, or tensor parallel, is not done with."""
+        if self.parallel == "tp":
+            if self.devices < 2:
+                raise BadInputError("parallel is tp, but devices is 1, and nothing to divide: pass --devices 2.")
+            if self.task != "classification":
+                raise BadInputError("parallel is tp, which is done with encoders that classify alone (3.1).")
+            if self.optimizer not in SHARDED_OPTIMIZERS:
+                raise BadInputError(
+                    f"optimizer is {self.optimizer}, which parts of a matrix are not tested with: choose one of "
+                    f"{', '.join(SHARDED_OPTIMIZERS)}."
+                )
+            if self.precision not in ("fp32", "bf16-mixed") or self.gradient_checkpointing != "none":
+                raise BadInputError(
+                    f"parallel is tp, but precision is {self.precision} and gradient_checkpointing "
+                    f"{self.gradient_checkpointing}: pass --precision fp32 or bf16-mixed, --gradient_checkpointing none."
+                )
+        if self.task != "classification":
+            if self.long_texts != "cut":
+                raise BadInputError("long_texts is refuse, which is for classification (3.1): leave it out.")
+            return
+        if self.technique == "qlora" or self.parallel not in CLASSIFIED_WITH:
+            raise BadInputError(
+                f"task is classification, but technique is {self.technique} and parallel {self.parallel}: it is done "
+                f"with full or lora, and {', '.join(CLASSIFIED_WITH)} (3.1)."
+            )
+
     def _check_types(self) -> None:
         hints = get_type_hints(RunConfig)
         for setting in fields(self):
@@ -283,7 +326,7 @@ class RunConfig:
     @property
     def data_parallel_ranks(self) -> int:
         """Ranks that work on rows of their own."""
-        return 1 if self.parallel in ("single", "mp", "pp") else self.devices
+        return 1 if self.parallel in ("single", "mp", "pp", "tp") else self.devices
 
     @property
     def is_sharded(self) -> bool:
