@@ -11,8 +11,11 @@ from common.hardware import read_memory
 from common.launch import Rank
 from common.sharding import local_part
 
-VALIDATION_LOSS = "eval_answer_token_loss"
-"""The validation loss by its name in the Trainer's logs: mean over the answer tokens of all validation rows."""
+VALIDATION_LOSS = "eval_mean_loss"
+"""The validation loss by its name in the Trainer's logs: mean over the answer tokens (with classification: the labels)
+of all validation rows."""
+ACCURACY = "eval_accuracy"
+"""With classification: the share of the validation rows whose label was found."""
 
 
 @dataclass
@@ -152,7 +155,8 @@ class ProgressReport(TrainerCallback):
             return
         elapsed_s = time.perf_counter() - self.start_s
         left_s = elapsed_s / state.global_step * (state.max_steps - state.global_step)
+        accuracy = f", accuracy {logs[ACCURACY]:.3f}" if ACCURACY in logs else ""
         print(
             f"step {state.global_step}/{state.max_steps}: loss {self.training_loss:.4f}, "
-            f"validation loss {logs[VALIDATION_LOSS]:.4f}; {elapsed_s:.0f} s, about {left_s:.0f} s left"
+            f"validation loss {logs[VALIDATION_LOSS]:.4f}{accuracy}; {elapsed_s:.0f} s, about {left_s:.0f} s left"
         )

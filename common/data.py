@@ -1,4 +1,7 @@
-"""Rows of chat messages: read and checked, turned into tokens with labels on the answers only, collated, sampled."""
+"""Rows of chat messages: read and checked, turned into tokens with labels on the answers only, collated, sampled.
+
+Rows of labelled texts, which classification learns from, are read in common/labelled_data.py, and sampled here.
+"""
 
 import json
 import random
@@ -13,7 +16,7 @@ from urllib.parse import urlsplit
 import fsspec
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from common.memory_plan import BatchShape
 from common.run_config import REPOSITORY, BadInputError, RunConfig
@@ -27,10 +30,11 @@ HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 HOLD_OUT_SHARE, HOLD_OUT_SEED = 0.1, 0
 
 Row = dict[str, Any]
-"""One line of a data file: `id`, `messages`, and for questions with known facts `facts`."""
+"""One line of a data file: `id`, `messages`, and for questions with known facts `facts`; or `text` and `label`."""
 
-Tokens = dict[str, list[int]]
-"""`input_ids`, `attention_mask` and `labels` of one row, without padding."""
+Tokens = dict[str, Any]
+"""`input_ids`, `attention_mask` and `labels` of one row, without padding: lists of numbers; with classification
+`labels` is one number, that of the row's class."""
 
 
 @dataclass(frozen=True)
@@ -41,33 +45,67 @@ class Splits:
     validation: list[Row]
     test: list[Row]
 
+    def map(self, change: Callable[[list[Row]], list[Row]]) -> "Splits":
+        """Each split changed in the same way."""
+        return Splits(change(self.train), change(self.validation), change(self.test))
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """What the rows of a run are, and how they are read."""
+
+    about: str
+    """What a row has, for a sentence."""
+    suffixes: tuple[str, ...]
+    """Of the files that can be read."""
+    read: Callable[[str], list[Row]]
+    """The rows of one file."""
+    check: Callable[[object, str], Row]
+    """A row as it is, or refused; the second argument says where it stands."""
+
+
+def row_kind(run: RunConfig) -> RowKind:
+    """Messages, or with classification labelled texts."""
+    if run.task == "classification":
+        from common.labelled_data import labelled_texts  # here: it imports this module
+
+        return labelled_texts(run)
+    return RowKind("`messages`", (".jsonl", ".json"), read_messages, check_row)
+
 
 def load_splits(run: RunConfig) -> Splits:
     """Read and check the run's rows, from wherever they are.
 
-    A folder (or the URL of one) holds train.jsonl, validation.jsonl and test.jsonl. Of a single file, and of a Hub
-    dataset that lacks these splits, a tenth of the training rows each is held out for validation and test.
+    A folder (or the URL of one) holds train.jsonl, validation.jsonl and test.jsonl (or .csv with classification). Of a
+    single file, and of a Hub dataset that lacks these splits, a tenth of the training rows each is held out for
+    validation and test.
 
     Raises:
         BadInputError: a source, file or row is missing or malformed; names file and line.
     """
-    place = _local_place(run.data)
+    place, kind = _local_place(run.data), row_kind(run)
     if "://" in run.data:
-        splits = _read_files(run.data)
+        splits = _read_files(run.data, kind)
     elif place.exists():
-        splits = _read_files(str(place))
+        splits = _read_files(str(place), kind)
     elif HUB_ID.fullmatch(run.data):
-        splits = _read_hub_dataset(run.data)
+        splits = _read_hub_dataset(run.data, kind)
     else:
+        suffix = " or ".join(suffix for suffix in kind.suffixes if suffix != ".json")
         raise BadInputError(
-            f"The data {run.data} do not exist: pass --data with a folder that holds train.jsonl, validation.jsonl and "
-            "test.jsonl, with one .jsonl file, a URL, or the id of a dataset on the Hub."
+            f"The data {run.data} do not exist: pass --data with a folder that holds the {suffix} files train, "
+            f"validation and test, with one {suffix} file, a URL, or the id of a dataset on the Hub."
         )
-    return Splits(
+    splits = Splits(
         _first(splits.train, run.train_rows),
         _first(splits.validation, run.validation_rows),
         _first(splits.test, run.test_rows),
     )
+    if run.task == "classification":
+        from common.labelled_data import with_classes  # here: it imports this module
+
+        return with_classes(splits)
+    return splits
 
 
 def _local_place(source: str) -> Path:
@@ -79,14 +117,17 @@ def _first(rows: list[Row], count: int) -> list[Row]:
     return rows if count < 0 else rows[:count]
 
 
-def _read_files(source: str) -> Splits:
+def _read_files(source: str, kind: RowKind) -> Splits:
     """The three files of a folder, or one file divided; `source` is a path or a URL."""
-    if urlsplit(source).path.endswith((".jsonl", ".json")):  # a URL may go on with ?download=true
-        return hold_out({"train": read_messages(source)}, source)
-    return Splits(*(read_messages(f"{source.rstrip('/')}/{name}.jsonl") for name in SPLIT_NAMES))
+    if urlsplit(source).path.endswith(kind.suffixes):  # a URL may go on with ?download=true
+        return hold_out({"train": kind.read(source)}, source)
+    folder = source.rstrip("/")
+    there = (suffix for suffix in kind.suffixes if Path(f"{folder}/{SPLIT_NAMES[0]}{suffix}").exists())
+    suffix = next(there, kind.suffixes[0])  # a URL has the first
+    return Splits(*(kind.read(f"{folder}/{name}{suffix}") for name in SPLIT_NAMES))
 
 
-def _read_hub_dataset(name: str) -> Splits:
+def _read_hub_dataset(name: str, kind: RowKind) -> Splits:
     from datasets import load_dataset  # here: only runs on a Hub dataset need it, and it takes a second to import
 
     try:
@@ -97,7 +138,7 @@ def _read_hub_dataset(name: str) -> Splits:
             f"The data {name} are no folder or file here, nor to be had from the Hub ({reason}): mend --data."
         ) from None
     splits = {
-        split: [check_row(row, f"dataset {name}, {split} row {number}") for number, row in enumerate(rows)]
+        split: [kind.check(row, f"dataset {name}, {split} row {number}") for number, row in enumerate(rows)]
         for split, rows in found.items()
     }
     return hold_out(splits, f"The dataset {name}")
@@ -127,33 +168,51 @@ def read_messages(source: str | Path) -> list[Row]:
     Raises:
         BadInputError: the file is missing or empty, or a line is no row of messages that ends with an answer.
     """
-    try:
-        with fsspec.open(str(source), "rb") as file:
-            content = file.read()
-    except FileNotFoundError:
-        raise BadInputError(
-            f"The data file {source} does not exist: make it, one JSON object with `messages` per line."
-        ) from None
-    except ImportError as error:
-        raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
-    except Exception as error:  # each of fsspec's file systems has classes of its own
-        raise BadInputError(f"The data file {source} cannot be read ({error}): mend --data.") from None
-    try:
-        lines = content.decode("utf-8").split("\n")  # splitlines would also split at U+2028 within a text
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"{source} is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
-    rows = [_parse_row(line, f"{source}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    content = read_text(source, "one JSON object with `messages` per line")
+    lines = content.split("\n")  # splitlines would also split at U+2028 within a text
+    rows = [check_row(*parsed) for parsed in parse_lines(lines, source)]
     if not rows:
         raise BadInputError(f"The data file {source} is empty: give it at least one row of `messages`.")
     return rows
 
 
-def _parse_row(line: str, where: str) -> Row:
+def read_text(source: str | Path, holds: str) -> str:
+    """A file on this machine or behind any URL that fsspec reads; `holds` is what should stand in it.
+
+    Raises:
+        BadInputError: it is missing, cannot be read, or is not UTF-8.
+    """
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BadInputError(f"{where} is no JSON ({error.msg} at column {error.colno}): mend or remove it.") from None
-    return check_row(row, where)
+        with fsspec.open(str(source), "rb") as file:
+            content = file.read()
+    except FileNotFoundError:
+        raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
+    except ImportError as error:
+        raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
+    except Exception as error:  # each of fsspec's file systems has classes of its own
+        raise BadInputError(f"The data file {source} cannot be read ({error}): mend --data.") from None
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"{source} is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
+
+
+def parse_lines(lines: list[str], source: str | Path) -> Iterator[tuple[object, str]]:
+    """What each line of a JSONL file holds, and where it stands; empty lines are left out.
+
+    Raises:
+        BadInputError: a line is no JSON.
+    """
+    for number, line in enumerate(lines, 1):
+        where = f"{source}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line), where
+        except json.JSONDecodeError as error:
+            raise BadInputError(
+                f"{where} is no JSON ({error.msg} at column {error.colno}): mend or remove it."
+            ) from None
 
 
 def check_row(row: object, where: str) -> Row:
@@ -200,6 +259,11 @@ def answer_of(row: Row) -> str:
     return row["messages"][-1]["content"]
 
 
+def texts_of(row: Row) -> list[str]:
+    """What a row has to read."""
+    return [row["text"]] if "text" in row else [message["content"] for message in row["messages"]]
+
+
 def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Tokens:
     """One row as tokens, with labels on the assistant's answers and their end token only.
 
@@ -220,8 +284,21 @@ def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     return {"input_ids": ids[:max_length], "attention_mask": [1] * len(ids[:max_length]), "labels": labels[:max_length]}
 
 
+def tokens_of(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
+    """Every row as tokens, as the run's task has it.
+
+    Raises:
+        BadInputError: a row has nothing to learn from within `max_length`, or must not be cut.
+    """
+    if run.task == "classification":
+        from common.labelled_data import tokenize_texts  # here: it imports this module
+
+        return tokenize_texts(rows, tokenizer, run)
+    return tokenize_rows(rows, tokenizer, run.max_length)
+
+
 def tokenize_rows(rows: list[Row], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Tokens]:
-    """Every row as tokens.
+    """Every row of messages as tokens.
 
     Raises:
         BadInputError: a row has no token to learn from within `max_length`.
@@ -244,13 +321,36 @@ def longest_batch(rows: list[Tokens], batch_size: int) -> BatchShape:
     """The shape of the largest batch that can come up: the longest rows, padded on the right to the longest of them."""
     longest = sorted(rows, key=lambda row: -len(row["input_ids"]))[:batch_size]
     lengths = [len(row["input_ids"]) for row in longest]
+    padded = min(lengths) < max(lengths)
+    if isinstance(rows[0]["labels"], int):
+        classes = max(row["labels"] for row in rows) + 1
+        return BatchShape(len(longest), max(lengths), labelled=1, padded=padded, classes=classes)
     learnt = {place for row in longest for place, label in enumerate(row["labels"]) if place and label != IGNORED_LABEL}
-    return BatchShape(len(longest), max(lengths), len(learnt), padded=min(lengths) < max(lengths))
+    return BatchShape(len(longest), max(lengths), len(learnt), padded)
 
 
 def make_collator(tokenizer: PreTrainedTokenizerBase) -> Collate:
     """Pads a batch to its longest row, on the right; padding has no attention and no label."""
     return DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED_LABEL)
+
+
+def make_class_collator(tokenizer: PreTrainedTokenizerBase) -> Collate:
+    """The same where a row has one label."""
+    return DataCollatorWithPadding(tokenizer)
+
+
+def labels_in(row: Tokens) -> int:
+    """What is to be predicted in a row: tokens, or with classification the one label."""
+    if isinstance(row["labels"], int):
+        return int(row["labels"] != IGNORED_LABEL)
+    return sum(label != IGNORED_LABEL for label in row["labels"][1:])
+
+
+def without_labels(row: Tokens) -> Tokens:
+    """The row, computed like any other, that adds nothing to a loss."""
+    labels = row["labels"]
+    ignored = IGNORED_LABEL if isinstance(labels, int) else [IGNORED_LABEL] * len(labels)
+    return {**row, "labels": ignored, **({"row": NO_ROW} if "row" in row else {})}
 
 
 NO_ROW = -1
@@ -271,8 +371,7 @@ class TrainingRows(Dataset[Tokens]):
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Row `number`; for `NO_ROW` a row without labels: computed like any other, it adds nothing to the loss."""
         if number == NO_ROW:
-            tokens = self.rows[0]
-            return {**tokens, "labels": [IGNORED_LABEL] * len(tokens["labels"]), "row": NO_ROW}
+            return {**without_labels(self.rows[0]), "row": NO_ROW}
         return {**self.rows[number], "row": number}
 
 

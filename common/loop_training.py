@@ -18,8 +18,7 @@ from accelerate.utils import wait_for_everyone
 from peft import PeftModel
 from transformers import TrainerState
 
-from common.callbacks import VALIDATION_LOSS
-from common.data import IGNORED_LABEL, NO_ROW, Tokens
+from common.data import NO_ROW, Tokens, labels_in, without_labels
 from common.launch import Rank
 from common.training import CountingTrainer
 
@@ -65,12 +64,12 @@ class LoopTrainer(CountingTrainer, ABC):
         self.optimizer.zero_grad()
 
     @abstractmethod
-    def sum_over_ranks(self, value: torch.Tensor) -> float:
-        """What all ranks together know of a loss."""
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """What all ranks together know of a loss, or of several sums, on every rank."""
 
     @abstractmethod
-    def loss_sum_of(self, batch: Batch) -> torch.Tensor:
-        """Sum of the losses of a validation batch's labelled tokens, as far as this rank knows it."""
+    def sums_of(self, batch: Batch) -> torch.Tensor:
+        """The sums of a validation batch's results (`Objective.results`), as far as this rank knows them."""
 
     @abstractmethod
     def save_weights(self, folder: Path) -> None:
@@ -91,7 +90,7 @@ class LoopTrainer(CountingTrainer, ABC):
         for epoch in range(self.state.num_train_epochs):
             self.batches.set_epoch(epoch)
             for rows in self.batches.steps():
-                if self.state.global_step == self.state.max_steps:
+                if self.state.global_step == self.state.max_steps or self.control.should_training_stop:
                     break
                 step += 1
                 if step > self.state.global_step:
@@ -118,7 +117,7 @@ class LoopTrainer(CountingTrainer, ABC):
         """One optimizer step: every batch of it through the model, then the trained weights are updated."""
         self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
         batches = self.batches_of(rows)
-        labelled = sum(labelled_tokens_of_row(self.train_dataset[row]) for row in rows)
+        labelled = sum(labels_in(self.train_dataset[row]) for row in rows)
         for number, batch in enumerate(batches):
             self.work.count(batch["row"], batch)
             self.loss_sum += self.add_gradients(batch, labelled, is_last=number == len(batches) - 1)
@@ -136,20 +135,17 @@ class LoopTrainer(CountingTrainer, ABC):
 
     def _log_and_validate(self) -> None:
         if self.control.should_log:
-            loss = self.sum_over_ranks(self.loss_sum) / (self.state.global_step - self.logged_step)
+            loss = self.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
             self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
             self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
         if self.control.should_evaluate and self._determine_best_metric(self.evaluate(), trial=None):
             self._save_best()
 
     def evaluate(self, *_: object, **__: object) -> dict[str, float]:
-        """The validation loss: mean over the answer tokens of all rows."""
-        rows = list(self.eval_dataset)
-        loss_sum = torch.zeros((), device=self.rank.device)
-        for batch in self.validation_batches(rows):
-            loss_sum += self.loss_sum_of(batch)
-        labelled = sum(map(labelled_tokens_of_row, rows))
-        metrics = {VALIDATION_LOSS: self.sum_over_ranks(loss_sum) / labelled}
+        """The metrics of all validation rows, such as the mean loss."""
+        batches = self.validation_batches(list(self.eval_dataset))
+        sums = torch.stack([self.sums_of(batch) for batch in batches]).sum(0)
+        metrics = self.objective.metrics(self.sum_over_ranks(sums))
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -218,14 +214,3 @@ class LoopTrainer(CountingTrainer, ABC):
                 self.lr_scheduler.step()
         if self.rank.is_main:
             print(f"goes on after step {self.first_step} of {self.state.max_steps}, from {folder.name}")
-
-
-def labelled_tokens_of_row(row: Tokens) -> int:
-    """Tokens of a row that are to be predicted."""
-    return sum(label != IGNORED_LABEL for label in row["labels"][1:])
-
-
-def without_labels(row: Tokens) -> Tokens:
-    """The row, computed like any other, that adds nothing to a loss."""
-    empty = {**row, "labels": [IGNORED_LABEL] * len(row["labels"])}
-    return {**empty, "row": NO_ROW} if "row" in row else empty

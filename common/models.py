@@ -1,9 +1,14 @@
 """Base model and tokenizer, LoRA adapters, and the merged model: loaded, saved, reloaded and compared."""
 
 import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from accelerate import dispatch_model
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
@@ -11,15 +16,19 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from common.architectures import find_config
+from common.architectures import BERT_LIKE, find_config
+from common.labelled_data import label_names_of
+from common.minilm import MINILM, check_minilm, minilm_folder
 from common.quantization import prepare_quantized, quantization_config, random_model, weight_counts
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.sharding import whole_size
@@ -28,17 +37,22 @@ LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed"
 """Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit."""
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 """Our names and those of Transformers."""
+LOADING_LOGGER = "transformers.modeling_utils"
+"""It lists what a checkpoint lacks: of a classifier, the head, which `start_head` starts."""
 EMBEDDED_BASE = REPOSITORY / "assets" / "embedded_base"
 HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def check_model(model: str) -> str:
-    """What to load for the setting `model`: a folder's path, or the Hub id as it is. Reads no weights.
+    """What to load for the setting `model`: a folder's path, or the Hub id as it is; MiniLM's package is a folder, too.
 
     Raises:
         BadInputError: the folder lacks a part of a model, or the id is neither a folder nor to be had.
     """
+    if model == MINILM:
+        check_minilm(f"model is {MINILM}", "another --model")
+        return str(minilm_folder())
     for folder in (Path(model).expanduser(), REPOSITORY / model):
         if folder.is_dir():
             return str(_check_folder(folder, model))
@@ -99,17 +113,20 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a pad token; for random weights the embedded one.
 
     Raises:
-        BadInputError: it cannot be loaded, or has no chat template.
+        BadInputError: it cannot be loaded, or lacks a chat template that the task needs.
     """
+    if run.task == "classification":
+        check_classifier(run)
     if run.weights == "random":
-        shape_config(run.model)
+        if run.task == "chat":
+            shape_config(run.model)
         return AutoTokenizer.from_pretrained(EMBEDDED_BASE)
     source = check_model(run.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise _cannot_be_loaded("tokenizer", run.model, error) from error
-    if tokenizer.chat_template is None:
+    if run.task == "chat" and tokenizer.chat_template is None:
         raise BadInputError(f"The tokenizer of {run.model} has no chat template: use an instruction-tuned model.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -128,11 +145,14 @@ def load_base_model(
 ) -> PreTrainedModel:
     """The base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
-    With qlora the base's layers are in 4 bits, unless `quantized` is False; a `source` is taken as it is.
+    With qlora the base's layers are in 4 bits, unless `quantized` is False; a `source` is taken as it is. With
+    classification it has a head for the labels of the run's data, which starts at random where the base has none.
 
     Raises:
         BadInputError: it cannot be loaded.
     """
+    if run.task == "classification":
+        return _load_classifier(run, device_map, source)
     quantized = quantized and run.technique == "qlora" and source is None
     if run.weights == "random" and source is None:
         model = _random_model(run, device_map, quantized)
@@ -148,6 +168,99 @@ def load_base_model(
     except (OSError, SafetensorError) as error:
         raise _cannot_be_loaded("weights", run.model, error) from error
     return prepare_quantized(model.eval()) if quantized else model.eval()
+
+
+def _load_classifier(
+    run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None
+) -> PreTrainedModel:
+    if run.weights == "random" and source is None:
+        return _random_model(run, device_map, quantized=False)
+    named = {} if source else class_names(run)
+    try:
+        with silent(LOADING_LOGGER):
+            model, about = AutoModelForSequenceClassification.from_pretrained(
+                source or check_model(run.model),
+                dtype=weight_dtype(run),
+                attn_implementation=ATTENTION[run.attention],
+                device_map=device_map,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # a head for other labels is started anew
+                **named,
+            )
+    except (OSError, SafetensorError) as error:
+        raise _cannot_be_loaded("weights", run.model, error) from error
+    start_head(model, about, run.seed)
+    return model.eval()
+
+
+@contextmanager
+def silent(logger_name: str) -> Iterator[None]:
+    """No warnings of a library's logger: what it would say is expected, or said better by us."""
+    logger = logging.getLogger(logger_name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def class_names(run: RunConfig) -> dict[str, object]:
+    """The labels of the run's data, as a model's config has them."""
+    names = label_names_of(run)
+    return {
+        "num_labels": len(names),
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+
+
+def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> None:
+    """Give weights that a checkpoint lacks their start: the same on every rank, and with any number of ranks.
+
+    Normal with the config's `initializer_range`, biases zero, as the models' own start (Devlin et al. 2019). `loading`
+    is what `from_pretrained` says of itself.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted([*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])]):
+        weight = model.get_parameter(name)
+        start = torch.zeros(weight.shape)
+        if weight.ndim > 1:
+            start.normal_(0, model.config.initializer_range, generator=generator)
+        with torch.no_grad():
+            weight.copy_(start)
+
+
+def head_modules(model: PreTrainedModel) -> list[str]:
+    """What follows the layers of a classifier, by its name: trained in full beside adapters."""
+    return [name for name in ("pooler", "classifier") if any(part.endswith(name) for part, _ in model.named_modules())]
+
+
+def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class of a run's model: with classification the library's own classifier on the same layers."""
+    if run.task == "classification":
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    return getattr(transformers, config.architectures[0])
+
+
+def check_classifier(run: RunConfig) -> None:
+    """Refuse a model that is no encoder, and texts longer than it can read.
+
+    Raises:
+        BadInputError: with its kind, or with both lengths.
+    """
+    config = any_shape_config(run.model if run.model == MINILM or run.weights == "random" else check_model(run.model))
+    if config.model_type not in BERT_LIKE:
+        raise BadInputError(
+            f"{run.model} is of the kind {config.model_type}: classification is done with encoders, of the kinds "
+            f"{' and '.join(BERT_LIKE)}; pass --model {MINILM} or roberta-large."
+        )
+    longest = config.max_position_embeddings - (2 if config.model_type == "roberta" else 0)
+    if run.max_length > longest:
+        raise BadInputError(
+            f"max_length is {run.max_length}, but {run.model} reads {longest} tokens at most: pass --max_length "
+            f"{longest} or less; longer texts are cut."
+        )
 
 
 def shape_config(model: str) -> PretrainedConfig:
@@ -186,7 +299,11 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: b
     The weights are the same each time, so that adapters can be reloaded. The embedded tokenizer's ids stand below any
     real vocabulary, so that nothing has to be resized.
     """
-    tokenizer, config = AutoTokenizer.from_pretrained(EMBEDDED_BASE), shape_config(run.model)
+    classifies = run.task == "classification"
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_BASE)
+    config = any_shape_config(run.model) if classifies else shape_config(run.model)
+    if classifies:
+        config.update(class_names(run))
     config.pad_token_id, config.eos_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
     config.name_or_path = ""  # else PEFT looks for a whole model where the shape came from
     device = torch.device(device_map.get("", "cpu"))
@@ -194,7 +311,7 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: b
         return random_model(run, config, weight_dtype(run), ATTENTION[run.attention], device, quantized)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(run.seed)
-        model = AutoModelForCausalLM.from_config(
+        model = (AutoModelForSequenceClassification if classifies else AutoModelForCausalLM).from_config(
             config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention]
         )
     return model.eval() if "" in device_map else dispatch_model(model.eval(), device_map)
@@ -215,7 +332,8 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     """
     modules = run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(",")
     config = LoraConfig(
-        task_type="CAUSAL_LM" if model.can_generate() else None,
+        task_type="SEQ_CLS" if run.task == "classification" else "CAUSAL_LM" if model.can_generate() else None,
+        modules_to_save=head_modules(model) if run.task == "classification" else None,
         r=run.lora_rank,
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
@@ -275,18 +393,19 @@ def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     """Trainable parameters, and all that multiply: an input embedding that is not also the head only looks up."""
     trained = sum(whole_size(weight) for weight in model.parameters() if weight.requires_grad)
     multiplied = weight_counts(model)
-    lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return trained, multiplied if lookup is head else multiplied - whole_size(lookup)
+    lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    return trained, multiplied if head is not None and lookup is head.weight else multiplied - whole_size(lookup)
 
 
 @torch.no_grad()
 def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits of one collated batch, fp32, shape (rows, tokens, vocabulary), with dropout off."""
+    """Logits of one collated batch, fp32, dropout off: (rows, tokens, vocabulary), of a classifier (rows, classes)."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
     inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-    logits = model(**inputs, use_cache=False).logits.float()
+    caches = {} if batch["labels"].ndim == 1 else {"use_cache": False}
+    logits = model(**inputs, **caches).logits.float()
     model.train(was_training)
     return logits
 

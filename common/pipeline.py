@@ -23,7 +23,19 @@ from transformers import AutoConfig, PreTrainedModel
 from common.data import IGNORED_LABEL
 from common.device_maps import whole_model_on
 from common.launch import Rank
-from common.models import ATTENTION, add_lora, check_model, load_base_model, weight_dtype
+from common.models import (
+    ATTENTION,
+    LOADING_LOGGER,
+    add_lora,
+    check_model,
+    class_names,
+    load_base_model,
+    model_class,
+    silent,
+    start_head,
+    train_linear_layers,
+    weight_dtype,
+)
 from common.run_config import RunConfig
 from common.training import keeps_logits, with_head_on_answers
 
@@ -82,7 +94,8 @@ def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedMod
         cut(model, stage_map, rank.rank)
         return model
     source = check_model(run.model)
-    whole = _class_of(source)
+    named = class_names(run) if run.task == "classification" else {}
+    whole = model_class(run, AutoConfig.from_pretrained(source))
 
     class Stage(whole):
         _keys_to_ignore_on_load_unexpected = (r".*",)  # other stages' weights
@@ -91,17 +104,19 @@ def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedMod
             super().__init__(config)
             cut(self, stage_map, rank.rank)
 
-    model = Stage.from_pretrained(
-        source,
-        dtype=weight_dtype(run),
-        attn_implementation=ATTENTION[run.attention],
-        device_map=whole_model_on(rank.device),
-    )
+    with silent(LOADING_LOGGER) if named else nullcontext():
+        model, about = Stage.from_pretrained(
+            source,
+            dtype=weight_dtype(run),
+            attn_implementation=ATTENTION[run.attention],
+            device_map=whole_model_on(rank.device),
+            output_loading_info=True,
+            ignore_mismatched_sizes=bool(named),  # a head for other labels is started anew
+            **named,
+        )
+    if named:
+        start_head(model, about, run.seed)
     return model.eval()
-
-
-def _class_of(source: str) -> type[PreTrainedModel]:
-    return getattr(transformers, AutoConfig.from_pretrained(source).architectures[0])
 
 
 def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:
@@ -111,13 +126,26 @@ def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMa
     and taken out again.
     """
     with torch.device("meta"):
-        whole = getattr(transformers, model.config.architectures[0])(model.config)
+        whole = model_class(run, model.config)(model.config)
     for name in stage_map:
         if isinstance(model.get_submodule(name), PassThrough) and not name.endswith("lm_head"):
             model.set_submodule(name, whole.get_submodule(name))
     adapted = add_lora(model, run)
     cut(model, stage_map, stage)
     return adapted
+
+
+def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
+    """This rank's layers with the trained weights switched on; with LoRA adapters beside frozen ones.
+
+    Raises:
+        BadInputError: `target_modules` names no layer of this stage: every stage must have something to train.
+    """
+    stage = load_stage(run, stage_map, rank)
+    if run.technique == "lora":
+        return add_lora_to_stage(stage, run, stage_map, rank.rank)
+    train_linear_layers(stage, run.target_modules)
+    return stage
 
 
 class StageModule(torch.nn.Module):

@@ -15,10 +15,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from common.data import Tokens
+from common.data import IGNORED_LABEL, Tokens, without_labels
 from common.device_maps import whole_model_on
 from common.launch import Rank
-from common.loop_training import Batch, LoopTrainer, without_labels
+from common.loop_training import Batch, LoopTrainer
 from common.models import check_equal_logits, load_base_model, next_token_logits
 from common.pipeline import Pipeline
 from common.run_record import RunLog
@@ -43,14 +43,21 @@ class PipelineTrainer(LoopTrainer):
         """Every micro-batch through all stages; the loss is known to the last stage."""
         return self.pipeline.train_step(batch, labelled)
 
-    def loss_sum_of(self, batch: Batch) -> torch.Tensor:
+    def sums_of(self, batch: Batch) -> torch.Tensor:
         """Known to the last stage."""
-        return self.pipeline.validate(batch)
+        if self.pipeline.keeps_logits:  # of a large vocabulary, only where some row has a label
+            labelled = (batch["labels"][:, 1:] != IGNORED_LABEL).sum().float().to(self.rank.device)
+            return torch.stack([self.pipeline.validate(batch), labelled])
+        logits = self.pipeline.logits(batch)
+        labels = batch["labels"].to(self.rank.device)
+        if logits is None:
+            logits = torch.zeros(len(labels), self.pipeline.module.causal.config.num_labels, device=self.rank.device)
+        return self.objective.results(logits, labels).sum(0)
 
-    def sum_over_ranks(self, value: torch.Tensor) -> float:
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The last stage's `value`, on every rank."""
         dist.broadcast(value, src=self.rank.world_size - 1)
-        return value.item()
+        return value
 
     def save_weights(self, folder: Path) -> None:
         """The stages as parts of one model, and each stage's optimizer."""

@@ -1,19 +1,16 @@
 """Where a run's layers go, before its model loads: the device map, searched or brought along, and the plan of it."""
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
 import torch
-import transformers
 from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.architectures import Architecture, read_architecture
-from common.data import Row, longest_batch, tokenize_rows
+from common.data import Row, longest_batch, texts_of, tokens_of
 from common.device_maps import (
     balanced_shares,
     check_device_map,
@@ -24,7 +21,7 @@ from common.device_maps import (
 )
 from common.hardware import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.memory_plan import BatchShape, Job
-from common.models import any_shape_config, weight_dtype
+from common.models import any_shape_config, model_class, silent, weight_dtype
 from common.planner import Plan, job_of_run, make_plan, plan_run
 from common.run_config import BadInputError, RunConfig
 from common.run_record import PLAN_TOLERANCE, kept_records
@@ -147,7 +144,7 @@ def model_without_weights(run: RunConfig) -> PreTrainedModel:
     """The run's model on `meta`: names and shapes."""
     config = any_shape_config(run.model)
     with torch.device("meta"):
-        model = getattr(transformers, config.architectures[0])._from_config(config, dtype=weight_dtype(run))
+        model = model_class(run, config)._from_config(config, dtype=weight_dtype(run))
     model.tie_weights()
     return model
 
@@ -157,20 +154,9 @@ def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:
     model = model_without_weights(run)
     rooms = {number: int(gpu.memory_gib * GIB) for number, gpu in enumerate(gpus)}
     about = {"no_split_module_classes": list(model._no_split_modules), "dtype": model.dtype}
-    with _silent("accelerate"):  # it warns of GPUs that this machine may lack
+    with silent("accelerate"):  # it warns of GPUs that this machine may lack
         chosen = infer_auto_device_map(model, get_balanced_memory(model, rooms, **about), **about)
     return {name: int(device) for name, device in chosen.items()}
-
-
-@contextmanager
-def _silent(logger_name: str) -> Iterator[None]:
-    logger = logging.getLogger(logger_name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def check_placement_and_memory(run: RunConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -183,8 +169,9 @@ def check_placement_and_memory(run: RunConfig, rows: list[Row], tokenizer: PreTr
     """
     gpu = gpu_here() if run.device == "cuda" else None
     # tokens grow with characters, and tokenizing a few rows is enough
-    longest = sorted(rows, key=lambda row: -sum(len(message["content"]) for message in row["messages"]))
-    batch = longest_batch(tokenize_rows(longest[: 4 * run.batch_size], tokenizer, run.max_length), run.batch_size)
+    longest = sorted(rows, key=lambda row: -sum(map(len, texts_of(row))))
+    few = replace(run, long_texts="cut")  # those too long were refused before
+    batch = longest_batch(tokens_of(longest[: 4 * run.batch_size], tokenizer, few), run.batch_size)
     if run.parallel in ("mp", "pp"):
         plan = place_stages(run, batch, gpu).plan
     else:

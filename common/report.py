@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 
-from common import report_full, report_qlora, report_sharding
+from common import report_classification, report_full, report_qlora, report_sharding
 from common.report_rows import (
     KIND_NAMES,
     LORA,
@@ -46,6 +46,7 @@ from common.report_rows import (
     results_of_this_machine,
     score,
     table_of,
+    task_of,
     trained_on,
 )
 from common.run_config import REPOSITORY, BadInputError
@@ -264,6 +265,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     **report_full.TABLES,
     **report_sharding.TABLES,
     **report_qlora.TABLES,
+    **report_classification.TABLES,
 }
 
 
@@ -367,11 +369,14 @@ def main() -> None:
 
 def _run(options: argparse.Namespace) -> int:
     if options.results:
-        table = side_by_side(results_of_this_machine())
-        if table.empty:
+        found = results_of_this_machine()
+        table = side_by_side([record for record in found if task_of(record) == "chat"])
+        if not found:
             raise BadInputError("There is no result on this machine yet: `make demo` makes some.")
         text = table.to_markdown(tablefmt="simple", disable_numparse=True) + "\n\n" + LEGEND
         print(table.to_json(indent=2) if options.json else text)
+        if report_classification.by_setting(found) and not options.json:
+            print(f"\nText classification (3.1)\n\n{report_classification.results_text(found)}")
         return 0
     records = kept_records()
     if not options.check and not options.write:

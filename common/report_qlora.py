@@ -20,6 +20,7 @@ from common.report_rows import (
     clock,
     completed,
     devices_of,
+    mean_and_range,
     measured_quality,
     measured_speed,
     percent,
@@ -183,9 +184,9 @@ def best_good_ok(records: list[Record]) -> pd.DataFrame:
             "Seeds": ", ".join(map(str, SEEDS)),
             "Learning rate": f"{runs[0]['config']['learning_rate']:g}",
             "Trained weights": f"{runs[0]['trained_parameters']:,}",
-            "Validation loss": _mean_and_range([run["best_validation_loss"] for run in runs], "{:.4f}"),
-            "Facts said (higher is better)": _mean_and_range(facts, "{:.1%}"),
-            "By MiniLM (lower is better)": _mean_and_range(minilm, "{:.4f}"),
+            "Validation loss": mean_and_range([run["best_validation_loss"] for run in runs], "{:.4f}"),
+            "Facts said (higher is better)": mean_and_range(facts, "{:.1%}"),
+            "By MiniLM (lower is better)": mean_and_range(minilm, "{:.4f}"),
             "Training time": " / ".join(clock(run["train_time_s"]) for run in runs),
             "Training's peak, planned / measured (GiB)": planned_memory(runs[0]),
             "Figures": "measured",
@@ -200,11 +201,6 @@ def _is_recipe(record: Record) -> bool:
     literal, config = _run_of(record["run_folder"]).to_dict(), record["config"]
     free = {"seed", "run_name", "results_root", "run_folder"}
     return all(config[name] == value for name, value in literal.items() if name in config and name not in free)
-
-
-def _mean_and_range(values: list[float], form: str) -> str:
-    mean, low, high = (form.format(value) for value in (sum(values) / len(values), min(values), max(values)))
-    return f"{mean} ({low} to {high})"
 
 
 TABLES = {

@@ -25,6 +25,7 @@ LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
 QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
 FULL, FULL_MP, FULL_PP = ("full", "single"), ("full", "mp"), ("full", "pp")
 FULL_DDP = ("full", "ddp")
+FULL_TP, LORA_TP = ("full", "tp"), ("lora", "tp")
 FULL_FSDP, LORA_FSDP = ("full", "fsdp"), ("lora", "fsdp")
 FULL_ZERO = tuple(("full", zero) for zero in ("zero1", "zero2", "zero3"))
 LORA_ZERO = tuple(("lora", zero) for zero in ("zero1", "zero2", "zero3"))
@@ -32,6 +33,7 @@ KIND_NAMES: dict[Kind, str] = {
     LORA: "LoRA",
     LORA_DDP: "LoRA with DDP",
     LORA_PP: "LoRA with PP",
+    LORA_TP: "LoRA with TP",
     LORA_FSDP: "LoRA with FSDP",
     **{kind: f"LoRA with ZeRO-{kind[1][-1]}" for kind in LORA_ZERO},
     QLORA: "QLoRA",
@@ -40,6 +42,7 @@ KIND_NAMES: dict[Kind, str] = {
     FULL: "Full fine-tuning",
     FULL_MP: "Full fine-tuning with MP",
     FULL_PP: "Full fine-tuning with PP",
+    FULL_TP: "Full fine-tuning with TP",
     FULL_DDP: "Full fine-tuning with DDP",
     FULL_FSDP: "Full fine-tuning with FSDP",
     **{kind: f"Full fine-tuning with ZeRO-{kind[1][-1]}" for kind in FULL_ZERO},
@@ -151,15 +154,30 @@ def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record 
 
     found = [
         candidate
-        for candidate in completed(records, LORA, FULL)
+        for candidate in completed(records, LORA, FULL, task=task_of(record))
         if workload(candidate) == workload(record) and rows(candidate) == rows(record)
     ]
     return min(found, key=lambda candidate: candidate["launcher"] != "python", default=None)
 
 
-def completed(records: Iterable[Record], *kinds: Kind) -> list[Record]:
-    """The completed runs among `records`, of the given kinds."""
-    return [record for record in records if record["status"] == "completed" and kind_of(record) in kinds]
+def completed(records: Iterable[Record], *kinds: Kind, task: str = "chat") -> list[Record]:
+    """The completed runs among `records`, of the given kinds and task."""
+    return [
+        record
+        for record in records
+        if record["status"] == "completed" and kind_of(record) in kinds and task_of(record) == task
+    ]
+
+
+def task_of(record: Record) -> str:
+    """What a run learnt; older records know one task only."""
+    return record["config"].get("task", "chat")
+
+
+def mean_and_range(values: list[float], form: str) -> str:
+    """`0.92 (0.90 to 0.93)`: the mean, and the lowest and highest."""
+    mean, low, high = (form.format(value) for value in (sum(values) / len(values), min(values), max(values)))
+    return f"{mean} ({low} to {high})"
 
 
 def score(value: float | None) -> str:
@@ -339,7 +357,7 @@ def table_of(records: list[Record], kinds: Iterable[Kind], measured: list[Row], 
     waiting = [
         not_run(folder, run)
         for folder, run in run_folders().items()
-        if (run.technique, run.parallel) in kinds and run.run_folder not in done
+        if run.task == "chat" and (run.technique, run.parallel) in kinds and run.run_folder not in done
     ]
     columns = list((measured + published + waiting)[0])
     return pd.DataFrame(measured + waiting + published, columns=columns).fillna(NOT_RUN)

@@ -157,8 +157,8 @@ class RunConfig:
         self._check_types()
         at_least = {"devices": 1, "max_length": 2, "batch_size": 1, "accumulation_steps": 1, "epochs": 1,
                     "micro_batches": 1, "prefetch": 0, "stages": 0, "lora_rank": 1, "lora_alpha": 1,
-                    "evaluation_batch_size": 1, "max_new_tokens": 1, "early_stop": 0, "weight_decay": 0, "max_grad_norm": 0,
-                    "seed": 0}  # fmt: skip
+                    "evaluation_batch_size": 1, "max_new_tokens": 1, "early_stop": 0, "weight_decay": 0,
+                    "max_grad_norm": 0, "seed": 0}  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
             if value < low:
@@ -295,7 +295,8 @@ class RunConfig:
             if self.precision not in ("fp32", "bf16-mixed") or self.gradient_checkpointing != "none":
                 raise BadInputError(
                     f"parallel is tp, but precision is {self.precision} and gradient_checkpointing "
-                    f"{self.gradient_checkpointing}: pass --precision fp32 or bf16-mixed, --gradient_checkpointing none."
+                    f"{self.gradient_checkpointing}: pass --precision fp32 or bf16-mixed, and "
+                    "--gradient_checkpointing none."
                 )
         if self.task != "classification":
             if self.long_texts != "cut":

@@ -173,9 +173,11 @@ class RunLog:
             "torchrun": f"torchrun --nproc_per_node {self.rank.world_size}",
             "acclaunch": "accelerate launch --config_file my_accelerate_config.yaml",
         }.get(self.rank.launcher, "python")
-        literal = getattr(sys.modules["__main__"], "RUN", self.run).to_dict()
-        changed = {name: value for name, value in self._config().items() if value != literal[name]}
-        overrides = [word for name, value in changed.items() for word in (f"--{name}", str(value))]
+        main, run = sys.modules["__main__"], self.run
+        settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
+        literal = main.defaults_for(run.technique, run.parallel) if settings else getattr(main, "RUN", run)
+        changed = {name: value for name, value in self._config().items() if value != literal.to_dict()[name]}
+        overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
         return shlex.join([*started_by.split(), Path(sys.argv[0]).name, *overrides])
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
@@ -200,6 +202,9 @@ class RunLog:
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
     """What a run without a name is called; where one workflow shares the work in several ways, with its way."""
+    if run.task == "classification":
+        parts = f"-micro{run.micro_batches}" if run.parallel == "pp" else ""
+        return f"{launcher}-{run.technique}-{run.parallel}{parts}-seed{run.seed}"
     way = f"{run.parallel}-" if run.is_sharded else ""
     return f"{launcher}-{way}batch{run.batch_size}-seed{run.seed}"
 

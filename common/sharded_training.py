@@ -39,7 +39,7 @@ from common.sharding import (
     whole_size,
 )
 from common.traffic import TrafficReport
-from common.training import give_up, row_losses, with_head_on_answers
+from common.training import give_up, with_head_on_answers
 
 SHARDS = "shards"
 """Folder of a checkpoint with every rank's part, as torch.distributed.checkpoint writes it."""
@@ -67,9 +67,9 @@ class ShardedTrainer(LoopTrainer):
         return self.model(**inputs)
 
     @torch.no_grad()
-    def loss_sum_of(self, batch: Batch) -> torch.Tensor:
+    def sums_of(self, batch: Batch) -> torch.Tensor:
         """Of this rank's validation rows."""
-        return row_losses(self.logits(batch), batch["labels"].to(self.rank.device)).sum(0)[0]
+        return self.objective.results(self.logits(batch), batch["labels"].to(self.rank.device)).sum(0)
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -92,11 +92,11 @@ class ShardedTrainer(LoopTrainer):
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}
 
-    def sum_over_ranks(self, value: torch.Tensor) -> float:
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The ranks' losses are parts of one mean or sum."""
         total = value.detach().clone()
         dist.all_reduce(total)
-        return total.item()
+        return total
 
     # -- what each rank holds
 

@@ -1,4 +1,4 @@
-"""Sibling run folders of a technique: one source, copied; they differ in the `RunConfig` literal alone.
+"""Sibling run folders of a technique: one source, copied; they differ in the `RunConfig` literal (and `LORA`) alone.
 
     python -m common.siblings            copy each technique's first run folder to its siblings
     python -m common.siblings --check    exit 1 where a sibling is no copy
@@ -68,6 +68,15 @@ def find_literal(source: str) -> ast.Assign:
     raise BadInputError("A my_workflow_*.py has no literal `RUN = RunConfig(...)` at its top: write one.")
 
 
+def _literal_lines(source: str) -> tuple[int, int]:
+    """From which line to which a workflow's own literals go: `RUN`, and where it has one `LORA` right after it."""
+    statements, run = ast.parse(source).body, find_literal(source)
+    after = [node for node in statements if node.lineno > run.lineno][:1]
+    is_lora = after and isinstance(after[0], ast.Assign) and ast.unparse(after[0].targets[0]) == "LORA"
+    last = after[0] if is_lora else run
+    return run.lineno - 1, last.end_lineno
+
+
 def read_literal(workflow: Path) -> RunConfig:
     """The run that a workflow's literal describes, without importing the workflow."""
     call = find_literal(workflow.read_text(encoding="utf-8")).value
@@ -113,11 +122,10 @@ def accelerate_config(run: RunConfig) -> str:
 
 
 def _workflow_for(run: RunConfig, source: str, own: str) -> str:
-    """`source` with the literal of `own` and its number of processes."""
-    theirs, ours = find_literal(source), find_literal(own)
+    """`source` with the literals of `own` and its number of processes."""
+    (start, end), (own_start, own_end) = _literal_lines(source), _literal_lines(own)
     lines = source.splitlines(keepends=True)
-    literal = own.splitlines(keepends=True)[ours.lineno - 1 : ours.end_lineno]
-    text = "".join([*lines[: theirs.lineno - 1], *literal, *lines[theirs.end_lineno :]])
+    text = "".join([*lines[:start], *own.splitlines(keepends=True)[own_start:own_end], *lines[end:]])
     return re.sub(r"(--nproc_per_node) \d+", rf"\1 {run.devices}", text)
 
 

@@ -18,6 +18,7 @@ SENT_SHARE = {
     "reduce_scatter_tensor_coalesced_": 1,
     "reduce_": 1,
     "broadcast_": 1,
+    "all_reduce": 2,  # DTensor's
 }
 """Of a collective's largest tensor (the whole that is gathered, summed or scattered), how often a rank of a ring sends
 (n - 1) / n of it: an all-reduce is a reduce-scatter and an all-gather (nccl-tests, doc/PERFORMANCE.md)."""
@@ -35,7 +36,7 @@ class SentBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Count, then call."""
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.partition("::")[2]
             if name in SENT_SHARE:
                 before = self.bytes_by_collective.get(name, 0)

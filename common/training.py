@@ -15,7 +15,7 @@ from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import (
-    EvalPrediction,
+    EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -24,7 +24,8 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from common.callbacks import VALIDATION_LOSS, FirstStepReport, ProgressReport, UpdateReport, WorkDone
+from common.callbacks import ACCURACY, VALIDATION_LOSS, FirstStepReport, ProgressReport, UpdateReport, WorkDone
+from common.classification import CLASSES
 from common.data import (
     IGNORED_LABEL,
     EpochBatches,
@@ -38,6 +39,7 @@ from common.hardware import gpu_of_device, gpus
 from common.launch import BACKENDS, Rank
 from common.memory_plan import BatchShape
 from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
+from common.objectives import Objective
 from common.planner import Plan, plan_run, why
 from common.quantization import drop_quantized
 from common.run_config import BadInputError, RunConfig
@@ -51,10 +53,10 @@ class CountingTrainer(Trainer):
     micro-batches), so that one device and several compute the same step.
     """
 
-    def __init__(self, *, batches: EpochBatches, work: WorkDone, **kwargs: Any) -> None:
+    def __init__(self, *, batches: EpochBatches, work: WorkDone, objective: Objective, **kwargs: Any) -> None:
         """`batches` draws this rank's rows, `work` counts them; the rest goes to the Trainer."""
-        super().__init__(**kwargs)
-        self.batches, self.work = batches, work
+        super().__init__(compute_loss_func=objective.loss, **kwargs)
+        self.batches, self.work, self.objective = batches, work, objective
         self.updates = UpdateReport()
         self.add_callback(self.updates)
         self.keeps_logits = keeps_logits(self.model)
@@ -115,7 +117,7 @@ def with_head_on_answers(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "labels": targets, "shift_labels": targets, "logits_to_keep": positions}
 
 
-def row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def answer_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of the losses, and number, of each row's answer tokens, shape (rows, 2).
 
     `logits` has shape (rows, tokens, vocabulary), `labels` (rows, tokens).
@@ -125,13 +127,17 @@ def row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.stack([losses.sum(1), (targets != IGNORED_LABEL).sum(1)], dim=1)
 
 
-def mean_answer_token_loss(prediction: EvalPrediction) -> dict[str, float]:
+def answer_metrics(sums: torch.Tensor) -> dict[str, float]:
     """The validation loss: mean over the answer tokens of all rows, so the same at any batch and world size.
 
     (The Trainer's own `eval_loss` is a mean of batch means: 0.4 % more on two ranks than on one, for the same model.)
     """
-    loss_sum, token_count = prediction.predictions.sum(0)
+    loss_sum, token_count = sums
     return {VALIDATION_LOSS: float(loss_sum / token_count)}
+
+
+ANSWERS = Objective(make_collator, answer_results, answer_metrics, VALIDATION_LOSS, higher_is_better=False)
+OBJECTIVES = {"chat": ANSWERS, "classification": CLASSES}
 
 
 def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
@@ -168,8 +174,8 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         save_steps=run.report_share,
         save_total_limit=1,
         load_best_model_at_end=True,
-        metric_for_best_model=VALIDATION_LOSS,
-        greater_is_better=False,
+        metric_for_best_model=OBJECTIVES[run.task].best_metric,
+        greater_is_better=OBJECTIVES[run.task].higher_is_better,
         logging_nan_inf_filter=False,  # a NaN loss is to be seen, not averaged away
         remove_unused_columns=False,
         report_to=run.report_to.split(","),
@@ -197,8 +203,12 @@ def make_trainer(
     arguments = training_arguments(run, log.folder / "checkpoints")
     arguments.run_name = log.run_name
     ranks = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
+    callbacks: list[TrainerCallback] = [ProgressReport(rank)]
+    if run.early_stop:
+        callbacks.append(EarlyStoppingCallback(run.early_stop))
+    objective = OBJECTIVES[run.task]
     trainer = trainer_of_rows(
-        model, tokenizer, train, validation, arguments, ranks, [ProgressReport(rank)], trainer_class
+        model, tokenizer, train, validation, arguments, ranks, callbacks, trainer_class, objective
     )
     trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
     check_precision(trainer, run)
@@ -247,8 +257,9 @@ def trainer_of_rows(
     rank: Rank,
     callbacks: list[TrainerCallback],
     trainer_class: Callable[..., CountingTrainer] = CountingTrainer,
+    objective: Objective = ANSWERS,
 ) -> CountingTrainer:
-    """The trainer of this rank: rows drawn once per epoch, losses over the answer tokens only.
+    """The trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only.
 
     `rank` is the one among those with rows of their own.
     """
@@ -258,9 +269,10 @@ def trainer_of_rows(
         args=arguments,
         train_dataset=TrainingRows(train),
         eval_dataset=validation,
-        data_collator=make_collator(tokenizer),
-        preprocess_logits_for_metrics=row_losses,
-        compute_metrics=mean_answer_token_loss,
+        data_collator=objective.collator(tokenizer),
+        preprocess_logits_for_metrics=objective.results,
+        compute_metrics=lambda prediction: objective.metrics(prediction.predictions.sum(0)),
+        objective=objective,
         batches=EpochBatches(
             lengths,
             arguments.per_device_train_batch_size,
@@ -362,9 +374,16 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
         "mfu": model_flops_utilization(tokens_per_s * flops["flops_per_token"] / run.devices, run),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
-        "best_validation_loss": trainer.state.best_metric,
+        "best_validation_loss": min(entry[VALIDATION_LOSS] for entry in history if VALIDATION_LOSS in entry),
+        **accuracy_figures(history),
         "checkpoints": {"best": Path(trainer.state.best_model_checkpoint).name},
     }
+
+
+def accuracy_figures(history: list[dict[str, float]]) -> dict[str, object]:
+    """With classification: the validation accuracy by step, and the best one, whose checkpoint is the model."""
+    found = [[entry["step"], entry[ACCURACY]] for entry in history if ACCURACY in entry]
+    return {"validation_accuracies": found, "best_accuracy": max(value for _, value in found)} if found else {}
 
 
 def training_flops(trained_parameters: int, frozen_parameters: int) -> dict[str, object]:

@@ -4,23 +4,14 @@ import pandas as pd
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from common.models import train_linear_layers
-from common.pipeline import add_lora_to_stage, load_stage
+from common import pipeline
 from common.placement import Placement
 from common.run_record import RunLog
 
 
 def trained_stage(log: RunLog, placement: Placement) -> PreTrainedModel | PeftModel:
-    """This rank's layers with the trained weights switched on; with `--technique lora` adapters beside frozen ones.
-
-    Raises:
-        BadInputError: `target_modules` names no layer of this stage: every stage must have something to train.
-    """
-    stage = load_stage(log.run, placement.stage_map, log.rank)
-    if log.run.technique == "lora":
-        return add_lora_to_stage(stage, log.run, placement.stage_map, log.rank.rank)
-    train_linear_layers(stage, log.run.target_modules)
-    return stage
+    """This rank's layers with the trained weights switched on; with `--technique lora` adapters beside frozen ones."""
+    return pipeline.trained_stage(log.run, placement.stage_map, log.rank)
 
 
 def stage_table(placement: Placement) -> pd.DataFrame:

@@ -12,22 +12,22 @@ from pathlib import Path
 
 from common.launch import end_rank
 from common.run_config import parse_overrides
+from common.settings import run_of_arguments
 
 
 def run(folder: str, name: str, port: int, overrides: list[str], results_root: str) -> None:
     """One workflow; its measurements of the pipeline are cut short."""
     module = importlib.import_module(next(Path(folder).glob("my_workflow_*.py")).stem)
-    if hasattr(module, "measure_pipeline"):
-        module.measure_pipeline = partial(
-            importlib.import_module("common.pipeline_measure").measure_pipeline, steps=1, rounds=1
-        )
     # each run is a world of its own: torchrun's store has the addresses of the one before
     os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["MASTER_PORT"] = "False", str(port)
-    module.workflow(parse_overrides(module.RUN, [*overrides, "--results_root", results_root, "--run_name", name]))
+    read = partial(run_of_arguments, module) if hasattr(module, "SETTINGS") else partial(parse_overrides, module.RUN)
+    module.workflow(read([*overrides, "--results_root", results_root, "--run_name", name]))
     end_rank()
 
 
 if __name__ == "__main__":
+    measure = importlib.import_module("common.pipeline_measure")  # before any workflow takes it from there
+    measure.measure_pipeline = partial(measure.measure_pipeline, steps=1, rounds=1)
     jobs = Path(sys.argv[1])
     for job in json.loads(jobs.read_text()):
         run(**job, results_root=str(jobs.parent))

@@ -55,7 +55,7 @@ def test_the_independent_judge_is_the_published_one_under_a_free_licence(run_con
 
 
 def test_a_judge_with_other_weights_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.evaluation.MINILM_SHA256", "0" * 64)
+    monkeypatch.setattr("common.minilm.SHA256", "0" * 64)
     with pytest.raises(BadInputError, match="SHA-256 53aa51172d14"):
         independent_judges(run_config, "cpu")
 

@@ -99,7 +99,7 @@ def test_unknown_names_are_refused_with_those_that_are_known(
 
 
 def test_a_judge_that_is_not_installed_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.evaluation.MINILM_PACKAGE", "no_such_package")
+    monkeypatch.setattr("common.minilm.PACKAGE", "no_such_package")
     with pytest.raises(BadInputError, match=r"pip install -e '\.\[judge\]'"):
         check_inputs(run_config)
     check_inputs(replace(run_config, independent_judge="none"))

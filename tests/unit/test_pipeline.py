@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.data import IGNORED_LABEL, NO_ROW, EpochBatches
+from common.data import IGNORED_LABEL, NO_ROW, EpochBatches, labels_in
 from common.launch import torchrun_command
-from common.loop_training import labelled_tokens_of_row
 from common.pipeline import PassClock, PassThrough, cut
 from common.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
 from common.pipeline_training import PipelineTrainer
@@ -219,7 +218,7 @@ def test_a_batch_is_filled_up_with_rows_without_labels(rows: int, expected: int)
     assert len(batch["labels"]) == expected
     assert batch["row"].tolist() == [*range(rows), *[NO_ROW] * (expected - rows)]
     assert int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) == sum(2 + number for number in range(rows))
-    assert int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) == sum(map(labelled_tokens_of_row, given))
+    assert int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) == sum(map(labels_in, given))
     assert (batch["labels"][rows:] == IGNORED_LABEL).all()
     assert given[-1]["labels"][-1] == 7  # the row that was copied kept its labels
 

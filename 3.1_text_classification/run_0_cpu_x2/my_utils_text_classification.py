@@ -1,0 +1,112 @@
+"""What only this folder needs: its settings, and for each way to share the work its model, trainer and saving."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from common.tensor_parallel import split_by_plan
+from peft import PeftModel
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.ceiling import measure_machine_ceiling
+from common.data import Splits, longest_batch, tokens_of
+from common.device_maps import whole_model_on
+from common.models import add_lora, load_base_model, train_linear_layers
+from common.pipeline import Pipeline, StageModule, trained_stage
+from common.pipeline_measure import measure_pipeline
+from common.pipeline_training import PipelineTrainer, save_parts_and_reload
+from common.placement import place_stages
+from common.run_config import RunConfig
+from common.run_record import RunLog
+from common.sharded_training import save_whole_and_reload
+from common.tensor_training import TensorParallelTrainer
+from common.training import CountingTrainer, make_trainer, merge_and_reload, save_and_reload
+
+SETTINGS = [
+    ["--technique", technique, "--parallel", *way]
+    for technique in ("full", "lora")
+    for way in (["single"], ["ddp"], ["pp", "--micro_batches", "1", "--schedule", "gpipe"], ["pp"], ["tp"])
+]
+"""Of the table: one micro-batch is naive model parallel, as one stage works at a time."""
+MICRO_BATCHES = 8
+"""With PP, unless `--micro_batches` says another number."""
+Trained = tuple[PreTrainedModel | PeftModel, Callable[..., CountingTrainer], object]
+"""The model, what makes its trainer, and the plan where layers were placed by one."""
+
+
+def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel: str) -> RunConfig:
+    """The folder's `run`, which is full fine-tuning with DDP, in another setting: every step has the same rows."""
+    changes: dict[str, object] = {"technique": technique, "parallel": parallel}
+    if technique == "lora":
+        changes |= lora
+    if parallel != "ddp":  # ranks have no rows of their own: one of them gets the whole batch
+        changes["batch_size"] = run.batch_size * run.devices
+    if parallel == "single":
+        changes["devices"] = 1
+    if parallel == "pp":
+        changes["micro_batches"] = MICRO_BATCHES
+    return replace(run, **changes)
+
+
+def start_trainer(log: RunLog, tokenizer: PreTrainedTokenizerBase, data: Splits) -> CountingTrainer:
+    """The trainer of this rank, for the run's way to share the work."""
+    train, validation = (tokens_of(rows, tokenizer, log.run) for rows in (data.train, data.validation))
+    prepare = {"pp": stage_to_train, "tp": split_model_to_train}.get(log.run.parallel, whole_model_to_train)
+    model, trainer_class, plan = prepare(log, train)
+    return make_trainer(model, tokenizer, train, validation, log, plan, trainer_class)
+
+
+def whole_model_to_train(log: RunLog, train: list[dict]) -> Trained:
+    """On one device, and with DDP on each: the encoder with its head, all of it trained or with adapters."""
+    model = load_base_model(log.run, whole_model_on(log.rank.device))
+    if log.run.technique == "lora":
+        return add_lora(model, log.run), CountingTrainer, None
+    train_linear_layers(model, log.run.target_modules)
+    return model, CountingTrainer, None
+
+
+def split_model_to_train(log: RunLog, train: list[dict]) -> Trained:
+    """The same, with this rank's columns and rows of each layer's matrices."""
+    model, _, _ = whole_model_to_train(log, train)
+    mesh = init_device_mesh(log.run.device, (log.rank.world_size,))
+    return split_by_plan(model, mesh), partial(TensorParallelTrainer, rank=log.rank), None
+
+
+def stage_to_train(log: RunLog, train: list[dict]) -> Trained:
+    """This rank's layers, placed so that no device is fuller than it must be; the head is with the last ones."""
+    run, rank = log.run, log.rank
+    placement = place_stages(run, longest_batch(train, run.batch_size), log.gpu())
+    module = StageModule(trained_stage(run, placement.stage_map, rank), run, rank)
+    trainer_class = partial(PipelineTrainer, pipeline=Pipeline(module, run, rank))
+    return module.model, trainer_class, placement.plan
+
+
+def measure_sharing(log: RunLog, trainer: CountingTrainer) -> dict[str, object]:
+    """For the record: the machine's ceiling with DDP; with PP and TP what stages and ranks did, held and sent.
+
+    Speed-ups are measured on CPU only, where one device has room for what the comparison needs.
+    """
+    figures: dict[str, object] = {}
+    on_cpu = log.run.device == "cpu"
+    if log.run.parallel == "ddp" and on_cpu:
+        figures["machine_ceiling"] = measure_machine_ceiling(trainer, log.rank)
+    if isinstance(trainer, PipelineTrainer):
+        figures |= trainer.stage_figures()
+        if on_cpu:
+            figures["pipeline"] = measure_pipeline(trainer, tell=print)
+    if isinstance(trainer, TensorParallelTrainer):
+        figures |= trainer.sharding_figures()
+    return figures
+
+
+def save_model(
+    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedModel, dict[str, float]]:
+    """One model that plain Transformers loads (with LoRA an adapter for PEFT, too), and how far its logits are off."""
+    if isinstance(trainer, PipelineTrainer):
+        return save_parts_and_reload(log, trainer, tokenizer)
+    if isinstance(trainer, TensorParallelTrainer):
+        return save_whole_and_reload(log, trainer, tokenizer)
+    save_whole = merge_and_reload if log.run.technique == "lora" else save_and_reload
+    return save_whole(log, trainer, tokenizer, whole_model_on(log.rank.device))

@@ -1,0 +1,130 @@
+"""Text classification: full fine-tuning or LoRA, on one device, with DDP, PP or TP, at the same global batch.
+
+From this folder:
+    python my_workflow_text_classification.py --all
+    python my_workflow_text_classification.py --technique lora --parallel ddp
+    python my_workflow_text_classification.py --technique full --parallel pp --micro_batches 1 --schedule gpipe
+    torchrun --standalone --nproc_per_node 2 my_workflow_text_classification.py --technique lora --parallel tp
+    accelerate launch --config_file my_accelerate_config.yaml my_workflow_text_classification.py
+
+`python` starts as many ranks as the setting has. A setting is this folder's run with (1) the technique's own recipe and
+(2) the rows of a step given to the devices as the way to share the work has it; the steps are the same for all.
+"""
+
+import sys
+from functools import partial
+
+from my_utils_text_classification import measure_sharing, save_model, setting_of, start_trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.classification import Classified, classify
+from common.data import Splits, load_splits
+from common.device_maps import whole_model_on
+from common.labelled_data import class_shares, count_long_texts, say_balance
+from common.launch import check_inputs, rank_started
+from common.models import load_base_model, load_tokenizer
+from common.run_config import RunConfig
+from common.run_record import Record, RunLog
+from common.settings import run_settings_from_command_line
+from common.training import CountingTrainer, check_training, training_figures
+
+RUN = RunConfig(
+    task="classification",
+    technique="full",
+    parallel="ddp",
+    run_folder="3.1_text_classification/run_0_cpu_x2",
+    devices=2,
+    model="all-minilm-l6-v2",
+    data="assets/visitor_messages",
+    target_modules="all",
+    max_length=128,
+    batch_size=16,
+    epochs=3,
+    learning_rate=2e-4,
+    warmup_share=0.1,
+    max_grad_norm=1.0,
+    report_share=0.1,
+    evaluation_batch_size=50,
+)
+LORA = {"target_modules": "query,value", "epochs": 6, "learning_rate": 2e-3, "lora_alpha": 16}  # (1)
+
+Tokenizer = PreTrainedTokenizerBase
+Figures = dict[str, object]
+defaults_for = partial(setting_of, RUN, LORA)
+
+
+def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
+    """Tokenizer and rows; how uneven the classes are, and how many texts are too long, is said."""
+    with log.phase("load data"):
+        tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
+        if log.rank.is_main:
+            print(say_balance(data))
+            long = count_long_texts(data.train, tokenizer, log.run)
+            print(
+                f"{long} of {len(data.train):,} training texts have more than {log.run.max_length} tokens, and are cut"
+            )
+        return tokenizer, data
+
+
+def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Classified:
+    """The labels that the base finds with a head at its random start: chance."""
+    with log.phase("baseline evaluation"):
+        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        return classify(base, tokenizer, data.test, log, "before")
+
+
+def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
+    """The model, whole or this rank's part of it (2), with what is to be trained, and its trainer."""
+    with log.phase("build trainer"):
+        return start_trainer(log, tokenizer, data)
+
+
+def train(log: RunLog, trainer: CountingTrainer) -> Figures:
+    """Train, take the checkpoint with the highest validation accuracy, check what every rank did, and sum it up."""
+    with log.phase("training"):
+        trainer.train()
+        world = check_training(trainer, log.rank)
+    return training_figures(trainer, world, log)
+
+
+def measure(log: RunLog, trainer: CountingTrainer) -> Figures:
+    """What sharing the work can bring on this machine, and where the rest goes."""
+    with log.phase("measure the sharing"):
+        return measure_sharing(log, trainer)
+
+
+def save(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save the model (with LoRA the adapter, too) and load it as any user would: equal logits, or the run fails."""
+    with log.phase("save and reload"):
+        return save_model(log, trainer, tokenizer)
+
+
+def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Classified:
+    """The labels that the tuned model finds in rows that had no part in training nor in choosing the checkpoint."""
+    with log.phase("final evaluation"):
+        return classify(tuned, tokenizer, data.test, log, "after")
+
+
+def record(log: RunLog, data: Splits, before: Classified, after: Classified, **figures: object) -> Record:
+    """The record of the run: what was asked, and all that was measured."""
+    quality = {"before": before.summary(), "after": after.summary()}
+    return log.complete(quality=quality, class_shares=class_shares(data.train), **figures)
+
+
+def workflow(run: RunConfig) -> Record:
+    """The whole run, on this rank."""
+    with rank_started(run) as rank:
+        check_inputs(run)
+        log = RunLog(run, rank)
+        tokenizer, data = load_data(log)
+        before = evaluate_before(log, tokenizer, data)
+        trainer = build_trainer(log, tokenizer, data)
+        trained = train(log, trainer)
+        measured = measure(log, trainer)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = evaluate_after(log, tuned, tokenizer, data)
+        return record(log, data, before, after, **trained, **measured, largest_logit_differences=differences)
+
+
+if __name__ == "__main__":
+    run_settings_from_command_line(sys.modules[__name__])

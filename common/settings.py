@@ -1,0 +1,93 @@
+"""A workflow with several settings: one of them with its ranks, or all of them one after the other, by command.
+
+Such a workflow has `RUN`, `SETTINGS` (the options of each, for all) and `defaults_for(technique, parallel)`, which
+gives a setting's run before further overrides.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+from common.data import Splits, load_splits
+from common.launch import exit_with, run_or_launch, stream_command
+from common.report import results_of_this_machine
+from common.report_classification import results_text
+from common.report_rows import clock
+from common.run_config import BadInputError, RunConfig, parse_overrides
+from common.run_record import default_run_name
+
+QUICK_SHARE = 10
+"""`--quick` takes the first of so many rows each."""
+
+
+def run_settings_from_command_line(workflow: ModuleType) -> None:
+    """Run what the command line says; a user's mistake ends in one sentence and exit code 2."""
+    options, overrides = _first_options(workflow.RUN).parse_known_args()
+    try:
+        if options.all:
+            sys.exit(run_all(workflow, options.quick, overrides))
+        run = run_of_arguments(workflow, sys.argv[1:])
+        run_or_launch(workflow.workflow, run, Path(workflow.__file__).name, sys.argv[1:])
+    except BadInputError as mistake:
+        exit_with(mistake)
+
+
+def run_of_arguments(workflow: ModuleType, arguments: Sequence[str]) -> RunConfig:
+    """The run that the arguments of a workflow with settings describe.
+
+    Raises:
+        BadInputError: a value is out of range.
+    """
+    options, overrides = _first_options(workflow.RUN).parse_known_args(arguments)
+    run = parse_overrides(workflow.defaults_for(options.technique, options.parallel), overrides)
+    return quick(run) if options.quick else run
+
+
+def _first_options(run: RunConfig) -> argparse.ArgumentParser:
+    """What decides about the other options' defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--technique", default=run.technique)
+    parser.add_argument("--parallel", default=run.parallel)
+    parser.add_argument("--all", action="store_true", help="every setting, one after the other, and their table")
+    parser.add_argument("--quick", action="store_true", help=f"one in {QUICK_SHARE} rows")
+    return parser
+
+
+def quick(run: RunConfig) -> RunConfig:
+    """The run with a tenth of its rows, each split's first ones."""
+    splits: Splits = load_splits(run)
+    counts = {name: max(1, len(getattr(splits, name)) // QUICK_SHARE) for name in ("train", "validation", "test")}
+    return replace(run, **{f"{name}_rows": count for name, count in counts.items()})
+
+
+def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> int:
+    """Every setting in a process of its own, then the table of all; the exit code.
+
+    A setting that fails does not keep the others from running.
+    """
+    script, failed, start_s = Path(workflow.__file__), [], time.perf_counter()
+    names = []
+    for number, setting in enumerate(workflow.SETTINGS, 1):
+        arguments = [*setting, *(["--quick"] if is_quick else []), *overrides]
+        names.append(name_of(run_of_arguments(workflow, arguments)))
+        so_far = f"{clock(time.perf_counter() - start_s)} so far"
+        print(f"\n== setting {number} of {len(workflow.SETTINGS)}: {names[-1]} ({so_far})", flush=True)
+        try:
+            stream_command([sys.executable, script.name, *arguments], cwd=script.parent)
+        except RuntimeError as failure:
+            print(f"{names[-1]}: {failure}")
+            failed.append(names[-1])
+    records = [record for record in results_of_this_machine() if record["run_name"] in names]
+    print(f"\n== all settings: {clock(time.perf_counter() - start_s)}\n\n{results_text(records)}")
+    if failed:
+        print(f"error: {len(failed)} of {len(names)} settings failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def name_of(run: RunConfig) -> str:
+    """The name of the results folder that a setting writes when it is started by this module."""
+    return run.run_name or default_run_name(run, "torchrun" if run.world_size > 1 else "python")
