@@ -23,12 +23,6 @@ from common.sharded_training import save_whole_and_reload
 from common.tensor_training import TensorParallelTrainer
 from common.training import CountingTrainer, make_trainer, merge_and_reload, save_and_reload
 
-SETTINGS = [
-    ["--technique", technique, "--parallel", *way]
-    for technique in ("full", "lora")
-    for way in (["single"], ["ddp"], ["pp", "--micro_batches", "1", "--schedule", "gpipe"], ["pp"], ["tp"])
-]
-"""Of the table: one micro-batch is naive model parallel, as one stage works at a time."""
 MICRO_BATCHES = 8
 """With PP, unless `--micro_batches` says another number."""
 Trained = tuple[PreTrainedModel | PeftModel, Callable[..., CountingTrainer], object]

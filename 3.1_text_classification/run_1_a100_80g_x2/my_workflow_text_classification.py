@@ -50,6 +50,12 @@ RUN = RunConfig(
     evaluation_batch_size=64,
 )
 LORA = {"target_modules": "query,value", "epochs": 15, "learning_rate": 3e-4, "lora_alpha": 16}  # (1)
+SETTINGS = [
+    ["--technique", technique, "--parallel", *way]
+    for technique in ("full", "lora")
+    for way in (["single"], ["ddp"], ["pp", "--micro_batches", "1", "--schedule", "gpipe"], ["pp"], ["tp"])
+]
+"""What `--all` runs: one micro-batch is naive model parallel, as one stage works at a time."""
 
 Tokenizer = PreTrainedTokenizerBase
 Figures = dict[str, object]
