@@ -6,7 +6,7 @@ Reads the file alone: no torch, no weights, no network.
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ POSITIVE_KEYS = {
     *("encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads"),
 }
 KNOWN_TYPES = (*LLAMA_LIKE, *BERT_LIKE, "bart")
+SPLIT_BY_COLUMNS = ("query", "key", "value", "intermediate.dense")
+"""With tensor parallel each rank has some of an encoder layer's outputs of these, and of the others some inputs."""
 
 
 class UnknownArchitectureError(BadInputError):
@@ -99,6 +101,8 @@ class Architecture:
     tied: bool
     """The head's matrix is that of the word embeddings."""
     dropout: float = 0.0
+    classes: int = 0
+    """Labels that the head tells apart, and its `vocab`; 0 = it predicts tokens."""
 
     @property
     def head_parameters(self) -> int:
@@ -191,6 +195,60 @@ def read_architecture(model: str) -> Architecture:
         raise BadInputError(
             f"{path.name} of {model} lacks the key {missing}: take the config.json as published."
         ) from None
+
+
+def as_classifier(architecture: Architecture, classes: int) -> Architecture:
+    """The same encoder with a head for one of `classes` labels per text: a dense layer, tanh, and the labels' matrix.
+
+    BERT calls the dense layer its pooler, RoBERTa a part of its classifier (`*ForSequenceClassification`).
+
+    Raises:
+        BadInputError: it is no encoder.
+    """
+    if architecture.model_type not in BERT_LIKE:
+        raise BadInputError(
+            f"{architecture.name} is of kind {architecture.model_type}, but classifiers are planned for encoders "
+            "(BERT, RoBERTa) alone: pass --model roberta-large or another of them."
+        )
+    final = architecture.hidden * (architecture.hidden + 1) + classes  # dense, and the labels' biases
+    return replace(architecture, vocab=classes, classes=classes, tied=False, final_parameters=final)
+
+
+def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
+    """What each of `ranks` ranks has with tensor parallel (Shoeybi et al. 2019, "Megatron-LM", section 3).
+
+    The layers' matrices are divided; embeddings, norms, head, and the biases of sums over ranks are whole.
+
+    Raises:
+        BadInputError: it is no encoder, or heads or the MLP's size cannot be divided evenly.
+    """
+    if architecture.model_type not in BERT_LIKE:
+        raise BadInputError(
+            "--parallel tp is planned for encoders (BERT, RoBERTa) alone: pass --parallel ddp, fsdp or pp."
+        )
+    for size, what in ((architecture.heads, "attention heads"), (architecture.intermediate, "columns in its MLP")):
+        if size % ranks:
+            raise BadInputError(
+                f"{architecture.name} has {size:,} {what}, which {ranks} ranks of tensor parallel cannot share evenly: "
+                "take a number of devices that divides them."
+            )
+    stacks = tuple(
+        replace(stack, linears=tuple(_slice_of_linear(linear, ranks) for linear in stack.linears))
+        for stack in architecture.stacks
+    )
+    return replace(
+        architecture,
+        intermediate=architecture.intermediate // ranks,
+        heads=architecture.heads // ranks,
+        kv_heads=architecture.kv_heads // ranks,
+        stacks=stacks,
+    )
+
+
+def _slice_of_linear(linear: Linear, ranks: int) -> Linear:
+    if linear.name in SPLIT_BY_COLUMNS:
+        return replace(linear, outputs=linear.outputs // ranks)
+    return replace(linear, inputs=linear.inputs // ranks)
 
 
 def _llama_like(name: str, config: dict[str, Any]) -> Architecture:

@@ -26,6 +26,8 @@ Ends = Literal["apart", "first", "last"]
 
 HEADS = {"bert": ("cls",), "roberta": ("lm_head",)}
 """What follows the layers in encoders for masked tokens; elsewhere it is `lm_head`."""
+CLASSIFIERS = {"bert": ("bert.pooler", "classifier"), "roberta": ("classifier",)}
+"""The same in encoders for labels."""
 KNOWN_HEADS = ("lm_head", "cls", "classifier")
 WEIGHTLESS_MODULES = ("rotary_emb", "dropout", "activation", "act_fn", "intermediate_act_fn", "transform_act_fn")
 """Modules that a device map may name though they have no weights."""
@@ -183,7 +185,7 @@ def device_map_of(
     """The device map that says `shares`, one for each of `devices`.
 
     `heads` names the modules after the layers and the final norm, such as `("bert.pooler", "classifier")`; None: those
-    that continue a text, or find a masked token.
+    that continue a text, find a masked token or, with an architecture made by `as_classifier`, a label.
 
     Raises:
         BadInputError: the model has an encoder and a decoder.
@@ -247,6 +249,8 @@ def _layer(architecture: Architecture, number: int) -> str:
 
 
 def _heads(architecture: Architecture) -> tuple[str, ...]:
+    if architecture.classes:
+        return CLASSIFIERS[architecture.model_type]
     return HEADS[architecture.model_type] if architecture.model_type in BERT_LIKE else ("lm_head",)
 
 

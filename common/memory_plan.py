@@ -9,7 +9,8 @@ grid).
 
 Letters in the formulas: B rows, S tokens of a row, T = B x S, P positions that have logits, H hidden size, I the MLP's
 size, Q and K sizes of queries and keys, V vocabulary, r LoRA rank; `a` bytes of the arithmetic's format, `x` bytes of
-the format that hidden states travel in between layers, `w` bytes of a weight.
+the format that hidden states travel in between layers, `w` bytes of a weight. With tensor parallel heads, I, Q and K
+are those of one rank.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from common.architectures import Architecture, Linear, Stack
+from common.architectures import Architecture, Linear, Stack, slice_of_rank
 from common.hardware import GIB
 from common.run_config import BadInputError
 
@@ -117,6 +118,8 @@ class Job:
     """Not the Trainer's step: no autocast, and the model's output is held while it is back-propagated."""
     offload: bool = False
     """Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory."""
+    cpu_operations: bool = False
+    """Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its scores."""
 
     def __post_init__(self) -> None:
         """Check what contradicts."""
@@ -145,7 +148,11 @@ class Job:
                 f"--technique qlora with --parallel {self.parallel}: DeepSpeed's ZeRO does not divide weights in 4 "
                 "bits: pass --parallel fsdp or ddp."
             )
-        if self.offload and self.parallel in ("mp", "pp"):
+        if self.technique == "qlora" and self.parallel == "tp":
+            raise BadInputError(
+                "--technique qlora with --parallel tp: matrices in 4 bits are not divided: pass --technique lora."
+            )
+        if self.offload and self.parallel in ("mp", "pp", "tp"):
             raise BadInputError(f"--offload with --parallel {self.parallel} is not planned: pass fsdp or zero3.")
 
     @property
@@ -301,8 +308,26 @@ def whole_model(architecture: Architecture) -> Share:
 
 
 def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceMemory:
-    """The memory of one device: its highest moment, without the GPU's own overhead."""
-    return _DeviceSums(architecture, job, share).highest()
+    """The memory of one device: its highest moment, without the GPU's own overhead.
+
+    Raises:
+        BadInputError: tensor parallel cannot divide the model.
+    """
+    return _DeviceSums(part_of_rank(architecture, job), job, share).highest()
+
+
+def part_of_rank(architecture: Architecture, job: Job) -> Architecture:
+    """What each rank has of every layer: all of it but with tensor parallel.
+
+    Raises:
+        BadInputError: tensor parallel cannot divide the model.
+    """
+    return slice_of_rank(architecture, job.devices) if job.parallel == "tp" else architecture
+
+
+def trains_head(architecture: Architecture, job: Job) -> bool:
+    """Whether what follows the layers is trained: a classifier's head is new, and so trained in any case."""
+    return job.trains_all or architecture.classes > 0
 
 
 def trained_parameters(architecture: Architecture, job: Job, share: Share | None = None) -> int:
@@ -310,9 +335,12 @@ def trained_parameters(architecture: Architecture, job: Job, share: Share | None
     share = share or whole_model(architecture)
     if job.trains_all:
         return _parameters(architecture, share)
-    return sum(
+    count = sum(
         layers * _trained_of_layer(stack, job) for stack, layers in zip(architecture.stacks, share.layers, strict=True)
     )
+    if share.has_head and trains_head(architecture, job):
+        count += architecture.head_parameters + architecture.final_parameters
+    return count
 
 
 def quantized_weights(architecture: Architecture) -> int:
@@ -350,6 +378,7 @@ class _DeviceSums:
         whole = job.batch
         self.batch = replace(whole, rows=whole.rows // job.micro_batches)
         self.trained = trained_parameters(architecture, job, share)
+        self.trains_head = trains_head(architecture, job)
         # autocast computes layer norms in fp32, and so the hidden states of models that end their layers with one
         self.hidden_bytes = job.hidden_bytes if architecture.is_llama_like else 4
         self.parameters = _parameters(architecture, share)
@@ -437,9 +466,8 @@ class _DeviceSums:
         else:
             terms = [*self._frozen_weights(n, shared)]
             each = job.trained_bytes
-            terms.append(
-                Term("weights", "adapters", f"{self.trained:,} x {each} bytes{shared}", self.trained * each / n)
-            )
+            what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
+            terms.append(Term("weights", what, f"{self.trained:,} x {each} bytes{shared}", self.trained * each / n))
         return terms
 
     def _frozen_weights(self, n: int, shared: str) -> Iterable[Term]:
@@ -518,6 +546,9 @@ class _DeviceSums:
             size = neighbours * job.batch.tokens * self.architecture.hidden * self.hidden_bytes
             return [Term("buffers", "hidden states and gradients to receive", f"{neighbours} T H x, all parts",
                          size)]  # fmt: skip
+        if job.parallel == "tp":
+            size = self.batch.tokens * self.architecture.hidden * self.hidden_bytes
+            return [Term("buffers", "hidden state to be summed over the ranks", "T H x", size)]
         if job.parallel in ("zero1", "zero2"):
             bucket, each = min(self.architecture.hidden**2, self.trained), job.trained_bytes
             return [Term("buffers", "DeepSpeed's reduce bucket", f"{bucket:,} x {each} bytes", bucket * each)]
@@ -560,7 +591,7 @@ class _DeviceSums:
         return self._gradients(self.trained - missing, "gradients of head and layers")
 
     def _head_gradients(self) -> int:
-        if not self.job.trains_all or not self.share.has_head:
+        if not self.trains_head or not self.share.has_head:
             return 0
         return self.architecture.vocab * self.architecture.hidden + self.architecture.final_parameters
 
@@ -655,6 +686,8 @@ class _DeviceSums:
         a, rows, length = job.arithmetic_bytes, self.batch.rows, self.batch.length
         q, k = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
         attentions = 2 if stack.kind == "cross-decoder" else 1
+        if self._keeps_scores:
+            return self._attention_on_cpu(stack)
         eager, masked = job.attention == "eager", self.batch.padded and job.attention != "flash"
         repeats = eager or (masked and job.attention == "sdpa")
         keys = 2 * q if repeats else 2 * k
@@ -668,13 +701,34 @@ class _DeviceSums:
             each = 4 + (a if a < 4 else 0)
             terms.append(_activations("attention scores", f"{attentions} B heads S S {each}", scores * each))
             if architecture.dropout:
-                extra = 5 if a == 4 else 1
+                extra = (4 if job.cpu_operations else 1) + (4 if a == 4 else 0)
                 terms.append(_activations("dropout of the scores", f"{attentions} B heads S S {extra}", scores * extra))
         else:
             lse = attentions * t * architecture.heads * 4
             terms.append(_activations("attention's normalizers in fp32", f"{attentions} T heads 4", lse))
             if masked:
                 terms.append(_activations("mask in the arithmetic's format", "B S S a", rows * length * length * a))
+        return terms
+
+    @property
+    def _keeps_scores(self) -> bool:
+        """With dropout a CPU has no fused attention: PyTorch's is made of products, softmax and dropout, in fp32."""
+        return self.job.cpu_operations and self.job.attention == "sdpa" and self.architecture.dropout > 0
+
+    def _attention_on_cpu(self, stack: Stack) -> list[Term]:
+        """What PyTorch's unfused attention keeps of each of its operations.
+
+        (aten/src/ATen/native/transformers/attention.cpp: `_scaled_dot_product_attention_math`.)
+        """
+        architecture, job, t = self.architecture, self.job, self.batch.tokens
+        q, a = architecture.heads * architecture.head_dim, job.arithmetic_bytes
+        scores = self.batch.rows * architecture.heads * self.batch.length**2
+        terms = [
+            _activations("queries, keys, values in fp32", "T 3 Q 4", t * 3 * q * 4),
+            _activations("softmax, its dropout's mask and result, in fp32", "B heads S S 12", scores * 12),
+        ]
+        if any(job.trains(linear) or job.adapts(linear) for linear in stack.linears if linear.name in _READS_ATTENTION):
+            terms.append(_activations("result of attention", "T Q a", t * q * a))
         return terms
 
     def _mlp(self, stack: Stack) -> list[Term]:
@@ -690,8 +744,11 @@ class _DeviceSums:
     def _dropouts(self, stack: Stack) -> list[Term]:
         if not self.architecture.dropout:
             return []
-        count = 3 if stack.kind == "cross-decoder" else 2
-        return [_activations("dropout masks", f"{count} T H", count * self.batch.tokens * self.architecture.hidden)]
+        count, each = 3 if stack.kind == "cross-decoder" else 2, ""
+        size = count * self.batch.tokens * self.architecture.hidden
+        if self.job.cpu_operations:
+            size, each = size * self.job.arithmetic_bytes, " a"
+        return [_activations("dropout masks", f"{count} T H{each}", size)]
 
     def _adapters(self, stack: Stack) -> list[Term]:
         job, t, a = self.job, self.batch.tokens, self.job.arithmetic_bytes
@@ -708,7 +765,7 @@ class _DeviceSums:
         each = 4 if job.plain_loop else a  # without autocast adapters compute in their own fp32
         terms = [_activations("inputs of the adapters", f"T {wide:,} {each}", t * wide * each)]
         if job.lora_dropout:
-            masks = sum(linear.inputs for linear in adapted)
+            masks = sum(linear.inputs for linear in adapted) * (4 if job.cpu_operations else 1)
             terms.append(_activations("dropout masks of the adapters", f"T {masks:,}", t * masks))
         narrow = len(adapted) * job.lora_rank
         return [*terms, _activations("between the adapters' matrices", f"T {narrow} a", t * narrow * a)]
@@ -724,7 +781,9 @@ class _DeviceSums:
         """What embeddings, final norm and head keep."""
         architecture, job, t, h = self.architecture, self.job, self.batch.tokens, self.architecture.hidden
         x, a, full, terms = self.hidden_bytes, job.arithmetic_bytes, job.trains_all, []
-        if self.share.has_head:
+        if architecture.classes:
+            terms += self._classifier_ends_saved()
+        elif self.share.has_head:
             if architecture.is_llama_like:
                 each = 4 + (x if full else 0)
                 terms.append(_activations("final norm", f"T H {each}", t * h * each))
@@ -733,11 +792,26 @@ class _DeviceSums:
             if full:
                 positions = self.positions
                 terms.append(_activations("input of the head", "P H a", positions * h * a))
-        if self.share.has_embeddings and not architecture.is_llama_like:
+        if self.share.has_embeddings and not architecture.is_llama_like and not architecture.classes:
             size = len(self.stacks) * t * h * (x + 5)
             terms.append(_activations("embeddings' norm and dropout", f"{len(self.stacks)} T H (x + 5)", size))
         if job.parallel == "pp" and not self.share.has_head:
             terms.append(_activations("hidden state that was sent", "T H x", t * h * x))
+        return terms
+
+    def _classifier_ends_saved(self) -> list[Term]:
+        """What a classifier's head keeps of one position per row, and the embeddings' norm where it is trained."""
+        architecture, job, t, h = self.architecture, self.job, self.batch.tokens, self.architecture.hidden
+        terms = []
+        if self.share.has_embeddings and job.trains_all:
+            each = 4 + (4 if job.cpu_operations else 1)
+            terms.append(_activations("embeddings' norm and dropout", f"T H {each}", t * h * each))
+        if self.share.has_head:
+            is_pooled = architecture.model_type == "bert"  # RoBERTa drops out before its dense layer, too
+            count, a = 3 if is_pooled else 5, job.arithmetic_bytes
+            terms.append(_activations("head before its matrix", f"{count} P H a", count * self.positions * h * a))
+            if is_pooled and not self._casts_inputs:
+                terms.append(_activations("last hidden state, of which the pooler reads a part", "T H 4", t * h * 4))
         return terms
 
     def ends_waiting(self) -> list[Term]:
@@ -756,9 +830,9 @@ class _DeviceSums:
 
     @property
     def positions(self) -> int:
-        """`P`: positions with logits; encoders and encoder-decoders compute all."""
-        rows = self.batch.rows
-        return rows * (self.batch.labelled if self.architecture.stacks[0].kind == "decoder" else self.batch.length)
+        """`P`: positions with logits; encoders and encoder-decoders that predict tokens compute all."""
+        chooses = self.architecture.stacks[0].kind == "decoder" or self.architecture.classes
+        return self.batch.rows * (self.batch.labelled if chooses else self.batch.length)
 
     def loss(self) -> list[Term]:
         """In fp32: log-probabilities, their gradient, and the logits' gradient."""
@@ -808,11 +882,11 @@ class _DeviceSums:
         """The logits' gradient in the arithmetic's format, and the gradient of the head's matrix."""
         if not self.share.has_head:
             return []
-        architecture, job, a = self.architecture, self.job, self.job.arithmetic_bytes
+        architecture, a = self.architecture, self.job.arithmetic_bytes
         count = self.positions * architecture.vocab
         terms = [Term("logits", "gradient of the logits", "P V a", a * count), *self._head_copy()]
         terms += self.logits_of_schedule()
-        if job.trains_all:
+        if self.trains_head:
             matrix = architecture.vocab * architecture.hidden
             terms += self._gradients(matrix, "gradient of the head's matrix")
         return terms

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, get_args
 
 from tabulate import tabulate
 
-from common.architectures import Architecture, UnknownArchitectureError, read_architecture
+from common.architectures import Architecture, UnknownArchitectureError, as_classifier, read_architecture
 from common.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
 from common.gpu_overhead import CONTEXT_GIB, GAP_SHARE, memory_with_overhead
 from common.hardware import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
@@ -35,6 +35,7 @@ from common.memory_plan import (
     Quantization,
     Share,
     Technique,
+    part_of_rank,
     whole_model,
 )
 from common.run_config import BadInputError, RunConfig
@@ -57,7 +58,7 @@ LARGEST_BATCH = 4096
 DEFAULT_ROWS_PER_EPOCH = 10_000
 QUALITY_ORDER = ("full", "lora", "qlora")
 """Best, good, OK."""
-SIMPLEST_FIRST = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "pp", "mp")
+SIMPLEST_FIRST = ("single", "ddp", "fsdp", "zero1", "zero2", "zero3", "pp", "tp", "mp")
 """Ways to share work, from the one that needs least care; ZeRO needs DeepSpeed besides PyTorch."""
 ABOUT_AS_FAST = 0.9
 """Projected times are not good to a tenth: nearer than that, the simpler way is better."""
@@ -308,13 +309,14 @@ def why(plan: Plan) -> str:
         "mp": f"layers are divided among {n} GPUs, which work one after the other: {1 - 1 / n:.0%} idle",
         "pp": f"layers are divided among {n} GPUs, and the batch into {job.micro_batches} micro-batches: "
         f"{(n - 1) / (job.micro_batches + n - 1):.0%} idle",
+        "tp": f"each layer's matrices are divided among {n} GPUs, which sum up its results: each works on every row",
     }
     reason = reasons[job.parallel]
     if plan.time.exposed_s > 0.1 * plan.time.total_s:
         reason += (
-            f"; waits {plan.time.exposed_s / plan.time.total_s:.0%} of the time for {plan.cluster.slowest_link.name}, "
-            "which more rows per step hide"
+            f"; waits {plan.time.exposed_s / plan.time.total_s:.0%} of the time for {plan.cluster.slowest_link.name}"
         )
+        reason += "" if job.parallel == "tp" else ", which more rows per step hide"
     if job.gradient_checkpointing:
         reason += "; gradient checkpointing, so that activations are computed twice"
     if plan.is_tight:
@@ -442,7 +444,7 @@ def _seconds(seconds: float) -> str:
 def explanation(plan: Plan) -> str:
     """The fullest device's memory, unfolded into its terms, and the step's time."""
     memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
-    architecture, batch = plan.architecture, plan.job.batch
+    architecture, batch = part_of_rank(plan.architecture, plan.job), plan.job.batch
     lines = [
         f"{plan.name}: device {plan.tightest} of {len(plan.devices)}, {gpu.name}",
         "VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
@@ -498,7 +500,21 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
         schedule=run.schedule,
         accumulation_steps=run.accumulation_steps,
         offload=run.offload == "cpu",
+        cpu_operations=run.device == "cpu" and batch.classes > 0,  # runs in chat are planned as on a GPU
     )
+
+
+def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
+    """The run's model as `job_of_run` trains it: for a batch with labels with a classifier's head.
+
+    Raises:
+        BadInputError: there is no shape of the model, or it is no encoder and cannot classify.
+    """
+    return _with_head_for(read_architecture(run.model), batch.classes)
+
+
+def _with_head_for(architecture: Architecture, classes: int) -> Architecture:
+    return as_classifier(architecture, classes) if classes else architecture
 
 
 def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, shares: Sequence[Share] | None = None) -> Plan:
@@ -512,7 +528,7 @@ def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, shares: 
     """
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
-    architecture, job, gpus = read_architecture(run.model), job_of_run(run, batch), (gpu,) * run.devices
+    architecture, job, gpus = architecture_of_run(run, batch), job_of_run(run, batch), (gpu,) * run.devices
     if job.parallel not in ("mp", "pp"):
         shares = None
     elif shares is None:
@@ -559,6 +575,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--link", help="nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs")
     made.add_argument("--batch-size", type=int, default=1, help="rows per data-parallel rank and step (1)")
     made.add_argument("--seq-len", type=int, default=1024, help="tokens per row (1024)")
+    made.add_argument("--classes", type=int, default=0, help="labels of a classifier; 0 = the model's own head")
     made.add_argument("--lora-rank", type=int, default=8)
     made.add_argument("--target-modules", help="linear layers that get adapters or, with full, are trained: "
                       "q_proj,v_proj or all-linear; without it: all-linear; with full, every weight")  # fmt: skip
@@ -642,10 +659,13 @@ def job_of(options: argparse.Namespace) -> Job:
         raise BadInputError(WHY_NOT_QUANTIZED_FULL)
     if options.quantization and options.technique == "lora":
         raise BadInputError("LoRA on quantized weights is QLoRA: pass --technique qlora.")
+    if options.classes < 0 or options.classes == 1:
+        raise BadInputError(f"--classes is {options.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
+    labelled = 1 if options.classes else options.seq_len
     return Job(
         technique="lora",
         parallel="single",
-        batch=BatchShape(options.batch_size, options.seq_len, options.seq_len),
+        batch=BatchShape(options.batch_size, options.seq_len, labelled, classes=options.classes),
         precision=options.precision or "bf16",
         quantization=options.quantization or "nf4",
         optimizer=options.optimizer,
@@ -654,6 +674,7 @@ def job_of(options: argparse.Namespace) -> Job:
         target_modules=tuple(options.target_modules.split(",")) if options.target_modules else (),
         lora_dropout=options.lora_dropout,
         offload=options.offload,
+        cpu_operations=options.gpu == ["cpu"] and options.classes > 0,
     )
 
 
@@ -668,8 +689,9 @@ def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[s
     """What the answer rests on."""
     best = plans[0]
     job, link = best.job, best.cluster.slowest_link
+    learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
     said = [
-        f"rows of {job.batch.length:,} tokens, learnt as a whole; {job.optimizer}, {job.attention} attention"
+        f"rows of {job.batch.length:,} tokens, {learnt}; {job.optimizer}, {job.attention} attention"
         + (f", LoRA rank {job.lora_rank}" if any(plan.job.technique != "full" for plan in plans) else ""),
         *dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources),
         f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps",
@@ -696,8 +718,10 @@ def answer(options: argparse.Namespace) -> int:
     job = job_of(options)
     techniques = (options.technique,) if options.technique else QUALITY_ORDER
     try:
-        architecture = read_architecture(options.model)
+        architecture = _with_head_for(read_architecture(options.model), options.classes)
     except UnknownArchitectureError as unknown:
+        if options.classes:
+            raise
         from common.dry_run import answer_planner  # here: it imports torch
 
         return answer_planner(options, job, cluster, str(unknown))
@@ -739,7 +763,7 @@ def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> s
         BadInputError: the plan's way of sharing is not a data-parallel one.
     """
     job = plan.job
-    if job.parallel in ("single", "mp", "pp"):
+    if job.parallel in ("single", "mp", "pp", "tp"):
         raise BadInputError("--against-nodes compares data-parallel plans: pass --parallel ddp or fsdp.")
     spread = replace(plan.cluster, nodes=nodes, link=None)
     other = make_plan(plan.architecture, job, spread, calibration)

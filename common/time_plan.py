@@ -13,16 +13,17 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from common.architectures import Architecture
+from common.architectures import SPLIT_BY_COLUMNS, Architecture, Stack
 from common.hardware import CPU_DEVICE, Gpu, gpu_of_device
 from common.memory_plan import (
     QUANTIZED_NUMBER_BYTES,
     ZERO_REUSED_WEIGHTS,
-    BatchShape,
     Job,
     Share,
+    part_of_rank,
     quantized_weights,
     trained_parameters,
+    trains_head,
     whole_model,
 )
 from common.run_config import BadInputError
@@ -214,7 +215,7 @@ def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
     positions = job.batch.rows * job.batch.labelled
     head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
     forward = layers + attention + adapters + head
-    trained += adapters + (head if job.trains_all else 0.0)
+    trained += adapters + (head if trains_head(architecture, job) else 0.0)
     recomputed = forward - head if job.gradient_checkpointing else 0.0
     return StepFlops(forward, layers + 2 * attention + adapters + head, trained, recomputed)
 
@@ -247,16 +248,15 @@ def step_time(
     """How long a step takes; `shares` and `speeds` have one entry per device.
 
     Rules: gradients are sent while the backward pass goes on, and gathered weights while a layer computes, so that only
-    what is longer than that shows. A device's layers take at least as long as reading their weights once per pass.
+    what is longer than that shows; what tensor parallel sums is waited for. A device's layers take at least as long as
+    reading their weights once per pass.
     """
+    part = part_of_rank(architecture, job)
     seconds = [
-        _compute_s(architecture, job, gpu, share, speed)
-        for gpu, share, speed in zip(cluster.gpus, shares, speeds, strict=True)
+        _compute_s(part, job, gpu, share, speed) for gpu, share, speed in zip(cluster.gpus, shares, speeds, strict=True)
     ]
     link = cluster.slowest_link
-    optimizer_s = max(
-        _optimizer_s(architecture, job, gpu, share) for gpu, share in zip(cluster.gpus, shares, strict=True)
-    )
+    optimizer_s = max(_optimizer_s(part, job, gpu, share) for gpu, share in zip(cluster.gpus, shares, strict=True))
     sent = sent_bytes(architecture, job)
     communication_s = sent / (link.gb_per_s * 1e9)
     slowest, bubble_s = max(seconds), 0.0
@@ -265,6 +265,8 @@ def step_time(
         # every micro-batch passes the slowest stage; filling and draining takes one pass through all but one stage
         bubble_s = (stages - 1) / micro_batches * slowest if job.parallel == "pp" else sum(seconds) - slowest
         exposed_s = communication_s if job.parallel == "mp" else communication_s / micro_batches
+    elif job.parallel == "tp":
+        exposed_s = communication_s
     elif job.parallel in ("fsdp", "zero3"):
         exposed_s = max(0.0, communication_s - slowest)
     else:
@@ -274,7 +276,7 @@ def step_time(
     return StepTime(
         slowest, communication_s, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (
-            f"computing: {step_flops(architecture, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s",
+            f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s",
             f"communication: {sent / 1e9:,.3g} GB by {link.name} at {link.gb_per_s:,.3g} GB/s, "
             f"{communication_s:.3g} s, of which {exposed_s:.3g} s are not hidden",
             f"waiting: {bubble_s:.3g} s",
@@ -309,6 +311,7 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
     gathered twice, and their gradients scattered once: 3 (n - 1) / n of the weights, 1.5 times as much (Rajbhandari et
     al. 2020, "ZeRO", section 7). FSDP keeps what is in its root (embeddings, final norm and head) between the passes;
     so does DeepSpeed with weights that are soon used again. Between stages one hidden state each way and border.
+    Tensor parallel sums activations, not gradients.
     """
     n, batch = job.devices, job.batch
     around = (n - 1) / n
@@ -317,6 +320,8 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
     if job.parallel in ("mp", "pp"):
         x = 4 if job.precision == "fp32" else 2
         return 2.0 * (n - 1 if job.parallel == "mp" else 1) * batch.tokens * architecture.hidden * x
+    if job.parallel == "tp":
+        return 2 * around * summed_bytes(architecture, job)
     trained = trained_parameters(architecture, job)
     if job.parallel in ("fsdp", "zero3"):
         a = job.arithmetic_bytes
@@ -333,6 +338,32 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
         return around * (of_layers + ends * a + again + trained * (a if job.technique == "full" else 4))
     is_zero = job.parallel.startswith("zero") and job.technique == "full"
     return 2 * around * trained * (job.arithmetic_bytes if is_zero else job.trained_bytes)
+
+
+def summed_bytes(architecture: Architecture, job: Job) -> float:
+    """With tensor parallel: activations, and gradients of activations, that the ranks sum up in a step.
+
+    In the forward pass the results of attention and MLP; in the backward pass what each matrix that is divided by its
+    columns gives its input (torch/distributed/tensor/parallel/style.py: `ColwiseParallel`), in fp32, but where nothing
+    before it is trained. Between an adapter's matrices there is one such sum, as wide as its rank.
+    """
+    passes, hidden = 1 + job.gradient_checkpointing, job.batch.tokens * architecture.hidden
+    between, a, total = job.batch.tokens * job.lora_rank, job.arithmetic_bytes, 0.0
+    for stack in architecture.stacks:
+        adapted = [linear for linear in stack.linears if job.adapts(linear)]
+        by_columns = sum(linear.name in SPLIT_BY_COLUMNS for linear in adapted)
+        total += stack.layers * (by_columns + passes * (len(adapted) - by_columns)) * between * a
+        total += stack.layers * 2 * passes * hidden * a
+        total += (stack.layers * 4 - _first_layer_needs_none(stack, job)) * hidden * 4
+    return total
+
+
+def _first_layer_needs_none(stack: Stack, job: Job) -> int:
+    """Of the first layer's four sums in the backward pass, those of inputs that depend on nothing trained."""
+    if job.trains_all:
+        return 0
+    trained = {linear.name for linear in stack.linears if job.trains(linear) or job.adapts(linear)}
+    return 3 if trained - {"intermediate.dense", "output.dense"} else 4
 
 
 def break_even_gbit(
@@ -368,5 +399,4 @@ def break_even_gbit(
 
 def with_rows(job: Job, rows: int) -> Job:
     """The same job with another batch size."""
-    batch = job.batch
-    return replace(job, batch=BatchShape(rows, batch.length, batch.labelled, batch.padded))
+    return replace(job, batch=replace(job.batch, rows=rows))

@@ -8,7 +8,16 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from common.architectures import MODEL_CONFIGS, UnknownArchitectureError, find_config, read_architecture
+from common.architectures import (
+    BERT_LIKE,
+    MODEL_CONFIGS,
+    SPLIT_BY_COLUMNS,
+    UnknownArchitectureError,
+    as_classifier,
+    find_config,
+    read_architecture,
+    slice_of_rank,
+)
 from common.run_config import BadInputError
 
 SHAPES = sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
@@ -16,8 +25,10 @@ SHAPES = sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
 
 def parameters_in_torch(path: Path) -> int:
     config = AutoConfig.from_pretrained(path)
+    # a bare encoder is planned with the head that it was trained with
+    name = config.architectures[0].replace("BertModel", "BertForMaskedLM")
     with torch.device("meta"):
-        model = getattr(transformers, config.architectures[0])(config)
+        model = getattr(transformers, name)(config)
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -26,6 +37,46 @@ def test_parameters_are_those_of_the_real_model(name: str) -> None:
     architecture = read_architecture(name)
     assert architecture.parameters == parameters_in_torch(MODEL_CONFIGS / f"{name}.json")
     assert architecture.parameters == sum(architecture.by_part().values())
+
+
+ENCODERS = [name for name in SHAPES if read_architecture(name).model_type in BERT_LIKE]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("classes", [2, 7])
+def test_a_classifier_s_parameters_are_those_of_the_real_model(name: str, classes: int) -> None:
+    config = AutoConfig.from_pretrained(MODEL_CONFIGS / f"{name}.json", num_labels=classes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+    architecture = as_classifier(read_architecture(name), classes)
+    assert architecture.parameters == sum(weight.numel() for weight in model.parameters())
+    assert as_classifier(architecture, classes) == architecture
+
+
+def test_only_encoders_classify_and_are_divided_by_columns() -> None:
+    for name in ("llama-3.2-1b", "bart-large-cnn"):
+        with pytest.raises(BadInputError, match=f"{name} is of kind .*, but classifiers are planned for encoders"):
+            as_classifier(read_architecture(name), 3)
+        with pytest.raises(BadInputError, match=r"--parallel tp is planned for encoders .* pass --parallel ddp"):
+            slice_of_rank(read_architecture(name), 2)
+    minilm = read_architecture("all-minilm-l6-v2")
+    for ranks, sentence in ((5, "12 attention heads, which 5 ranks"), (9, "12 attention heads, which 9 ranks")):
+        with pytest.raises(BadInputError, match=sentence):
+            slice_of_rank(minilm, ranks)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_rank_of_tensor_parallel_has_halves_of_the_layers_matrices(name: str) -> None:
+    whole = read_architecture(name)
+    half, hidden = slice_of_rank(whole, 2), whole.hidden
+    for linear, part in zip(whole.stacks[0].linears, half.stacks[0].linears, strict=True):
+        assert part.inputs * part.outputs * 2 == linear.inputs * linear.outputs
+        biases = [each.parameters - each.inputs * each.outputs for each in (linear, part)]
+        assert biases[0] == biases[1] * (2 if linear.name in SPLIT_BY_COLUMNS else 1)
+    matrices = 4 * hidden**2 + 2 * hidden * whole.intermediate
+    biases = 3 * hidden + whole.intermediate  # of those that are split by columns
+    assert whole.parameters - half.parameters == whole.layers * (matrices + biases) / 2
+    assert (half.heads * 2, half.head_dim, half.hidden) == (whole.heads, whole.head_dim, whole.hidden)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "llama"])

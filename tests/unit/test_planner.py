@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from common.architectures import read_architecture
+from common.architectures import as_classifier, read_architecture
+from common.device_maps import device_map_of
 from common.gpu_overhead import CPU_PROCESS_GIB
 from common.hardware import CPU_DEVICE, find_gpu
 from common.memory_plan import PARTS, BatchShape, Job, trained_parameters
-from common.planner import job_of_run, main, make_plan, plan_run
+from common.planner import architecture_of_run, job_of_run, main, make_plan, plan_run
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.time_plan import Cluster
 
@@ -103,6 +104,14 @@ def test_what_does_not_fit_ends_with_1_and_advice(asked) -> None:  # noqa: ANN00
         ("--model llama-3.1-8b --gpu a6000 --technique lorra", "invalid choice: 'lorra'"),
         ("--model llama-3.1-8b --gpu a6000 --gpus 4 --link nvlink", "An NVLink bridge joins two RTX A6000 48GB, not 4"),
         ("--model llama-3.1-8b --gpu a6000 --parallel single --against-nodes 4", "compares data-parallel plans"),
+        ("--model llama-3.1-8b --gpu a6000 --gpus 2 --parallel tp", "planned for encoders (BERT, RoBERTa) alone"),
+        ("--model roberta-large --gpu a6000 --gpus 3 --parallel tp --seq-len 64", "16 attention heads, which 3 ranks"),
+        ("--model roberta-large --gpu a6000 --classes 1", "--classes is 1, but a classifier has at least 2"),
+        ("--model llama-3.1-8b --gpu a6000 --classes 3", "classifiers are planned for encoders"),
+        (
+            "--model roberta-large --gpu a6000 --gpus 2 --parallel tp --technique full --seq-len 64 --against-nodes 2",
+            "compares data-parallel plans",
+        ),
         ("--model llama-3.1-8b --gpu a6000 --optimizer lion", "'lion' is not known to the planner"),
     ],
 )
@@ -264,6 +273,47 @@ def test_full_runs_train_linear_layers_and_the_command_line_asks_for_them(asked)
     assert optimizer_gib("--target-modules q_proj") / every == pytest.approx(
         by_part["q_proj"] / architecture.parameters
     )
+
+
+def test_tensor_parallel_and_classifiers_are_asked_for_by_name(asked) -> None:  # noqa: ANN001
+    def entry(options: str) -> dict:
+        _, out, _ = asked(f"--model roberta-large --technique full --gpu a100-80g --seq-len 512 {options} --json")
+        return json.loads(out)["ranked"][0]
+
+    one, four = entry("--parallel single --batch-size 8"), entry("--parallel tp --gpus 4 --batch-size 8")
+    assert (four["parallel"], len(four["per_device"])) == ("tp", 4)
+    assert four["per_device"][0]["optimizer_gib"] < 0.4 * one["per_device"][0]["optimizer_gib"]
+    assert one["step_time_s"] / 4 < four["step_time_s"] < one["step_time_s"]
+    assert "sum up its results" in four["why"]
+    labels = entry("--parallel single --batch-size 8 --classes 3")
+    assert labels["per_device"][0]["logits_gib"] < 1e-5 < one["per_device"][0]["logits_gib"]
+    _, out, _ = asked("--model roberta-large --gpu a100-80g --gpus 4 --seq-len 512 --json")
+    assert "tp" not in {entry["parallel"] for entry in json.loads(out)["ranked"]}
+    _, out, _ = asked("--model roberta-large --gpu a6000 --classes 3 --seq-len 512 --technique lora --explain")
+    assert "with one of 3 labels each" in out
+    assert "adapters, and the head's trained copy" in out
+
+
+def test_runs_that_classify_have_a_head_for_their_labels() -> None:
+    batch = BatchShape(16, 128, 1, padded=True, classes=4)
+    run = RunConfig(
+        task="classification", model="all-minilm-l6-v2", target_modules="query,value", batch_size=16, attention="sdpa"
+    )
+    assert architecture_of_run(run, batch) == as_classifier(read_architecture("all-minilm-l6-v2"), 4)
+    assert architecture_of_run(run, replace(batch, classes=0)) == read_architecture("all-minilm-l6-v2")
+    plan = plan_run(run, batch)
+    assert (plan.architecture.classes, plan.job.cpu_operations) == (4, True)
+    assert not job_of_run(replace(run, device="cuda", gpu=A6000.name), batch).cpu_operations
+    shared = plan_run(replace(run, parallel="tp", devices=2), batch)
+    assert (shared.job.parallel, shared.rows_per_step, len(shared.devices)) == ("tp", 16, 2)
+    assert shared.devices[0].allocated_gib < plan.devices[0].allocated_gib
+    assert shared.time.sent_gb > 0 == plan.time.sent_gb
+    pipe = replace(run, parallel="pp", devices=2, micro_batches=4, device="cuda", gpu=A6000.name)
+    stages = plan_run(pipe, batch)
+    held = device_map_of(stages.architecture, stages.shares, [0, 1])
+    assert (held["bert.embeddings"], held["bert.pooler"], held["classifier"]) == (0, 1, 1)
+    assert [trained_parameters(stages.architecture, stages.job, share) > 0 for share in stages.shares] == [True, True]
+    assert stages.max_batch_size > 16
 
 
 def test_rows_of_ddp_are_each_rank_s() -> None:

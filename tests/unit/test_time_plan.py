@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.architectures import read_architecture
+from common.architectures import as_classifier, read_architecture
 from common.hardware import find_gpu
 from common.memory_plan import ALL_LINEAR, BatchShape, Job, whole_model
 from common.planner import make_plan
@@ -17,10 +17,12 @@ from common.time_plan import (
     parse_link,
     sent_bytes,
     step_flops,
+    with_rows,
 )
 
 LLAMA = read_architecture("llama-3.1-8b")
 BART = read_architecture("bart-large-cnn")
+ROBERTA = read_architecture("roberta-large")
 A100, V100 = find_gpu("a100-80gb"), find_gpu("v100-16gb")
 BATCH = BatchShape(4, 512, 512)
 FULL = Job(technique="full", parallel="single", batch=BATCH)
@@ -61,6 +63,36 @@ def test_what_a_ring_sends() -> None:
     assert sent_bytes(LLAMA, replace(ddp, parallel="zero2")) == sent_bytes(LLAMA, ddp)
     assert sent_bytes(LLAMA, replace(ddp, technique="lora")) < 0.01 * sent_bytes(LLAMA, ddp)
     assert sent_bytes(LLAMA, FULL) == 0
+
+
+def test_tensor_parallel_divides_layers_and_waits_for_its_sums() -> None:
+    job = replace(FULL, parallel="tp", devices=4)
+    hidden = BATCH.tokens * ROBERTA.hidden
+    sums = ROBERTA.layers * (2 * 2 + 4 * 4)  # two in bf16, and four gradients in fp32
+    assert sent_bytes(ROBERTA, job) == 2 * 3 / 4 * hidden * sums
+    again = replace(job, gradient_checkpointing=True)
+    assert sent_bytes(ROBERTA, again) == 2 * 3 / 4 * hidden * (sums + ROBERTA.layers * 2 * 2)
+    queries = replace(job, target_modules=("query",))  # nothing before the first layer's projections is trained
+    assert sent_bytes(ROBERTA, queries) == 2 * 3 / 4 * hidden * (sums - 3 * 4)
+    outputs = replace(job, target_modules=("output.dense",))
+    assert sent_bytes(ROBERTA, outputs) == 2 * 3 / 4 * hidden * (sums - 4 * 4)
+    lora = replace(job, technique="lora", target_modules=("query", "value"))
+    between = ROBERTA.layers * 2 * BATCH.tokens * lora.lora_rank * 2
+    assert sent_bytes(ROBERTA, lora) == 2 * 3 / 4 * (hidden * (sums - 3 * 4) + between)
+    one = make_plan(ROBERTA, FULL, Cluster((A100,)), {}).time
+    four = make_plan(ROBERTA, job, Cluster((A100,) * 4), {}).time
+    head = 6 * BATCH.tokens * ROBERTA.vocab * ROBERTA.hidden / (A100.tflops_dense["bf16"] * 1e12 * 0.5)
+    assert four.compute_s - head == pytest.approx((one.compute_s - head) / 4, rel=0.01)
+    assert four.exposed_s == four.communication_s > 0
+
+
+def test_a_classifier_s_head_takes_next_to_nothing() -> None:
+    job = replace(FULL, batch=BatchShape(4, 512, 1, classes=3))
+    classifier = as_classifier(ROBERTA, 3)
+    flops = step_flops(classifier, job, whole_model(classifier)).total
+    layers = sum(linear.inputs * linear.outputs for linear in ROBERTA.stacks[0].linears) * ROBERTA.layers
+    assert flops / (BATCH.tokens * layers) == pytest.approx(6, rel=0.1)
+    assert with_rows(job, 8).batch == replace(job.batch, rows=8)
 
 
 def plan_time(job: Job, cluster: Cluster) -> float:
