@@ -7,6 +7,7 @@ import torch
 from accelerate.utils import gather_object, wait_for_everyone
 
 from common.launch import Rank
+from common.objectives import Objective
 from common.training import CountingTrainer, with_head_on_answers
 
 
@@ -30,6 +31,7 @@ def measure_machine_ceiling(
     before = [weight.detach().clone() for weight in trained]
     optimizer = torch.optim.AdamW(trained, lr=trainer.args.learning_rate)
     share_batches = list(trainer.get_train_dataloader())[:steps]
+    objective = trainer.objective
     every_row = list(trainer.batches.global_batches())[:steps]
     global_batches = [trainer.data_collator([trainer.train_dataset[row] for row in rows]) for rows in every_row]
 
@@ -37,11 +39,11 @@ def measure_machine_ceiling(
         wait_for_everyone()
         start_s = time.perf_counter()
         if participates:
-            _bare_steps(model, optimizer, batches, rank.device)
+            _bare_steps(model, optimizer, batches, rank.device, objective)
         own_s = time.perf_counter() - start_s
         return max(gather_object([own_s]))
 
-    _bare_steps(model, optimizer, share_batches[:1], rank.device)  # warm up
+    _bare_steps(model, optimizer, share_batches[:1], rank.device, objective)  # warm up
     timings: list[tuple[float, float, float]] = [
         (time_s(global_batches, rank.is_main), time_s(share_batches, rank.is_main), time_s(share_batches, True))
         for _ in range(rounds)
@@ -59,11 +61,19 @@ def measure_machine_ceiling(
 
 
 def _bare_steps(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, torch.Tensor]], device: str
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[dict[str, torch.Tensor]],
+    device: str,
+    objective: Objective,
 ) -> None:
     for batch in batches:
         inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "row"}
-        model(**with_head_on_answers(inputs)).loss.backward()
+        if objective.loss is None:
+            loss = model(**with_head_on_answers(inputs)).loss
+        else:
+            loss = objective.loss(model(**inputs), inputs["labels"])
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     if device != "cpu":

@@ -384,6 +384,19 @@ def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linea
     return list(linears)
 
 
+def train_own_weights(model: PreTrainedModel, run: RunConfig) -> None:
+    """Switch on the weights that full fine-tuning trains: `target_modules`, and with classification the head always.
+
+    Raises:
+        BadInputError: a name matches no linear layer.
+    """
+    train_linear_layers(model, run.target_modules)
+    if run.task == "classification":
+        for name, weight in model.named_parameters():
+            if any(f"{head}." in name for head in head_modules(model)):
+                weight.requires_grad_(True)
+
+
 def _has_name(module_name: str, asked: str) -> bool:
     """As PEFT matches: the whole name, or its last parts."""
     return module_name == asked or module_name.endswith("." + asked)
@@ -404,8 +417,7 @@ def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) ->
     model.eval()
     device = next(model.parameters()).device
     inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-    caches = {} if batch["labels"].ndim == 1 else {"use_cache": False}
-    logits = model(**inputs, **caches).logits.float()
+    logits = model(**inputs, use_cache=False).logits.float()
     model.train(was_training)
     return logits
 

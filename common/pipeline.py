@@ -33,7 +33,7 @@ from common.models import (
     model_class,
     silent,
     start_head,
-    train_linear_layers,
+    train_own_weights,
     weight_dtype,
 )
 from common.run_config import RunConfig
@@ -144,7 +144,7 @@ def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
     stage = load_stage(run, stage_map, rank)
     if run.technique == "lora":
         return add_lora_to_stage(stage, run, stage_map, rank.rank)
-    train_linear_layers(stage, run.target_modules)
+    train_own_weights(stage, run)
     return stage
 
 

@@ -9,7 +9,7 @@ from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.architectures import Architecture, read_architecture
+from common.architectures import Architecture
 from common.data import Row, longest_batch, texts_of, tokens_of
 from common.device_maps import (
     balanced_shares,
@@ -22,7 +22,7 @@ from common.device_maps import (
 from common.hardware import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.memory_plan import BatchShape, Job
 from common.models import any_shape_config, model_class, silent, weight_dtype
-from common.planner import Plan, job_of_run, make_plan, plan_run
+from common.planner import Plan, architecture_of_run, job_of_run, make_plan, plan_run
 from common.run_config import BadInputError, RunConfig
 from common.run_record import PLAN_TOLERANCE, kept_records
 from common.time_plan import Cluster, calibration_from
@@ -69,7 +69,7 @@ def _divided(run: RunConfig, batch: BatchShape, gpu: Gpu | None) -> tuple[Archit
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     job = replace(job_of_run(run, batch), parallel=run.parallel, devices=run.stage_count)
-    return read_architecture(run.model), job, (gpu,) * run.stage_count
+    return architecture_of_run(run, batch), job, (gpu,) * run.stage_count
 
 
 def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> StageMap:
@@ -232,4 +232,6 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
 def _plan_of(way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
     """The plan with layers where `stage_map` has them; a balanced map is balanced anew for the largest batch."""
     shares = None if way == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
-    return make_plan(architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records()), shares)
+    return make_plan(
+        architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records(), job.batch.classes), shares
+    )

@@ -533,7 +533,7 @@ def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, shares: 
         shares = None
     elif shares is None:
         shares = _shares_of_run(run, architecture, job, gpus)
-    return make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records()), shares)
+    return make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records(), batch.classes), shares)
 
 
 def _shares_of_run(
@@ -725,7 +725,7 @@ def answer(options: argparse.Namespace) -> int:
         from common.dry_run import answer_planner  # here: it imports torch
 
         return answer_planner(options, job, cluster, str(unknown))
-    calibration = calibration_from(kept_records())
+    calibration = calibration_from(kept_records(), options.classes)
     plans = ranked_plans(
         architecture,
         job,

@@ -26,8 +26,7 @@ class TensorParallelTrainer(ShardedTrainer):
         return optimizer
 
     def forward(self, **inputs: Any) -> Any:
-        """The model's output; an encoder has no cache."""
-        inputs.pop("use_cache", None)
+        """The model's output, under autocast where the run asks for it."""
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16):
             return self.model(**inputs)
 

@@ -155,8 +155,11 @@ def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> S
     )
 
 
-def calibration_from(records: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+def calibration_from(records: Iterable[dict[str, Any]], classes: int = 0) -> dict[str, list[float]]:
     """Floating-point operations per second that kept runs on one device reached, by the GPU's name in the catalogue.
+
+    Of classification runs where `classes` says that the plan is for one, else of the others: their models and rows are
+    of other sizes.
 
     The operations are the record's own count, which leaves out that checkpointing computes the forward pass again: 2N
     more than full training's 6N, or LoRA's 4N.
@@ -164,7 +167,8 @@ def calibration_from(records: Iterable[dict[str, Any]]) -> dict[str, list[float]
     reached: dict[str, list[float]] = {}
     for record in records:
         name = planned_device(record)
-        if record["status"] != "completed" or name is None or len(record["world"]) > 1:
+        classifies = record["config"].get("task") == "classification"
+        if record["status"] != "completed" or name is None or classifies != bool(classes) or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         again = 4 / 3 if record["technique"] == "full" else 3 / 2
         recomputed = 1 if record["config"]["gradient_checkpointing"] == "none" else again

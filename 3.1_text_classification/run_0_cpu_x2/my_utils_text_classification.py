@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from common.tensor_parallel import split_by_plan
 from peft import PeftModel
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.ceiling import measure_machine_ceiling
 from common.data import Splits, longest_batch, tokens_of
 from common.device_maps import whole_model_on
-from common.models import add_lora, load_base_model, train_linear_layers
+from common.models import add_lora, load_base_model, train_own_weights
 from common.pipeline import Pipeline, StageModule, trained_stage
 from common.pipeline_measure import measure_pipeline
 from common.pipeline_training import PipelineTrainer, save_parts_and_reload
@@ -20,6 +19,7 @@ from common.placement import place_stages
 from common.run_config import RunConfig
 from common.run_record import RunLog
 from common.sharded_training import save_whole_and_reload
+from common.tensor_parallel import split_by_plan
 from common.tensor_training import TensorParallelTrainer
 from common.training import CountingTrainer, make_trainer, merge_and_reload, save_and_reload
 
@@ -56,7 +56,7 @@ def whole_model_to_train(log: RunLog, train: list[dict]) -> Trained:
     model = load_base_model(log.run, whole_model_on(log.rank.device))
     if log.run.technique == "lora":
         return add_lora(model, log.run), CountingTrainer, None
-    train_linear_layers(model, log.run.target_modules)
+    train_own_weights(model, log.run)
     return model, CountingTrainer, None
 
 
