@@ -8,8 +8,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 COUNTED_STEP = 2
 """The first one has what engines only do once."""
+NAMESPACES = ("c10d", "_c10d_functional")
+"""Where collectives are; DTensor's are in the second, of which tensor parallel needs `all_reduce` alone."""
 SENT_SHARE = {
     "allreduce_": 2,
+    "all_reduce": 2,
     "allgather_": 1,
     "_allgather_base_": 1,
     "allgather_into_tensor_coalesced_": 1,
@@ -24,7 +27,7 @@ SENT_SHARE = {
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts the bytes of collectives while it is entered; also those that FSDP, DDP and DeepSpeed start."""
+    """Counts the bytes of collectives while it is entered; also those of FSDP, DDP, DeepSpeed and DTensor."""
 
     def __init__(self, world_size: int) -> None:
         """Nothing was sent yet."""
@@ -35,7 +38,7 @@ class SentBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Count, then call."""
-        if func.namespace == "c10d":
+        if func.namespace in NAMESPACES:
             name = func._schema.name.partition("::")[2]
             if name in SENT_SHARE:
                 before = self.bytes_by_collective.get(name, 0)
