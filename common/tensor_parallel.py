@@ -60,14 +60,13 @@ def check_divisible(config: PretrainedConfig, ranks: int) -> None:
             f"model is of type {config.model_type}, which has no plan of tensor parallel: choose one of type "
             f"{' or '.join(PLANNED)}, or pass --parallel ddp."
         )
-    for name in ("num_attention_heads", "intermediate_size"):
-        size = getattr(config, name)
-        if size % ranks:
-            fitting = [str(count) for count in range(2, size + 1) if size % count == 0][:4]
-            raise BadInputError(
-                f"The model's {name} is {size}, which {ranks} ranks cannot share evenly: pass --devices "
-                f"{' or '.join(fitting)}, or --parallel ddp."
-            )
+    heads, inner = config.num_attention_heads, config.intermediate_size
+    if heads % ranks or inner % ranks:
+        fitting = [f"--devices {count}" for count in range(2, heads + 1) if heads % count == inner % count == 0]
+        raise BadInputError(
+            f"The model's num_attention_heads is {heads} and its intermediate_size {inner}, which {ranks} ranks cannot "
+            f"share evenly: pass {' or '.join([*fitting, '--parallel ddp'])}."
+        )
 
 
 def layers_of(model: PreTrainedModel | PeftModel) -> Iterable[torch.nn.Module]:
@@ -169,8 +168,8 @@ def check_split(model: PreTrainedModel | PeftModel, ranks: int) -> None:
         parts = 1 if planned[name] is None else ranks
         if found != planned[name] or local * parts != weight.numel():
             raise RuntimeError(
-                f"{name} was to be {_divided(planned[name])} over {ranks} ranks, but is {_divided(found)}, and this "
-                f"rank has {local:,} of its {weight.numel():,} elements."
+                f"{name} is {_divided(found)}, and this rank has {local:,} of its {weight.numel():,} elements, but "
+                f"over {ranks} ranks it was to be {_divided(planned[name])}."
             )
 
 
@@ -249,7 +248,7 @@ def load_whole(model: PreTrainedModel | PeftModel, state_dict: Mapping[str, torc
     """
     weights = _kept(model)
     if differing := sorted(weights.keys() ^ state_dict.keys()):
-        raise RuntimeError(f"{len(differing)} weights are not in both the model and what was saved: {differing[0]}.")
+        raise RuntimeError(f"Weights of the model and of what was saved differ, by {len(differing)}: {differing[0]}.")
     for name, weight in weights.items():
         whole = state_dict[name]
         if isinstance(weight, DTensor):  # each rank cuts its own part: nothing is sent

@@ -8,8 +8,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 COUNTED_STEP = 2
 """The first one has what engines only do once."""
+NAMESPACES = ("c10d", "_c10d_functional")
+"""Where collectives are; DTensor's are in the second, of which tensor parallel needs `all_reduce` alone."""
 SENT_SHARE = {
     "allreduce_": 2,
+    "all_reduce": 2,
     "allgather_": 1,
     "_allgather_base_": 1,
     "allgather_into_tensor_coalesced_": 1,
@@ -18,14 +21,13 @@ SENT_SHARE = {
     "reduce_scatter_tensor_coalesced_": 1,
     "reduce_": 1,
     "broadcast_": 1,
-    "all_reduce": 2,  # DTensor's
 }
 """Of a collective's largest tensor (the whole that is gathered, summed or scattered), how often a rank of a ring sends
 (n - 1) / n of it: an all-reduce is a reduce-scatter and an all-gather (nccl-tests, doc/PERFORMANCE.md)."""
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts the bytes of collectives while it is entered; also those that FSDP, DDP and DeepSpeed start."""
+    """Counts the bytes of collectives while it is entered; also those of FSDP, DDP, DeepSpeed and DTensor."""
 
     def __init__(self, world_size: int) -> None:
         """Nothing was sent yet."""
@@ -36,7 +38,7 @@ class SentBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Count, then call."""
-        if func.namespace in ("c10d", "_c10d_functional"):
+        if func.namespace in NAMESPACES:
             name = func._schema.name.partition("::")[2]
             if name in SENT_SHARE:
                 before = self.bytes_by_collective.get(name, 0)

@@ -1,0 +1,285 @@
+"""Toy classifiers, whole and divided over two ranks: logits, losses, weights and what is saved. Run by torchrun.
+
+torchrun --nproc_per_node 2 tensor_parallel_worker.py FOLDER: writes FOLDER/compared.json.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import transformers
+from accelerate.utils import gather_object, wait_for_everyone
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from transformers import PreTrainedModel
+
+from common.launch import Rank, end_rank, start_rank
+from common.run_config import BadInputError, RunConfig
+from common.sharded_training import save_whole
+from common.sharding import gathered
+from common.tensor_parallel import (
+    PLAN,
+    check_split,
+    check_whole_weights_agree,
+    clip_gradients,
+    load_whole,
+    separate_groups,
+    split_by_plan,
+    split_table,
+    whole_state_dict,
+)
+from common.traffic import SentBytes
+
+LAYERS, HIDDEN, ADAPTER_RANK, VOCABULARY, LENGTH, ROWS = 2, 48, 8, 64, 10, 6
+LENGTHS = (10, 4, 7, 10, 2, 9)
+LARGEST_NORM = 0.2
+STEPS = {"sgd": 5, "foreach": 5, "fused": 20}
+DROPPED_OUT = ("Roberta, full", "Bert, adapters", "Bert, adapters on all")
+Batch = dict[str, torch.Tensor]
+Case = tuple[str, str | list[str] | None]
+Found = dict[str, float]
+
+
+def cases() -> dict[str, Case]:
+    """Of each the kind of model, and where its adapters are."""
+    targets = {"full": None, "adapters": ["query", "value"]}
+    found = {f"{kind}, {how}": (kind, where) for kind in ("Bert", "Roberta") for how, where in targets.items()}
+    return {**found, "Bert, adapters on all": ("Bert", "all-linear")}
+
+
+def base_toy(kind: str, dropout: float = 0.0, heads: int = 4) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=heads * HIDDEN // 4,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=heads,
+        max_position_embeddings=LENGTH + 2,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        initializer_range=0.1,
+        num_labels=3,
+    )
+    model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    for name, weight in model.named_parameters():  # they start as zeros, which may be added any number of times
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.1)
+    return model
+
+
+def toy(kind: str, targets: str | list[str] | None, dropout: float = 0.0) -> PreTrainedModel | PeftModel:
+    model = base_toy(kind, dropout).train()
+    if targets is None:
+        return model
+    config = LoraConfig(r=ADAPTER_RANK, target_modules=targets, modules_to_save=["classifier"], lora_dropout=dropout)
+    adapted = get_peft_model(model, config)
+    for name, weight in adapted.named_parameters():  # else half of the gradients would be zero
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    return adapted
+
+
+def batches(kind: str, count: int) -> list[Batch]:
+    """Rows of uneven lengths, padded on the right; every third batch has fewer of them."""
+    generator, found = torch.Generator().manual_seed(1), []
+    padding = {"Bert": 0, "Roberta": 1}[kind]
+    for number in range(count):
+        ids = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=generator)
+        mask = (torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]).long()
+        labels = torch.randint(0, 3, (ROWS,), generator=generator)
+        batch = {"input_ids": ids.where(mask == 1, padding), "attention_mask": mask, "labels": labels}
+        found.append({name: tensor[: 3 if number % 3 == 2 else ROWS] for name, tensor in batch.items()})
+    return found
+
+
+def logits_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+
+
+def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    return cross_entropy(logits_of(model, batch), batch["labels"], reduction="sum") / len(batch["labels"])
+
+
+def largest(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    """Of the differences of the tensors with the names of `second`."""
+    return max((first[name] - tensor).abs().max().item() for name, tensor in second.items())
+
+
+Clip = Callable[[Iterable[torch.Tensor], float], torch.Tensor]
+
+
+def trained(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: list[Batch], clip: Clip
+) -> tuple[list[float], list[float]]:
+    """Losses and norms of gradients, step by step; the learning rate falls as a scheduler says."""
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, len(steps))
+    losses, norms = [], []
+    for batch in steps:
+        loss = loss_of(model, batch)
+        loss.backward()
+        norms.append(clip(model.parameters(), LARGEST_NORM).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def optimizer_of(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    groups = [{"params": weights[::2], "weight_decay": 0.1}, {"params": weights[1::2], "weight_decay": 0.0}]
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr=0.5)
+    return torch.optim.AdamW(groups, lr=1e-3, **{name: True})
+
+
+def relative(first: list[float], second: list[float]) -> float:
+    return max(abs(one / other - 1) for one, other in zip(first, second, strict=True))
+
+
+def compare(case: Case, mesh: DeviceMesh, folder: Path, rank: Rank) -> Found:
+    """One case: a whole model and a divided one, on every rank."""
+    steps = batches(case[0], max(STEPS.values()))
+    found: Found = passes(case, mesh, steps[0])
+    for name in STEPS:
+        one, divided = toy(*case), split_by_plan(toy(*case), mesh)
+        optimizer = optimizer_of(divided, name)
+        separate_groups(optimizer)
+        taken = steps[: STEPS[name]]
+        losses, norms = trained(one, optimizer_of(one, name), taken, clip_grad_norm_)
+        own_losses, own_norms = trained(divided, optimizer, taken, clip_gradients)
+        found[f"{name}: losses"], found[f"{name}: norms"] = relative(own_losses, losses), relative(own_norms, norms)
+        found[f"{name}: smallest norm"] = min(norms)
+        if name == "sgd":
+            found["sgd: weights"] = largest(dict(one.named_parameters()), whole_state_dict(divided))
+            found["sgd: way"] = largest(dict(toy(*case).named_parameters()), whole_state_dict(divided))
+        check_whole_weights_agree(divided)
+    found["saved"] = saved_difference(case, divided, steps[0], folder, rank)
+    found["loaded again"] = loaded_again(divided)
+    for what, is_divided in (("what is divided", True), ("the rest", False)):
+        rows = [row for row in split_table(divided) if (row["split_dimension"] is not None) is is_divided]
+        found[f"held of {what}"] = sum(row["held"] for row in rows) / sum(row["whole"] for row in rows)
+    return found
+
+
+def passes(case: Case, mesh: DeviceMesh, batch: Batch) -> Found:
+    """Logits, gradients and what is sent."""
+    one, divided = toy(*case), split_by_plan(toy(*case), mesh)
+    check_split(divided, mesh.size())
+    forward, backward = SentBytes(mesh.size()), SentBytes(mesh.size())
+    with torch.no_grad():
+        found = {"logits": (logits_of(divided, batch) - logits_of(one, batch)).abs().max().item()}
+    loss_of(one, batch).backward()
+    with forward:
+        loss = loss_of(divided, batch)
+    with backward:
+        loss.backward()
+    gradients = {name: weight.grad for name, weight in one.named_parameters() if weight.grad is not None}
+    own = {name: gathered(weight.grad) for name, weight in divided.named_parameters() if weight.grad is not None}
+    found["gradients"] = largest(gradients, own)
+    found["without a gradient"] = float(len(gradients.keys() ^ own.keys()))
+    found["forward bytes"], found["backward bytes"] = forward.sent_bytes, backward.sent_bytes
+    return found
+
+
+def saved_difference(case: Case, divided: torch.nn.Module, batch: Batch, folder: Path, rank: Rank) -> float:
+    """Of the logits of what plain libraries load, and the divided model's."""
+    divided.eval()
+    with torch.no_grad():
+        expected = logits_of(divided, batch)
+    trainer = SimpleNamespace(model=divided, rank=rank, whole_weights=lambda trained_only: whole_state_dict(divided))
+    save_whole(trainer, folder)
+    if isinstance(divided, PeftModel):
+        plain = PeftModel.from_pretrained(base_toy(case[0]), folder).eval()
+    else:
+        plain = type(divided).from_pretrained(folder).eval()
+    with torch.no_grad():
+        return (logits_of(plain, batch) - expected).abs().max().item()
+
+
+def loaded_again(divided: torch.nn.Module) -> float:
+    """How far weights are from what they were, after they were lost and put back."""
+    before = whole_state_dict(divided)
+    with torch.no_grad():
+        for name, weight in divided.named_parameters():
+            if name in before:
+                weight.add_(1.0)
+    load_whole(divided, before)
+    return largest(before, whole_state_dict(divided))
+
+
+def said(what: Callable[..., object], *arguments: object) -> str:
+    """What it was refused with; empty if it was not."""
+    try:
+        what(*arguments)
+    except (BadInputError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def with_dropout(case: Case, mesh: DeviceMesh, seed: int, precision: torch.dtype) -> torch.nn.Module:
+    """A divided model after three steps with dropout, its masks from `seed`."""
+    divided = split_by_plan(toy(*case, dropout=0.1), mesh)
+    optimizer = optimizer_of(divided, "fused")
+    separate_groups(optimizer)
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+        trained(divided, optimizer, batches(case[0], 3), clip_gradients)
+    return divided
+
+
+def refusals(mesh: DeviceMesh, rank: Rank) -> dict[str, str]:
+    """What is refused, and what is not, in words."""
+    found = {}
+    for name in DROPPED_OUT:
+        for precision in (torch.float32, torch.bfloat16):
+            alike = with_dropout(cases()[name], mesh, 5, precision)
+            found[f"seeded alike: {name}, {precision}"] = said(check_whole_weights_agree, alike)
+        other = with_dropout(cases()[name], mesh, rank.rank, torch.float32)
+        found[f"seeded otherwise: {name}"] = said(check_whole_weights_agree, other)
+    three = base_toy("Bert", heads=3)
+    found["three heads"] = said(split_by_plan, three, mesh)
+    found["three heads: divided"] = "".join(
+        name for name, weight in three.named_parameters() if isinstance(weight, DTensor)
+    )
+    divided = split_by_plan(base_toy("Bert"), mesh)
+    with patch.dict(PLAN):
+        del PLAN["output.dense"], PLAN["intermediate.dense"]
+        short = split_by_plan(base_toy("Bert"), mesh)
+    found["a part of the plan"] = said(check_split, short, 2)
+    found["three ranks"] = said(check_split, divided, 3)
+    found["weights missing"] = said(load_whole, divided, dict(list(whole_state_dict(divided).items())[1:]))
+    parallelize_module(divided.bert.pooler, mesh, {"dense": ColwiseParallel()})
+    found["pooler divided"] = said(check_split, divided, 2)
+    with_nan = base_toy("Bert")
+    torch.nn.init.constant_(with_nan.classifier.bias, float("nan"))
+    found["no number"] = said(check_whole_weights_agree, with_nan)
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    rank = start_rank(RunConfig(task="classification", technique="full", parallel="tp", devices=2))
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    compared = {
+        name: gather_object([compare(case, mesh, folder / str(number), rank)])
+        for number, (name, case) in enumerate(cases().items())
+    }
+    compared["refusals"] = gather_object([refusals(mesh, rank)])
+    if rank.is_main:
+        (folder / "compared.json").write_text(json.dumps(compared))
+    wait_for_everyone()
+    end_rank()
+
+
+if __name__ == "__main__":
+    main()

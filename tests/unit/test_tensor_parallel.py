@@ -1,0 +1,188 @@
+"""Toy classifiers divided over two ranks compute, learn and save what whole ones do; what is not divided is refused."""
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+from transformers import DistilBertConfig
+
+from common.launch import torchrun_command
+from common.run_config import REPOSITORY, BadInputError
+from common.tensor_parallel import (
+    PLAN,
+    check_divisible,
+    check_split,
+    clip_gradients,
+    planned_dimensions,
+    separate_groups,
+    split_table,
+)
+
+_spec = importlib.util.spec_from_file_location(
+    "tensor_parallel_worker", Path(__file__).with_name("tensor_parallel_worker.py")
+)
+worker = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(worker)
+
+RANKS = 2
+
+
+# -- divided models against whole ones, in a world of two ranks
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    folder = tmp_path_factory.mktemp("tensor_parallel")
+    done = subprocess.run(
+        torchrun_command(str(Path(__file__).with_name("tensor_parallel_worker.py")), RANKS, str(folder)),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return json.loads((folder / "compared.json").read_text())
+
+
+@pytest.mark.parametrize("name", worker.cases())
+def test_divided_models_compute_what_whole_ones_do(compared: dict[str, list], name: str) -> None:
+    assert len(compared[name]) == RANKS
+    for found in compared[name]:
+        assert found["logits"] <= 1e-6
+        assert found["gradients"] <= 1e-6
+        assert found["without a gradient"] == 0
+
+
+@pytest.mark.parametrize("name", worker.cases())
+def test_divided_models_learn_what_whole_ones_do(compared: dict[str, list], name: str) -> None:
+    for found in compared[name]:
+        for optimizer in worker.STEPS:
+            assert found[f"{optimizer}: losses"] <= 1e-5
+            assert found[f"{optimizer}: norms"] <= 1e-5
+            assert found[f"{optimizer}: smallest norm"] > worker.LARGEST_NORM  # every step was clipped
+        assert found["sgd: weights"] <= 1e-5
+        assert found["sgd: way"] > 1e-2
+
+
+@pytest.mark.parametrize("name", worker.cases())
+def test_divided_models_are_saved_whole_and_loaded_again(compared: dict[str, list], name: str) -> None:
+    for found in compared[name]:
+        assert found["saved"] <= 1e-6
+        assert found["loaded again"] == 0
+        assert found["held of what is divided"] == 1 / RANKS
+        assert found["held of the rest"] == 1
+
+
+@pytest.mark.parametrize("name", worker.cases())
+def test_hidden_states_and_their_gradients_are_summed_twice_a_layer(compared: dict[str, list], name: str) -> None:
+    """With adapters the first layer's attention needs none of its input, and what adapters make is summed, too."""
+    _, targets = worker.cases()[name]
+    tokens = worker.ROWS * worker.LENGTH * 4
+    hidden, adapter = tokens * worker.HIDDEN, tokens * worker.ADAPTER_RANK
+    forward = backward = 2 * worker.LAYERS * hidden
+    if targets is not None:
+        backward += worker.LAYERS * (4 if targets == "all-linear" else 2) * adapter - hidden
+        forward += worker.LAYERS * (2 if targets == "all-linear" else 0) * adapter
+    for found in compared[name]:
+        assert (found["forward bytes"], found["backward bytes"]) == (forward, backward)
+
+
+def test_ranks_seeded_alike_agree_and_others_are_refused(compared: dict[str, list]) -> None:
+    for found in compared["refusals"]:
+        about = {name: words for name, words in found.items() if name.startswith("seeded")}
+        assert len(about) == 3 * len(worker.DROPPED_OUT)
+        for name, words in about.items():
+            assert ("its copies differ by up to" in words) is name.startswith("seeded otherwise"), name
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("three heads", "num_attention_heads is 3 and its intermediate_size 48, which 2 ranks cannot share evenly: "
+         "pass --devices 3 or --parallel ddp."),
+        ("three ranks", "bert.encoder.layer.0.attention.self.query.weight is divided along dimension 0, and this rank "
+         "has 1,152 of its 2,304 elements, but over 3 ranks it was to be divided along dimension 0."),
+        ("a part of the plan", "bert.encoder.layer.0.intermediate.dense.weight is whole, and this rank has 2,304 of "
+         "its 2,304 elements, but over 2 ranks it was to be divided along dimension 0."),
+        ("pooler divided", "bert.pooler.dense.weight is divided along dimension 0, and this rank has 1,152 of its "
+         "2,304 elements, but over 2 ranks it was to be whole."),
+        ("weights missing", "differ, by 1: bert.embeddings.word_embeddings.weight."),
+        ("no number", "classifier.bias is whole on every rank, but its copies differ by up to nan"),
+    ],
+)  # fmt: skip
+def test_every_rank_refuses_what_is_not_as_planned(compared: dict[str, list], what: str, words: str) -> None:
+    assert all(words in found[what] for found in compared["refusals"])
+    assert all(found["three heads: divided"] == "" for found in compared["refusals"])
+
+
+# -- without processes
+
+
+def test_the_plan_divides_six_matrices_a_layer_and_half_of_an_adapter() -> None:
+    full = planned_dimensions(worker.base_toy("Bert"))
+    divided = {name: dimension for name, dimension in full.items() if dimension is not None}
+    assert len(divided) == worker.LAYERS * (len(PLAN) + 4)  # and the biases of four
+    assert full["bert.encoder.layer.1.output.dense.weight"] == 1
+    assert full["bert.encoder.layer.1.output.dense.bias"] is None
+    assert full["bert.pooler.dense.weight"] is None
+    adapted = planned_dimensions(worker.toy("Roberta", "all-linear"))
+    layer = "base_model.model.roberta.encoder.layer.0"
+    assert adapted[f"{layer}.attention.self.query.base_layer.bias"] == 0
+    halves = {
+        (where, matrix): adapted[f"{layer}.{where}.{matrix}.default.weight"]
+        for where in ("attention.self.query", "output.dense")
+        for matrix in ("lora_A", "lora_B")
+    }
+    assert list(halves.values()) == [None, 0, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "said"),
+    [
+        ({"num_attention_heads": 12, "intermediate_size": 1536}, 5,
+         "is 12 and its intermediate_size 1536, which 5 ranks .* pass --devices 2 or .* 12 or --parallel ddp"),
+        ({"num_attention_heads": 4, "intermediate_size": 50}, 4, "50, which 4 ranks .* pass --devices 2 or --parallel"),
+        ({"num_attention_heads": 1, "intermediate_size": 48}, 2, "evenly: pass --parallel ddp"),
+    ],
+)  # fmt: skip
+def test_what_ranks_cannot_share_is_refused(sizes: dict[str, int], ranks: int, said: str) -> None:
+    config = worker.base_toy("Bert").config
+    check_divisible(config, 4)
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    with pytest.raises(BadInputError, match=said):
+        check_divisible(config, ranks)
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"of type distilbert, .* one of type bert or roberta, or pass --para"):
+        check_divisible(DistilBertConfig(), 2)
+
+
+def test_a_whole_model_is_no_divided_one() -> None:
+    whole = worker.base_toy("Bert")
+    with pytest.raises(RuntimeError, match=r"query\.weight is whole, and this rank has 2,304 of its 2,304 elements"):
+        check_split(whole, 2)
+    table = split_table(whole)
+    assert sum(row["held"] for row in table) == sum(row["whole"] for row in table) == whole.num_parameters()
+
+
+def test_groups_and_gradients_of_a_whole_model_are_as_pytorch_has_them() -> None:
+    first, second = worker.base_toy("Bert"), worker.base_toy("Bert")
+    for model in (first, second):
+        worker.loss_of(model, worker.batches("Bert", 1)[0]).backward()
+    expected = clip_grad_norm_(first.parameters(), 0.1)
+    torch.testing.assert_close(clip_gradients(second.parameters(), 0.1), expected)
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    optimizer = worker.optimizer_of(second, "fused")
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    separate_groups(optimizer)
+    assert [group["params"] for group in optimizer.param_groups] == groups
