@@ -182,6 +182,36 @@ def draw_pp() -> plt.Figure:
     return plot_timeline(record["pipeline"]["passes"])
 
 
+def layers_of_device(axes: Axes, x: float, held: tuple[str, ...], title: str) -> None:
+    """One device of `draw_classification`: three layers of two halves each, held (`both`, `left`, `right`, `no`)."""
+    axes.text(x + 0.75, 2.75, title, ha="center", fontsize=9)
+    for number, part in enumerate(held):
+        for side, left in (("left", x), ("right", x + 0.75)):
+            has = part in ("both", side)
+            axes.add_patch(Rectangle((left, 1.95 - 0.6 * number), 0.75, 0.45, facecolor=TRAINED if has else PLAIN,
+                                     edgecolor="#444" if has else "#bbb", linestyle="-" if has else ":"))  # fmt: skip
+
+
+def draw_classification() -> plt.Figure:
+    """What each of two devices holds and reads: data, pipeline and tensor parallel."""
+    figure, axes = blank(11.6, 3.9)
+    ways = (
+        (0.2, "data parallel (DDP)", ("both",) * 3, ("both",) * 3, "rows 1 to 16", "rows 17 to 32", "gradients"),
+        (4.1, "pipeline parallel (PP)", ("both", "both", "no"), ("no", "no", "both"), "rows 1 to 32,\n8 parts in turn",
+         "the same rows,\na part later", "hidden states"),
+        (8.0, "tensor parallel (TP)", ("left",) * 3, ("right",) * 3, "rows 1 to 32", "the same rows", "parts of sums"),
+    )  # fmt: skip
+    for x, title, first, second, reads, other_reads, sent in ways:
+        axes.text(x + 1.7, 3.6, title, ha="center", fontsize=10, fontweight="bold")
+        layers_of_device(axes, x, first, "device 0")
+        layers_of_device(axes, x + 2.0, second, "device 1")
+        arrow(axes, (x + 1.55, 1.6), (x + 1.95, 1.6), style="-|>" if "states" in sent else "<|-|>")
+        axes.text(x + 1.75, 3.1, f"sent: {sent}", ha="center", fontsize=8, style="italic")
+        for left, words in ((x, reads), (x + 2.0, other_reads)):
+            box(axes, left + 0.02, 0.05, 1.45, 0.5, words, DATA)
+    return figure
+
+
 def main() -> None:
     """Write the diagrams where the readmes show them."""
     for folder, name, figure in (
@@ -192,6 +222,7 @@ def main() -> None:
         ("2.5_full_finetuning_with_mp", "full_finetuning_with_mp", draw_mp()),
         ("2.6_full_finetuning_with_fsdp", "full_finetuning_with_fsdp", draw_sharding()),
         ("2.7_full_finetuning_with_pp", "full_finetuning_with_pp", draw_pp()),
+        ("3.1_text_classification", "text_classification", draw_classification()),
     ):
         path = REPOSITORY / folder / "assets" / f"{name}.png"
         path.parent.mkdir(exist_ok=True)

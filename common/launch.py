@@ -280,7 +280,9 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
 
 def _import_and_run(workflow_module: str, overrides: dict[str, object]) -> None:
     module = importlib.import_module(workflow_module)
-    module.workflow(replace(module.RUN, **overrides))
+    settings = hasattr(module, "SETTINGS")
+    run = module.defaults_for(overrides["technique"], overrides["parallel"]) if settings else module.RUN
+    module.workflow(replace(run, **overrides))
 
 
 def free_port() -> int:

@@ -98,3 +98,37 @@ def plot_placement(table: pd.DataFrame) -> "Figure":
     pd.DataFrame(peaks).plot.bar(ax=axes, rot=0)
     axes.set(xlabel="device", ylabel="peak in training (GiB), projected")
     return figure
+
+
+def plot_accuracy(records: list[Record]) -> "Figure":
+    """Validation accuracy over the epochs, a panel for each technique, a line for each way to share the work."""
+    import matplotlib.pyplot as plt
+
+    techniques = list(dict.fromkeys(record["technique"] for record in records))
+    figure, panels = plt.subplots(
+        1, len(techniques), figsize=(2 + 4 * len(techniques), 3.5), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, technique in zip(panels[0], techniques, strict=True):
+        for record in (record for record in records if record["technique"] == technique):
+            config, parts = record["config"], record["config"]["micro_batches"]
+            epochs = [config["epochs"] * step / record["steps"] for step, _ in record["validation_accuracies"]]
+            in_parts = f", {parts} micro-batch{'es' * (parts > 1)}" if config["parallel"] == "pp" else ""
+            name = config["parallel"] + in_parts
+            axes.plot(epochs, [share for _, share in record["validation_accuracies"]], marker=".", label=name)
+        axes.set(title=technique, xlabel="epochs", ylabel="validation accuracy")
+        axes.legend()
+    return figure
+
+
+def plot_confusion(record: Record) -> "Figure":
+    """Which classes the tuned model takes for which, of the test rows."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+    from sklearn.metrics import ConfusionMatrixDisplay
+
+    after = record["quality"]["after"]
+    figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
+    shown = ConfusionMatrixDisplay(np.array(after["confusion"]), display_labels=after["labels"])
+    shown.plot(ax=axes, cmap="Blues", xticks_rotation=40, colorbar=False)
+    axes.set(xlabel="found", ylabel="meant", title=f"{record['run_name']}: {after['rows']} test rows")
+    return figure
