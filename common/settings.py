@@ -13,20 +13,46 @@ from pathlib import Path
 from types import ModuleType
 
 from common.data import Splits, load_splits
-from common.launch import exit_with, run_or_launch, stream_command
+from common.launch import exit_with, run_or_launch, stream_command, workflow_of
 from common.report import results_of_this_machine
 from common.report_classification import results_text
 from common.report_rows import clock
 from common.run_config import BadInputError, RunConfig, parse_overrides
 from common.run_record import default_run_name
+from common.siblings import read_literal, read_lora
 
 QUICK_SHARE = 10
 """`--quick` takes the first of so many rows each."""
+MICRO_BATCHES = 8
+"""With PP, unless `--micro_batches` says another number."""
+
+
+def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel: str) -> RunConfig:
+    """The folder's `run`, which is full fine-tuning with DDP, in another setting: every step has the same rows."""
+    changes: dict[str, object] = {"technique": technique, "parallel": parallel}
+    if technique == "lora":
+        changes |= lora
+    if parallel != "ddp":  # ranks have no rows of their own: one of them gets the whole batch
+        changes["batch_size"] = run.batch_size * run.devices
+    if parallel == "single":
+        changes["devices"] = 1
+    if parallel == "pp":
+        changes["micro_batches"] = MICRO_BATCHES
+    return replace(run, **changes)
+
+
+def setting_of_folder(folder: Path, technique: str, parallel: str) -> RunConfig:
+    """The same of a run folder, read from its literals: nothing of a workflow is imported."""
+    workflow = workflow_of(folder)
+    return setting_of(read_literal(workflow), read_lora(workflow), technique, parallel)
 
 
 def run_settings_from_command_line(workflow: ModuleType) -> None:
     """Run what the command line says; a user's mistake ends in one sentence and exit code 2."""
-    options, overrides = _first_options(workflow.RUN).parse_known_args()
+    first = _first_options(workflow.RUN)
+    options, overrides = first.parse_known_args()
+    if {"-h", "--help"} & set(overrides):
+        first.print_help()
     try:
         if options.all:
             sys.exit(run_all(workflow, options.quick, overrides))

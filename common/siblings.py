@@ -84,6 +84,14 @@ def read_literal(workflow: Path) -> RunConfig:
     return RunConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
 
 
+def read_lora(workflow: Path) -> dict[str, object]:
+    """What the literal `LORA` of a workflow with several settings says: how LoRA's runs differ from `RUN`."""
+    for node in ast.parse(workflow.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LORA":
+            return ast.literal_eval(node.value)
+    return {}
+
+
 def run_folders(root: Path = REPOSITORY) -> dict[Path, RunConfig]:
     """Every run folder and its run, in order."""
     workflows = sorted(root.glob("[0-9].[0-9]_*/run_*/my_workflow_*.py"))

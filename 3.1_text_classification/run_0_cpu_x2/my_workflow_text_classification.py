@@ -14,7 +14,7 @@ From this folder:
 import sys
 from functools import partial
 
-from my_utils_text_classification import measure_sharing, save_model, setting_of, start_trainer
+from my_utils_text_classification import measure_sharing, save_model, start_trainer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.classification import Classified, classify
@@ -25,7 +25,7 @@ from common.launch import check_inputs, rank_started
 from common.models import load_base_model, load_tokenizer
 from common.run_config import RunConfig
 from common.run_record import Record, RunLog
-from common.settings import run_settings_from_command_line
+from common.settings import run_settings_from_command_line, setting_of
 from common.training import CountingTrainer, check_training, training_figures
 
 RUN = RunConfig(

@@ -1,7 +1,6 @@
-"""What only this folder needs: its settings, and for each way to share the work its model, trainer and saving."""
+"""What only this folder needs: for each way to share the work its model, its trainer, what is measured, and saving."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from peft import PeftModel
@@ -16,31 +15,14 @@ from common.pipeline import Pipeline, StageModule, trained_stage
 from common.pipeline_measure import measure_pipeline
 from common.pipeline_training import PipelineTrainer, save_parts_and_reload
 from common.placement import place_stages
-from common.run_config import RunConfig
 from common.run_record import RunLog
 from common.sharded_training import save_whole_and_reload
 from common.tensor_parallel import split_by_plan
 from common.tensor_training import TensorParallelTrainer
 from common.training import CountingTrainer, make_trainer, merge_and_reload, save_and_reload
 
-MICRO_BATCHES = 8
-"""With PP, unless `--micro_batches` says another number."""
 Trained = tuple[PreTrainedModel | PeftModel, Callable[..., CountingTrainer], object]
 """The model, what makes its trainer, and the plan where layers were placed by one."""
-
-
-def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel: str) -> RunConfig:
-    """The folder's `run`, which is full fine-tuning with DDP, in another setting: every step has the same rows."""
-    changes: dict[str, object] = {"technique": technique, "parallel": parallel}
-    if technique == "lora":
-        changes |= lora
-    if parallel != "ddp":  # ranks have no rows of their own: one of them gets the whole batch
-        changes["batch_size"] = run.batch_size * run.devices
-    if parallel == "single":
-        changes["devices"] = 1
-    if parallel == "pp":
-        changes["micro_batches"] = MICRO_BATCHES
-    return replace(run, **changes)
 
 
 def start_trainer(log: RunLog, tokenizer: PreTrainedTokenizerBase, data: Splits) -> CountingTrainer:
