@@ -55,7 +55,7 @@ from common.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
 from common.pipeline_training import PipelineTrainer
 from common.placement import place_stages
 from common.planner import Plan, plan_run, usual_precision
-from common.run_config import BadInputError, RunConfig, parse_overrides
+from common.run_config import BadInputError, RunConfig, parse_overrides, refuse_classification
 from common.siblings import literal_of
 from common.time_plan import Cluster
 from common.training import keeps_logits, training_arguments, with_head_on_answers
@@ -213,6 +213,7 @@ def dry_run(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> DryRun
     Raises:
         BadInputError: the model has no known shape, or stacks of different depth, or cannot be divided as asked.
     """
+    refuse_classification(run, "the dry run")
     if run.technique == "qlora":
         raise BadInputError(
             f"technique is qlora, quantization {run.quantization}, but fake tensors cannot be quantized: ask "
@@ -749,6 +750,7 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
     Raises:
         BadInputError: the rows are missing or malformed.
     """
+    refuse_classification(run, "the dry run")
     rows = load_splits(run).train
     try:
         tokenizer = load_tokenizer(run)

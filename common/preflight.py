@@ -69,7 +69,7 @@ from common.pipeline import Pipeline, StageModule, add_lora_to_stage, load_stage
 from common.pipeline_training import PipelineTrainer, save_parts
 from common.placement import StageMap, place_stages
 from common.planner import LARGEST_BATCH, Plan, plan_run, why
-from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
+from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides, refuse_classification
 from common.sharded_run import check_sharding_inputs, model_to_train, trainer_class
 from common.sharded_training import ShardedTrainer, save_whole
 from common.siblings import literal_of
@@ -601,6 +601,7 @@ def preflight(arguments: Sequence[str]) -> int:
     """
     options, overrides = parser().parse_known_args(arguments)
     run = replace(parse_overrides(literal_of(options.run_folder), overrides), weights="random")
+    refuse_classification(run, "preflight")
     if options.seq_len is None:
         check_settings_and_data(run)
         rows = rows_of_run(run)
