@@ -2,7 +2,7 @@
 
 from common.architectures import Architecture
 from common.hardware import CPU_DEVICE, GIB, Gpu
-from common.memory_plan import DeviceMemory, Job, Share, Term, device_memory
+from common.memory_plan import DeviceMemory, Job, Share, Term, device_memory, part_of_rank
 
 CONTEXT_GIB = 0.3
 """CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
@@ -34,7 +34,7 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
         Term("overhead", "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", GAP_SHARE * passing),
     ]
     if job.attention == "eager":
-        scores = job.batch.rows // job.micro_batches * architecture.heads * job.batch.length**2
+        scores = job.batch.rows // job.micro_batches * part_of_rank(architecture, job).heads * job.batch.length**2
         size = EAGER_SCORE_BYTES * scores
         terms.append(Term("overhead", "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", size))
     if job.devices > 1 and job.parallel != "mp":

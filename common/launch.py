@@ -336,10 +336,14 @@ def check_inputs(run: RunConfig) -> None:
         BadInputError: what is unknown, missing or malformed, or cannot fit.
     """
     from common.data import load_splits
-    from common.models import load_tokenizer
+    from common.models import any_shape_config, load_tokenizer
     from common.placement import check_placement_and_memory
 
     check_settings_and_data(run)
+    if run.parallel == "tp":
+        from common.tensor_parallel import check_divisible
+
+        check_divisible(any_shape_config(run.model), run.devices)
     if run.is_sharded:
         from common.sharded_run import check_sharding_inputs
 

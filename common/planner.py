@@ -69,6 +69,8 @@ WAYS: dict[str, tuple[Parallel, ...]] = {
     "qlora": ("ddp", "fsdp", "mp", "pp"),
 }
 """Ways to share work among several GPUs that make sense; ZeRO-1 and 2 would divide next to nothing of an adapter."""
+NOT_IN_4_BITS = ("zero1", "zero2", "zero3", "tp")
+"""Ways that divide no matrices in 4 bits: `Job` refuses them with qlora."""
 
 
 @dataclass(frozen=True)
@@ -712,11 +714,20 @@ def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[s
     return said
 
 
+def techniques_asked(options: argparse.Namespace) -> tuple[Technique, ...]:
+    """The one that is named, else all that go with the way to share work; quantized weights asked for need qlora."""
+    if options.technique:
+        return (options.technique,)
+    if options.parallel in NOT_IN_4_BITS and not options.quantization:
+        return tuple(technique for technique in QUALITY_ORDER if technique != "qlora")
+    return QUALITY_ORDER
+
+
 def answer(options: argparse.Namespace) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster = cluster_of(options)
     job = job_of(options)
-    techniques = (options.technique,) if options.technique else QUALITY_ORDER
+    techniques = techniques_asked(options)
     try:
         architecture = _with_head_for(read_architecture(options.model), options.classes)
     except UnknownArchitectureError as unknown:

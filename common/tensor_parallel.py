@@ -7,14 +7,14 @@ whole on every rank, which is why dropout must draw the same masks everywhere: s
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from transformers import PretrainedConfig, PreTrainedModel
 
 from common.run_config import BadInputError
-from common.sharding import full_weights, gathered, local_part
+from common.sharding import local_part
 
 PLANNED = ("bert", "roberta")
 """Model types whose layers have the plan's names."""
@@ -229,33 +229,3 @@ def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     norm = (squares + get_total_norm(whole) ** 2).sqrt()
     torch._foreach_mul_(parts + whole, (max_norm / (norm + 1e-6)).clamp(max=1))
     return norm
-
-
-# -- one model of all parts
-
-
-def whole_state_dict(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
-    """Every weight (with adapters: every trained one) whole, on the host; called on every rank."""
-    return full_weights(_kept(model).items(), True, gathered)
-
-
-@torch.no_grad()
-def load_whole(model: PreTrainedModel | PeftModel, state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Put whole weights, as `whole_state_dict` gives them, back into the divided model; every rank has all of them.
-
-    Raises:
-        RuntimeError: a weight is missing, or the model keeps none of such a name.
-    """
-    weights = _kept(model)
-    if differing := sorted(weights.keys() ^ state_dict.keys()):
-        raise RuntimeError(f"Weights of the model and of what was saved differ, by {len(differing)}: {differing[0]}.")
-    for name, weight in weights.items():
-        whole = state_dict[name]
-        if isinstance(weight, DTensor):  # each rank cuts its own part: nothing is sent
-            whole = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.copy_(whole)
-
-
-def _kept(model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor]:
-    is_lora = isinstance(model, PeftModel)
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad or not is_lora}

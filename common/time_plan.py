@@ -347,9 +347,9 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
 def summed_bytes(architecture: Architecture, job: Job) -> float:
     """With tensor parallel: activations, and gradients of activations, that the ranks sum up in a step.
 
-    In the forward pass the results of attention and MLP; in the backward pass what each matrix that is divided by its
-    columns gives its input (torch/distributed/tensor/parallel/style.py: `ColwiseParallel`), in fp32, but where nothing
-    before it is trained. Between an adapter's matrices there is one such sum, as wide as its rank.
+    In the forward pass the results of attention and MLP; in the backward pass the gradients of their inputs, in fp32,
+    each once (common/tensor_parallel.py: `shared_input`), but where nothing before is trained. Between an adapter's
+    matrices there is one such sum, as wide as its rank.
     """
     passes, hidden = 1 + job.gradient_checkpointing, job.batch.tokens * architecture.hidden
     between, a, total = job.batch.tokens * job.lora_rank, job.arithmetic_bytes, 0.0
@@ -358,16 +358,16 @@ def summed_bytes(architecture: Architecture, job: Job) -> float:
         by_columns = sum(linear.name in SPLIT_BY_COLUMNS for linear in adapted)
         total += stack.layers * (by_columns + passes * (len(adapted) - by_columns)) * between * a
         total += stack.layers * 2 * passes * hidden * a
-        total += (stack.layers * 4 - _first_layer_needs_none(stack, job)) * hidden * 4
+        total += (stack.layers * 2 - _first_layer_needs_none(stack, job)) * hidden * 4
     return total
 
 
 def _first_layer_needs_none(stack: Stack, job: Job) -> int:
-    """Of the first layer's four sums in the backward pass, those of inputs that depend on nothing trained."""
+    """Of the first layer's two sums in the backward pass, those of inputs that depend on nothing trained."""
     if job.trains_all:
         return 0
     trained = {linear.name for linear in stack.linears if job.trains(linear) or job.adapts(linear)}
-    return 3 if trained - {"intermediate.dense", "output.dense"} else 4
+    return 1 if trained - {"intermediate.dense", "output.dense"} else 2
 
 
 def break_even_gbit(

