@@ -61,6 +61,13 @@ def settings_table(records: list[Record]) -> pd.DataFrame:
     return pd.DataFrame([*measured, *_not_run(records), *_published()]).fillna(NOT_RUN)
 
 
+def front(records: list[Record]) -> pd.DataFrame:
+    """Root README: the measured settings, in brief."""
+    table = pd.DataFrame([_measured(runs, records) for runs in by_setting(records).values()])
+    brief = ["Setting", "Devices", "Epochs", "Best accuracy", "Training time", "Speed-up"]
+    return table[[*brief, "Peak memory per device (GiB)"]] if not table.empty else table
+
+
 def _measured(runs: list[Record], records: list[Record]) -> Row:
     first = min(runs, key=lambda run: run["config"]["seed"])
     config = first["config"]
@@ -183,4 +190,4 @@ def results_text(records: list[Record]) -> str:
     return wide.to_markdown(tablefmt="simple", disable_numparse=True)
 
 
-TABLES = {"classification-settings": settings_table}
+TABLES = {"classification-settings": settings_table, "classification-front": front}
