@@ -70,7 +70,7 @@ def measure_sharing(log: RunLog, trainer: CountingTrainer) -> dict[str, object]:
     if isinstance(trainer, PipelineTrainer):
         figures |= trainer.stage_figures()
         if on_cpu:
-            figures["pipeline"] = measure_pipeline(trainer, tell=print)
+            figures["pipeline"] = measure_pipeline(trainer, rounds=3, tell=print)
     if isinstance(trainer, TensorParallelTrainer):
         figures |= trainer.sharding_figures()
     return figures

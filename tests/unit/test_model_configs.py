@@ -23,6 +23,7 @@ PUBLISHED = {  # where: assets/README.md
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
     "roberta-large": 355_412_057,
+    "all-minilm-l6-v2": 22_713_216,
     "bart-large-cnn": 406_290_432,
 }
 EMBEDDING, LINEAR_LAYERS, NORMS = 1536 * 512, 8 * (4 * 512 * 512 + 3 * 512 * 1536), 17 * 512
