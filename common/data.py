@@ -192,7 +192,7 @@ def read_text(source: str | Path, holds: str) -> str:
     except Exception as error:  # each of fsspec's file systems has classes of its own
         raise BadInputError(f"The data file {source} cannot be read ({error}): mend --data.") from None
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")  # Excel's files begin with a byte order mark
     except UnicodeDecodeError as error:
         raise BadInputError(f"{source} is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
 

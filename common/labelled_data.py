@@ -3,6 +3,7 @@
 import csv
 import io
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from urllib.parse import urlsplit
 
@@ -34,7 +35,7 @@ def read_labelled(source: str, columns: tuple[str, str]) -> list[Row]:
     """
     content = read_text(source, f"with the columns {columns[0]!r} and {columns[1]!r}")
     if urlsplit(source).path.endswith(".csv"):
-        found = ((row, f"{source}, row {n}") for n, row in enumerate(csv.DictReader(io.StringIO(content)), 1))
+        found = _parse_csv(content, source)
     else:
         found = parse_lines(content.split("\n"), source)
     named = [(_columns_of(row, where, columns), where) for row, where in found]
@@ -45,6 +46,28 @@ def read_labelled(source: str, columns: tuple[str, str]) -> list[Row]:
         if empty:
             raise BadInputError(f"{what!r} is empty in {_rows(source, empty)}: fill or remove these rows.")
     return [{"text": text, "label": label} for (text, label), _ in named]
+
+
+def _parse_csv(content: str, source: str) -> Iterator[tuple[dict[str, str], str]]:
+    """What each row of a CSV file holds, and where it stands; the line with the columns is not counted.
+
+    Raises:
+        BadInputError: quotes are not closed, or a text with commas has none, so that rows are not what they seem.
+    """
+    rows, number = csv.DictReader(io.StringIO(content, newline=""), strict=True), 0
+    try:
+        for number, row in enumerate(rows, 1):
+            where = f"{source}, row {number}"
+            if None in row:
+                columns = ", ".join(rows.fieldnames or ())
+                raise BadInputError(
+                    f"{where} has more fields than columns ({columns}): put texts with commas in quotes."
+                )
+            yield row, where
+    except csv.Error as error:
+        raise BadInputError(
+            f"{source}, row {number + 1} is no CSV ({error}): mend its quotes, or pass the rows as .jsonl."
+        ) from None
 
 
 def check_labelled(row: object, where: str, columns: tuple[str, str]) -> Row:
@@ -66,7 +89,9 @@ def _columns_of(row: object, where: str, columns: tuple[str, str]) -> tuple[str,
     for option, column in zip(("text_column", "label_column"), columns, strict=True):
         if column not in row:
             there = ", ".join(map(str, row)) or "none"
-            raise BadInputError(f"{where} has no column {column!r}: pass --{option} with one of {there}.")
+            raise BadInputError(
+                f"{where} has no column {column!r} (there are: {there}): mend it, or pass --{option} with another name."
+            )
     text, label = (row[column] for column in columns)
     return "" if text is None else str(text), "" if label is None else str(label)
 
@@ -96,9 +121,9 @@ def with_classes(splits: Splits) -> Splits:
             numbers = ", ".join(str(number) for number, _ in unknown[:SHOWN_ROWS])
             labels = ", ".join(sorted({label for _, label in unknown})[:SHOWN_ROWS])
             raise BadInputError(
-                f"{len(unknown)} {name} rows (row {numbers}{', ...' if len(unknown) > SHOWN_ROWS else ''}) have labels "
-                f"that no training row has ({labels}), but training knows {', '.join(classes)}: mend them, or add such "
-                "rows to train."
+                f"{len(unknown)} {name} rows ({numbers}{', ...' if len(unknown) > SHOWN_ROWS else ''} of their split) "
+                f"have labels that no training row has ({labels}), but training knows {', '.join(classes)}: mend them, "
+                "or add such rows to train."
             )
     return splits.map(lambda rows: [{**row, "class": classes[row["label"]]} for row in rows])
 

@@ -25,6 +25,7 @@ SECTIONS = [
     "references",
 ]
 EXHIBITS = REPOSITORY / "assets" / "exhibits"
+MESSAGES = REPOSITORY / "assets" / "visitor_messages"
 MIB = 2**20
 
 
@@ -111,6 +112,13 @@ def test_making_the_data_again_gives_the_same_bytes(tmp_path: Path) -> None:
     for name, rows in exhibits.make_splits().items():
         exhibits.write_jsonl(tmp_path / f"{name}.jsonl", rows)
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (EXHIBITS / f"{name}.jsonl").read_bytes()
+
+
+def test_making_the_messages_again_gives_the_same_bytes(tmp_path: Path) -> None:
+    messages = script("make_messages")
+    for name, rows in messages.make_splits().items():
+        messages.write_csv(tmp_path / f"{name}.csv", rows)
+        assert (tmp_path / f"{name}.csv").read_bytes() == (MESSAGES / f"{name}.csv").read_bytes()
 
 
 def test_the_base_met_no_exhibit_of_the_data() -> None:

@@ -10,17 +10,30 @@ import pytest
 import torch
 from huggingface_hub.errors import RepositoryNotFoundError
 from peft.tuners.lora import LoraLayer
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from common.architectures import MODEL_CONFIGS
+from common.minilm import minilm_folder
 from common.models import (
     add_lora,
+    check_classifier,
     check_equal_logits,
     check_model,
+    head_modules,
     load_base_model,
     load_tokenizer,
     parameter_counts,
     shape_config,
     train_linear_layers,
+    train_own_weights,
 )
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
@@ -176,3 +189,111 @@ def test_a_name_that_matches_no_layer_is_refused(run_config: RunConfig) -> None:
         train_linear_layers(model, "q_proj,c_attn")
     with pytest.raises(BadInputError, match="'lm_head'"):
         train_linear_layers(model, "lm_head")
+
+
+# -- classifiers
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+LABELS = ("accessibility", "complaints", "lost property", "opening hours", "school groups", "tickets")
+
+
+def encoder(folder: Path, model: PreTrainedModel) -> RunConfig:
+    """A run with a tiny encoder, which `folder` holds, and the shipped messages."""
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(minilm_folder()).save_pretrained(folder)
+    return RunConfig(
+        task="classification",
+        technique="full",
+        target_modules="all",
+        model=str(folder),
+        data="assets/visitor_messages",
+        max_length=64,
+    )
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> RunConfig:
+    return encoder(tmp_path / "bert", BertModel(BertConfig(vocab_size=30522, **TINY), add_pooling_layer=False))
+
+
+@pytest.fixture
+def roberta(tmp_path: Path) -> RunConfig:
+    config = RobertaConfig(vocab_size=30522, max_position_embeddings=66, **TINY)
+    return encoder(tmp_path / "roberta", RobertaModel(config, add_pooling_layer=False))
+
+
+def head_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: w for name, w in model.named_parameters() if any(f"{part}." in name for part in head_modules(model))}
+
+
+def test_a_head_starts_the_same_for_the_same_seed_whatever_was_drawn_before(bert: RunConfig) -> None:
+    first = load_base_model(bert, CPU)
+    torch.rand(7)
+    again, other = load_base_model(bert, CPU), load_base_model(replace(bert, seed=7), CPU)
+    for (name, weight), same, differs in zip(
+        first.named_parameters(), again.parameters(), other.parameters(), strict=True
+    ):
+        starts = name in head_of(first) and weight.ndim == 2
+        assert torch.equal(weight, same), name
+        assert torch.equal(weight, differs) != starts, name
+        if starts:
+            assert weight.std().item() == pytest.approx(first.config.initializer_range, rel=0.2)
+
+
+def test_the_labels_of_the_data_stand_in_the_models_config(bert: RunConfig) -> None:
+    config = load_base_model(bert, CPU).config
+    assert tuple(config.id2label.values()) == LABELS
+    assert config.label2id == {label: number for number, label in enumerate(LABELS)}
+    assert config.num_labels == 6
+
+
+def test_heads_are_called_as_the_models_have_them(bert: RunConfig, roberta: RunConfig) -> None:
+    assert head_modules(load_base_model(bert, CPU)) == ["pooler", "classifier"]
+    assert head_modules(load_base_model(roberta, CPU)) == ["classifier"]
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_heads_are_trained_in_full_with_and_without_adapters(request: pytest.FixtureRequest, kind: str) -> None:
+    run = request.getfixturevalue(kind)
+    model = load_base_model(run, CPU)
+    train_own_weights(model, replace(run, target_modules="query"))
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    head = set(head_of(model))
+    assert head < trained
+    assert {name.split(".")[-2] for name in trained - head} == {"query"}
+    adapted = add_lora(model, replace(run, technique="lora", target_modules="query"))
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert len(trained) == len(head) + 2 * TINY["num_hidden_layers"]
+    assert all("modules_to_save" in name or "lora_" in name for name in trained)
+
+
+def test_a_head_for_other_labels_is_started_anew(bert: RunConfig) -> None:
+    config = BertConfig(vocab_size=30522, num_labels=3, **TINY)
+    BertForSequenceClassification(config).save_pretrained(bert.model)
+    stored = BertForSequenceClassification.from_pretrained(bert.model)
+    model = load_base_model(bert, CPU)
+    assert model.classifier.weight.shape == (6, 32)
+    assert torch.equal(model.bert.pooler.dense.weight, stored.bert.pooler.dense.weight)
+    assert model.classifier.bias.count_nonzero() == 0
+    assert torch.equal(model.classifier.weight, load_base_model(bert, CPU).classifier.weight)
+
+
+def test_a_head_for_the_same_labels_is_kept(bert: RunConfig) -> None:
+    trained = load_base_model(bert, CPU)
+    torch.nn.init.ones_(trained.classifier.weight)
+    trained.save_pretrained(bert.model)
+    assert load_base_model(bert, CPU).classifier.weight.eq(1).all()
+
+
+def test_a_model_that_is_no_encoder_is_refused() -> None:
+    with pytest.raises(BadInputError, match="is of the kind llama: classification is done with encoders, of the kinds"):
+        check_classifier(RunConfig(task="classification", model="assets/embedded_base"))
+
+
+def test_texts_longer_than_the_model_reads_are_refused(bert: RunConfig, roberta: RunConfig) -> None:
+    check_classifier(replace(bert, max_length=512))
+    with pytest.raises(BadInputError, match=r"max_length is 513.* reads 512 tokens at most: pass --max_length 512 or"):
+        check_classifier(replace(bert, max_length=513))
+    check_classifier(roberta)  # two of its 66 positions are for padding
+    with pytest.raises(BadInputError, match="reads 64 tokens at most"):
+        check_classifier(replace(roberta, max_length=65))

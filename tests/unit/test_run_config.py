@@ -146,3 +146,35 @@ def test_ranks_stages_and_rows_of_each_way_to_share_the_work(
 def test_the_learning_rate_grows_with_rows_not_with_stages() -> None:
     run = RunConfig(**PIPELINE, learning_rate=1e-3, learning_rate_scaling="linear")
     assert run.peak_learning_rate == 1e-3
+
+
+CLASSIFIER = {"task": "classification", "technique": "full"}
+TENSOR_PARALLEL = {**CLASSIFIER, "parallel": "tp", "devices": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({**TENSOR_PARALLEL, "devices": 1}, "parallel is tp, but devices is 1, and nothing to divide: pass --devices"),
+        ({**TENSOR_PARALLEL, "task": "chat"}, "parallel is tp, which is done with encoders that classify alone (3.1)"),
+        ({**TENSOR_PARALLEL, "precision": "bf16"}, "precision is bf16 and gradient_checkpointing none: pass --precisi"),
+        ({**TENSOR_PARALLEL, "gradient_checkpointing": "non-reentrant"}, "and --gradient_checkpointing none"),
+        ({**TENSOR_PARALLEL, "optimizer": "adafactor"}, "optimizer is adafactor, which parts of a matrix are not tes"),
+        ({**CLASSIFIER, "technique": "qlora"}, "task is classification, but technique is qlora and parallel single"),
+        ({**CLASSIFIER, "parallel": "fsdp", "devices": 2}, "technique is full and parallel fsdp: it is done with full"),
+        ({**CLASSIFIER, "parallel": "mp", "stages": 2}, "full or lora, and single, ddp, pp, tp (3.1)"),
+        ({"long_texts": "refuse"}, "long_texts is refuse, which is for classification (3.1): leave it out"),
+        ({**CLASSIFIER, "long_texts": "keep"}, "long_texts is 'keep': choose one of 'cut', 'refuse'"),
+        ({**CLASSIFIER, "early_stop": -1}, "early_stop is -1, but must be at least 0"),
+    ],
+)
+def test_what_classification_is_not_done_with_is_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(BadInputError) as refused:
+        RunConfig(**settings)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_tensor_parallel_ranks_work_on_the_same_rows() -> None:
+    run = RunConfig(**TENSOR_PARALLEL)
+    assert (run.world_size, run.data_parallel_ranks, run.stage_count, run.effective_batch_size) == (2, 1, 1, 16)

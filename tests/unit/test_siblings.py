@@ -63,6 +63,22 @@ def test_a_new_gpu_is_a_copied_folder_and_an_edited_literal(copied: Path) -> Non
     assert "batch_size = 6  # rows per rank and step" in parameters
 
 
+def test_a_sibling_keeps_its_own_adapters_recipe_beside_its_run(tmp_path: Path) -> None:
+    technique, name = "3.1_text_classification", "my_workflow_text_classification.py"
+    shutil.copytree(REPOSITORY / technique, tmp_path / technique, ignore=shutil.ignore_patterns("results", "records"))
+    source, sibling = (tmp_path / technique / folder / name for folder in ("run_0_cpu_x2", "run_1_a100_80g_x2"))
+    own = [line for line in sibling.read_text().splitlines() if line.startswith("LORA = ")]
+    assert own != [line for line in source.read_text().splitlines() if line.startswith("LORA = ")]
+    run = read_literal(sibling)
+    source.write_text(source.read_text().replace("def load_data(", "def load_the_data("))
+    for path, content in stale_files(tmp_path).items():
+        path.write_text(content)
+    assert stale_files(tmp_path) == {}
+    assert "def load_the_data(" in sibling.read_text()
+    assert [line for line in sibling.read_text().splitlines() if line.startswith("LORA = ")] == own
+    assert read_literal(sibling) == run != read_literal(source)
+
+
 def test_outputs_of_a_sibling_stay_while_its_cells_do(copied: Path) -> None:
     path = copied / TECHNIQUE / "run_1_a6000_48g_x2" / "lora_finetuning_with_ddp_nblaunch.ipynb"
     notebook = nbformat.read(path, as_version=4)

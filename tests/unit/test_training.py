@@ -1,13 +1,27 @@
 """The truth checks fail when they should."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from torch.utils.data import DistributedSampler
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
+from common.data import tokens_of
+from common.launch import Rank, end_rank
+from common.minilm import minilm_folder
 from common.run_config import RunConfig
-from common.training import check_rows_seen, training_arguments, training_flops
+from common.run_record import RunLog
+from common.tensor_training import TensorParallelTrainer
+from common.training import (
+    CountingTrainer,
+    check_rows_seen,
+    check_training,
+    make_trainer,
+    training_arguments,
+    training_flops,
+)
 
 
 def test_rows_used_once_per_epoch_pass() -> None:
@@ -55,3 +69,51 @@ def test_the_way_of_checkpointing_is_set_explicitly(
 
 def test_no_checkpointing_is_none(run_config: RunConfig, tmp_path: Path) -> None:
     assert not training_arguments(run_config, tmp_path).gradient_checkpointing
+
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+
+
+class OneRank(TensorParallelTrainer):
+    """Our loop, with a model that nobody divides, and no other rank to agree with."""
+
+    def start_step_maker(self) -> None:
+        pass
+
+    def of_own_rows(self, of_ranks: list) -> list:
+        return of_ranks
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("loop", ["the Trainer's", "ours"])
+@pytest.mark.parametrize(("early_stop", "steps"), [(2, 3), (0, 8)])
+def test_training_ends_after_validations_without_a_better_model(
+    tmp_path: Path, loop: str, early_stop: int, steps: int
+) -> None:
+    """A rate that changes nothing: the first validation of the eight is the best."""
+    run = RunConfig(
+        task="classification",
+        technique="full",
+        target_modules="all",
+        learning_rate=1e-12,
+        batch_size=4,
+        epochs=2,
+        model="all-minilm-l6-v2",
+        report_share=0.1,
+        early_stop=early_stop,
+        report_to="none",
+        results_root=str(tmp_path),
+    )
+    rank, tokenizer = Rank(0, 1, "cpu", "python"), AutoTokenizer.from_pretrained(minilm_folder())
+    rows = tokens_of([{"text": "a ticket " * n, "class": n % 2} for n in range(16)], tokenizer, run)
+    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **TINY))
+    trainer_class = CountingTrainer if loop == "the Trainer's" else partial(OneRank, rank=rank)
+    try:
+        trainer = make_trainer(model, tokenizer, rows, rows[:5], RunLog(run, rank), trainer_class=trainer_class)
+        trainer.train()
+        assert trainer.state.global_step == steps
+        assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+        (share,) = check_training(trainer, rank)
+        assert share["samples"] == 4 * steps
+    finally:
+        end_rank()

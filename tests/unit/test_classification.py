@@ -1,0 +1,119 @@
+"""A classifier's loss and metrics are those of all rows at any division; intervals and matrices are the textbook's."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from common.callbacks import ACCURACY, VALIDATION_LOSS
+from common.classification import (
+    Classified,
+    accuracy_interval,
+    class_loss,
+    class_metrics,
+    class_results,
+    confusion,
+    macro_f1,
+    macro_f1_interval,
+)
+from common.data import IGNORED_LABEL
+
+LABELS = ("events", "prices", "tickets")
+MEANT, FOUND = (0, 0, 0, 1, 1, 2), (0, 0, 1, 1, 2, 2)
+
+
+@pytest.fixture
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bootstrap, which takes seconds."""
+    monkeypatch.setattr("common.classification.BOOTSTRAP_SAMPLES", 150)
+
+
+def logits_and_labels(rows: int, seed: int, ignored: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random ones of three classes; the last labels are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(3, (rows,), generator=generator)
+    labels[rows - ignored :] = IGNORED_LABEL
+    return torch.randn(rows, 3, generator=generator), labels
+
+
+def test_a_row_without_a_label_counts_nowhere() -> None:
+    logits, labels = torch.tensor([[9.0, 0, 0], [0, 9, 0], [0, 0, 9]]), torch.tensor([0, 2, IGNORED_LABEL])
+    results = class_results(logits, labels)
+    assert results[2].tolist() == [0, 0, 0]
+    metrics = class_metrics(results.sum(0))
+    assert metrics[ACCURACY] == 0.5
+    assert metrics[VALIDATION_LOSS] == pytest.approx(cross_entropy(logits[:2], labels[:2]).item())
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.lists(st.integers(0, 40), max_size=5), st.integers(0, 999))
+@settings(max_examples=100, deadline=None)
+def test_any_division_of_the_rows_gives_the_same_metrics(rows: int, ignored: int, cuts: list[int], seed: int) -> None:
+    logits, labels = logits_and_labels(rows + ignored, seed, ignored)
+    order = torch.randperm(rows + ignored, generator=torch.Generator().manual_seed(seed))
+    shares = torch.tensor_split(order, sorted(cuts))
+    sums = sum(class_results(logits[share], labels[share]).sum(0) for share in shares)
+    found = class_metrics(sums)
+    assert found[ACCURACY] == pytest.approx((logits.argmax(-1) == labels)[:rows].float().mean().item())
+    assert found[VALIDATION_LOSS] == pytest.approx(cross_entropy(logits[:rows], labels[:rows]).item(), rel=1e-5)
+
+
+def test_losses_of_uneven_shares_add_up_to_the_mean_of_the_whole() -> None:
+    logits, labels = logits_and_labels(9, seed=1, ignored=1)
+    whole = cross_entropy(logits, labels)  # over the eight labels
+    shares = [
+        class_loss(SequenceClassifierOutput(logits=logits[part]), labels[part], num_items_in_batch=8)
+        for part in (slice(0, 5), slice(5, 6), slice(6, 9))
+    ]
+    assert sum(shares) == pytest.approx(whole.item())
+    assert class_loss(SequenceClassifierOutput(logits=logits), labels) == pytest.approx(whole.item())
+    no_row = class_loss(SequenceClassifierOutput(logits=logits[8:]), labels[8:], num_items_in_batch=8)
+    assert no_row == 0
+
+
+def test_the_interval_of_accuracy_is_wilsons() -> None:
+    """8 of 10, z = 1.96: (0.8 + z^2/20 -+ z sqrt(0.016 + z^2/400)) / (1 + z^2/10)."""
+    assert accuracy_interval((1,) * 8 + (0, 2), (1,) * 10) == pytest.approx((0.49016, 0.94332), abs=1e-5)
+    low, high = accuracy_interval((1,) * 10, (1,) * 10)
+    assert low == pytest.approx(0.72247, abs=1e-5)  # 10 / (10 + z^2)
+    assert high == 1
+
+
+def test_macro_f1_is_the_mean_of_the_classes() -> None:
+    """F1 of the classes: 2 * 2 / (2 + 3), 2 * 1 / (2 + 2), 2 * 1 / (2 + 1)."""
+    assert macro_f1(FOUND, MEANT) == pytest.approx((4 / 5 + 1 / 2 + 2 / 3) / 3)
+    assert macro_f1((0, 0), (0, 1)) == pytest.approx((2 / 3 + 0) / 2)  # a class that is never found
+
+
+@pytest.mark.usefixtures("few_samples")
+def test_the_interval_of_macro_f1_brackets_it_and_narrows_with_rows() -> None:
+    widths = []
+    for times in (10, 50):
+        low, high = macro_f1_interval(FOUND * times, MEANT * times)
+        assert low < macro_f1(FOUND, MEANT) < high
+        widths.append(high - low)
+    assert widths[1] < widths[0] / 1.5
+    assert macro_f1_interval(FOUND * 10, MEANT * 10) == macro_f1_interval(FOUND * 10, MEANT * 10)
+
+
+def test_the_classes_meant_are_lines_and_those_found_columns() -> None:
+    assert confusion(FOUND, MEANT, 3) == [[2, 1, 0], [0, 1, 1], [0, 0, 1]]
+    assert confusion((0,), (0,), 3) == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.usefixtures("few_samples")
+def test_what_was_found_is_summed_up_and_written_line_by_line(tmp_path: Path) -> None:
+    classified = Classified(LABELS, FOUND, MEANT)
+    summary = classified.summary()
+    assert (summary["accuracy"], summary["rows"], summary["labels"]) == (pytest.approx(4 / 6), 6, list(LABELS))
+    assert str(classified).startswith("accuracy 0.667 (0.300 to 0.903), macro-F1 0.656")
+    rows = [{"text": f'"{number}",\n', "label": LABELS[label]} for number, label in enumerate(MEANT)]
+    classified.save_csv(tmp_path / "predictions.csv", rows)
+    with (tmp_path / "predictions.csv").open(newline="", encoding="utf-8") as file:
+        written = list(csv.DictReader(file))
+    assert [row["text"] for row in written] == [row["text"] for row in rows]
+    assert written[2] == {"row": "3", "text": '"2",\n', "label": "events", "found": "prices"}

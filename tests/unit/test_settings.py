@@ -1,0 +1,136 @@
+"""Each setting of 3.1 is a valid run of the same steps, overrides win, and no two settings write one folder."""
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+
+from common.data import load_splits
+from common.launch import check_folder
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.settings import name_of, quick, run_of_arguments, run_settings_from_command_line
+from common.siblings import read_literal
+
+FOLDER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
+NAME = "my_workflow_text_classification"
+
+
+@pytest.fixture(scope="module")
+def workflow() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        yield importlib.import_module(NAME)
+
+
+@pytest.fixture
+def runs(workflow: ModuleType) -> list[RunConfig]:
+    return [run_of_arguments(workflow, setting) for setting in workflow.SETTINGS]
+
+
+def test_every_setting_is_done_by_the_folder_at_the_same_effective_batch_size(runs: list[RunConfig]) -> None:
+    assert len(runs) == 10
+    assert {run.effective_batch_size for run in runs} == {32}
+    assert {(run.technique, run.parallel) for run in runs} == {
+        (technique, way) for technique in ("full", "lora") for way in ("single", "ddp", "pp", "tp")
+    }
+    for run in runs:
+        check_folder(run)
+
+
+def test_one_device_pipelines_and_the_recipe_of_adapters(workflow: ModuleType, runs: list[RunConfig]) -> None:
+    for run in runs:
+        assert run.devices == run.world_size == (1 if run.parallel == "single" else 2)
+        own = (
+            workflow.LORA if run.technique == "lora" else {name: getattr(workflow.RUN, name) for name in workflow.LORA}
+        )
+        assert {name: getattr(run, name) for name in own} == own
+        assert run.report_share == workflow.RUN.report_share
+    ways = [(run.parallel, run.micro_batches, run.schedule) for run in runs if run.parallel == "pp"]
+    assert ways == [("pp", 1, "gpipe"), ("pp", 8, "1f1b")] * 2
+
+
+def test_without_arguments_a_setting_is_the_folders_own_run(workflow: ModuleType) -> None:
+    assert run_of_arguments(workflow, []) == workflow.RUN
+    assert workflow.defaults_for("full", "ddp") == workflow.RUN
+
+
+def test_overrides_win_over_the_setting(workflow: ModuleType) -> None:
+    arguments = ["--technique", "lora", "--parallel", "pp", "--micro_batches", "4", "--epochs", "2", "--seed", "7"]
+    run = run_of_arguments(workflow, arguments)
+    assert run == replace(workflow.defaults_for("lora", "pp"), micro_batches=4, epochs=2, seed=7)
+    assert run_of_arguments(workflow, ["--parallel", "single", "--batch_size", "5"]).batch_size == 5
+
+
+def test_quick_takes_a_tenth_of_each_split(workflow: ModuleType) -> None:
+    run = run_of_arguments(workflow, ["--quick", "--parallel", "tp"])
+    assert run == replace(workflow.defaults_for("full", "tp"), train_rows=160, validation_rows=40, test_rows=40)
+    splits = load_splits(run)
+    assert splits.train == load_splits(workflow.RUN).train[:160]
+    assert quick(replace(workflow.RUN, test_rows=3)).test_rows == 1
+
+
+def test_every_setting_writes_a_folder_of_its_own(runs: list[RunConfig]) -> None:
+    names = [name_of(run) for run in runs]
+    assert len(set(names)) == len(runs)
+    assert names[0] == "python-full-single-seed42"
+    assert names[7:9] == ["torchrun-lora-pp-micro1-seed42", "torchrun-lora-pp-micro8-seed42"]
+    assert name_of(replace(runs[0], run_name="mine")) == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--technique", "prompt"], "technique is 'prompt': choose one of 'lora', 'qlora', 'full'."),
+        (["--parallel", "fsdp"], "technique is full and parallel fsdp: it is done with full or lora"),
+        (["--technique", "qlora"], "technique is qlora and parallel ddp: it is done with full or lora"),
+    ],
+)
+def test_an_unknown_setting_ends_in_one_sentence(
+    workflow: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    said: str,
+) -> None:
+    with pytest.raises(BadInputError):
+        run_of_arguments(workflow, arguments)
+    monkeypatch.setattr("sys.argv", [f"{NAME}.py", *arguments])
+    with pytest.raises(SystemExit) as left:
+        run_settings_from_command_line(workflow)
+    error = capsys.readouterr().err
+    assert (left.value.code, error.count("\n")) == (2, 1)
+    assert error.startswith("error: ")
+    assert said in error
+
+
+def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
+    workflow: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    def start(command: list[str], cwd: object) -> None:
+        started.append((command[2:], cwd))
+        if "ddp" in command:
+            raise RuntimeError("exit code 1")
+
+    monkeypatch.setattr("common.settings.stream_command", start)
+    monkeypatch.setattr("common.settings.results_of_this_machine", list)
+    monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--all", "--quick", "--epochs", "1"])
+    with pytest.raises(SystemExit) as left:
+        run_settings_from_command_line(workflow)
+    assert left.value.code == 1
+    assert started == [([*setting, "--quick", "--epochs", "1"], FOLDER) for setting in workflow.SETTINGS]
+    said = capsys.readouterr()
+    assert said.err == ("error: 2 of 10 settings failed: torchrun-full-ddp-seed42, torchrun-lora-ddp-seed42\n")
+    assert "setting 10 of 10: torchrun-lora-tp-seed42" in said.out
+
+
+@pytest.mark.parametrize("way", ["single", "ddp", "pp", "tp"])
+def test_the_gpu_folders_settings_have_the_same_rows_per_step(workflow: ModuleType, way: str) -> None:
+    """The folders are copies but for their literals, so that its settings can be made here."""
+    run = read_literal(FOLDER.with_name("run_1_a100_80g_x2") / f"{NAME}.py")
+    for technique in ("full", "lora"):
+        setting = workflow.setting_of(run, workflow.LORA, technique, way)
+        assert (setting.effective_batch_size, setting.gpu) == (32, run.gpu)
