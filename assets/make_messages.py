@@ -29,7 +29,7 @@ SHARES = {
     "school groups": 0.12,
 }
 LABELS = tuple(SHARES)
-TWO_ASIDES, GREETED, CLOSED, OWN_WORDS = 0.15, 0.25, 0.2, 0.5
+TWO_ASIDES, GREETED, CLOSED, OWN_WORDS = 0.05, 0.15, 0.1, 0.5
 """Shares of the messages with a second aside, a greeting, a closing; and of the sentences in words of their class."""
 HELD_OUT_USE = 0.15
 """How often validation and test draw from what training does not hold, where a choice has something held out."""

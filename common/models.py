@@ -37,8 +37,9 @@ LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed"
 """Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit."""
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 """Our names and those of Transformers."""
-LOADING_LOGGER = "transformers.modeling_utils"
-"""It lists what a checkpoint lacks: of a classifier, the head, which `start_head` starts."""
+LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
+"""They list what a checkpoint lacks (of a classifier the head, which `start_head` starts), and, wherever several ranks
+run, what the library's own tensor parallel, which is not asked for, does not divide."""
 EMBEDDED_BASE = REPOSITORY / "assets" / "embedded_base"
 HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -177,7 +178,7 @@ def _load_classifier(
         return _random_model(run, device_map, quantized=False)
     named = {} if source else class_names(run)
     try:
-        with silent(LOADING_LOGGER):
+        with silent(*LOADING_LOGGERS):
             model, about = AutoModelForSequenceClassification.from_pretrained(
                 source or check_model(run.model),
                 dtype=weight_dtype(run),
@@ -194,15 +195,17 @@ def _load_classifier(
 
 
 @contextmanager
-def silent(logger_name: str) -> Iterator[None]:
-    """No warnings of a library's logger: what it would say is expected, or said better by us."""
-    logger = logging.getLogger(logger_name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+def silent(*logger_names: str) -> Iterator[None]:
+    """No warnings of a library's loggers: what they would say is expected, or said better by us."""
+    loggers = [logging.getLogger(name) for name in logger_names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def class_names(run: RunConfig) -> dict[str, object]:

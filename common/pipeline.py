@@ -25,7 +25,7 @@ from common.device_maps import whole_model_on
 from common.launch import Rank
 from common.models import (
     ATTENTION,
-    LOADING_LOGGER,
+    LOADING_LOGGERS,
     add_lora,
     check_model,
     class_names,
@@ -104,7 +104,7 @@ def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedMod
             super().__init__(config)
             cut(self, stage_map, rank.rank)
 
-    with silent(LOADING_LOGGER) if named else nullcontext():
+    with silent(*LOADING_LOGGERS) if named else nullcontext():
         model, about = Stage.from_pretrained(
             source,
             dtype=weight_dtype(run),

@@ -27,8 +27,8 @@ from common.run_record import Record
 from common.siblings import run_folders
 
 KINDS = tuple((technique, way) for technique in ("full", "lora") for way in CLASSIFIED_WITH)
-SettingKey = tuple[str, str, str, int]
-"""Run folder, technique, way to share the work, micro-batches."""
+SettingKey = tuple[object, ...]
+"""What runs share that differ in their seed alone."""
 
 
 def classified(records: Iterable[Record]) -> list[Record]:
@@ -50,8 +50,8 @@ def by_setting(records: Iterable[Record]) -> dict[SettingKey, list[Record]]:
     groups: dict[SettingKey, list[Record]] = {}
     for record in classified(records):
         if record["launcher"] in ("python", "torchrun", "acclaunch"):
-            key = (record["run_folder"], *kind_of(record), record["config"]["micro_batches"])
-            groups.setdefault(key, []).append(record)
+            same = {name: value for name, value in record["config"].items() if name not in ("seed", "run_name")}
+            groups.setdefault((record["launcher"], *same.items()), []).append(record)
     return groups
 
 
