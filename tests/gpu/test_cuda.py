@@ -16,6 +16,7 @@ from common.run_config import REPOSITORY
 
 GPU_COUNT = torch.cuda.device_count()
 QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
+CLASSIFICATION = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 needs_gpu = pytest.mark.skipif(GPU_COUNT < 1, reason="needs an NVIDIA GPU")
 needs_two_gpus = pytest.mark.skipif(GPU_COUNT < 2, reason=f"needs two NVIDIA GPUs, {GPU_COUNT} found")
 
@@ -49,6 +50,17 @@ def test_a_real_shape_trains_with_random_weights(run_workflow: Callable) -> None
     done = run_workflow("python", *settings, "--max_steps", "2", "--batch_size", "4")
     assert done.exit_code == 0, done.output
     assert done.record["memory"][0]["peak_allocated_gib"] > 2.3  # 1.24 billion weights of two bytes
+
+
+@needs_gpu
+@pytest.mark.parametrize("technique", ["full", "lora"])
+def test_a_classifier_of_roberta_large_s_shape_trains(run_workflow: Callable, technique: str) -> None:
+    shape = ("--model", "roberta-large", "--weights", "random", "--device", "cuda", "--precision", "bf16-mixed")
+    way = ("--technique", technique, "--parallel", "single")
+    done = run_workflow("python", *shape, *way, "--max_steps", "4", folder=CLASSIFICATION)
+    assert done.exit_code == 0, done.output
+    assert done.record["memory"][0]["peak_allocated_gib"] > 1.3  # 354 million weights of four bytes
+    assert done.record["quality"]["after"]["rows"] == 9
 
 
 @needs_gpu

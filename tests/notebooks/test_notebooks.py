@@ -9,6 +9,7 @@ import nbformat
 import papermill
 import pytest
 
+from common.minilm import MINILM
 from common.report_rows import data_parallel_ranks
 from common.run_config import REPOSITORY
 from common.run_record import RECORD_NAME, Record, load_record
@@ -18,11 +19,12 @@ LONGEST_CELL_LINES = 25
 SMALL = {"train_rows": 65, "test_rows": 9, "epochs": 1}
 IDS = [f"{path.parent.name}-{path.stem}" for path in NOTEBOOKS]
 PLANNING = [path for path in NOTEBOOKS if path.parts[-3].startswith("1.1_")]  # they train nothing; they have own tests
-FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_") and path not in PLANNING]
+COMPARING = [path for path in NOTEBOOKS if path.stem.endswith("_compare")]  # they show what was run before
+FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_") and path not in (*PLANNING, *COMPARING)]
 EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
+"""What makes a GPU folder's notebook run here: another device and model, and nothing else."""
 CELL_BY_CELL = ("complete", "finetuning", "mp")
 """Last words of the notebooks that start no ranks."""
-"""What makes a GPU folder's notebook run here: another device and model, and nothing else."""
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
@@ -39,6 +41,8 @@ def test_there_are_notebooks() -> None:
         "qlora_finetuning.ipynb",
         "full_finetuning_with_fsdp_nblaunch.ipynb",
         "full_finetuning_with_zero_torchrun.ipynb",
+        "text_classification_nblaunch.ipynb",
+        "text_classification_compare.ipynb",
     }
 
 
@@ -47,7 +51,7 @@ def with_gpu_folders_slow() -> list:
     return [
         pytest.param(path, id=name, marks=[] if path in FOR_CPU else [pytest.mark.slow])
         for path, name in zip(NOTEBOOKS, IDS, strict=True)
-        if path not in PLANNING
+        if path not in (*PLANNING, *COMPARING)
     ]
 
 
@@ -58,17 +62,22 @@ def parameters_cell(path: Path) -> str:
 def parameters_for(path: Path, tmp_path: Path) -> dict:
     """A small run; a GPU folder's on two CPU devices, with the embedded default in place of its model."""
     parameters = {**SMALL, "results_root": str(tmp_path)}
+    if "classification" in path.stem:
+        parameters = {"train_rows": 65, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
+        parameters["settings"] = {"epochs": 1}
     if "zero" in path.stem:
         parameters["steps"] = -1  # all of the epoch's
     if path not in FOR_CPU:
-        parameters |= {"settings": EMBEDDED_DEFAULT, "batch_size": 8}
-        if {"ddp", "pp", "fsdp", "zero"} & set(path.stem.split("_")):
+        parameters |= {"settings": {**parameters.get("settings", {}), **EMBEDDED_DEFAULT}, "batch_size": 8}
+        if {"ddp", "pp", "fsdp", "zero", "classification"} & set(path.stem.split("_")):
             parameters["devices"] = 2
         if "mp" in path.stem.split("_"):
             parameters |= {"settings": {**EMBEDDED_DEFAULT, "devices": 1}, "stages": 2}
         if "precision" in parameters_cell(path):  # there the notebook's own word counts
             parameters["precision"] = parameters["settings"]["precision"]
             parameters["settings"] = {k: v for k, v in EMBEDDED_DEFAULT.items() if k != "precision"}
+        if "classification" in path.stem:
+            parameters["settings"]["model"] = MINILM
         if "acclaunch" in path.stem:
             parameters["config_file"] = "../run_0_cpu_x2/my_accelerate_config.yaml"
     return parameters
@@ -99,8 +108,18 @@ def pictures_of(path: Path) -> set[str]:
     words = set(path.stem.split("_"))
     if "zero" in words:
         return {"losses.png", "held.png"}
+    if "classification" in words:
+        return {"accuracy.png", "confusion.png", "memory.png"}
     more = {"pp": "timeline.png", "qlora": "levels.png", "fsdp": "held.png"}
     return {"losses.png", "scores.png", "memory.png", *(more[word] for word in words & more.keys())}
+
+
+@pytest.mark.parametrize("path", COMPARING, ids=lambda path: path.parent.name)
+def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
+    papermill.execute_notebook(path, tmp_path / "out.ipynb", cwd=path.parent, progress_bar=False)
+    said = (tmp_path / "out.ipynb").read_text()
+    assert "LoRA with TP" in said
+    assert said.count("image/png") == 2  # curves, confusion
 
 
 @pytest.mark.parametrize("path", FOR_CPU, ids=lambda path: path.stem)

@@ -154,3 +154,39 @@ def test_tensor_parallel_really_divides(divided: Runs) -> None:
     for rank in held["per_rank"]:
         assert rank["weights_bytes"] < held["whole"]["weights_bytes"]
     assert divided["full, tp, adamw"].record["sent"]["bytes"] > 0
+
+
+# -- the ways to start it
+
+
+@pytest.mark.parametrize("launcher", ["python", "accelerate"])
+def test_ranks_are_started_as_the_setting_has_them(
+    run_workflow: Callable[..., Any], encoders: dict[str, str], launcher: str
+) -> None:
+    setting = ("--technique", "lora", "--parallel", "ddp", "--validation_rows", "9", "--model", encoders["bert"])
+    done = run_workflow(launcher, *setting, folder=FOLDER)
+    assert done.exit_code == 0, done.output
+    assert done.record["launcher"] == {"python": "torchrun", "accelerate": "acclaunch"}[launcher]
+    assert [share["rank"] for share in done.record["world"]] == [0, 1]
+    assert done.record["machine_ceiling"]["strong"] > 0
+    assert "--technique lora --parallel ddp" in done.record["command"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("--label_column", "class"), "has no column 'class'"),
+        (("--parallel", "fsdp"), "parallel is fsdp"),
+        (("--parallel", "tp", "--devices", "5"), "num_attention_heads is 12, which 5 ranks cannot share evenly"),
+        (("--model", "assets/embedded_base"), "is of the kind llama"),
+        (("--max_length", "2000"), "reads 512 tokens at most"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence_before_a_rank_starts(
+    run_workflow: Callable[..., Any], overrides: tuple[str, ...], sentence: str
+) -> None:
+    done = run_workflow("python", *overrides, folder=FOLDER)
+    assert done.exit_code == 2, done.output
+    assert sentence in done.output
+    assert "Traceback" not in done.output
+    assert not done.results.exists()
