@@ -236,12 +236,18 @@ def run_or_launch(
     workflow(run)
 
 
-def _become(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
-    """Start a workflow's ranks, one or several, in this process's place."""
-    single = [sys.executable, script, *overrides]
-    command = torchrun_command(script, run.world_size, *overrides) if run.world_size > 1 else single
+def ranks_command(run: RunConfig, script: str, overrides: Sequence[str]) -> list[str]:
+    """What starts a workflow's ranks, one or several: this Python, or its torchrun."""
     if run.device == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, but warns about it
+    if run.world_size == 1:
+        return [sys.executable, script, *overrides]
+    return torchrun_command(script, run.world_size, *overrides)
+
+
+def _become(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
+    """Start a workflow's ranks, one or several, in this process's place."""
+    command = ranks_command(run, script, overrides)
     sys.stdout.flush()
     os.execv(command[0], command)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.data import Splits, load_splits
-from common.launch import exit_with, run_or_launch, stream_command, workflow_of
+from common.launch import check_inputs, exit_with, ranks_command, run_or_launch, stream_command, workflow_of
 from common.report import results_of_this_machine
 from common.report_classification import results_text
 from common.report_rows import clock
@@ -91,22 +91,27 @@ def quick(run: RunConfig) -> RunConfig:
 
 
 def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> int:
-    """Every setting in a process of its own, then the table of all; the exit code.
+    """Every setting in processes of its own, then the table of all; the exit code.
 
-    A setting that fails does not keep the others from running.
+    All are checked before the first one starts; one that fails then does not keep the others from running.
+
+    Raises:
+        BadInputError: a setting refuses its input; none was started.
     """
     script, failed, start_s = Path(workflow.__file__), [], time.perf_counter()
-    names = []
-    for number, setting in enumerate(workflow.SETTINGS, 1):
-        arguments = [*setting, *(["--quick"] if is_quick else []), *overrides]
-        names.append(name_of(run_of_arguments(workflow, arguments)))
+    settings = [[*setting, *(["--quick"] if is_quick else []), *overrides] for setting in workflow.SETTINGS]
+    runs = [run_of_arguments(workflow, setting) for setting in settings]
+    for run in runs:
+        check_inputs(run)
+    names = [name_of(run) for run in runs]
+    for number, (setting, run, name) in enumerate(zip(settings, runs, names, strict=True), 1):
         so_far = f"{clock(time.perf_counter() - start_s)} so far"
-        print(f"\n== setting {number} of {len(workflow.SETTINGS)}: {names[-1]} ({so_far})", flush=True)
+        print(f"\n== setting {number} of {len(runs)}: {name} ({so_far})", flush=True)
         try:
-            stream_command([sys.executable, script.name, *arguments], cwd=script.parent)
+            stream_command(ranks_command(run, script.name, setting), cwd=script.parent)
         except RuntimeError as failure:
-            print(f"{names[-1]}: {failure}")
-            failed.append(names[-1])
+            print(f"{name}: {failure}")
+            failed.append(name)
     records = [record for record in results_of_this_machine() if record["run_name"] in names]
     print(f"\n== all settings: {clock(time.perf_counter() - start_s)}\n\n{results_text(records)}")
     if failed:

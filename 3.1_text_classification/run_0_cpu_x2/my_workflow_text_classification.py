@@ -46,7 +46,7 @@ RUN = RunConfig(
     report_share=0.2,
     evaluation_batch_size=50,
 )
-LORA = {"target_modules": "query,value", "epochs": 5, "learning_rate": 1e-3, "lora_alpha": 16}  # (1)
+LORA = {"target_modules": "query,value", "epochs": 4, "learning_rate": 1.5e-3, "lora_alpha": 16}  # (1)
 SETTINGS = [
     ["--technique", technique, "--parallel", *way]
     for technique in ("full", "lora")

@@ -30,6 +30,7 @@ Trained = tuple[PreTrainedModel | PeftModel, Callable[..., CountingTrainer], obj
 def start_trainer(log: RunLog, tokenizer: PreTrainedTokenizerBase, data: Splits) -> CountingTrainer:
     """The trainer of this rank, for the run's way to share the work."""
     train, validation = (tokens_of(rows, tokenizer, log.run) for rows in (data.train, data.validation))
+    validation.sort(key=lambda row: -len(row["input_ids"]))  # batches with little padding
     prepare = {"pp": stage_to_train, "tp": split_model_to_train}.get(log.run.parallel, whole_model_to_train)
     model, trainer_class, plan = prepare(log, train)
     return make_trainer(model, tokenizer, train, validation, log, plan, trainer_class)

@@ -111,7 +111,7 @@ def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
     started = []
 
     def start(command: list[str], cwd: object) -> None:
-        started.append((command[2:], cwd))
+        started.append((command[command.index(f"{NAME}.py") + 1 :], cwd))
         if "ddp" in command:
             raise RuntimeError("exit code 1")
 
