@@ -138,10 +138,21 @@ def _read_hub_dataset(name: str, kind: RowKind) -> Splits:
             f"The data {name} are no folder or file here, nor to be had from the Hub ({reason}): mend --data."
         ) from None
     splits = {
-        split: [kind.check(row, f"dataset {name}, {split} row {number}") for number, row in enumerate(rows)]
+        split: [
+            kind.check(row, f"dataset {name}, {split} row {number}") for number, row in enumerate(_with_names(rows))
+        ]
         for split, rows in found.items()
     }
     return hold_out(splits, f"The dataset {name}")
+
+
+def _with_names(rows: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset's split, with names where it keeps the numbers of classes; a missing one (-1) is empty."""
+    features = getattr(rows, "features", None) or {}
+    classes = {column: feature for column, feature in features.items() if hasattr(feature, "int2str")}
+    for row in rows:
+        numbers = {column: row[column] for column in classes}
+        yield {**row, **{c: classes[c].int2str(number) if number >= 0 else "" for c, number in numbers.items()}}
 
 
 def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import ClassLabel, Dataset, DatasetDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.data import Splits, load_splits, tokens_of
@@ -111,6 +111,10 @@ def test_a_dataset_of_the_hub_is_read_by_its_columns(run: RunConfig, monkeypatch
     rows = [{"text": text, "label": number % 2} for number, (text, _) in enumerate(rows_of(20))]
     monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"train": Dataset.from_list(rows)}))
     assert label_names(load_splits(replace(run, data="somebody/messages"))) == ["0", "1"]
+    named = Dataset.from_list(rows).cast_column("label", ClassLabel(names=["praise", "blame"]))
+    monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"train": named}))
+    assert label_names(load_splits(replace(run, data="somebody/messages"))) == ["blame", "praise"]
+    monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"train": Dataset.from_list(rows)}))
     with pytest.raises(
         BadInputError, match=r"somebody/messages, train row 0 has no column 'topic' \(there are: text, label"
     ):
