@@ -17,7 +17,7 @@ from common.pipeline_training import PipelineTrainer, save_parts_and_reload
 from common.placement import place_stages
 from common.run_record import RunLog
 from common.sharded_training import save_whole_and_reload
-from common.tensor_parallel import split_by_plan
+from common.tensor_parallel import split_by_plan, split_table
 from common.tensor_training import TensorParallelTrainer
 from common.training import CountingTrainer, make_trainer, merge_and_reload, save_and_reload
 
@@ -48,8 +48,17 @@ def whole_model_to_train(log: RunLog, train: list[dict]) -> Trained:
 def split_model_to_train(log: RunLog, train: list[dict]) -> Trained:
     """The same, with this rank's columns and rows of each layer's matrices."""
     model, _, _ = whole_model_to_train(log, train)
-    mesh = init_device_mesh(log.run.device, (log.rank.world_size,))
-    return split_by_plan(model, mesh), partial(TensorParallelTrainer, rank=log.rank), None
+    split_by_plan(model, init_device_mesh(log.run.device, (log.rank.world_size,)))
+    print(f"tensor parallel: {say_split(model)}")
+    return model, partial(TensorParallelTrainer, rank=log.rank), None
+
+
+def say_split(model: PreTrainedModel | PeftModel) -> str:
+    """What this rank holds of a divided model, and which weights are divided."""
+    table = split_table(model)
+    held, whole = (sum(row[column] for row in table) for column in ("held", "whole"))
+    divided = [row["weights"].partition(".*.")[2] for row in table if row["split_dimension"] is not None]
+    return f"holds {held:,} of {whole:,} weights; of each layer it has its part of {', '.join(divided)}"
 
 
 def stage_to_train(log: RunLog, train: list[dict]) -> Trained:
