@@ -36,8 +36,8 @@ def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel
         changes["batch_size"] = run.batch_size * run.devices
     if parallel == "single":
         changes["devices"] = 1
-    if parallel == "pp":
-        changes["micro_batches"] = MICRO_BATCHES
+    if parallel == "pp":  # as many layers on each stage: balanced by memory, the embeddings' stage would get few to do
+        changes |= {"micro_batches": MICRO_BATCHES, "device_map": "even"}
     return replace(run, **changes)
 
 
