@@ -27,6 +27,18 @@ from common.run_record import Record
 from common.siblings import run_folders
 
 KINDS = tuple((technique, way) for technique in ("full", "lora") for way in CLASSIFIED_WITH)
+BRIEF = {
+    "Setting": "Setting",
+    "Best accuracy": "Best",
+    "Test accuracy (95 % interval)": "Test accuracy (95 %)",
+    "Training time": "Time",
+    "Speed-up": "Speed-up",
+    "Allowed by machine and bubble": "Allowed",
+    "Share of allowed": "Share",
+    "Idle share per stage": "Idle",
+    "Training's peak, planned / measured (GiB)": "Peak GiB, planned / measured",
+}
+"""Of the table's columns those that fit a terminal, and what they are called there."""
 SettingKey = tuple[object, ...]
 """What runs share that differ in their seed alone."""
 
@@ -182,12 +194,12 @@ def confusion_table(record: Record) -> pd.DataFrame:
 
 
 def results_text(records: list[Record]) -> str:
-    """The table of the last runs on this machine, for a terminal: settings as columns."""
+    """The table of the last runs on this machine, for a terminal: a line for each setting."""
     table = pd.DataFrame([_measured(runs, records) for runs in by_setting(records).values()])
     if table.empty:
         return "no classification run is completed yet"
-    wide = table.drop(columns=["Figures", "Command", "Model"]).set_index("Setting").T
-    return wide.to_markdown(tablefmt="simple", disable_numparse=True)
+    brief = table[list(BRIEF)].rename(columns=BRIEF)
+    return brief.to_markdown(tablefmt="simple", index=False, disable_numparse=True)
 
 
 TABLES = {"classification-settings": settings_table, "classification-front": front}

@@ -152,11 +152,12 @@ def test_runs_of_a_notebook_and_failed_ones_are_left_out(records: list[Record]) 
     assert list(measured_rows(records)) == ["Full fine-tuning", "Full fine-tuning with DDP"]
 
 
-def test_the_terminals_table_has_settings_as_columns(records: list[Record]) -> None:
+def test_the_terminals_table_has_a_line_for_each_setting(records: list[Record]) -> None:
     assert results_text([]) == "no classification run is completed yet"
-    header, *lines = results_text(records).splitlines()
-    assert "Full fine-tuning with PP, 1 micro-batch (naive MP)" in header
-    assert any(line.startswith("Best accuracy") and "0.927 (0.912 to 0.942)" in line for line in lines)
+    lines = results_text(records).splitlines()
+    assert any(line.startswith("Full fine-tuning with PP, 1 micro-batch (naive MP)") for line in lines)
+    assert any(line.startswith("Full fine-tuning ") and "0.927 (0.912 to 0.942)" in line for line in lines)
+    assert max(map(len, lines)) < 180
 
 
 def test_confusion_has_the_classes_meant_as_lines(records: list[Record]) -> None:
