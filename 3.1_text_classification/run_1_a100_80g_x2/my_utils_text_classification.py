@@ -21,8 +21,6 @@ from common.tensor_parallel import split_by_plan, split_table
 from common.tensor_training import TensorParallelTrainer
 from common.training import CountingTrainer, make_trainer, merge_and_reload, save_and_reload
 
-CEILING_STEPS = 4
-"""That the machine's ceiling is measured with: a step takes a second."""
 Trained = tuple[PreTrainedModel | PeftModel, Callable[..., CountingTrainer], object]
 """The model, what makes its trainer, and the plan where layers were placed by one."""
 
@@ -78,7 +76,7 @@ def measure_sharing(log: RunLog, trainer: CountingTrainer) -> dict[str, object]:
     figures: dict[str, object] = {}
     on_cpu = log.run.device == "cpu"
     if log.run.parallel == "ddp" and on_cpu:
-        figures["machine_ceiling"] = measure_machine_ceiling(trainer, log.rank, steps=CEILING_STEPS)
+        figures["machine_ceiling"] = measure_machine_ceiling(trainer, log.rank)
     if isinstance(trainer, PipelineTrainer):
         figures |= trainer.stage_figures()
         if on_cpu:
