@@ -346,7 +346,7 @@ def pp_published(records: list[Record]) -> pd.DataFrame:
             "Figures": f"published: {result['source']}",
         }
         for result in found
-        if "accuracy" in result
+        if "accuracy" in result and result["parallel"] != "ddp"
     ])  # fmt: skip
 
 
