@@ -3,7 +3,7 @@
 import importlib.util
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ def _load_classifier(
         return _random_model(run, device_map, quantized=False)
     named = {} if source else class_names(run)
     try:
-        with silent(*LOADING_LOGGERS):
+        with silent(*LOADING_LOGGERS), same_random_numbers_after(device_map):
             model, about = AutoModelForSequenceClassification.from_pretrained(
                 source or check_model(run.model),
                 dtype=weight_dtype(run),
@@ -206,6 +206,16 @@ def silent(*logger_names: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def same_random_numbers_after(device_map: dict[str, str | int]) -> AbstractContextManager[None]:
+    """What is drawn within counts for nothing afterwards.
+
+    The library draws a start for weights that a checkpoint lacks: of a classifier, on one stage of a pipeline, but not
+    on others, whose adapters would then start from other numbers than on one device.
+    """
+    devices = [torch.device(device) for device in device_map.values()]
+    return torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
 
 
 def class_names(run: RunConfig) -> dict[str, object]:

@@ -31,6 +31,7 @@ from common.models import (
     class_names,
     load_base_model,
     model_class,
+    same_random_numbers_after,
     silent,
     start_head,
     train_own_weights,
@@ -73,6 +74,7 @@ def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
     is_last = stage == max(stage_map.values())
     if not hasattr(model, "whole_config"):  # with adapters a model is cut twice
         model.whole_config = deepcopy(model.config)
+        model.whole_config.architectures = [library_class(model).__name__]
         model.ends_are_tied = bool(model.all_tied_weights_keys)  # a classifier's config may say so of another head
     keeps_embeddings = is_last and model.ends_are_tied
     for name, holder in stage_map.items():
@@ -82,6 +84,11 @@ def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
     if not is_last:  # nothing is left to be tied
         model.config.tie_word_embeddings = False
         model.all_tied_weights_keys = {}
+
+
+def library_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class that plain Transformers loads what is saved with."""
+    return next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
 
 
 def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel:
@@ -104,12 +111,13 @@ def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedMod
             super().__init__(config)
             cut(self, stage_map, rank.rank)
 
-    with silent(*LOADING_LOGGERS) if named else nullcontext():
+    device_map = whole_model_on(rank.device)
+    with silent(*LOADING_LOGGERS) if named else nullcontext(), same_random_numbers_after(device_map):
         model, about = Stage.from_pretrained(
             source,
             dtype=weight_dtype(run),
             attn_implementation=ATTENTION[run.attention],
-            device_map=whole_model_on(rank.device),
+            device_map=device_map,
             output_loading_info=True,
             ignore_mismatched_sizes=bool(named),  # a head for other labels is started anew
             **named,

@@ -176,8 +176,11 @@ def test_ranks_are_started_as_the_setting_has_them(
     ("overrides", "sentence"),
     [
         (("--label_column", "class"), "has no column 'class'"),
-        (("--parallel", "fsdp"), "parallel is fsdp"),
-        (("--parallel", "tp", "--devices", "5"), "num_attention_heads is 12, which 5 ranks cannot share evenly"),
+        (("--parallel", "fsdp"), "task is classification, but technique is full and parallel fsdp"),
+        (
+            ("--parallel", "tp", "--devices", "5"),
+            "num_attention_heads is 12 and its intermediate_size 1536, which 5 ranks cannot share evenly",
+        ),
         (("--model", "assets/embedded_base"), "is of the kind llama"),
         (("--max_length", "2000"), "reads 512 tokens at most"),
     ],
