@@ -58,7 +58,7 @@ from common.planner import Plan, plan_run, usual_precision
 from common.run_config import BadInputError, RunConfig, parse_overrides, refuse_classification
 from common.siblings import literal_of
 from common.time_plan import Cluster
-from common.training import keeps_logits, training_arguments, with_head_on_answers
+from common.training import ANSWERS, keeps_logits, training_arguments, with_head_on_answers
 
 SMALL_DEPTHS = (2, 4)
 ALLOCATION_BYTES = 512
@@ -425,7 +425,8 @@ def tracked_stage_steps(
     with ExitStack() as stack:
         tracker = _tracker_of(model, inputs)
         pipeline = pipeline_alone(run, model, stage, "attention_mask" in inputs, tracker)
-        trainer_class = partial(StageTrainer, pipeline=pipeline, batches=EpochBatches([1], 1, 1, 0, 0), work=WorkDone())
+        counted = {"batches": EpochBatches([1], 1, 1, 0, 0), "work": WorkDone(), "objective": ANSWERS}
+        trainer_class = partial(StageTrainer, pipeline=pipeline, **counted)
         trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, trainer_class))
         stack.enter_context(tracker)
         mark_segments(model, tracker, trainer.after_layers)

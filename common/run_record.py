@@ -204,7 +204,10 @@ def default_run_name(run: RunConfig, launcher: str) -> str:
     """What a run without a name is called; where one workflow shares the work in several ways, with its way."""
     if run.task == "classification":
         parts = f"-micro{run.micro_batches}" if run.parallel == "pp" else ""
-        return f"{launcher}-{run.technique}-{run.parallel}{parts}-seed{run.seed}"
+        fewer = (
+            f"-{run.train_rows}rows" if run.train_rows > 0 else ""
+        )  # say with --quick: not to be taken for the whole
+        return f"{launcher}-{run.technique}-{run.parallel}{parts}{fewer}-seed{run.seed}"
     way = f"{run.parallel}-" if run.is_sharded else ""
     return f"{launcher}-{way}batch{run.batch_size}-seed{run.seed}"
 

@@ -20,7 +20,7 @@ from common.models import check_equal_logits, load_base_model, next_token_logits
 from common.quantization import StoredWeights, dequantized, relative_error, stored_weights
 from common.run_config import RunConfig
 from common.run_record import RunLog
-from common.training import CountingTrainer, give_up, give_up_model, row_losses, validation_logits
+from common.training import CountingTrainer, give_up, give_up_model, answer_results, validation_logits
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -109,7 +109,7 @@ def validation_loss(model: torch.nn.Module, trainer: CountingTrainer) -> float:
     sums = torch.zeros(2)
     for start in range(0, len(rows), size):
         batch = trainer.data_collator(rows[start : start + size])
-        sums += row_losses(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
+        sums += answer_results(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
     return (sums[0] / sums[1]).item()
 
 
