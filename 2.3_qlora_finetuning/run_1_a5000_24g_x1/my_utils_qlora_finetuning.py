@@ -20,7 +20,7 @@ from common.models import check_equal_logits, load_base_model, next_token_logits
 from common.quantization import StoredWeights, dequantized, relative_error, stored_weights
 from common.run_config import RunConfig
 from common.run_record import RunLog
-from common.training import CountingTrainer, give_up, give_up_model, answer_results, validation_logits
+from common.training import CountingTrainer, answer_results, give_up, give_up_model, validation_logits
 
 BLOCK = 64
 """Weights that share a scale."""
