@@ -123,8 +123,10 @@ def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
     assert left.value.code == 1
     assert started == [([*setting, "--quick", "--epochs", "1"], FOLDER) for setting in workflow.SETTINGS]
     said = capsys.readouterr()
-    assert said.err == ("error: 2 of 10 settings failed: torchrun-full-ddp-seed42, torchrun-lora-ddp-seed42\n")
-    assert "setting 10 of 10: torchrun-lora-tp-seed42" in said.out
+    assert said.err == (
+        "error: 2 of 10 settings failed: torchrun-full-ddp-160rows-seed42, torchrun-lora-ddp-160rows-seed42\n"
+    )
+    assert "setting 10 of 10: torchrun-lora-tp-160rows-seed42" in said.out
 
 
 @pytest.mark.parametrize("way", ["single", "ddp", "pp", "tp"])
