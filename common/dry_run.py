@@ -10,8 +10,8 @@ among devices each device's share is run alone: with pp by the real schedule, wh
 
 On a GPU PyTorch chooses other operations here and there than on a CPU, where this runs: dropout keeps a mask of one
 byte per element, autocast computes layer norms and softmax in fp32, unfused optimizers work on lists of tensors. The
-dry run does as a GPU does. What it cannot see: the CUDA context, gaps between allocated blocks, and what is on its way
-between devices.
+dry run of a run on a GPU does as a GPU does. What it cannot see: the CUDA context, gaps between allocated blocks, and
+what is on its way between devices.
 """
 
 import argparse
@@ -43,22 +43,30 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import GradientCheckpointingLayer, PretrainedConfig, PreTrainedModel, Trainer, masking_utils
 
-from common.architectures import read_architecture
 from common.callbacks import WorkDone
-from common.data import IGNORED_LABEL, EpochBatches, load_splits, longest_batch, tokenize_rows
+from common.data import IGNORED_LABEL, EpochBatches, load_splits, longest_batch, tokens_of
 from common.device_maps import device_map_of
 from common.hardware import GIB
+from common.labelled_data import label_names_of
 from common.launch import Rank, name_deepspeeds_device
 from common.memory_plan import PARTS, BatchShape, Job, Share
-from common.models import ATTENTION, add_lora, any_shape_config, load_tokenizer, train_linear_layers, weight_dtype
+from common.models import (
+    ATTENTION,
+    add_lora,
+    any_shape_config,
+    load_tokenizer,
+    model_class,
+    train_own_weights,
+    weight_dtype,
+)
 from common.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
 from common.pipeline_training import PipelineTrainer
 from common.placement import place_stages
-from common.planner import Plan, plan_run, usual_precision
-from common.run_config import BadInputError, RunConfig, parse_overrides, refuse_classification
-from common.siblings import literal_of
+from common.planner import Plan, architecture_of_run, plan_run, usual_precision
+from common.run_config import BadInputError, RunConfig
+from common.settings import run_of_folder
 from common.time_plan import Cluster
-from common.training import ANSWERS, keeps_logits, training_arguments, with_head_on_answers
+from common.training import OBJECTIVES, keeps_logits, training_arguments, with_head_on_answers
 
 SMALL_DEPTHS = (2, 4)
 ALLOCATION_BYTES = 512
@@ -213,21 +221,28 @@ def dry_run(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> DryRun
     Raises:
         BadInputError: the model has no known shape, or stacks of different depth, or cannot be divided as asked.
     """
-    refuse_classification(run, "the dry run")
     if run.technique == "qlora":
         raise BadInputError(
             f"technique is qlora, quantization {run.quantization}, but fake tensors cannot be quantized: ask "
             "`python -m common.planner --technique qlora`, or take the real step with `python -m common.preflight`."
         )
-    if run.is_sharded:
+    if run.is_sharded or run.parallel == "tp":
         raise BadInputError(
             f"parallel is {run.parallel}, but fake tensors are not divided among ranks: ask `python -m common.planner "
             f"--parallel {run.parallel}`, or take the real step with `python -m common.preflight`."
         )
     if divides_layers(run):
         return max(dry_runs_of_shares(run, batch, as_on_gpu), key=lambda device: device.peak_gib)
-    config, run = any_shape_config(run.model), in_bf16(run)
+    config, run = config_for(run, batch), in_bf16(run)
     return DryRun(_at_depth(lambda part: fake_step(run, part, batch, as_on_gpu), config, _depth(config)))
+
+
+def config_for(run: RunConfig, batch: BatchShape) -> PretrainedConfig:
+    """The run's model as it is trained on `batch`: with classification its head has so many classes."""
+    config = any_shape_config(run.model)
+    if batch.classes:
+        config.num_labels = batch.classes
+    return config
 
 
 def divides_layers(run: RunConfig) -> bool:
@@ -251,7 +266,7 @@ def dry_run_of_share(
     run: RunConfig, batch: BatchShape, shares: Sequence[Share], number: int, as_on_gpu: bool = True
 ) -> DryRun:
     """A training step of device `number` alone, which holds its one of `shares`."""
-    config, run = any_shape_config(run.model), in_bf16(run)
+    config, run = config_for(run, batch), in_bf16(run)
 
     def step(part: PretrainedConfig) -> Timeline:
         return fake_share_step(run, part, batch, shares[number], number, as_on_gpu)
@@ -327,7 +342,7 @@ def fake_share_step(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
-        model = build_share(run, config, share)
+        model = build_share(run, config, batch, share)
     to_fake(model, mode)
     inputs = {name: mode.from_tensor(tensor) for name, tensor in batch_inputs(batch, model).items()}
     with mode, rows_not_packed():
@@ -336,9 +351,11 @@ def fake_share_step(
         return tracked_steps(run, model, inputs, as_on_gpu, share)
 
 
-def build_share(run: RunConfig, config: PretrainedConfig, share: Share) -> PreTrainedModel | PeftModel:
+def build_share(
+    run: RunConfig, config: PretrainedConfig, batch: BatchShape, share: Share
+) -> PreTrainedModel | PeftModel:
     """The run's model without the ends that `share` lacks."""
-    model, architecture = build_model(run, config), read_architecture(run.model)
+    model, architecture = build_model(run, config), architecture_of_run(run, batch)
     stack = replace(architecture.stacks[0], layers=config.num_hidden_layers)
     own = replace(share, layers=(stack.layers,))
     before = [] if share.has_embeddings else [Share((0,), has_head=False)]
@@ -351,11 +368,11 @@ def build_share(run: RunConfig, config: PretrainedConfig, share: Share) -> PreTr
 
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel:
     """The run's model with its adapters, or with what it does not train frozen, on the device of the context."""
-    architecture = getattr(transformers, config.architectures[0])
+    architecture = model_class(run, config)
     model = architecture._from_config(config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention])
     if run.technique == "lora":
         return add_lora(model, run)
-    train_linear_layers(model, run.target_modules)
+    train_own_weights(model, run)
     return model
 
 
@@ -378,8 +395,11 @@ def to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
 def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A batch of real, small tensors: token 0 everywhere; padded batches have a mask with a hole."""
     ids = torch.zeros((batch.rows, batch.length), dtype=torch.long)
-    labels = torch.full_like(ids, IGNORED_LABEL)
-    labels[:, batch.length - batch.labelled :] = 0
+    if batch.classes:
+        labels = torch.zeros(batch.rows, dtype=torch.long)
+    else:
+        labels = torch.full_like(ids, IGNORED_LABEL)
+        labels[:, batch.length - batch.labelled :] = 0
     inputs = {"input_ids": ids, "labels": labels}
     if batch.padded:
         mask = torch.ones_like(ids)
@@ -400,6 +420,7 @@ def tracked_steps(
     `share` is what the model holds of a divided one; None: it is whole.
     """
     trainer_class = partial(ShareTrainer, share=share) if share else StepTrainer
+    trainer_class = partial(trainer_class, compute_loss_func=OBJECTIVES[run.task].loss)
     with ExitStack() as stack:
         trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, trainer_class))
         tracker = stack.enter_context(_tracker_of(model, inputs))
@@ -425,7 +446,7 @@ def tracked_stage_steps(
     with ExitStack() as stack:
         tracker = _tracker_of(model, inputs)
         pipeline = pipeline_alone(run, model, stage, "attention_mask" in inputs, tracker)
-        counted = {"batches": EpochBatches([1], 1, 1, 0, 0), "work": WorkDone(), "objective": ANSWERS}
+        counted = {"batches": EpochBatches([1], 1, 1, 0, 0), "work": WorkDone(), "objective": OBJECTIVES[run.task]}
         trainer_class = partial(StageTrainer, pipeline=pipeline, **counted)
         trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, trainer_class))
         stack.enter_context(tracker)
@@ -751,38 +772,49 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
     Raises:
         BadInputError: the rows are missing or malformed.
     """
-    refuse_classification(run, "the dry run")
     rows = load_splits(run).train
     try:
         tokenizer = load_tokenizer(run)
     except BadInputError:
-        longest = BatchShape(run.batch_size, run.max_length, run.max_length - 1)
-        return longest, f"rows of max_length {run.max_length}, all learnt, as the model's tokenizer is not here"
-    batch = longest_batch(tokenize_rows(rows, tokenizer, run.max_length), run.batch_size)
+        of_max_length = f"rows of max_length {run.max_length}"
+        return batch_of_length(run, run.max_length), f"{of_max_length}, as the model's tokenizer is not here"
+    batch = longest_batch(tokens_of(rows, tokenizer, run), run.batch_size)
     return batch, f"the longest {batch.rows} of the run's {len(rows):,} rows"
+
+
+def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
+    """A batch of rows of exactly so many tokens, all learnt; with classification each row has its one label."""
+    if run.task == "classification":
+        return BatchShape(run.batch_size, tokens, labelled=1, classes=len(label_names_of(run)))
+    return BatchShape(run.batch_size, tokens, tokens - 1)
 
 
 def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
     """The dry run's phases and parts in GiB, for a terminal; of a divided model for each device."""
-    shape = f"{batch.rows} rows of {batch.length} tokens, logits at {batch.labelled} positions ({where_from})"
+    logits = f"logits of {batch.classes} classes" if batch.classes else f"logits at {batch.labelled} positions"
+    shape = f"{batch.rows} rows of {batch.length} tokens, {logits} ({where_from})"
     way = run.parallel
     if run.parallel == "pp":
         way = f"pp ({run.schedule}, {run.micro_batches} micro-batches)"
     lines = [
         f"{run.technique} of {run.model}, {run.precision}, checkpointing {run.gradient_checkpointing}, {way}: {shape}"
     ]
+    as_on_gpu = run.device != "cpu"
     if not divides_layers(run):
-        return "\n".join([*lines, *report_of_device(dry_run(run, batch)), verdict(run, batch)])
+        device = dry_run(run, batch, as_on_gpu)
+        return "\n".join([*lines, *report_of_device(device, as_on_gpu), verdict(run, batch)])
     plan = place_stages(run, batch).plan
-    for number, (device, share) in enumerate(zip(dry_runs_of_shares(run, batch), plan.shares, strict=True)):
+    devices = dry_runs_of_shares(run, batch, as_on_gpu)
+    for number, (device, share) in enumerate(zip(devices, plan.shares, strict=True)):
         ends = ", embeddings" * share.has_embeddings + ", head" * share.has_head
-        lines += [f"device {number}: {sum(share.layers)} layers{ends}", *report_of_device(device)]
+        lines += [f"device {number}: {sum(share.layers)} layers{ends}", *report_of_device(device, as_on_gpu)]
         lines.append(verdict_of_device(plan, number))
     return "\n".join(lines)
 
 
-def report_of_device(device: DryRun) -> list[str]:
+def report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
     """Phases, parts and peak."""
+    on_top = "a GPU's own context and gaps between blocks" if is_gpu else "the process's own memory and what it keeps"
     rows = [
         [phase, segment.partition(": ")[2], *(f"{parts[part] / GIB:.3f}" for part in PARTS), f"{_sum_gib(parts):.3f}"]
         for phase, (segment, parts) in device.phases().items()
@@ -790,8 +822,8 @@ def report_of_device(device: DryRun) -> list[str]:
     return [
         tabulate(rows, ["phase", "highest in", *PARTS, "GiB"], tablefmt="rounded_outline", disable_numparse=True,
                  colalign=("left", "left", *["right"] * (len(PARTS) + 1))),
-        f"peak of allocated memory: {device.peak_gib:.3f} GiB per device, in {device.peak_segment}; a GPU's own "
-        "context and gaps between blocks come on top",
+        f"peak of allocated memory: {device.peak_gib:.3f} GiB per device, in {device.peak_segment}; {on_top} come on "
+        "top",
     ]  # fmt: skip
 
 
@@ -877,10 +909,10 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, all learnt, in place of the run's")
     known, overrides = parser.parse_known_args()
     try:
-        run = parse_overrides(literal_of(known.run_folder), overrides)
+        run = run_of_folder(known.run_folder, overrides)
         if known.seq_len is not None and known.seq_len < 2:
             raise BadInputError(f"--seq-len is {known.seq_len}, but must be at least 2.")
-        longest = BatchShape(run.batch_size, known.seq_len, known.seq_len - 1) if known.seq_len else None
+        longest = batch_of_length(run, known.seq_len) if known.seq_len else None
         print(report(run, *((longest, "by --seq-len") if longest else batch_of_run(run))))
     except BadInputError as mistake:
         parser.exit(2, f"error: {mistake}\n")

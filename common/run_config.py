@@ -369,20 +369,6 @@ class RunConfig:
         return asdict(self)
 
 
-def refuse_classification(run: RunConfig, what: str) -> None:
-    """Refuse a run that `what`, a look ahead, does not know yet.
-
-    Raises:
-        BadInputError: the run learns to classify; with what looks ahead instead.
-    """
-    if run.task == "classification":
-        raise BadInputError(
-            f"task is classification, which {what} does not know yet: ask `python -m common.planner --classes 6`, or "
-            "try the workflow itself with --quick, or with --weights random and --max_steps 2 (it plans before it "
-            "trains)."
-        )
-
-
 def parse_overrides(defaults: RunConfig, arguments: Sequence[str] | None = None) -> RunConfig:
     """`defaults` with the `--field value` pairs of the command line put over it.
 

@@ -7,8 +7,9 @@ gives a setting's run before further overrides.
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from common.launch import check_inputs, exit_with, ranks_command, run_or_launch,
 from common.report import results_of_this_machine
 from common.report_classification import results_text
 from common.report_rows import clock
-from common.run_config import BadInputError, RunConfig, parse_overrides
+from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
 from common.run_record import default_run_name
 from common.siblings import read_literal, read_lora
 
@@ -47,6 +48,21 @@ def setting_of_folder(folder: Path, technique: str, parallel: str) -> RunConfig:
     return setting_of(read_literal(workflow), read_lora(workflow), technique, parallel)
 
 
+def run_of_folder(folder: Path, arguments: Sequence[str]) -> RunConfig:
+    """The run that a folder's workflow would take with these arguments, for those who look ahead: nothing is imported.
+
+    `folder` is named from here or from the repository's root.
+
+    Raises:
+        BadInputError: it is no run folder, or a value is out of range.
+    """
+    folder = folder if folder.is_dir() else REPOSITORY / folder
+    workflow = workflow_of(folder)
+    if not read_lora(workflow):
+        return parse_overrides(read_literal(workflow), arguments)
+    return _run_of_options(read_literal(workflow), partial(setting_of_folder, folder), arguments)
+
+
 def run_settings_from_command_line(workflow: ModuleType) -> None:
     """Run what the command line says; a user's mistake ends in one sentence and exit code 2."""
     first = _first_options(workflow.RUN)
@@ -68,9 +84,15 @@ def run_of_arguments(workflow: ModuleType, arguments: Sequence[str]) -> RunConfi
     Raises:
         BadInputError: a value is out of range.
     """
-    options, overrides = _first_options(workflow.RUN).parse_known_args(arguments)
-    run = parse_overrides(workflow.defaults_for(options.technique, options.parallel), overrides)
-    return quick(run) if options.quick else run
+    return _run_of_options(workflow.RUN, workflow.defaults_for, arguments)
+
+
+def _run_of_options(
+    run: RunConfig, defaults_for: Callable[[str, str], RunConfig], arguments: Sequence[str]
+) -> RunConfig:
+    options, overrides = _first_options(run).parse_known_args(arguments)
+    asked = parse_overrides(defaults_for(options.technique, options.parallel), overrides)
+    return quick(asked) if options.quick else asked
 
 
 def _first_options(run: RunConfig) -> argparse.ArgumentParser:

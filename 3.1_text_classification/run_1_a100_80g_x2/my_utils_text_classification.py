@@ -76,7 +76,7 @@ def measure_sharing(log: RunLog, trainer: CountingTrainer) -> dict[str, object]:
     figures: dict[str, object] = {}
     on_cpu = log.run.device == "cpu"
     if log.run.parallel == "ddp" and on_cpu:
-        figures["machine_ceiling"] = measure_machine_ceiling(trainer, log.rank)
+        figures["machine_ceiling"] = measure_machine_ceiling(trainer, log.rank, steps=4)
     if isinstance(trainer, PipelineTrainer):
         figures |= trainer.stage_figures()
         if on_cpu:

@@ -31,7 +31,7 @@ def runs(workflow: ModuleType) -> list[RunConfig]:
 
 def test_every_setting_is_done_by_the_folder_at_the_same_effective_batch_size(runs: list[RunConfig]) -> None:
     assert len(runs) == 10
-    assert {run.effective_batch_size for run in runs} == {32}
+    assert {run.effective_batch_size for run in runs} == {64}
     assert {(run.technique, run.parallel) for run in runs} == {
         (technique, way) for technique in ("full", "lora") for way in ("single", "ddp", "pp", "tp")
     }
