@@ -12,19 +12,26 @@ from common.training import CountingTrainer, with_head_on_answers
 
 
 def measure_machine_ceiling(
-    trainer: CountingTrainer, rank: Rank, model: torch.nn.Module | None = None, steps: int = 8, rounds: int = 3
+    trainer: CountingTrainer,
+    rank: Rank,
+    model: torch.nn.Module | None = None,
+    replica: torch.nn.Module | None = None,
+    steps: int = 8,
+    rounds: int = 3,
 ) -> dict[str, float]:
     """How much faster this machine's ranks are than one, when they need not agree: the most to expect of DDP here.
 
     Times the bare training step (forward, backward, optimizer) on the same rows, `rounds` times in turn: rank 0 alone
     with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch each,
     without synchronising. The trained weights are put back afterwards. `model` stands in for the trainer's own, where
-    that is divided.
+    that is divided. `replica` is DDP's own module: where it is given, all ranks at once are also timed with
+    synchronising, in the same turns, as a machine's speed may be another one an hour later.
 
     Returns:
         `strong`: time of one rank with the global batch over time of all ranks, each with its share.
         `weak`: rows per second of all ranks over rows per second of one, at the same rows per rank.
         The seconds per step of all three (medians of the rounds).
+        With a `replica`: its seconds per step, and `reached`: the share of the ceiling that is left with synchronising.
     """
     model = (model or trainer.accelerator.unwrap_model(trainer.model)).train()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -35,23 +42,34 @@ def measure_machine_ceiling(
     every_row = list(trainer.batches.global_batches())[:steps]
     global_batches = [trainer.data_collator([trainer.train_dataset[row] for row in rows]) for rows in every_row]
 
-    def time_s(batches: list[dict[str, torch.Tensor]], participates: bool) -> float:
+    def time_s(batches: list[dict[str, torch.Tensor]], participates: bool, module: torch.nn.Module = model) -> float:
         wait_for_everyone()
         start_s = time.perf_counter()
         if participates:
-            _bare_steps(model, optimizer, batches, rank.device, objective)
+            _bare_steps(module, optimizer, batches, rank.device, objective)
         own_s = time.perf_counter() - start_s
         return max(gather_object([own_s]))
 
     _bare_steps(model, optimizer, share_batches[:1], rank.device, objective)  # warm up
-    timings: list[tuple[float, float, float]] = [
-        (time_s(global_batches, rank.is_main), time_s(share_batches, rank.is_main), time_s(share_batches, True))
+    timings = [
+        (
+            time_s(global_batches, rank.is_main),
+            time_s(share_batches, rank.is_main),
+            time_s(share_batches, True),
+            time_s(share_batches, replica is not None, replica),
+        )
         for _ in range(rounds)
     ]
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
-    one_global_s, one_share_s, all_shares_s = (statistics.median(column) for column in zip(*timings, strict=True))
-    return {
+    one_global_s, one_share_s, all_shares_s, synchronised_s = map(statistics.median, zip(*timings, strict=True))
+    synchronised = {}
+    if replica is not None:
+        synchronised = {
+            "synchronised_share_step_s": synchronised_s / len(share_batches),
+            "reached": all_shares_s / synchronised_s,
+        }
+    return synchronised | {
         "strong": one_global_s / all_shares_s,
         "weak": rank.world_size * one_share_s / all_shares_s,
         "one_rank_global_batch_step_s": one_global_s / len(share_batches),

@@ -83,7 +83,7 @@ class Classified:
         """One line for a reader."""
         low, high = accuracy_interval(self.found, self.meant)
         return (
-            f"accuracy {self.accuracy:.3f} ({low:.3f} to {high:.3f}), macro-F1 {macro_f1(self.found, self.meant):.3f}"
+            f"accuracy {self.accuracy:.4f} ({low:.3f} to {high:.3f}), macro-F1 {macro_f1(self.found, self.meant):.3f}"
         )
 
     def summary(self) -> dict[str, object]:

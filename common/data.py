@@ -54,8 +54,6 @@ class Splits:
 class RowKind:
     """What the rows of a run are, and how they are read."""
 
-    about: str
-    """What a row has, for a sentence."""
     suffixes: tuple[str, ...]
     """Of the files that can be read."""
     read: Callable[[str], list[Row]]
@@ -70,7 +68,7 @@ def row_kind(run: RunConfig) -> RowKind:
         from common.labelled_data import labelled_texts  # here: it imports this module
 
         return labelled_texts(run)
-    return RowKind("`messages`", (".jsonl", ".json"), read_messages, check_row)
+    return RowKind((".jsonl", ".json"), read_messages, check_row)
 
 
 def load_splits(run: RunConfig) -> Splits:

@@ -20,7 +20,6 @@ def labelled_texts(run: RunConfig) -> RowKind:
     """Rows with the run's columns of texts and labels."""
     columns = (run.text_column, run.label_column)
     return RowKind(
-        f"columns {columns[0]!r} and {columns[1]!r}",
         (".csv", ".jsonl", ".json"),
         partial(read_labelled, columns=columns),
         partial(check_labelled, columns=columns),
@@ -121,9 +120,9 @@ def with_classes(splits: Splits) -> Splits:
             numbers = ", ".join(str(number) for number, _ in unknown[:SHOWN_ROWS])
             labels = ", ".join(sorted({label for _, label in unknown})[:SHOWN_ROWS])
             raise BadInputError(
-                f"{len(unknown)} {name} rows ({numbers}{', ...' if len(unknown) > SHOWN_ROWS else ''} of their split) "
-                f"have labels that no training row has ({labels}), but training knows {', '.join(classes)}: mend them, "
-                "or add such rows to train."
+                f"{len(unknown)} of {len(rows)} {name} rows ({'rows' if len(unknown) > 1 else 'row'} {numbers}"
+                f"{', ...' if len(unknown) > SHOWN_ROWS else ''}) have labels that no training row has ({labels}), but "
+                f"training knows {', '.join(classes)}: mend them, or add such rows to train."
             )
     return splits.map(lambda rows: [{**row, "class": classes[row["label"]]} for row in rows])
 
@@ -174,9 +173,12 @@ def tokenize_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: Run
     ]
 
 
-def count_long_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> int:
-    """Texts of more than `max_length` tokens."""
-    return len(_too_long(rows, tokenizer, run))
+def say_long_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
+    """One line: how many training texts have more than `max_length` tokens."""
+    long = len(_too_long(rows, tokenizer, run))
+    if not long:
+        return f"no training text has more than {run.max_length} tokens"
+    return f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
 
 
 def _too_long(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:

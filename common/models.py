@@ -268,12 +268,18 @@ def check_classifier(run: RunConfig) -> None:
             f"{run.model} is of the kind {config.model_type}: classification is done with encoders, of the kinds "
             f"{' and '.join(BERT_LIKE)}; pass --model {MINILM} or roberta-large."
         )
-    longest = config.max_position_embeddings - (2 if config.model_type == "roberta" else 0)
-    if run.max_length > longest:
+    longest = longest_readable(config)
+    if longest and run.max_length > longest:
         raise BadInputError(
             f"max_length is {run.max_length}, but {run.model} reads {longest} tokens at most: pass --max_length "
             f"{longest} or less; longer texts are cut."
         )
+
+
+def longest_readable(config: PretrainedConfig) -> int | None:
+    """Tokens that a model can read at once; None: as many as there are."""
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions - 2 if config.model_type == "roberta" else positions  # RoBERTa counts from behind its padding's
 
 
 def shape_config(model: str) -> PretrainedConfig:

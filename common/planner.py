@@ -38,7 +38,7 @@ from common.memory_plan import (
     part_of_rank,
     whole_model,
 )
-from common.run_config import BadInputError, RunConfig
+from common.run_config import CLASSIFIED_WITH, BadInputError, RunConfig
 from common.run_record import kept_records
 from common.time_plan import (
     Cluster,
@@ -242,8 +242,7 @@ def ranked_plans(
     """
     plans = []
     for technique in techniques:
-        ways = parallels or (WAYS[technique] if len(cluster.gpus) > 1 else ("single",))
-        for parallel in ways:
+        for parallel in parallels or _usual_ways(technique, architecture, cluster):
             if parallel in ("mp", "pp") and parallels is None and len(cluster.gpus) > architecture.layers:
                 continue
             job = replace(
@@ -262,6 +261,13 @@ def ranked_plans(
             plans.append([*roomy, *(plan for plan in found if plan.fits), found[-1]][0])
     return [*_best_first([plan for plan in plans if plan.fits]),
             *sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
+
+
+def _usual_ways(technique: Technique, architecture: Architecture, cluster: Cluster) -> tuple[Parallel, ...]:
+    """What this repository does with the technique and so many devices."""
+    if len(cluster.gpus) == 1:
+        return ("single",)
+    return CLASSIFIED_WITH[1:] if architecture.classes else WAYS[technique]
 
 
 def _micro_batches(asked: Job, parallel: Parallel, stages: int, named: int | None) -> int:

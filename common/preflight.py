@@ -28,11 +28,12 @@ import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
 from tabulate import tabulate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from common.architectures import UnknownArchitectureError, read_architecture
-from common.data import Tokens, load_splits, longest_batch, tokenize_rows
+from common.data import Tokens, load_splits, longest_batch, tokens_of
 from common.device_maps import whole_model_on
 from common.hardware import (
     CPU_DEVICE,
@@ -45,6 +46,7 @@ from common.hardware import (
     gpus,
     read_memory,
 )
+from common.labelled_data import label_names_of
 from common.launch import (
     BAD_INPUT_EXIT_CODE,
     SPEAK_FIRST_S,
@@ -58,22 +60,25 @@ from common.memory_plan import OPTIMIZER_BYTES, BatchShape
 from common.models import (
     EMBEDDED_BASE,
     add_lora,
+    any_shape_config,
     check_equal_logits,
     load_base_model,
     load_tokenizer,
+    longest_readable,
     next_token_logits,
-    shape_config,
-    train_linear_layers,
+    train_own_weights,
 )
-from common.pipeline import Pipeline, StageModule, add_lora_to_stage, load_stage
+from common.pipeline import Pipeline, StageModule, trained_stage
 from common.pipeline_training import PipelineTrainer, save_parts
 from common.placement import StageMap, place_stages
 from common.planner import LARGEST_BATCH, Plan, plan_run, why
-from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides, refuse_classification
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.settings import run_of_folder
 from common.sharded_run import check_sharding_inputs, model_to_train, trainer_class
 from common.sharded_training import ShardedTrainer, save_whole
-from common.siblings import literal_of
-from common.training import CountingTrainer, give_up, trainer_of_rows, training_arguments
+from common.tensor_parallel import check_divisible, split_by_plan
+from common.tensor_training import TensorParallelTrainer
+from common.training import OBJECTIVES, CountingTrainer, give_up, trainer_of_rows, training_arguments
 
 STEPS = 3
 """Optimizer steps; the first one also warms up, so that the last two are timed."""
@@ -108,9 +113,7 @@ def rows_of_run(run: RunConfig) -> Rows:
     splits, tokenizer = load_splits(run), load_tokenizer(run)
     tokenizer_is_own = (REPOSITORY / run.model).resolve() == EMBEDDED_BASE
     try:
-        train, validation = (
-            tokenize_rows(rows, tokenizer, run.max_length) for rows in (splits.train, splits.validation)
-        )
+        train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
     except BadInputError as cut:
         if tokenizer_is_own:
             raise
@@ -138,7 +141,8 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     # no special ones: padding's embedding is zero, and a norm of zeros makes gradients explode
     ordinary = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
     ids = [ordinary[number % len(ordinary)] for number in range(tokens)]
-    row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": ids}
+    labels = len(label_names_of(run)) - 1 if run.task == "classification" else ids
+    row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": labels}
     count = run.train_rows if run.train_rows > 0 else None
     return Rows([row] * run.batch_size, [row] * run.evaluation_batch_size, count, "by --seq-len, all of it learnt")
 
@@ -150,11 +154,17 @@ def check_length(run: RunConfig, rows: Rows, option: str) -> None:
         BadInputError: with both lengths; `option` is what the user can lower.
     """
     longest = max(len(row["input_ids"]) for row in (*rows.train, *rows.validation))
-    readable = getattr(shape_config(run.model), "max_position_embeddings", longest)
-    if longest > readable:
+    readable = longest_readable(any_shape_config(run.model))
+    if readable and longest > readable:
         raise BadInputError(
             f"The longest row has {longest} tokens, but {run.model} reads {readable}: pass {option} {readable}."
         )
+
+
+def batch_of(run: RunConfig, rows: Rows) -> BatchShape:
+    """The shape of the longest batch; the longest rows alone need not have every label."""
+    batch = longest_batch(rows.train, run.batch_size)
+    return replace(batch, classes=len(label_names_of(run))) if batch.classes else batch
 
 
 def device_of(run: RunConfig) -> Gpu | None:
@@ -374,6 +384,8 @@ def trainer_of_longest_batch(
         makes_steps = trainer_class(run, rank)
     if run.parallel == "pp":
         makes_steps = partial(PipelineTrainer, pipeline=Pipeline(StageModule(model, run, rank), run, rank))
+    if run.parallel == "tp":
+        makes_steps = partial(TensorParallelTrainer, rank=rank)
     arguments = training_arguments(replace(run, max_steps=STEPS, report_to="none"), folder)
     arguments.per_device_train_batch_size = len(rows.train)
     arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
@@ -381,25 +393,26 @@ def trainer_of_longest_batch(
     # validation is divided among the ranks batch by batch: one for each
     validation = rows.validation * run.data_parallel_ranks
     tokenizer = load_tokenizer(run)
-    trainer = trainer_of_rows(model, tokenizer, rows.train, validation, arguments, rank, [], makes_steps)
+    trainer = trainer_of_rows(
+        model, tokenizer, rows.train, validation, arguments, rank, [], makes_steps, OBJECTIVES[run.task]
+    )
     trainer.batches = RepeatedBatch(len(rows.train), STEPS, run.accumulation_steps)
     return trainer
 
 
 def trained_model(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
-    """The base model, or with pp this rank's stage, with adapters, or with what the run trains switched on."""
+    """The base model, or with pp and tp this rank's part, with adapters, or with what the run trains switched on."""
     if run.parallel == "pp":
-        stage = load_stage(run, stage_map, rank)
-        if run.technique == "lora":
-            return add_lora_to_stage(stage, run, stage_map, rank.rank)
-        train_linear_layers(stage, run.target_modules)
-        return stage
+        return trained_stage(run, stage_map, rank)
     if run.is_sharded:
         return model_to_train(run, rank)
     model = load_base_model(run, device_map_of_rank(run, stage_map, rank))
-    if run.technique != "full":
-        return add_lora(model, run)
-    train_linear_layers(model, run.target_modules)
+    if run.technique == "full":
+        train_own_weights(model, run)
+    else:
+        model = add_lora(model, run)
+    if run.parallel == "tp":
+        return split_by_plan(model, init_device_mesh(run.device, (rank.world_size,)))
     return model
 
 
@@ -463,7 +476,7 @@ def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | No
 
 def announcement(run: RunConfig, rows: Rows, plan: Plan | None) -> str:
     """What is going to be tried, and what was planned for it."""
-    batch = longest_batch(rows.train, run.batch_size)
+    batch = batch_of(run, rows)
     shape = f"{batch.rows} rows of up to {batch.length} tokens ({rows.source})"
     tried = f"tries {run.technique} of {run.model} with {run.parallel} on {run.devices} x {run.device}: {shape}"
     if plan is None:
@@ -532,7 +545,7 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
 
 def rows_unit(run: RunConfig) -> str:
     """What a batch is counted in: stages work on the same rows, ranks else on their own."""
-    return "rows" if run.parallel in ("mp", "pp") else "rows per rank"
+    return "rows" if run.parallel in ("mp", "pp", "tp") else "rows per rank"
 
 
 def largest_batch_line(run: RunConfig, plan: Plan, measured: Sequence[Measured]) -> str:
@@ -600,19 +613,21 @@ def preflight(arguments: Sequence[str]) -> int:
         BadInputError: the run, its model or its data are not as they should be.
     """
     options, overrides = parser().parse_known_args(arguments)
-    run = replace(parse_overrides(literal_of(options.run_folder), overrides), weights="random")
-    refuse_classification(run, "preflight")
+    run = replace(run_of_folder(options.run_folder, overrides), weights="random")
     if options.seq_len is None:
         check_settings_and_data(run)
         rows = rows_of_run(run)
         check_length(run, rows, "--max_length")
     else:
-        check_settings_and_data(replace(run, data=RunConfig().data))  # the run's own are not needed
+        of_labels = run.task == "classification"  # else the run's own rows are not needed
+        check_settings_and_data(run if of_labels else replace(run, data=RunConfig().data))
         rows = rows_of_length(run, options.seq_len)
         check_length(run, rows, "--seq-len")
     if run.is_sharded:
         check_sharding_inputs(run)
-    batch = longest_batch(rows.train, run.batch_size)
+    if run.parallel == "tp":
+        check_divisible(any_shape_config(run.model), run.devices)
+    batch = batch_of(run, rows)
     stage_map, plan = place_and_plan(run, batch)
     if detect_launcher() != "torchrun":
         print(announcement(run, rows, plan))

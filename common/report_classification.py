@@ -19,7 +19,6 @@ from common.report_rows import (
     kind_of,
     mean_and_range,
     model_of,
-    peak_memory_gib,
     planned_memory,
 )
 from common.run_config import CLASSIFIED_WITH, RunConfig
@@ -38,7 +37,9 @@ BRIEF = {
     "Idle share per stage": "Idle",
     "Training's peak, planned / measured (GiB)": "Peak GiB, planned / measured",
 }
-"""Of the table's columns those that fit a terminal, and what they are called there."""
+"""Of the tables' columns those that fit a terminal, and what they are called there."""
+NO_BASELINE = "no run on one device"
+"""A speed-up needs one with the same work."""
 SettingKey = tuple[object, ...]
 """What runs share that differ in their seed alone."""
 
@@ -69,62 +70,89 @@ def by_setting(records: Iterable[Record]) -> dict[SettingKey, list[Record]]:
 
 def settings_table(records: list[Record]) -> pd.DataFrame:
     """3.1: every setting that was run, the GPU folders that were not, and the published ones."""
-    measured = [_measured(runs, records) for runs in by_setting(records).values()]
+    measured = [_compared(runs, records) for runs in by_setting(records).values()]
     return pd.DataFrame([*measured, *_not_run(records), *_published()]).fillna(NOT_RUN)
+
+
+def details_table(records: list[Record]) -> pd.DataFrame:
+    """3.1: of every setting that was run test rows, memory against the plan, and what the machine allowed."""
+    firsts = map(_first, by_setting(records).values())
+    return pd.DataFrame([{**_setting(first), **_details(first)} for first in firsts])
 
 
 def front(records: list[Record]) -> pd.DataFrame:
     """Root README: the measured settings, in brief."""
-    table = pd.DataFrame([_measured(runs, records) for runs in by_setting(records).values()])
-    brief = ["Setting", "Devices", "Epochs", "Best accuracy", "Training time", "Speed-up"]
-    return table[[*brief, "Peak memory per device (GiB)"]] if not table.empty else table
+    table = pd.DataFrame([_compared(runs, records) for runs in by_setting(records).values()])
+    return table.drop(columns=["Figures", "Model", "Idle share per stage"]) if not table.empty else table
 
 
-def _measured(runs: list[Record], records: list[Record]) -> Row:
-    first = min(runs, key=lambda run: run["config"]["seed"])
-    config = first["config"]
-    baseline = baseline_of(first, records, "effective_batch_size") if first["parallel"] != "single" else first
-    speedup = baseline["train_time_s"] / first["train_time_s"] if baseline else None
+def _first(runs: list[Record]) -> Record:
+    return min(runs, key=lambda run: run["config"]["seed"])
+
+
+def _setting(record: Record) -> Row:
+    return {"Setting": setting_name(*kind_of(record), record["config"]["micro_batches"])}
+
+
+def _compared(runs: list[Record], records: list[Record]) -> Row:
+    first = _first(runs)
+    speedup = _speedup(first, records)
     return {
-        "Setting": setting_name(*kind_of(first), config["micro_batches"]),
+        **_setting(first),
         "Figures": "measured",
         "Model": model_of(first),
         "Devices": devices_of(first),
-        "Epochs": str(config["epochs"]),
+        "Epochs": str(first["config"]["epochs"]),
         "Seeds": str(len(runs)),
         "Best accuracy": _over_seeds([run["best_accuracy"] for run in runs]),
-        "Test accuracy (95 % interval)": _with_interval(first, "accuracy"),
-        "Test macro-F1 (95 % interval)": _with_interval(first, "macro_f1"),
-        "Peak memory per device (GiB)": peak_memory_gib(first),
-        "Training's peak, planned / measured (GiB)": planned_memory(first),
+        "Training's peak memory per device (GiB)": _training_peaks(first),
         "Training time": clock(first["train_time_s"]),
-        "Speed-up": f"{speedup:.2f}x" if speedup else NOT_RUN,
-        **_allowed(first, speedup),
+        "Speed-up": f"{speedup:.2f}x" if speedup else NO_BASELINE,
         "Idle share per stage": " / ".join(f"{stage['idle_share']:.0%}" for stage in first.get("stages", [])) or "-",
-        "Command": f"`{first['command']}`",
     }
 
 
+def _details(record: Record) -> Row:
+    return {
+        "Test accuracy (95 % interval)": _with_interval(record, "accuracy"),
+        "Test macro-F1 (95 % interval)": _with_interval(record, "macro_f1"),
+        "Training's peak, planned / measured (GiB)": planned_memory(record),
+        **_allowed(record),
+        "Command": f"`{record['command']}`",
+    }
+
+
+def _speedup(record: Record, records: list[Record]) -> float | None:
+    """Over one device with the same steps; None: there is no such run."""
+    baseline = baseline_of(record, records, "effective_batch_size") if record["parallel"] != "single" else record
+    return baseline["train_time_s"] / record["train_time_s"] if baseline else None
+
+
+def _training_peaks(record: Record) -> str:
+    """Of each device until training ended: what is measured afterwards needs more."""
+    return " / ".join(f"{entry['peak_training_gib']:.2f}" for entry in record["memory"])
+
+
 def _over_seeds(values: list[float]) -> str:
-    return mean_and_range(values, "{:.3f}") if len(values) > 1 else f"{values[0]:.3f}"
+    return mean_and_range(values, "{:.4f}") if len(values) > 1 else f"{values[0]:.4f}"
 
 
 def _with_interval(record: Record, name: str) -> str:
     after = record["quality"]["after"]
     low, high = after[f"{name}_interval"]
-    return f"{after[name]:.3f} ({low:.3f} to {high:.3f})"
+    return f"{after[name]:.4f} ({low:.3f} to {high:.3f})"
 
 
-def _allowed(record: Record, speedup: float | None) -> Row:
+def _allowed(record: Record) -> Row:
     """What the machine, and with micro-batches the bubble, allow, and how much of that was reached.
 
-    DDP's speed-up is that of the whole training over the ceiling of the same ranks that need not agree. A pipeline's is
-    that of its passes over naive model parallel's, measured in the run itself (2.7).
+    Both were measured in the run itself, in turn on the same batches: a machine's speed may be another one an hour
+    later, when one device had its turn. With DDP it is the step of ranks that need not agree over that of ranks that
+    do; a pipeline's is of its passes over naive model parallel's (2.7).
     """
     allowed = share = None
-    if record.get("machine_ceiling") and speedup:
-        allowed = record["machine_ceiling"]["strong"]
-        share = speedup / allowed
+    if record.get("machine_ceiling"):
+        allowed, share = record["machine_ceiling"]["strong"], record["machine_ceiling"]["reached"]
     elif record.get("pipeline"):
         allowed, share = record["pipeline"]["allowed_speedup"], record["pipeline"]["share_of_allowed"]
     return {
@@ -137,27 +165,18 @@ def _not_run(records: list[Record]) -> list[Row]:
     """Settings of run folders without any record."""
     done = {record["run_folder"] for record in classified(records)}
     rows = []
-    for folder, run in run_folders().items():
+    for run in run_folders().values():
         if run.task == "classification" and run.run_folder not in done:
             about = {"Model": run.model, "Figures": NOT_RUN}
             rows += [
-                {
-                    "Setting": KIND_NAMES[kind],
-                    **about,
-                    "Devices": _gpus(run, kind),
-                    "Command": _command(folder.name, kind),
-                }
+                {"Setting": KIND_NAMES[kind], **about, "Devices": _gpus(run, kind)}
                 for kind in KINDS
-            ]
+            ]  # fmt: skip
     return rows
 
 
 def _gpus(run: RunConfig, kind: tuple[str, str]) -> str:
     return f"{run.gpu} x{1 if kind[1] == 'single' else run.devices}"
-
-
-def _command(folder_name: str, kind: tuple[str, str]) -> str:
-    return f"`python my_workflow_text_classification.py --technique {kind[0]} --parallel {kind[1]}` in {folder_name}"
 
 
 def _published() -> list[Row]:
@@ -172,16 +191,10 @@ def _published() -> list[Row]:
             "Epochs": str(each["epochs"]),
             "Seeds": NOT_PUBLISHED,
             "Best accuracy": f"{each['accuracy']:.4f}",
-            "Test accuracy (95 % interval)": NOT_PUBLISHED,
-            "Test macro-F1 (95 % interval)": NOT_PUBLISHED,
-            "Peak memory per device (GiB)": " / ".join(f"{gb} GB" for gb in each["memory_gb"]),
-            "Training's peak, planned / measured (GiB)": NOT_PUBLISHED,
+            "Training's peak memory per device (GiB)": " / ".join(f"{gb} GB" for gb in each["memory_gb"]),
             "Training time": clock(clock_seconds(each["train_time"])),
             "Speed-up": f"{clock_seconds(one_device[each['technique']]) / clock_seconds(each['train_time']):.2f}x",
-            "Allowed by machine and bubble": NOT_PUBLISHED,
-            "Share of allowed": NOT_PUBLISHED,
             "Idle share per stage": NOT_PUBLISHED,
-            "Command": NOT_PUBLISHED,
         }
         for each in found
     ]  # fmt: skip
@@ -195,11 +208,16 @@ def confusion_table(record: Record) -> pd.DataFrame:
 
 def results_text(records: list[Record]) -> str:
     """The table of the last runs on this machine, for a terminal: a line for each setting."""
-    table = pd.DataFrame([_measured(runs, records) for runs in by_setting(records).values()])
-    if table.empty:
+    rows = [{**_compared(runs, records), **_details(_first(runs))} for runs in by_setting(records).values()]
+    if not rows:
         return "no classification run is completed yet"
+    table = pd.DataFrame(rows)
     brief = table[list(BRIEF)].rename(columns=BRIEF)
     return brief.to_markdown(tablefmt="simple", index=False, disable_numparse=True)
 
 
-TABLES = {"classification-settings": settings_table, "classification-front": front}
+TABLES = {
+    "classification-settings": settings_table,
+    "classification-details": details_table,
+    "classification-front": front,
+}

@@ -18,7 +18,7 @@ from common.launch import check_inputs, exit_with, ranks_command, run_or_launch,
 from common.report import results_of_this_machine
 from common.report_classification import results_text
 from common.report_rows import clock
-from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
+from common.run_config import CLASSIFIED_WITH, REPOSITORY, BadInputError, RunConfig, parse_overrides
 from common.run_record import default_run_name
 from common.siblings import read_literal, read_lora
 
@@ -65,10 +65,10 @@ def run_of_folder(folder: Path, arguments: Sequence[str]) -> RunConfig:
 
 def run_settings_from_command_line(workflow: ModuleType) -> None:
     """Run what the command line says; a user's mistake ends in one sentence and exit code 2."""
-    first = _first_options(workflow.RUN)
-    options, overrides = first.parse_known_args()
+    options, overrides = _first_options(workflow.RUN).parse_known_args()
     if {"-h", "--help"} & set(overrides):
-        first.print_help()
+        print(help_text(workflow, options.technique, options.parallel))
+        sys.exit(0)
     try:
         if options.all:
             sys.exit(run_all(workflow, options.quick, overrides))
@@ -76,6 +76,24 @@ def run_settings_from_command_line(workflow: ModuleType) -> None:
         run_or_launch(workflow.workflow, run, Path(workflow.__file__).name, sys.argv[1:])
     except BadInputError as mistake:
         exit_with(mistake)
+
+
+def help_text(workflow: ModuleType, technique: str, parallel: str) -> str:
+    """What the workflow does, its own options, and what the setting that the others chose has unlike the defaults."""
+    parser, usual = _first_options(workflow.RUN), RunConfig()
+    parser.description, parser.formatter_class = workflow.__doc__, argparse.RawDescriptionHelpFormatter
+    run = workflow.defaults_for(technique, parallel)
+    own = [
+        f"  --{name} {value}"
+        for name, value in run.to_dict().items()
+        if value != getattr(usual, name) and name not in ("technique", "parallel", "task", "run_folder")
+    ]
+    parser.epilog = "\n".join([
+        f"Fields of this setting ({technique}, {parallel}) that are not at their defaults; each takes another value,",
+        "as does every other field of common/run_config.py:",
+        *own,
+    ])  # fmt: skip
+    return parser.format_help()
 
 
 def run_of_arguments(workflow: ModuleType, arguments: Sequence[str]) -> RunConfig:
@@ -98,8 +116,8 @@ def _run_of_options(
 def _first_options(run: RunConfig) -> argparse.ArgumentParser:
     """What decides about the other options' defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--technique", default=run.technique)
-    parser.add_argument("--parallel", default=run.parallel)
+    parser.add_argument("--technique", default=run.technique, help="what is trained: full or lora; the recipe follows")
+    parser.add_argument("--parallel", default=run.parallel, help=f"how work is shared: {', '.join(CLASSIFIED_WITH)}")
     parser.add_argument("--all", action="store_true", help="every setting, one after the other, and their table")
     parser.add_argument("--quick", action="store_true", help=f"one in {QUICK_SHARE} rows")
     return parser
@@ -134,7 +152,8 @@ def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> i
         except RuntimeError as failure:
             print(f"{name}: {failure}")
             failed.append(name)
-    records = [record for record in results_of_this_machine() if record["run_name"] in names]
+    done = {(run.run_folder, name) for run, name in zip(runs, names, strict=True)}
+    records = [each for each in results_of_this_machine() if (each["run_folder"], each["run_name"]) in done]
     print(f"\n== all settings: {clock(time.perf_counter() - start_s)}\n\n{results_text(records)}")
     if failed:
         print(f"error: {len(failed)} of {len(names)} settings failed: {', '.join(failed)}", file=sys.stderr)

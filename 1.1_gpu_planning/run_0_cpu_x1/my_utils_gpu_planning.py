@@ -22,6 +22,7 @@ from common.memory_plan import (
 from common.planner import (
     QUALITY_ORDER,
     Plan,
+    architecture_of_run,
     cluster_of,
     job_of,
     job_of_run,
@@ -257,8 +258,9 @@ def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> 
 
     run = RunConfig(**record["config"])
     gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
-    job, cluster = job_of_run(run, batch_of_run(run)[0]), Cluster((gpu,) * run.devices)
-    return make_plan(read_architecture(run.model), job, cluster, calibration_from(others))
+    batch, cluster = batch_of_run(run)[0], Cluster((gpu,) * run.devices)
+    calibration = calibration_from(others, batch.classes)
+    return make_plan(architecture_of_run(run, batch), job_of_run(run, batch), cluster, calibration)
 
 
 # -- pictures

@@ -47,12 +47,13 @@ def split_model_to_train(log: RunLog, train: list[dict]) -> Trained:
     """The same, with this rank's columns and rows of each layer's matrices."""
     model, _, _ = whole_model_to_train(log, train)
     split_by_plan(model, init_device_mesh(log.run.device, (log.rank.world_size,)))
-    print(f"tensor parallel: {say_split(model)}")
+    if log.rank.is_main:  # the others hold as much
+        print(f"tensor parallel: each rank {say_split(model)}")
     return model, partial(TensorParallelTrainer, rank=log.rank), None
 
 
 def say_split(model: PreTrainedModel | PeftModel) -> str:
-    """What this rank holds of a divided model, and which weights are divided."""
+    """What a rank holds of a divided model, and which weights are divided."""
     table = split_table(model)
     held, whole = (sum(row[column] for row in table) for column in ("held", "whole"))
     divided = [row["weights"].partition(".*.")[2] for row in table if row["split_dimension"] is not None]
@@ -76,7 +77,7 @@ def measure_sharing(log: RunLog, trainer: CountingTrainer) -> dict[str, object]:
     figures: dict[str, object] = {}
     on_cpu = log.run.device == "cpu"
     if log.run.parallel == "ddp" and on_cpu:
-        figures["machine_ceiling"] = measure_machine_ceiling(trainer, log.rank, steps=4)
+        figures["machine_ceiling"] = measure_machine_ceiling(trainer, log.rank, replica=trainer.model_wrapped, steps=4)
     if isinstance(trainer, PipelineTrainer):
         figures |= trainer.stage_figures()
         if on_cpu:
@@ -91,8 +92,14 @@ def save_model(
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """One model that plain Transformers loads (with LoRA an adapter for PEFT, too), and how far its logits are off."""
     if isinstance(trainer, PipelineTrainer):
-        return save_parts_and_reload(log, trainer, tokenizer)
-    if isinstance(trainer, TensorParallelTrainer):
-        return save_whole_and_reload(log, trainer, tokenizer)
-    save_whole = merge_and_reload if log.run.technique == "lora" else save_and_reload
-    return save_whole(log, trainer, tokenizer, whole_model_on(log.rank.device))
+        save = save_parts_and_reload
+    elif isinstance(trainer, TensorParallelTrainer):
+        save = save_whole_and_reload
+    else:
+        whole = merge_and_reload if log.run.technique == "lora" else save_and_reload
+        save = partial(whole, device_map=whole_model_on(log.rank.device))
+    tuned, differences = save(log, trainer, tokenizer)
+    if log.run.technique == "lora" and log.rank.is_main:  # PEFT saves neither the labels' names nor the tokenizer
+        tuned.config.save_pretrained(log.folder / "adapter")
+        tokenizer.save_pretrained(log.folder / "adapter")
+    return tuned, differences

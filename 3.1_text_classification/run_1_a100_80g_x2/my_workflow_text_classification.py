@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.classification import Classified, classify
 from common.data import Splits, load_splits
 from common.device_maps import whole_model_on
-from common.labelled_data import class_shares, count_long_texts, say_balance
+from common.labelled_data import class_shares, say_balance, say_long_texts
 from common.launch import check_inputs, rank_started
 from common.models import load_base_model, load_tokenizer
 from common.run_config import RunConfig
@@ -68,10 +68,7 @@ def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
         tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
         if log.rank.is_main:
             print(say_balance(data))
-            long = count_long_texts(data.train, tokenizer, log.run)
-            print(
-                f"{long} of {len(data.train):,} training texts have more than {log.run.max_length} tokens, and are cut"
-            )
+            print(say_long_texts(data.train, tokenizer, log.run))
         return tokenizer, data
 
 
@@ -98,6 +95,8 @@ def train(log: RunLog, trainer: CountingTrainer) -> Figures:
 
 def measure(log: RunLog, trainer: CountingTrainer) -> Figures:
     """What sharing the work can bring on this machine, and where the rest goes."""
+    if log.run.parallel == "single":
+        return {}
     with log.phase("measure the sharing"):
         return measure_sharing(log, trainer)
 

@@ -77,7 +77,7 @@ def parameters_for(path: Path, tmp_path: Path) -> dict:
             parameters["precision"] = parameters["settings"]["precision"]
             parameters["settings"] = {k: v for k, v in EMBEDDED_DEFAULT.items() if k != "precision"}
         if "classification" in path.stem:
-            parameters["settings"]["model"] = MINILM
+            parameters["settings"] |= {"model": MINILM, "batch_size": 8}
         if "acclaunch" in path.stem:
             parameters["config_file"] = "../run_0_cpu_x2/my_accelerate_config.yaml"
     return parameters
@@ -124,7 +124,9 @@ def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", FOR_CPU, ids=lambda path: path.stem)
 def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Path) -> None:
-    parameters = {**SMALL, "batch_size": 0, "results_root": str(tmp_path)}
+    wrong = {"batch_size": 0}
+    parameters = {**SMALL, **(wrong if "batch_size" in parameters_cell(path) else {"settings": wrong})}
+    parameters["results_root"] = str(tmp_path)
     with pytest.raises(papermill.PapermillExecutionError) as failed:
         papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
     partial = (tmp_path / "out.ipynb").read_text()

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForSequenceClassification
+from peft import AutoPeftModelForSequenceClassification, PeftModel
 from safetensors.torch import load_file
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
@@ -149,6 +150,20 @@ def test_the_head_is_trained_and_saved_with_the_adapter(divided: Runs) -> None:
     assert loaded.get_base_model().classifier.modules_to_save["default"].weight.abs().sum() > 0
 
 
+@pytest.mark.parametrize("way", ["ddp", "pp", "tp"])
+def test_an_adapter_has_its_labels_and_tokenizer_beside_it(divided: Runs, encoders: dict[str, str], way: str) -> None:
+    run = divided[f"lora, {way}, adamw"]
+    adapter, merged = run.results / "adapter", run.results / "merged"
+    config = AutoConfig.from_pretrained(adapter)
+    assert config.id2label == AutoConfig.from_pretrained(merged).id2label != {}
+    base = AutoModelForSequenceClassification.from_pretrained(encoders["bert"], config=config)
+    batch = AutoTokenizer.from_pretrained(adapter)(["is the museum open on sunday?"], return_tensors="pt")
+    adapted = PeftModel.from_pretrained(base, adapter)
+    whole = AutoModelForSequenceClassification.from_pretrained(merged)
+    with torch.no_grad():
+        torch.testing.assert_close(adapted.eval()(**batch).logits, whole.eval()(**batch).logits, rtol=1e-5, atol=1e-5)
+
+
 def test_tensor_parallel_really_divides(divided: Runs) -> None:
     held = divided["full, tp, adamw"].record["held"]
     for rank in held["per_rank"]:
@@ -168,7 +183,9 @@ def test_ranks_are_started_as_the_setting_has_them(
     assert done.exit_code == 0, done.output
     assert done.record["launcher"] == {"python": "torchrun", "accelerate": "acclaunch"}[launcher]
     assert [share["rank"] for share in done.record["world"]] == [0, 1]
-    assert done.record["machine_ceiling"]["strong"] > 0
+    ceiling = done.record["machine_ceiling"]
+    assert ceiling["strong"] > 0
+    assert ceiling["reached"] == ceiling["all_ranks_share_step_s"] / ceiling["synchronised_share_step_s"] > 0
     assert "--technique lora --parallel ddp" in done.record["command"]
 
 

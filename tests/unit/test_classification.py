@@ -110,7 +110,7 @@ def test_what_was_found_is_summed_up_and_written_line_by_line(tmp_path: Path) ->
     classified = Classified(LABELS, FOUND, MEANT)
     summary = classified.summary()
     assert (summary["accuracy"], summary["rows"], summary["labels"]) == (pytest.approx(4 / 6), 6, list(LABELS))
-    assert str(classified).startswith("accuracy 0.667 (0.300 to 0.903), macro-F1 0.656")
+    assert str(classified).startswith("accuracy 0.6667 (0.300 to 0.903), macro-F1 0.656")
     rows = [{"text": f'"{number}",\n', "label": LABELS[label]} for number, label in enumerate(MEANT)]
     classified.save_csv(tmp_path / "predictions.csv", rows)
     with (tmp_path / "predictions.csv").open(newline="", encoding="utf-8") as file:

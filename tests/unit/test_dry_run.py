@@ -34,7 +34,7 @@ from common.dry_run import (
 from common.memory_plan import PARTS, BatchShape, Share, device_memory, whole_model
 from common.models import any_shape_config
 from common.placement import place_stages
-from common.planner import job_of_run
+from common.planner import architecture_of_run, job_of_run
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.siblings import literal_of
 
@@ -152,6 +152,59 @@ def test_the_closed_form_says_the_same(
     assert closed.allocated_gib == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
 
 
+CLASSIFIED = BatchShape(rows=8, length=128, labelled=1, padded=True, classes=6)
+
+
+@pytest.mark.parametrize("technique", ["lora", "full"])
+@pytest.mark.parametrize("model", ["all-minilm-l6-v2", "roberta-large"])
+@pytest.mark.parametrize("way", [{}, {"parallel": "ddp", "devices": 2}])
+def test_the_closed_form_says_the_same_of_a_classifier(model: str, technique: str, way: dict) -> None:
+    on_cpu = replace(classifier(technique, model), **way)
+    on_gpu = replace(on_cpu, device="cuda", gpu="A100 80GB SXM")
+    architecture = architecture_of_run(on_cpu, CLASSIFIED)
+    for run in (on_cpu, on_gpu, replace(on_gpu, precision="bf16-mixed")):
+        closed = device_memory(architecture, job_of_run(run, CLASSIFIED), whole_model(architecture))
+        fake = dry_run(run, CLASSIFIED, as_on_gpu=run.device == "cuda")
+        assert closed.allocated_gib == pytest.approx(fake.peak_gib, rel=0.05), (run.device, run.precision)
+
+
+@pytest.mark.parametrize("technique", ["lora", "full"])
+def test_a_classifier_s_stages_are_as_planned(technique: str) -> None:
+    way = {"parallel": "pp", "devices": 2, "batch_size": 8, "micro_batches": 4, "device_map": "even"}
+    run = replace(classifier(technique, "roberta-large"), **way, device="cuda", gpu="A100 80GB SXM")
+    plan = place_stages(run, CLASSIFIED).plan
+    for memory, device in zip(plan.devices, dry_runs_of_shares(run, CLASSIFIED), strict=True):
+        assert memory.allocated_gib == pytest.approx(device.peak_gib, rel=0.05)
+
+
+def classifier(technique: str, model: str) -> RunConfig:
+    targets = "all" if technique == "full" else "query,value"
+    return RunConfig(
+        task="classification",
+        technique=technique,
+        target_modules=targets,
+        model=model,
+        weights="random",
+        data="assets/visitor_messages",
+    )
+
+
+def test_a_classifier_of_fake_tensors_takes_what_a_real_one_takes(shape: Callable[..., str]) -> None:
+    """Its head, too: pooler and classifier are trained beside the adapters."""
+    bert = {"architectures": ["BertModel"], "model_type": "bert", "num_hidden_layers": 3, "pad_token_id": 0}
+    run = classifier("lora", shape(**bert))
+    config = dry_run_room.config_for(run, CLASSIFIED)
+    assert config.num_labels == 6
+    fake = fake_step(run, config, CLASSIFIED, as_on_gpu=False)
+    model = build_model(run, config)
+    real = tracked_steps(run, model, batch_inputs(CLASSIFIED, model), as_on_gpu=False)
+    for segment in real:
+        assert total(real[segment]) == pytest.approx(total(fake[segment]), rel=0.01), segment
+    head = 128 * 128 + 128 + 128 * 6 + 6
+    adapters = 3 * 2 * run.lora_rank * (128 + 128)
+    assert real["optimizer: clipping and step"]["gradients"] == pytest.approx(4 * (head + adapters), rel=0.05)
+
+
 def test_ddp_keeps_every_gradient_twice() -> None:
     alone = RunConfig(technique="full", target_modules="all", model="llama-3.2-1b", precision="bf16", weights="random")
     shared = replace(alone, parallel="ddp", devices=4)
@@ -207,7 +260,7 @@ def test_a_stage_of_fake_tensors_takes_what_real_ones_take(
     run = RunConfig(technique=technique, model=shape(num_hidden_layers=3), schedule=schedule, **PIPELINE)
     config, share = any_shape_config(run.model), Share((3,), number == 0, number == 1)
     fake = fake_share_step(run, config, BATCH, share, number, as_on_gpu=False)
-    model = build_share(run, config, share)
+    model = build_share(run, config, BATCH, share)
     real = tracked_stage_steps(run, model, batch_inputs(BATCH, model), number, as_on_gpu=False)
     assert real.keys() == fake.keys()
     for segment in real:
@@ -272,7 +325,7 @@ def test_a_pipeline_keeps_few_schedules_and_the_latest(
     """Each holds buffers for a whole batch; a dropped one's are free at once."""
     run = RunConfig(technique="full", model=shape(num_hidden_layers=2), **PIPELINE)
     share = Share((2,), has_embeddings=False)
-    model = build_share(run, any_shape_config(run.model), share)
+    model = build_share(run, any_shape_config(run.model), BATCH, share)
     pipeline = pipeline_alone(run, model, 1, True, dry_run_room.MemoryTracker(vocab_size=1))
     pipeline.kept_schedules = 2
     stages = []
@@ -314,6 +367,22 @@ def test_a_pipeline_s_dry_run_tells_each_device(capsys: pytest.CaptureFixture[st
     assert "device 0: 2 layers, embeddings" in said
     assert "device 1: 2 layers, head" in said
     assert said.count("peak of allocated memory: 0.0") == said.count("on CPU, 1 thread: fits") == 2
+
+
+def test_the_dry_run_of_a_folder_with_settings_takes_the_setting_s_own_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = "3.1_text_classification/run_0_cpu_x2"
+    monkeypatch.setattr(sys, "argv", ["dry_run", folder, "--technique", "lora", "--parallel", "single"])
+    dry_run_room.main()
+    said = capsys.readouterr().out
+    assert "lora of all-minilm-l6-v2, fp32, checkpointing none, single: 64 rows of " in said
+    assert "logits of 6 classes (the longest 64 of the run's 1,600 rows)" in said
+    monkeypatch.setattr(sys, "argv", ["dry_run", folder, "--parallel", "tp"])
+    with pytest.raises(SystemExit) as ended:
+        dry_run_room.main()
+    assert ended.value.code == 2
+    assert "parallel is tp, but fake tensors are not divided among ranks" in capsys.readouterr().err
 
 
 def test_what_is_no_run_folder_ends_in_one_sentence() -> None:

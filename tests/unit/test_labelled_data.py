@@ -12,11 +12,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.data import Splits, load_splits, tokens_of
 from common.labelled_data import (
-    count_long_texts,
     label_names,
     label_names_of,
     read_labelled,
     say_balance,
+    say_long_texts,
     tokenize_texts,
     with_classes,
 )
@@ -204,10 +204,10 @@ def test_a_label_that_training_does_not_know_is_refused_with_the_rows() -> None:
     with pytest.raises(BadInputError) as refused:
         with_classes(splits_of("yx", "xyzxw", "x"))
     assert str(refused.value) == (
-        "2 validation rows (3, 5 of their split) have labels that no training row has (w, z), but training knows x, y: "
+        "2 of 5 validation rows (rows 3, 5) have labels that no training row has (w, z), but training knows x, y: "
         "mend them, or add such rows to train."
     )
-    with pytest.raises(BadInputError, match=r"6 test rows \(1, 2, 3, 4, 5, \.\.\. of their split\)"):
+    with pytest.raises(BadInputError, match=r"6 of \d+ test rows \(rows 1, 2, 3, 4, 5, \.\.\.\) have"):
         with_classes(splits_of("yx", "x", "zzzzzz"))
 
 
@@ -238,7 +238,9 @@ def test_texts_are_cut_between_their_special_tokens(run: RunConfig, tokenizer: P
 def test_long_texts_are_counted_or_refused_with_their_rows(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"text": "ticket " * words, "class": 0} for words in (1, 9, 4, 5, 9, 9, 9, 9, 9)]
     at_most_6 = replace(run, max_length=6)  # with the two special tokens
-    assert count_long_texts(rows, tokenizer, at_most_6) == 7
+    said = f"7 of {len(rows)} training texts have more than 6 tokens, and are cut"
+    assert say_long_texts(rows, tokenizer, at_most_6) == said
+    assert say_long_texts(rows[:1], tokenizer, at_most_6) == "no training text has more than 6 tokens"
     assert len(tokenize_texts(rows, tokenizer, at_most_6)) == len(rows)
     refusing = replace(at_most_6, long_texts="refuse")
     with pytest.raises(BadInputError, match=r"7 of 9 texts have more than 6 tokens \(rows 2, 4, 5, 6, 7, \.\.\. of th"):

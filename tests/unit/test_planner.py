@@ -296,6 +296,8 @@ def test_tensor_parallel_and_classifiers_are_asked_for_by_name(asked) -> None:  
     assert labels["per_device"][0]["logits_gib"] < 1e-5 < one["per_device"][0]["logits_gib"]
     _, out, _ = asked("--model roberta-large --gpu a100-80g --gpus 4 --seq-len 512 --json")
     assert "tp" not in {entry["parallel"] for entry in json.loads(out)["ranked"]}
+    _, out, _ = asked("--model roberta-large --gpu a100-80g --gpus 2 --seq-len 128 --classes 6 --json")
+    assert {entry["parallel"] for entry in json.loads(out)["ranked"]} == {"ddp", "pp", "tp"}
     _, out, _ = asked("--model roberta-large --gpu a6000 --classes 3 --seq-len 512 --technique lora --explain")
     assert "with one of 3 labels each" in out
     assert "adapters, and the head's trained copy" in out

@@ -25,6 +25,7 @@ SINGLE, DDP = "2.1_lora_finetuning/run_0_cpu_x1", "2.2_lora_finetuning_with_ddp/
 FULL, MP = "2.4_full_finetuning/run_0_cpu_x1", "2.5_full_finetuning_with_mp/run_0_cpu_x1"
 QLORA = "2.3_qlora_finetuning/run_0_cpu_x1"
 PP = "2.7_full_finetuning_with_pp/run_0_cpu_x2"
+CLASSIFICATION = "3.1_text_classification/run_0_cpu_x2"
 MEASURED = Measured(0, "cpu", 0.5, 0.6, 20.0, 0.25, 0.1, 0.0)
 
 
@@ -160,6 +161,26 @@ def test_full_fine_tuning_passes(folder: str, capsys: pytest.CaptureFixture[str]
     assert said.splitlines()[-1].startswith("passed: ")
 
 
+@pytest.mark.parametrize(
+    ("technique", "parallel"), [("lora", "ddp"), ("full", "tp"), ("lora", "tp"), ("full", "pp"), ("lora", "pp")]
+)
+def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: Path) -> None:
+    small = ("--batch_size", "8", "--evaluation_batch_size", "8")
+    output = preflight_process(tmp_path, CLASSIFICATION, "--technique", technique, "--parallel", parallel, *small)
+    assert f"tries {technique} of all-minilm-l6-v2 with {parallel} on 2 x cpu: 8 rows" in output
+    assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
+    assert output.splitlines()[-1].startswith("passed: ")
+
+
+@pytest.mark.parametrize("technique", ["full", "lora"])
+def test_a_classifier_passes_on_rows_of_a_length(technique: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--seq-len", "16", "--batch_size", "4", "--evaluation_batch_size", "4")
+    assert exit_code(CLASSIFICATION, "--technique", technique, "--parallel", "single", *small) == 0
+    said = capsys.readouterr().out
+    assert f"tries {technique} of all-minilm-l6-v2 with single on 1 x cpu: 4 rows of up to 16 tokens" in said
+    assert said.splitlines()[-1].startswith("passed: ")
+
+
 # -- refused
 
 
@@ -174,6 +195,9 @@ def test_full_fine_tuning_passes(folder: str, capsys: pytest.CaptureFixture[str]
         ([SINGLE, "--seq-len", "1"], "--seq-len is 1, but must be at least 2"),
         ([SINGLE, "--seq-len", "513"], "The longest row has 513 tokens, but assets/embedded_base reads 512"),
         ([SINGLE, "--target_modules", "no_proj"], "no linear layer 'no_proj'"),
+        ([CLASSIFICATION, "--parallel", "single", "--seq-len", "600"], "600 tokens, but all-minilm-l6-v2 reads 512"),
+        ([CLASSIFICATION, "--parallel", "tp", "--devices", "5"], "num_attention_heads is 12"),
+        ([CLASSIFICATION, "--label_column", "kind", "--seq-len", "16"], "no column 'kind'"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from common.data import load_splits
 from common.launch import check_folder
 from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.settings import name_of, quick, run_of_arguments, run_settings_from_command_line
-from common.siblings import read_literal
+from common.settings import name_of, quick, run_of_arguments, run_of_folder, run_settings_from_command_line
+from common.siblings import literal_of, read_literal
 
 FOLDER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 NAME = "my_workflow_text_classification"
@@ -61,6 +62,42 @@ def test_overrides_win_over_the_setting(workflow: ModuleType) -> None:
     run = run_of_arguments(workflow, arguments)
     assert run == replace(workflow.defaults_for("lora", "pp"), micro_batches=4, epochs=2, seed=7)
     assert run_of_arguments(workflow, ["--parallel", "single", "--batch_size", "5"]).batch_size == 5
+
+
+def test_a_look_ahead_reads_the_same_run_from_the_folder(workflow: ModuleType) -> None:
+    for arguments in ([], ["--technique", "lora", "--parallel", "pp", "--epochs", "2"], ["--quick"]):
+        assert run_of_folder(FOLDER, arguments) == run_of_arguments(workflow, arguments)
+    single = Path("2.1_lora_finetuning/run_0_cpu_x1")  # one setting only
+    assert run_of_folder(single, ["--epochs", "2"]) == replace(literal_of(single), epochs=2)
+
+
+def test_help_is_of_the_setting_that_is_asked_for(
+    workflow: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--technique", "lora", "--parallel", "single", "--help"])
+    with pytest.raises(SystemExit) as left:
+        run_settings_from_command_line(workflow)
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    assert said.count("usage:") == 1
+    assert f"--learning_rate {workflow.LORA['learning_rate']}" in said
+    assert f"--batch_size {workflow.RUN.effective_batch_size}" in said
+    assert "--device_map" not in said  # of other ways to share the work
+
+
+def test_the_table_of_all_has_no_other_runs(
+    workflow: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = {"run_folder": workflow.RUN.run_folder, "run_name": "python-full-single-seed42"}
+    others = [{**mine, "run_folder": "elsewhere"}, {**mine, "run_name": "other-data"}]
+    shown = []
+    monkeypatch.setattr("common.settings.stream_command", lambda *_, **__: None)
+    monkeypatch.setattr("common.settings.results_of_this_machine", lambda: [mine, *others])
+    monkeypatch.setattr("common.settings.results_text", lambda records: shown.extend(records) or "")
+    monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--all"])
+    with pytest.raises(SystemExit):
+        run_settings_from_command_line(workflow)
+    assert shown == [mine]
 
 
 def test_quick_takes_a_tenth_of_each_split(workflow: ModuleType) -> None:
