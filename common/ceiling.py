@@ -5,6 +5,7 @@ import time
 
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
+from transformers import Trainer
 
 from common.launch import Rank
 from common.objectives import Objective
@@ -21,10 +22,10 @@ def measure_machine_ceiling(
 ) -> dict[str, float]:
     """How much faster this machine's ranks are than one, when they need not agree: the most to expect of DDP here.
 
-    Times the bare training step (forward, backward, optimizer) on the same rows, `rounds` times in turn: rank 0 alone
-    with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch each,
-    without synchronising. The trained weights are put back afterwards. `model` stands in for the trainer's own, where
-    that is divided. `replica` is DDP's own module: where it is given, all ranks at once are also timed with
+    Times the bare training step (forward, backward, the run's optimizer) on the same rows, `rounds` times in turn:
+    rank 0 alone with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch
+    each, without synchronising. The trained weights are put back afterwards. `model` stands in for the trainer's own,
+    where that is divided. `replica` is DDP's own module: where it is given, all ranks at once are also timed with
     synchronising, in the same turns, as a machine's speed may be another one an hour later.
 
     Returns:
@@ -36,7 +37,8 @@ def measure_machine_ceiling(
     model = (model or trainer.accelerator.unwrap_model(trainer.model)).train()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     before = [weight.detach().clone() for weight in trained]
-    optimizer = torch.optim.AdamW(trained, lr=trainer.args.learning_rate)
+    optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    optimizer = optimizer_class(trained, **settings)
     share_batches = list(trainer.get_train_dataloader())[:steps]
     objective = trainer.objective
     every_row = list(trainer.batches.global_batches())[:steps]

@@ -426,7 +426,7 @@ def tracked_steps(
         tracker = stack.enter_context(_tracker_of(model, inputs))
         wrapped, optimizer = trainer.accelerator.prepare(model, trainer.optimizer, device_placement=[False, False])
         if run.parallel == "ddp":
-            tracker.enter("load", "buffers")
+            tracker.enter("load", "gradients")  # its buckets hold them
             wrapped = stack.enter_context(one_of_many_ranks(wrapped, run.world_size))
         mark_segments(model, tracker, trainer.after_layers)
         watch_gradients(model, tracker)
@@ -726,7 +726,7 @@ def one_of_many_ranks(model: torch.nn.Module, world_size: int) -> Iterator[Distr
     )
     with fake_group(0, world_size):
         with mock.patch.multiple(torch.nn.parallel.distributed, **nothing):
-            wrapped = DistributedDataParallel(model)
+            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         wrapped.register_comm_hook(None, _send_nothing)
         wrapped.reducer = _ReducerWithoutRebuild(wrapped.reducer)
         yield wrapped

@@ -56,8 +56,6 @@ WHY_NOT_QUANTIZED_FULL = (
     "instead of 2, but its gradient 2, Adam's momentum 4 and variance 4 and the fp32 copy 4 stay: 14.5 instead of 16 "
     "bytes. Train adapters on the quantized weights instead: pass --technique qlora."
 )
-DDP_COPIES = 1
-"""DDP's buckets hold every gradient once more (`gradient_as_bucket_view=False`, its default)."""
 FSDP_GATHERED_LAYERS = 2
 """The layer at work and the one that is fetched ahead (`FSDPModule`: implicit forward and backward prefetch)."""
 ZERO = ("zero1", "zero2", "zero3")
@@ -520,8 +518,8 @@ class _DeviceSums:
         job = self.job
         gradient_bytes = self.trained * job.trained_bytes
         if job.parallel == "ddp":
-            return [Term("buffers", "DDP's buckets", f"{self.trained:,} gradients x {job.trained_bytes} bytes",
-                         gradient_bytes * DDP_COPIES)]  # fmt: skip
+            return [Term("gradients", "gradients, in DDP's buckets", f"{self.trained:,} x {job.trained_bytes} bytes",
+                         gradient_bytes)]  # fmt: skip
         if job.parallel in ("fsdp", "zero3"):
             a = job.arithmetic_bytes
             layer = max(stack.layer_parameters for stack, _ in self.stacks)
@@ -568,17 +566,22 @@ class _DeviceSums:
     # -- gradients, as the backward pass goes on
 
     def gradients(self) -> list[Term]:
-        """All of them."""
-        return self._gradients(self.trained, "gradients")
+        """All of them; with DDP they are in its buckets, all the time."""
+        return [] if self.job.parallel == "ddp" else self._gradients(self.trained, "gradients")
 
     def gradients_before_backward(self) -> list[Term]:
         """Those that earlier micro-batches left; none where no backward pass comes before a forward pass."""
+        return self.gradients() if self._adds_to_gradients else []
+
+    @property
+    def _adds_to_gradients(self) -> bool:
+        """Whether a backward pass finds gradients: those of earlier micro-batches, or with DDP its buckets."""
         repeated = self.job.accumulation_steps > 1 or self.job.micro_batches > self.share.in_flight
-        return self.gradients() if repeated else []
+        return repeated or self.job.parallel == "ddp"
 
     def gradients_of_layer_end(self, last: bool) -> list[Term]:
         """When the last layer's backward pass is under way, and when the first one's is."""
-        if self.gradients_before_backward():
+        if self._adds_to_gradients:
             return self.gradients()
         head = self._head_gradients()
         if last:
@@ -932,7 +935,7 @@ class _DeviceSums:
         size = self.architecture.embedding_parameters * self.job.trained_bytes
         if self.architecture.tied and self.share.has_head:
             return [_activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size)]
-        if self.gradients_before_backward():
+        if self._adds_to_gradients:
             return [_activations("gradient of the embeddings, before it is added", "V H w", size)]
         return []
 

@@ -267,7 +267,7 @@ def _usual_ways(technique: Technique, architecture: Architecture, cluster: Clust
     """What this repository does with the technique and so many devices."""
     if len(cluster.gpus) == 1:
         return ("single",)
-    return CLASSIFIED_WITH[1:] if architecture.classes else WAYS[technique]
+    return CLASSIFIED_WITH[1:] if architecture.classes and technique != "qlora" else WAYS[technique]
 
 
 def _micro_batches(asked: Job, parallel: Parallel, stages: int, named: int | None) -> int:
@@ -721,10 +721,10 @@ def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[s
 
 
 def techniques_asked(options: argparse.Namespace) -> tuple[Technique, ...]:
-    """The one that is named, else all that go with the way to share work; quantized weights asked for need qlora."""
+    """The one that is named, else all that go with the task and the way to share work; quantization needs qlora."""
     if options.technique:
         return (options.technique,)
-    if options.parallel in NOT_IN_4_BITS and not options.quantization:
+    if (options.classes or options.parallel in NOT_IN_4_BITS) and not options.quantization:
         return tuple(technique for technique in QUALITY_ORDER if technique != "qlora")
     return QUALITY_ORDER
 

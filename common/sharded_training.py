@@ -222,7 +222,7 @@ class DdpTrainer(ShardedTrainer):
     def start_step_maker(self) -> None:
         """DDP sums the gradients of `model`."""
         own_gpu = None if self.rank.device == "cpu" else [self.rank.device]
-        self.replica = DistributedDataParallel(self.model, device_ids=own_gpu)
+        self.replica = DistributedDataParallel(self.model, device_ids=own_gpu, gradient_as_bucket_view=True)
 
     def forward(self, **inputs: Any) -> Any:
         """In training through DDP, whose hooks sum the gradients."""

@@ -205,13 +205,17 @@ def test_a_classifier_of_fake_tensors_takes_what_a_real_one_takes(shape: Callabl
     assert real["optimizer: clipping and step"]["gradients"] == pytest.approx(4 * (head + adapters), rel=0.05)
 
 
-def test_ddp_keeps_every_gradient_twice() -> None:
+def test_ddp_keeps_all_gradients_all_the_time() -> None:
     alone = RunConfig(technique="full", target_modules="all", model="llama-3.2-1b", precision="bf16", weights="random")
     shared = replace(alone, parallel="ddp", devices=4)
     batch = BatchShape(2, 256, 255)
     one, many = dry_run(alone, batch), dry_run(shared, batch)
     weights = one.timeline["load"]["weights"]
-    assert many.timeline["load"]["buffers"] == pytest.approx(weights, rel=0.01)
+    assert one.timeline["load"]["gradients"] == 0
+    assert many.timeline["load"]["gradients"] == pytest.approx(weights, rel=0.01)
+    assert many.timeline["optimizer: clipping and step"]["gradients"] == pytest.approx(
+        weights, rel=0.01
+    )  # no second copy
     architecture = read_architecture("llama-3.2-1b")
     closed = device_memory(architecture, job_of_run(shared, batch), whole_model(architecture))
     assert closed.allocated_gib == pytest.approx(many.peak_gib, rel=0.05)
