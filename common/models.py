@@ -111,14 +111,14 @@ def check_attention(run: RunConfig) -> None:
 
 
 def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a pad token; for random weights the embedded one.
+    """The model's tokenizer, with a pad token; for random weights the embedded one, but for MiniLM, which is here.
 
     Raises:
         BadInputError: it cannot be loaded, or lacks a chat template that the task needs.
     """
     if run.task == "classification":
         check_classifier(run)
-    if run.weights == "random":
+    if run.weights == "random" and run.model != MINILM:
         if run.task == "chat":
             shape_config(run.model)
         return AutoTokenizer.from_pretrained(EMBEDDED_BASE)
@@ -319,7 +319,7 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: b
     real vocabulary, so that nothing has to be resized.
     """
     classifies = run.task == "classification"
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_BASE)
+    tokenizer = load_tokenizer(run)
     config = any_shape_config(run.model) if classifies else shape_config(run.model)
     if classifies:
         config.update(class_names(run))

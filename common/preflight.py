@@ -57,6 +57,7 @@ from common.launch import (
     torchrun_command,
 )
 from common.memory_plan import OPTIMIZER_BYTES, BatchShape
+from common.minilm import MINILM
 from common.models import (
     EMBEDDED_BASE,
     add_lora,
@@ -111,7 +112,7 @@ def rows_of_run(run: RunConfig) -> Rows:
         BadInputError: rows are missing or malformed, or have no answer within `max_length`.
     """
     splits, tokenizer = load_splits(run), load_tokenizer(run)
-    tokenizer_is_own = (REPOSITORY / run.model).resolve() == EMBEDDED_BASE
+    tokenizer_is_own = run.model == MINILM or (REPOSITORY / run.model).resolve() == EMBEDDED_BASE
     try:
         train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
     except BadInputError as cut:

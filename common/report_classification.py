@@ -33,7 +33,7 @@ BRIEF = {
     "Training time": "Time",
     "Speed-up": "Speed-up",
     "Allowed by machine and bubble": "Allowed",
-    "Share of allowed": "Share",
+    "Share of allowed, steps alone": "Share",
     "Idle share per stage": "Idle",
     "Training's peak, planned / measured (GiB)": "Peak GiB, planned / measured",
 }
@@ -157,7 +157,7 @@ def _allowed(record: Record) -> Row:
         allowed, share = record["pipeline"]["allowed_speedup"], record["pipeline"]["share_of_allowed"]
     return {
         "Allowed by machine and bubble": f"{allowed:.2f}x" if allowed else "-",
-        "Share of allowed": f"{share:.2f}" if share else "-",
+        "Share of allowed, steps alone": f"{share:.2f}" if share else "-",
     }
 
 

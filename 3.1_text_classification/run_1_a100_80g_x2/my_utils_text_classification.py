@@ -77,7 +77,13 @@ def measure_sharing(log: RunLog, trainer: CountingTrainer) -> dict[str, object]:
     figures: dict[str, object] = {}
     on_cpu = log.run.device == "cpu"
     if log.run.parallel == "ddp" and on_cpu:
-        figures["machine_ceiling"] = measure_machine_ceiling(trainer, log.rank, replica=trainer.model_wrapped, steps=4)
+        ceiling = measure_machine_ceiling(trainer, log.rank, replica=trainer.model_wrapped, steps=4)
+        figures["machine_ceiling"] = ceiling
+        if log.rank.is_main:
+            print(
+                f"ranks that need not agree: {ceiling['strong']:.2f}x as fast as one; "
+                f"with DDP {ceiling['reached']:.2f} of that (steps alone)"
+            )
     if isinstance(trainer, PipelineTrainer):
         figures |= trainer.stage_figures()
         if on_cpu:
