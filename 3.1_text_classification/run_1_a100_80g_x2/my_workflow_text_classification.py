@@ -117,9 +117,7 @@ def record(log: RunLog, data: Splits, before: Classified, after: Classified, **f
     """The record of the run: what was asked, and all that was measured."""
     quality = {"before": before.summary(), "after": after.summary()}
     if log.rank.is_main:
-        print(
-            f"best validation accuracy: {figures['best_accuracy']:.4f}; what was trained is in results/{log.folder.name}"
-        )
+        print(f"best validation accuracy: {figures['best_accuracy']:.4f}; the model: results/{log.folder.name}")
     return log.complete(quality=quality, class_shares=class_shares(data.train), **figures)
 
 
