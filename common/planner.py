@@ -586,7 +586,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--classes", type=int, default=0, help="labels of a classifier; 0 = the model's own head")
     made.add_argument("--lora-rank", type=int, default=8)
     made.add_argument("--target-modules", help="linear layers that get adapters or, with full, are trained: "
-                      "q_proj,v_proj (of BERT query,value) or all-linear; without it: all-linear; with full, every weight")  # fmt: skip
+                      "q_proj,v_proj (of BERT and RoBERTa query,value) or all-linear; without it: all-linear, with "
+                      "full every weight")  # fmt: skip
     made.add_argument("--lora-dropout", type=float, default=0.0)
     made.add_argument("--precision", choices=get_args(Precision), help="without it: bf16 for adapters and bf16-mixed "
                       "for full fine-tuning; fp16-mixed where the GPU lacks bf16")  # fmt: skip
