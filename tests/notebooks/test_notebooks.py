@@ -125,7 +125,7 @@ def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", FOR_CPU, ids=lambda path: path.stem)
 def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Path) -> None:
     wrong = {"batch_size": 0}
-    parameters = {**SMALL, **(wrong if "batch_size" in parameters_cell(path) else {"settings": wrong})}
+    parameters = {**SMALL, **(wrong if "batch_size = " in parameters_cell(path) else {"settings": wrong})}
     parameters["results_root"] = str(tmp_path)
     with pytest.raises(papermill.PapermillExecutionError) as failed:
         papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
