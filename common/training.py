@@ -56,9 +56,8 @@ class CountingTrainer(Trainer):
     def __init__(self, *, batches: EpochBatches, work: WorkDone, objective: Objective, **kwargs: Any) -> None:
         """`batches` draws this rank's rows, `work` counts them; the rest goes to the Trainer."""
         super().__init__(compute_loss_func=objective.loss, **kwargs)
-        if (
-            self.accelerator.ddp_handler
-        ):  # gradients in DDP's buckets, not beside them: the Trainer has no argument for it
+        # gradients in DDP's buckets, not beside them: the Trainer has no argument for it
+        if self.accelerator.ddp_handler:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.batches, self.work, self.objective = batches, work, objective
         self.updates = UpdateReport()
