@@ -212,6 +212,26 @@ def draw_classification() -> plt.Figure:
     return figure
 
 
+def draw_summarization() -> plt.Figure:
+    """One machine of four devices beside four machines of one: the same partitions, another link."""
+    figure, axes = blank(10.4, 4.1)
+    box(axes, 3.2, 3.4, 4.0, 0.5, "chats and summaries, shuffled, in 4 partitions", DATA)
+    for x, title, link in ((0.2, "one machine", "within the machine"), (5.4, "four machines", "over the network")):
+        if title == "one machine":
+            box(axes, x, 0.3, 4.8, 2.4, "", PLAIN)
+        axes.text(x + 0.1, 2.47, title, fontsize=9, fontweight="bold")
+        for rank in range(4):
+            left = x + 0.15 + 1.18 * rank
+            if title != "one machine":
+                box(axes, left - 0.06, 1.0, 1.02, 1.35, "", PLAIN)
+            box(axes, left, 1.75, 0.9, 0.5, f"partition {rank + 1}", DATA)
+            box(axes, left, 1.08, 0.9, 0.55, f"rank {rank}:\nBART", TRAINED)
+        arrow(axes, (x + 0.5, 0.8), (x + 4.3, 0.8), "<|-|>")
+        axes.text(x + 2.4, 0.42, f"gradients are summed {link}", ha="center", fontsize=8.5)
+        arrow(axes, (5.2, 3.35), (x + 2.4, 2.78))
+    return figure
+
+
 def main() -> None:
     """Write the diagrams where the readmes show them."""
     for folder, name, figure in (
@@ -223,6 +243,7 @@ def main() -> None:
         ("2.6_full_finetuning_with_fsdp", "full_finetuning_with_fsdp", draw_sharding()),
         ("2.7_full_finetuning_with_pp", "full_finetuning_with_pp", draw_pp()),
         ("3.1_text_classification", "text_classification", draw_classification()),
+        ("3.2_summarization", "summarization", draw_summarization()),
     ):
         path = REPOSITORY / folder / "assets" / f"{name}.png"
         path.parent.mkdir(exist_ok=True)

@@ -44,6 +44,8 @@ class Linear:
     inputs: int
     outputs: int
     bias: bool = False
+    reads_encoder: bool = False
+    """Its input is the encoder's output, not the hidden state of its own layer."""
 
     @property
     def parameters(self) -> int:
@@ -312,11 +314,14 @@ def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
 def _bart(name: str, config: dict[str, Any]) -> Architecture:
     hidden, vocab, positions = config["d_model"], config["vocab_size"], config["max_position_embeddings"]
 
-    def stack(kind: Literal["encoder", "cross-decoder"], side: str, attentions: int) -> Stack:
+    attention = [Linear(part, hidden, hidden, True) for part in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    cross_attention = [replace(linear, reads_encoder=linear.name in ("k_proj", "v_proj")) for linear in attention]
+
+    def stack(kind: Literal["encoder", "cross-decoder"], side: str, attentions: list[Linear]) -> Stack:
         wide = config[f"{side}_ffn_dim"]
-        attention = [Linear(part, hidden, hidden, True) for part in ("q_proj", "k_proj", "v_proj", "out_proj")]
         mlp = [Linear("fc1", hidden, wide, True), Linear("fc2", wide, hidden, True)]
-        return Stack(kind, config[f"{side}_layers"], (*attention * attentions, *mlp), 2 * hidden * (attentions + 1))
+        norms = len(attentions) // len(attention) + 1
+        return Stack(kind, config[f"{side}_layers"], (*attentions, *mlp), 2 * hidden * norms)
 
     return Architecture(
         name=name,
@@ -328,7 +333,7 @@ def _bart(name: str, config: dict[str, Any]) -> Architecture:
         head_dim=hidden // config["decoder_attention_heads"],
         vocab=vocab,
         max_length=positions,
-        stacks=(stack("encoder", "encoder", 1), stack("cross-decoder", "decoder", 2)),
+        stacks=(stack("encoder", "encoder", attention), stack("cross-decoder", "decoder", attention + cross_attention)),
         embedding_parameters=vocab * hidden,
         other_embedding_parameters=2 * ((positions + 2) * hidden + 2 * hidden),  # BART's positions start at 2
         final_parameters=0,

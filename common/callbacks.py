@@ -1,12 +1,16 @@
 """What a run says while it trains: first-step report of every rank, and progress lines of rank 0."""
 
+import json
+import math
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from common.data import NO_ROW
+from common.data import IGNORED_LABEL, NO_ROW
 from common.hardware import read_memory
 from common.launch import Rank
 from common.sharding import local_part
@@ -37,6 +41,8 @@ class WorkDone:
         is_row = row_numbers != NO_ROW
         self.rows += row_numbers[is_row].tolist()
         self.tokens += int(inputs["attention_mask"][is_row].sum())
+        if "decoder_input_ids" in inputs:  # summaries are read and written beside the texts
+            self.tokens += int((inputs["labels"][is_row] != IGNORED_LABEL).sum())
 
 
 class FirstStepReport(TrainerCallback):
@@ -118,12 +124,19 @@ def _samples(model: torch.nn.Module) -> list[torch.Tensor]:
     return [weight.flatten()[:: -(-weight.numel() // SAMPLED_PER_WEIGHT) or 1] for weight in trained]
 
 
+def print_figures(figures: Mapping[str, float]) -> None:
+    """Figures as one line of JSON, which is what Valohai plots: without a rank's prefix, and without `nan`."""
+    numbers = {name: value for name, value in figures.items() if math.isfinite(value)}
+    sys.stdout.write(json.dumps(numbers) + "\n")  # `print` puts the prefix before it
+    sys.stdout.flush()
+
+
 class ProgressReport(TrainerCallback):
     """Rank 0's line at each validation: step, losses, and the time that is left."""
 
-    def __init__(self, rank: Rank) -> None:
-        """Silent on other ranks than 0."""
-        self.is_main = rank.is_main
+    def __init__(self, rank: Rank, figures: str = "text") -> None:
+        """Silent on other ranks than 0; `figures`: `text`, or `json` for one object a line."""
+        self.is_main, self.figures = rank.is_main, figures
         self.start_s = 0.0
         self.training_loss = float("nan")
 
@@ -154,6 +167,12 @@ class ProgressReport(TrainerCallback):
         if not self.is_main or VALIDATION_LOSS not in logs:
             return
         elapsed_s = time.perf_counter() - self.start_s
+        if self.figures == "json":
+            validation = {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs}
+            print_figures(
+                {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1), **validation}
+            )
+            return
         left_s = elapsed_s / state.global_step * (state.max_steps - state.global_step)
         accuracy = f", accuracy {logs[ACCURACY]:.3f}" if ACCURACY in logs else ""
         print(

@@ -59,7 +59,9 @@ def class_loss(
     return cross_entropy(outputs.logits.float(), labels, ignore_index=IGNORED_LABEL, reduction="sum") / divisor
 
 
-CLASSES = Objective(make_class_collator, class_results, class_metrics, ACCURACY, True, class_loss)
+CLASSES = Objective(
+    lambda tokenizer, _: make_class_collator(tokenizer), class_results, class_metrics, ACCURACY, True, class_loss
+)
 
 
 # -- at the end

@@ -1,6 +1,7 @@
 """Rows of chat messages: read and checked, turned into tokens with labels on the answers only, collated, sampled.
 
-Rows of labelled texts, which classification learns from, are read in common/labelled_data.py, and sampled here.
+Rows of labelled texts, which classification learns from, and of texts with summaries are read in common/columns.py, and
+sampled here.
 """
 
 import json
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 import fsspec
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.memory_plan import BatchShape
 from common.run_config import REPOSITORY, BadInputError, RunConfig
@@ -26,15 +27,18 @@ IGNORED_LABEL = -100
 
 ROLES = ("system", "user", "assistant")
 SPLIT_NAMES = ("train", "validation", "test")
+SHORT_VALIDATION = "val"
+"""What SAMSum's archive calls its validation rows."""
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 HOLD_OUT_SHARE, HOLD_OUT_SEED = 0.1, 0
 
 Row = dict[str, Any]
-"""One line of a data file: `id`, `messages`, and for questions with known facts `facts`; or `text` and `label`."""
+"""One line of a data file: `id`, `messages`, and for questions with known facts `facts`; or `text` and `label`, or
+`text` and `summary`."""
 
 Tokens = dict[str, Any]
 """`input_ids`, `attention_mask` and `labels` of one row, without padding: lists of numbers; with classification
-`labels` is one number, that of the row's class."""
+`labels` is one number, that of the row's class; with summarization they are the tokens of the summary."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +67,24 @@ class RowKind:
 
 
 def row_kind(run: RunConfig) -> RowKind:
-    """Messages, or with classification labelled texts."""
+    """Messages, with classification labelled texts, with summarization texts and summaries."""
     if run.task == "classification":
         from common.labelled_data import labelled_texts  # here: it imports this module
 
         return labelled_texts(run)
+    if run.task == "summarization":
+        from common.summary_data import texts_and_summaries  # here: it imports this module
+
+        return texts_and_summaries(run)
     return RowKind((".jsonl", ".json"), read_messages, check_row)
 
 
 def load_splits(run: RunConfig) -> Splits:
     """Read and check the run's rows, from wherever they are.
 
-    A folder (or the URL of one) holds train.jsonl, validation.jsonl and test.jsonl (or .csv with classification). Of a
-    single file, and of a Hub dataset that lacks these splits, a tenth of the training rows each is held out for
-    validation and test.
+    A folder (or the URL of one) holds train.jsonl, validation.jsonl and test.jsonl (with columns also .csv, or .json; a
+    folder's validation may be called val, as SAMSum's). Of a single file, and of a Hub dataset that lacks these splits,
+    a tenth of the training rows each is held out for validation and test.
 
     Raises:
         BadInputError: a source, file or row is missing or malformed; names file and line.
@@ -94,6 +102,10 @@ def load_splits(run: RunConfig) -> Splits:
             f"The data {run.data} do not exist: pass --data with a folder that holds the {suffix} files train, "
             f"validation and test, with one {suffix} file, a URL, or the id of a dataset on the Hub."
         )
+    if run.empty_rows == "skip":
+        from common.columns import without_empty  # here: it imports this module
+
+        splits = splits.map(without_empty)
     splits = Splits(
         _first(splits.train, run.train_rows),
         _first(splits.validation, run.validation_rows),
@@ -120,9 +132,22 @@ def _read_files(source: str, kind: RowKind) -> Splits:
     if urlsplit(source).path.endswith(kind.suffixes):  # a URL may go on with ?download=true
         return hold_out({"train": kind.read(source)}, source)
     folder = source.rstrip("/")
-    there = (suffix for suffix in kind.suffixes if Path(f"{folder}/{SPLIT_NAMES[0]}{suffix}").exists())
-    suffix = next(there, kind.suffixes[0])  # a URL has the first
-    return Splits(*(kind.read(f"{folder}/{name}{suffix}") for name in SPLIT_NAMES))
+    there = (suffix for suffix in kind.suffixes if _is_there(f"{folder}/{SPLIT_NAMES[0]}{suffix}"))
+    suffix = next(there, kind.suffixes[0])
+    files = {name: f"{folder}/{name}{suffix}" for name in SPLIT_NAMES}
+    short = f"{folder}/{SHORT_VALIDATION}{suffix}"
+    if _is_there(short) and not _is_there(files["validation"]):
+        files["validation"] = short
+    return Splits(*(kind.read(file) for file in files.values()))
+
+
+def _is_there(file: str) -> bool:
+    """Whether a path or a URL leads to a file; of what cannot be asked, reading says what is wrong."""
+    try:
+        system, path = fsspec.core.url_to_fs(file)
+        return system.exists(path)
+    except Exception:  # each of fsspec's file systems has classes of its own
+        return False
 
 
 def _read_hub_dataset(name: str, kind: RowKind) -> Splits:
@@ -270,7 +295,9 @@ def answer_of(row: Row) -> str:
 
 def texts_of(row: Row) -> list[str]:
     """What a row has to read."""
-    return [row["text"]] if "text" in row else [message["content"] for message in row["messages"]]
+    if "messages" in row:
+        return [message["content"] for message in row["messages"]]
+    return [row[key] for key in ("text", "summary") if key in row]
 
 
 def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Tokens:
@@ -303,6 +330,10 @@ def tokens_of(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfi
         from common.labelled_data import tokenize_texts  # here: it imports this module
 
         return tokenize_texts(rows, tokenizer, run)
+    if run.task == "summarization":
+        from common.summary_data import tokenize_summaries  # here: it imports this module
+
+        return tokenize_summaries(rows, tokenizer, run)
     return tokenize_rows(rows, tokenizer, run.max_length)
 
 
@@ -334,13 +365,19 @@ def longest_batch(rows: list[Tokens], batch_size: int) -> BatchShape:
     if isinstance(rows[0]["labels"], int):
         classes = max(row["labels"] for row in rows) + 1
         return BatchShape(len(longest), max(lengths), labelled=1, padded=padded, classes=classes)
+    if any(len(row["labels"]) != len(row["input_ids"]) for row in rows):  # summaries: the longest may be anywhere
+        summary = max(len(row["labels"]) for row in rows)
+        return BatchShape(len(longest), max(lengths), labelled=summary, padded=padded, target_length=summary)
     learnt = {place for row in longest for place, label in enumerate(row["labels"]) if place and label != IGNORED_LABEL}
     return BatchShape(len(longest), max(lengths), len(learnt), padded)
 
 
-def make_collator(tokenizer: PreTrainedTokenizerBase) -> Collate:
-    """Pads a batch to its longest row, on the right; padding has no attention and no label."""
-    return DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED_LABEL)
+def make_collator(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None = None) -> Collate:
+    """Pads a batch to its longest row, on the right; padding has no attention and no label.
+
+    With an encoder-decoder as `model` the batch also has the decoder's inputs: the labels moved on by one.
+    """
+    return DataCollatorForSeq2Seq(tokenizer, model=model, label_pad_token_id=IGNORED_LABEL)
 
 
 def make_class_collator(tokenizer: PreTrainedTokenizerBase) -> Collate:
@@ -427,21 +464,91 @@ class EpochBatches(Sampler[list[int]]):
     def _longest_first(self, rows: list[int]) -> list[int]:
         return sorted(rows, key=lambda row: -self.lengths[row])  # stable: rows of one length stay in random order
 
-    def global_batches(self) -> Iterator[list[int]]:
-        """The rows that all ranks compute at once, longest first; the same on every rank."""
+    def micro_batches(self, step: list[int]) -> list[list[int]]:
+        """The rows of an optimizer step that all ranks compute at once, one list for each accumulation step."""
         size = self.batch_size * self.world_size
-        for rows in self.steps():
-            for start in range(0, len(rows), size):
-                yield rows[start : start + size]
+        return [step[start : start + size] for start in range(0, len(step), size)]
+
+    def own(self, rows: list[int]) -> list[int]:
+        """This rank's share of what all compute at once."""
+        return rows[self.rank :: self.world_size] or [NO_ROW]
+
+    def global_batches(self) -> Iterator[list[int]]:
+        """The rows that all ranks compute at once; the same on every rank."""
+        for step in self.steps():
+            yield from self.micro_batches(step)
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's share of each global batch."""
         for batch in self.global_batches():
-            yield batch[self.rank :: self.world_size] or [NO_ROW]
+            yield self.own(batch)
 
     def __len__(self) -> int:
         """Batches per epoch, the same on every rank."""
         return -(-len(self.lengths) // (self.batch_size * self.world_size))
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step, of all ranks together."""
+        return self.batch_size * self.world_size * self.accumulation_steps
+
+
+def partition(row_count: int, parts: int, seed: int) -> list[list[int]]:
+    """Row numbers in shuffled parts whose sizes differ by one at most; each row is in one part."""
+    order = torch.randperm(row_count, generator=torch.Generator().manual_seed(seed)).tolist()
+    return [order[part::parts] for part in range(parts)]
+
+
+class PartitionedBatches(EpochBatches):
+    """Batches of ranks that each draw from their own part of the rows, the same part in every epoch.
+
+    So a machine may hold its own part alone. A step has `batch_size` rows of each part and micro-batch, however many
+    ranks there are: fewer ranks than parts, say after a machine was lost, take several parts each, and their steps
+    stay the same. Order and padding are those of `EpochBatches`, within each part.
+    """
+
+    def __init__(self, *args: Any, parts: int, **kwargs: Any) -> None:
+        """`parts`: of the rows, at least one for each rank; the rest goes to `EpochBatches`."""
+        super().__init__(*args, **kwargs)
+        self.parts = partition(len(self.lengths), parts, self.seed)
+        self.part_of = {row: number for number, part in enumerate(self.parts) for row in part}
+
+    def steps(self) -> Iterator[list[int]]:
+        """The rows of each of the epoch's optimizer steps, part after part; the same on every rank."""
+        generator = torch.Generator().manual_seed(self.seed * 10_007 + self.epoch)
+        orders = [[part[n] for n in torch.randperm(len(part), generator=generator).tolist()] for part in self.parts]
+        size = self.batch_size * self.accumulation_steps
+        in_full_steps = min(map(len, orders)) // size * size
+        for start in range(0, in_full_steps, WINDOW_BATCHES * size):
+            end = min(start + WINDOW_BATCHES * size, in_full_steps)
+            windows = [self._longest_first(order[start:end]) for order in orders]
+            for number in torch.randperm((end - start) // size, generator=generator).tolist():
+                yield [row for window in windows for row in window[number * size : (number + 1) * size]]
+        if in_full_steps < max(map(len, orders)):
+            yield [row for order in orders for row in self._longest_first(order[in_full_steps:])]
+
+    def micro_batches(self, step: list[int]) -> list[list[int]]:
+        """Of an optimizer step's rows `batch_size` of each part at once."""
+        by_part: dict[int, list[int]] = {}
+        for row in step:
+            by_part.setdefault(self.part_of[row], []).append(row)
+        starts = range(0, max(map(len, by_part.values())), self.batch_size)
+        return [[row for rows in by_part.values() for row in rows[start : start + self.batch_size]] for start in starts]
+
+    def own(self, rows: list[int]) -> list[int]:
+        """Those of this rank's parts."""
+        return [row for row in rows if self.part_of[row] % self.world_size == self.rank] or [NO_ROW]
+
+    def __len__(self) -> int:
+        """Batches per epoch, the same on every rank."""
+        size = self.batch_size * self.accumulation_steps
+        full_steps, largest = min(map(len, self.parts)) // size, max(map(len, self.parts))
+        return full_steps * self.accumulation_steps + -(-(largest - full_steps * size) // self.batch_size)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step, of all ranks together."""
+        return self.batch_size * len(self.parts) * self.accumulation_steps
 
 
 class EpochLoader(DataLoader):

@@ -397,10 +397,14 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.T
     ids = torch.zeros((batch.rows, batch.length), dtype=torch.long)
     if batch.classes:
         labels = torch.zeros(batch.rows, dtype=torch.long)
+    elif batch.target_length:
+        labels = torch.zeros((batch.rows, batch.target_length), dtype=torch.long)
     else:
         labels = torch.full_like(ids, IGNORED_LABEL)
         labels[:, batch.length - batch.labelled :] = 0
     inputs = {"input_ids": ids, "labels": labels}
+    if batch.target_length:
+        inputs["decoder_input_ids"] = torch.zeros_like(labels)
     if batch.padded:
         mask = torch.ones_like(ids)
         mask[0, -1] = 0
@@ -783,16 +787,23 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
 
 
 def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
-    """A batch of rows of exactly so many tokens, all learnt; with classification each row has its one label."""
+    """A batch of rows of exactly so many tokens, all learnt.
+
+    With classification each row has its one label, with summarization a summary of `max_summary_length` tokens.
+    """
     if run.task == "classification":
         return BatchShape(run.batch_size, tokens, labelled=1, classes=len(label_names_of(run)))
+    if run.task == "summarization":
+        summary = run.max_summary_length
+        return BatchShape(run.batch_size, tokens, labelled=summary, target_length=summary)
     return BatchShape(run.batch_size, tokens, tokens - 1)
 
 
 def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
     """The dry run's phases and parts in GiB, for a terminal; of a divided model for each device."""
     logits = f"logits of {batch.classes} classes" if batch.classes else f"logits at {batch.labelled} positions"
-    shape = f"{batch.rows} rows of {batch.length} tokens, {logits} ({where_from})"
+    summaries = f" with summaries of {batch.target_length}" if batch.target_length else ""
+    shape = f"{batch.rows} rows of {batch.length} tokens{summaries}, {logits} ({where_from})"
     way = run.parallel
     if run.parallel == "pp":
         way = f"pp ({run.schedule}, {run.micro_batches} micro-batches)"

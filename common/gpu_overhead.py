@@ -34,7 +34,8 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
         Term("overhead", "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", GAP_SHARE * passing),
     ]
     if job.attention == "eager":
-        scores = job.batch.rows // job.micro_batches * part_of_rank(architecture, job).heads * job.batch.length**2
+        length = max(job.batch.length, job.batch.target_length)
+        scores = job.batch.rows // job.micro_batches * part_of_rank(architecture, job).heads * length**2
         size = EAGER_SCORE_BYTES * scores
         terms.append(Term("overhead", "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", size))
     if job.devices > 1 and job.parallel != "mp":

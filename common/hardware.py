@@ -383,6 +383,61 @@ CATALOGUE = (
     ),
 )
 
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with GPUs that a cloud rents by the hour.
+
+    Attributes:
+        name: What its cloud calls it.
+        gpu: Its GPUs, by their name in the catalogue.
+        gpus: How many it has.
+        network_gbit: Of its network, in Gbit/s, what it has at all times.
+        peak_gbit: What it has for minutes, over one connection to a neighbour.
+        network_source: Where these two are published.
+        usd_per_hour: Rent of the whole machine, on demand, without tax.
+        price_date: When that price held.
+        price_source: Who asks it, and where it is published.
+    """
+
+    name: str
+    gpu: str
+    gpus: int
+    network_gbit: float
+    peak_gbit: float
+    network_source: str
+    usd_per_hour: float
+    price_date: str
+    price_source: str
+
+
+# AWS's price list was read through two public files that quote it: github.com/getnable/finopsmcp,
+# src/finops/aws_prices.py (its version of 2026-09-24), and github.com/aws/karpenter-provider-aws,
+# pkg/providers/pricing/zz_generated.pricing_aws.go (2026-01-19). Both have the same three prices.
+_EC2_PRICES = "AWS EC2, us-east-1, on demand: https://aws.amazon.com/ec2/pricing/on-demand/"
+# The baseline comes from zz_generated.bandwidth.go of the same repository. Small machines exceed it for 5 to 60
+# minutes; one connection has 5 Gbit/s, or 10 in a cluster placement group.
+_EC2_NETWORK = "https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-network-bandwidth.html"
+MACHINES = (
+    Machine("p3.8xlarge", "V100 16GB SXM", 4, 10, 10, _EC2_NETWORK, 12.24, "2026-09-24", _EC2_PRICES),
+    Machine("p3.2xlarge", "V100 16GB SXM", 1, 2.5, 10, _EC2_NETWORK, 3.06, "2026-09-24", _EC2_PRICES),
+    Machine("g4dn.xlarge", "T4 16GB", 1, 5, 10, _EC2_NETWORK, 0.526, "2026-09-24", _EC2_PRICES),
+)
+
+
+def find_machine(name: str) -> Machine:
+    """The machine of that name.
+
+    Raises:
+        BadInputError: the catalogue has none.
+    """
+    for machine in MACHINES:
+        if machine.name == name:
+            return machine
+    known = ", ".join(machine.name for machine in MACHINES)
+    raise BadInputError(f"The machine {name!r} is not in the catalogue: choose one of {known}.")
+
+
 CPU_DEVICE = "CPU, 1 thread"
 
 

@@ -1,105 +1,19 @@
-"""Rows of labelled texts: read from CSV, JSONL or a dataset of the Hub, checked by row, turned into tokens."""
+"""Rows of labelled texts: which labels there are, how uneven they are, and the texts turned into tokens."""
 
-import csv
-import io
 from collections import Counter
-from collections.abc import Iterator
-from functools import lru_cache, partial
-from urllib.parse import urlsplit
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
 
-from common.data import Row, RowKind, Splits, Tokens, load_splits, parse_lines, read_text
+from common.columns import SHOWN_ROWS, Column, check_long_texts, rows_of_columns
+from common.data import Row, RowKind, Splits, Tokens, load_splits
 from common.run_config import BadInputError, RunConfig
-
-SHOWN_ROWS = 5
-"""Of the rows that a sentence complains about."""
 
 
 def labelled_texts(run: RunConfig) -> RowKind:
-    """Rows with the run's columns of texts and labels."""
-    columns = (run.text_column, run.label_column)
-    return RowKind(
-        (".csv", ".jsonl", ".json"),
-        partial(read_labelled, columns=columns),
-        partial(check_labelled, columns=columns),
-    )
-
-
-def read_labelled(source: str, columns: tuple[str, str]) -> list[Row]:
-    """The rows of one CSV or JSONL file: `text`, `label` and where each stands.
-
-    Raises:
-        BadInputError: the file is missing or empty, lacks a column, or has empty texts or labels.
-    """
-    content = read_text(source, f"with the columns {columns[0]!r} and {columns[1]!r}")
-    if urlsplit(source).path.endswith(".csv"):
-        found = _parse_csv(content, source)
-    else:
-        found = parse_lines(content.split("\n"), source)
-    named = [(_columns_of(row, where, columns), where) for row, where in found]
-    if not named:
-        raise BadInputError(f"The data file {source} is empty: give it at least one row per label.")
-    for place, what in enumerate(columns):
-        empty = [where for values, where in named if not values[place].strip()]
-        if empty:
-            raise BadInputError(f"{what!r} is empty in {_rows(source, empty)}: fill or remove these rows.")
-    return [{"text": text, "label": label} for (text, label), _ in named]
-
-
-def _parse_csv(content: str, source: str) -> Iterator[tuple[dict[str, str], str]]:
-    """What each row of a CSV file holds, and where it stands; the line with the columns is not counted.
-
-    Raises:
-        BadInputError: quotes are not closed, or a text with commas has none, so that rows are not what they seem.
-    """
-    rows, number = csv.DictReader(io.StringIO(content, newline=""), strict=True), 0
-    try:
-        for number, row in enumerate(rows, 1):
-            where = f"{source}, row {number}"
-            if None in row:
-                columns = ", ".join(rows.fieldnames or ())
-                raise BadInputError(
-                    f"{where} has more fields than columns ({columns}): put texts with commas in quotes."
-                )
-            yield row, where
-    except csv.Error as error:
-        raise BadInputError(
-            f"{source}, row {number + 1} is no CSV ({error}): mend its quotes, or pass the rows as .jsonl."
-        ) from None
-
-
-def check_labelled(row: object, where: str, columns: tuple[str, str]) -> Row:
-    """A row of a dataset, as `text` and `label`.
-
-    Raises:
-        BadInputError: it lacks a column, or one is empty; names `where` it stands.
-    """
-    text, label = _columns_of(row, where, columns)
-    for what, value in zip(columns, (text, label), strict=True):
-        if not value.strip():
-            raise BadInputError(f"{what!r} is empty in {where}: fill or remove it.")
-    return {"text": text, "label": label}
-
-
-def _columns_of(row: object, where: str, columns: tuple[str, str]) -> tuple[str, str]:
-    if not isinstance(row, dict):
-        raise BadInputError(f"{where} is {str(row)[:40]!r}, but should have the columns {', '.join(columns)}: mend it.")
-    for option, column in zip(("text_column", "label_column"), columns, strict=True):
-        if column not in row:
-            there = ", ".join(map(str, row)) or "none"
-            raise BadInputError(
-                f"{where} has no column {column!r} (there are: {there}): mend it, or pass --{option} with another name."
-            )
-    text, label = (row[column] for column in columns)
-    return "" if text is None else str(text), "" if label is None else str(label)
-
-
-def _rows(source: str, where: list[str]) -> str:
-    """`train.csv, row 3, row 17 and 4 more`."""
-    shown = ", ".join(place.removeprefix(f"{source}, ") for place in where[:SHOWN_ROWS])
-    more = len(where) - SHOWN_ROWS
-    return f"{source}, {shown}" + (f" and {more} more" if more > 0 else "")
+    """Rows with the run's columns of texts and labels, read as `text` and `label`."""
+    columns = (Column("text", "text_column", run.text_column), Column("label", "label_column", run.label_column))
+    return rows_of_columns(columns, "give it at least one row per label", run)
 
 
 def with_classes(splits: Splits) -> Splits:
@@ -158,30 +72,9 @@ def tokenize_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: Run
     Raises:
         BadInputError: texts are longer than `max_length`, and must not be cut.
     """
+    check_long_texts(rows, tokenizer, run)
     tokenized = tokenizer([row["text"] for row in rows], truncation=True, max_length=run.max_length)["input_ids"]
-    if run.long_texts == "refuse":
-        long = _too_long(rows, tokenizer, run)
-        if long:
-            raise BadInputError(
-                f"{len(long)} of {len(rows)} texts have more than {run.max_length} tokens (rows "
-                f"{', '.join(map(str, long[:SHOWN_ROWS]))}{', ...' if len(long) > SHOWN_ROWS else ''} of their split): "
-                "raise --max_length, or pass --long_texts cut."
-            )
     return [
         {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": row["class"]}
         for row, ids in zip(rows, tokenized, strict=True)
     ]
-
-
-def say_long_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
-    """One line: how many training texts have more than `max_length` tokens."""
-    long = len(_too_long(rows, tokenizer, run))
-    if not long:
-        return f"no training text has more than {run.max_length} tokens"
-    return f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
-
-
-def _too_long(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
-    """The numbers of the rows, from 1, whose texts are longer than `max_length` tokens."""
-    whole = tokenizer([row["text"] for row in rows], verbose=False)["input_ids"]
-    return [number for number, ids in enumerate(whole, 1) if len(ids) > run.max_length]

@@ -6,6 +6,7 @@ From a run folder, whatever its number of ranks:
 
 import importlib
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -20,9 +21,18 @@ from typing import NoReturn
 from common.device_maps import device_name
 from common.hardware import find_gpu, gpu_of_device, gpus
 from common.print_prefix import printing_with_prefix, rank_prefix
-from common.run_config import CLASSIFIED_WITH, REPOSITORY, SHARDED, BadInputError, RunConfig, parse_overrides
+from common.run_config import (
+    CLASSIFIED_WITH,
+    REPOSITORY,
+    SHARDED,
+    SUMMARIZED_WITH,
+    BadInputError,
+    RunConfig,
+    parse_overrides,
+)
 
 BAD_INPUT_EXIT_CODE = 2
+LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 SPEAK_FIRST_S = 2.0
 """Other ranks leave after rank 0 has spoken: their launcher ends all ranks once the first is gone."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -31,6 +41,8 @@ DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
 SHARDING = {(technique, way) for technique in ("full", "lora") for way in ("ddp", *SHARDED)} | {("qlora", "fsdp")}
 CLASSIFYING = {(technique, way) for technique in ("full", "lora") for way in CLASSIFIED_WITH}
 """What the workflow of classification (3.1) does."""
+SUMMARIZING = {("full", way) for way in SUMMARIZED_WITH}
+"""What the workflows of summarization (3.2) do."""
 ALSO_DONE = {
     ("qlora", "single"): {("qlora", "ddp")},
     ("full", "pp"): {("lora", "pp")},
@@ -101,20 +113,27 @@ def check_gpus(run: RunConfig) -> None:
         find_gpu(run.gpu)
     if run.device == "cpu":
         return
-    found = len(gpus()[1])
+    found, needed = len(gpus()[1]), devices_here(run)
     if found == 0:
         raise BadInputError(
-            f"This run asks for {run.devices} GPU(s), but none can be seen: `nvidia-smi` should list it; on a machine "
+            f"This run asks for {needed} GPU(s), but none can be seen: `nvidia-smi` should list it; on a machine "
             "without one use a run folder for the CPU (run_0_cpu_...)."
         )
-    if found < run.devices:
+    if found < needed:
         raise BadInputError(
-            f"This run asks for {run.devices} GPU(s), but {found} can be seen: use {command_for(found)}, "
+            f"This run asks for {needed} GPU(s), but {found} can be seen: use {command_for(found)}, "
             "or choose another run folder."
         )
     gpu = gpu_of_device(gpus()[1][0])
     if gpu and gpu.tflops_dense[run.arithmetic] is None:
         raise BadInputError(f"precision is {run.precision}, which {gpu.name} does not compute: pass --precision fp32.")
+
+
+def devices_here(run: RunConfig) -> int:
+    """Devices of the run on this machine: all of them, or of several machines those that a launcher has named."""
+    if run.world_size == 1:
+        return run.devices
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if run.loop == "machines" else run.devices))
 
 
 def command_for(devices: int) -> str:
@@ -253,8 +272,8 @@ def _become(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
 
 
 def exit_with(mistake: BadInputError) -> NoReturn:
-    """End with one sentence and exit code 2."""
-    if os.environ.get("RANK", "0") == "0":
+    """End with one sentence, once for each machine, and exit code 2."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {mistake}", file=sys.stderr)
     else:
         time.sleep(SPEAK_FIRST_S)
@@ -354,6 +373,10 @@ def check_inputs(run: RunConfig) -> None:
         from common.sharded_run import check_sharding_inputs
 
         check_sharding_inputs(run)
+    elif run.resume_from:
+        from common.sharded_run import check_checkpoint
+
+        check_checkpoint(run)
     check_placement_and_memory(run, load_splits(run).train, load_tokenizer(run))
 
 
@@ -414,7 +437,8 @@ def check_folder(run: RunConfig) -> None:
             "another folder."
         )
     kind = (own.technique, own.parallel)
-    also_done = CLASSIFYING if own.task == "classification" else ALSO_DONE.get(kind, ())
+    by_task = {"classification": CLASSIFYING, "summarization": SUMMARIZING}
+    also_done = by_task.get(own.task) or ALSO_DONE.get(kind, ())
     if (run.technique, run.parallel) in (kind, *also_done):
         return
     setting = "technique" if run.technique != own.technique else "parallel"
@@ -425,37 +449,64 @@ def check_folder(run: RunConfig) -> None:
     )
 
 
-def workflow_of(run_folder: Path) -> Path:
-    """The one `my_workflow_*.py` of a run folder.
+def workflows_of(run_folder: Path) -> list[Path]:
+    """The `my_workflow_*.py` of a run folder: one, or several that do the same in different ways.
 
     Raises:
         BadInputError: the folder has none.
     """
     found = sorted(run_folder.glob("my_workflow_*.py"))
-    if len(found) != 1:
+    if not found:
         there = ", ".join(
-            sorted(str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/run_*/my_workflow_*.py"))
+            sorted({str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/run_*/my_workflow_*.py")})
         )
         here = run_folder.relative_to(REPOSITORY) if run_folder.is_relative_to(REPOSITORY) else run_folder
+        raise BadInputError(f"{here} is no run folder, as it has 0 files my_workflow_*.py: choose one of {there}.")
+    return found
+
+
+def literal_file_of(run_folder: Path) -> Path:
+    """The file with a run folder's `RUN = RunConfig(...)`: its workflow, or what its workflows share.
+
+    Raises:
+        BadInputError: it is no run folder, or has no literal.
+    """
+    files = [*workflows_of(run_folder), *sorted(run_folder.glob("my_utils_*.py"))]
+    found = [path for path in files if LITERAL.search(path.read_text(encoding="utf-8"))]
+    if len(found) != 1:
         raise BadInputError(
-            f"{here} is no run folder, as it has {len(found)} files my_workflow_*.py: choose one of {there}."
+            f"{len(found)} files my_*.py of {run_folder.name} have a literal `RUN = RunConfig(...)` at their top: "
+            "write one."
         )
     return found[0]
 
 
 def main() -> None:
-    """Check this run folder's run, then start it: in this process's place, as one rank or by torchrun."""
+    """Check this run folder's run, then start it in this process's place; several workflows one after the other."""
     overrides = sys.argv[1:]
     try:
-        script = workflow_of(Path.cwd())
-        workflow = importlib.import_module(script.stem)
+        scripts = workflows_of(Path.cwd())
+        workflow = importlib.import_module(scripts[0].stem)
         if hasattr(workflow, "SETTINGS"):  # it starts its ranks itself
-            os.execv(sys.executable, [sys.executable, script.name, *overrides])
+            os.execv(sys.executable, [sys.executable, scripts[0].name, *overrides])
         run = parse_overrides(workflow.RUN, overrides)
         check_inputs(run)
     except BadInputError as mistake:
         exit_with(mistake)
-    _become(run, script.name, overrides)
+    if len(scripts) == 1:
+        _become(run, scripts[0].name, overrides)
+    run_each(scripts, run, overrides)
+
+
+def run_each(scripts: Sequence[Path], run: RunConfig, overrides: Sequence[str]) -> None:
+    """A folder's workflows one after the other, then their table."""
+    from common.report_loops import results_text  # here: it imports this module
+    from common.report_rows import results_in
+
+    for number, script in enumerate(scripts, 1):
+        print(f"\n== way {number} of {len(scripts)}: {script.name}", flush=True)
+        stream_command(ranks_command(run, script.name, overrides))
+    print(f"\n{results_text(results_in(run.results_folder('').resolve()))}")
 
 
 if __name__ == "__main__":

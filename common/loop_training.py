@@ -8,7 +8,8 @@ import shutil
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from accelerate.utils import wait_for_everyone
 from peft import PeftModel
 from transformers import TrainerState
 
-from common.data import NO_ROW, Tokens, labels_in, without_labels
+from common.data import Tokens, labels_in, without_labels
 from common.launch import Rank
 from common.training import CountingTrainer
 
@@ -28,8 +29,22 @@ ABOUT_FILE = "checkpoint.json"
 """Who wrote a checkpoint: `technique` (`lora` stands for any adapters), `parallel`, `ranks`, `rows_per_step`."""
 
 
-class LoopTrainer(CountingTrainer, ABC):
-    """A trainer with the loop written out; what a step does to its micro-batches is the subclass's."""
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step."""
+
+    batches: list[Batch]
+    """This rank's, one for each accumulation step."""
+    labelled: int
+    """Labels of all ranks' batches: what the losses are divided by."""
+
+    def __iter__(self) -> Iterator[tuple[Batch, bool]]:
+        """Each batch, and whether it is the step's last."""
+        return ((batch, number == len(self.batches)) for number, batch in enumerate(self.batches, 1))
+
+
+class StepLoop(CountingTrainer, ABC):
+    """Optimizer steps to be taken one by one, with all that belongs to a step but its gradients and its update."""
 
     way: str
     """To share the work, as `RunConfig.parallel` calls it."""
@@ -38,6 +53,8 @@ class LoopTrainer(CountingTrainer, ABC):
         """`rank` is this process's place among all, also where all work on the same rows."""
         super().__init__(**kwargs)
         self.rank = rank
+        self.writes = rank.is_main
+        """Whether this rank is the one that writes what all ranks have; without a shared disk there are several."""
         self.loss_sum = torch.zeros((), device=rank.device)
         """Of the optimizer steps since the last log, as far as this rank knows it."""
         self.logged_step = 0
@@ -46,22 +63,6 @@ class LoopTrainer(CountingTrainer, ABC):
 
     def start_step_maker(self) -> None:
         """What must be ready before the first step, once optimizer and schedule are there."""
-
-    @abstractmethod
-    def add_gradients(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
-        """Forward and backward pass of one of this rank's batches of a step; its share of the step's loss.
-
-        The step's loss is a mean over its `labelled` tokens on all ranks; `is_last`: no other batch follows.
-        """
-
-    @abstractmethod
-    def complete_gradients(self) -> None:
-        """What follows the passes of a step: the gradients become those of the whole model, and are clipped."""
-
-    def update(self) -> None:
-        """The optimizer's step; the gradients go."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     @abstractmethod
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
@@ -81,23 +82,53 @@ class LoopTrainer(CountingTrainer, ABC):
 
     # -- the loop
 
-    def train(self, resume_from_checkpoint: str | None = None) -> None:
-        """All optimizer steps; at the end the model has the weights of the lowest validation loss, if that is asked."""
+    def steps(self, resume_from_checkpoint: str | None = None) -> Iterator[Step]:
+        """Each optimizer step with this rank's batches; whoever asks for the next one has taken this one.
+
+        Schedule, log, validation and checkpoint of a step follow when the next one is asked for. At the end the model
+        has the weights of the lowest validation loss, if that is asked.
+        """
         self._begin()
         if resume_from_checkpoint:
             self._resume(Path(resume_from_checkpoint))
-        step = 0
+        number = 0
         for epoch in range(self.state.num_train_epochs):
             self.batches.set_epoch(epoch)
             for rows in self.batches.steps():
                 if self.state.global_step == self.state.max_steps or self.control.should_training_stop:
                     break
-                step += 1
-                if step > self.state.global_step:
-                    self._take_step(rows)
+                number += 1
+                if number > self.state.global_step:
+                    self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+                    yield self._step_of(rows)
+                    self._end_step()
         if self.args.load_best_model_at_end:
             self.load_weights(Path(self.state.best_model_checkpoint))
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+
+    def _step_of(self, rows: list[int]) -> Step:
+        batches = self.batches_of(rows)
+        for batch in batches:
+            self.work.count(batch["row"], batch)
+        return Step(batches, labelled=sum(self.labels_in(self.train_dataset[row]) for row in rows))
+
+    def labels_in(self, row: Tokens) -> int:
+        """What is to be predicted in a row."""
+        return labels_in(row)
+
+    def update(self) -> None:
+        """The optimizer's step; the gradients go."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _end_step(self) -> None:
+        self.lr_scheduler.step()
+        self.state.global_step += 1
+        self.state.epoch = self.state.global_step / self.steps_per_epoch
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        start_s = time.perf_counter()
+        self._log_and_validate()
+        self.work.reporting_s += time.perf_counter() - start_s
 
     def _begin(self) -> None:
         steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
@@ -112,26 +143,6 @@ class LoopTrainer(CountingTrainer, ABC):
         self.start_step_maker()
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-
-    def _take_step(self, rows: Sequence[int]) -> None:
-        """One optimizer step: every batch of it through the model, then the trained weights are updated."""
-        self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-        batches = self.batches_of(rows)
-        labelled = sum(labels_in(self.train_dataset[row]) for row in rows)
-        for number, batch in enumerate(batches):
-            self.work.count(batch["row"], batch)
-            self.loss_sum += self.add_gradients(batch, labelled, is_last=number == len(batches) - 1)
-        self.complete_gradients()
-        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
-        self.update()
-        self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
-        self.lr_scheduler.step()
-        self.state.global_step += 1
-        self.state.epoch = self.state.global_step / self.steps_per_epoch
-        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        start_s = time.perf_counter()
-        self._log_and_validate()
-        self.work.reporting_s += time.perf_counter() - start_s
 
     def _log_and_validate(self) -> None:
         if self.control.should_log:
@@ -152,12 +163,10 @@ class LoopTrainer(CountingTrainer, ABC):
 
     # -- batches
 
-    def batches_of(self, rows: Sequence[int]) -> list[Batch]:
+    def batches_of(self, rows: list[int]) -> list[Batch]:
         """This rank's collated batches of one optimizer step, one for each accumulation step."""
-        ranks = self.batches.world_size
-        size = self.args.per_device_train_batch_size * ranks
-        shares = [rows[start : start + size][self.batches.rank :: ranks] for start in range(0, len(rows), size)]
-        return [self.collated([self.train_dataset[row] for row in share or [NO_ROW]]) for share in shares]
+        shares = map(self.batches.own, self.batches.micro_batches(rows))
+        return [self.collated([self.train_dataset[row] for row in share]) for share in shares]
 
     def validation_batches(self, rows: list[Tokens]) -> list[Batch]:
         """This rank's share of the validation rows; every rank has the same number of batches."""
@@ -172,32 +181,27 @@ class LoopTrainer(CountingTrainer, ABC):
 
     # -- checkpoints
 
-    @property
-    def rows_per_step(self) -> int:
-        """Rows of an optimizer step, of all ranks together."""
-        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.batches.world_size
-
     def _save_best(self) -> None:
         """Keep this step's weights, with optimizer and schedule, in place of the best ones before."""
         before = self.state.best_model_checkpoint
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if self.rank.is_main:
+        if self.writes:
             folder.mkdir(parents=True, exist_ok=True)
         wait_for_everyone()
         self.save_weights(folder)
         self.state.best_model_checkpoint = str(folder)
-        if self.rank.is_main:
+        if self.writes:
             technique = "lora" if isinstance(self.model, PeftModel) else "full"
             about = {
                 "technique": technique,
                 "parallel": self.way,
                 "ranks": self.rank.world_size,
-                "rows_per_step": self.rows_per_step,
+                "rows_per_step": self.batches.rows_per_step,
             }
             (folder / ABOUT_FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
-            self.state.save_to_json(str(folder / STATE_FILE))
+            self.state.save_to_json(str(folder / STATE_FILE))  # the last file: with it, the checkpoint is whole
         wait_for_everyone()
-        if self.rank.is_main and before and Path(before).parent == folder.parent:
+        if self.writes and before and Path(before).parent == folder.parent:
             shutil.rmtree(before)
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
@@ -214,3 +218,32 @@ class LoopTrainer(CountingTrainer, ABC):
                 self.lr_scheduler.step()
         if self.rank.is_main:
             print(f"goes on after step {self.first_step} of {self.state.max_steps}, from {folder.name}")
+
+
+class LoopTrainer(StepLoop):
+    """A trainer with the loop written out; what a step does to its micro-batches is the subclass's."""
+
+    # -- what subclasses add
+
+    @abstractmethod
+    def add_gradients(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Forward and backward pass of one of this rank's batches of a step; its share of the step's loss.
+
+        The step's loss is a mean over its `labelled` tokens on all ranks; `is_last`: no other batch follows.
+        """
+
+    @abstractmethod
+    def complete_gradients(self) -> None:
+        """What follows the passes of a step: the gradients become those of the whole model, and are clipped."""
+
+    # -- the loop
+
+    def train(self, resume_from_checkpoint: str | None = None) -> None:
+        """All optimizer steps; at the end the model has the weights of the lowest validation loss, if that is asked."""
+        for step in self.steps(resume_from_checkpoint):
+            for batch, is_last in step:
+                self.loss_sum += self.add_gradients(batch, step.labelled, is_last)
+            self.complete_gradients()
+            self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
+            self.update()
+            self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)

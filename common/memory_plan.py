@@ -10,7 +10,8 @@ grid).
 Letters in the formulas: B rows, S tokens of a row, T = B x S, P positions that have logits, H hidden size, I the MLP's
 size, Q and K sizes of queries and keys, V vocabulary, r LoRA rank; `a` bytes of the arithmetic's format, `x` bytes of
 the format that hidden states travel in between layers, `w` bytes of a weight. With tensor parallel heads, I, Q and K
-are those of one rank.
+are those of one rank. In an encoder-decoder's decoder S are the tokens of a summary; E are those of the text, which its
+cross attention reads, and TE = B x E.
 """
 
 from collections.abc import Iterable
@@ -76,11 +77,37 @@ class BatchShape:
     """Rows differ in length, so that attention needs a mask."""
     classes: int = 0
     """With classification: labels that a row may have; 0 = tokens are to be predicted."""
+    target_length: int = 0
+    """With encoder-decoders: tokens of a row's summary, on which the decoder works; 0 = as many as of the row."""
 
     @property
     def tokens(self) -> int:
-        """Of all rows, padding included."""
+        """Of all rows, padding included; of an encoder-decoder's those that the encoder reads."""
         return self.rows * self.length
+
+    @property
+    def task(self) -> str:
+        """What a run with such rows learns, as `RunConfig` calls it."""
+        if self.classes:
+            return "classification"
+        return "summarization" if self.target_length else "chat"
+
+    def length_in(self, stack: Stack) -> int:
+        """Tokens of a row that the stack's layers work on."""
+        return self.target_length or self.length if stack.kind == "cross-decoder" else self.length
+
+    def tokens_in(self, stack: Stack) -> int:
+        """Of all rows, those that the stack's layers work on."""
+        return self.rows * self.length_in(stack)
+
+    def tokens_into(self, linear: Linear, stack: Stack) -> int:
+        """Of all rows, those that a projection of the stack reads."""
+        return self.tokens if linear.reads_encoder else self.tokens_in(stack)
+
+    def attentions_in(self, stack: Stack) -> list[tuple[int, int]]:
+        """Of each attention of a layer how many tokens of a row ask, and how many they ask about."""
+        length = self.length_in(stack)
+        return [(length, length), (length, self.length)] if stack.kind == "cross-decoder" else [(length, length)]
 
 
 @dataclass(frozen=True)
@@ -410,7 +437,7 @@ class _DeviceSums:
                 *self.layers_saved(),
                 *self.ends_waiting(),
                 *self.adapter_casts(self.stacks[-1][0]),
-                *self.hidden_states(),
+                *self.hidden_states(self.stacks[-1][0]),
             ],
             "forward of the loss": [*self.before_backward(), *self.loss_forward()],
         }
@@ -426,14 +453,15 @@ class _DeviceSums:
                 *self.layers_saved(),
                 *self.ends_waiting(),
                 *self.logits_of_schedule(),
-                *self.layer_backward(last=True),
+                *self.layer_backward(self.stacks[-1][0]),
             ],
+            **self.encoder_backward_moments(),
             "backward of the first layer": [
                 *self.gradients_of_layer_end(last=False),
                 *self.layers_saved(one_left=True),
                 *self.ends_waiting(),
                 *self.logits_of_schedule(),
-                *self.layer_backward(last=False),
+                *self.layer_backward(self.stacks[0][0]),
             ],
             "backward of the embeddings": [
                 *self.gradients(),
@@ -442,6 +470,28 @@ class _DeviceSums:
                 *self.embeddings_backward(),
             ],
         }
+
+    def encoder_backward_moments(self) -> dict[str, list[Term]]:
+        """Of an encoder-decoder: the decoder is done, and all of the encoder is still to come."""
+        if not self._is_encoder_decoder:
+            return {}
+        (encoder, _), (decoder, layers) = self.stacks
+        done = self._head_gradients() + layers * _trained_of_layer(decoder, self.job)
+
+        def moment(more_gradients: int, passing: list[Term]) -> list[Term]:
+            gradients = self._gradients(done + more_gradients, "gradients of the head and the decoder")
+            if self._adds_to_gradients:
+                gradients = self.gradients()
+            return [*gradients, *self._layers_kept(1, self.stacks[:1]), *passing]
+
+        ends = [*self.embeddings_backward(), *self.hidden_states(encoder)]
+        layer = moment(_trained_of_layer(encoder, self.job), self.layer_backward(encoder))
+        return {"backward of the decoder's embeddings": moment(0, ends), "backward of the encoder's last layer": layer}
+
+    @property
+    def _is_encoder_decoder(self) -> bool:
+        """Whether this device has both stacks."""
+        return len(self.stacks) > 1
 
     def step_moments(self) -> dict[str, list[Term]]:
         """After all passes."""
@@ -611,18 +661,18 @@ class _DeviceSums:
 
     def layers_saved(self, one_left: bool = False) -> list[Term]:
         """What all layers keep, for every micro-batch in flight; `one_left`: of one of these the first layer alone."""
-        terms = self._layers_kept(self.share.in_flight - one_left)
+        terms = self._layers_kept(self.share.in_flight - one_left, self.stacks)
         if one_left and not self._input_is_in_buffer:
             terms += _times(self._layer_kept(self.stacks[0][0]), 1, "1 x ")
         return terms
 
     def layers_waiting(self) -> list[Term]:
         """What all layers keep for the micro-batches in flight but one."""
-        return self._layers_kept(self.share.in_flight - 1)
+        return self._layers_kept(self.share.in_flight - 1, self.stacks)
 
-    def _layers_kept(self, micro_batches: int) -> list[Term]:
+    def _layers_kept(self, micro_batches: int, stacks: list[tuple[Stack, int]]) -> list[Term]:
         terms = []
-        for number, (stack, layers) in enumerate(self.stacks if micro_batches else []):
+        for number, (stack, layers) in enumerate(stacks if micro_batches else []):
             times = (layers - (number == 0 and self._input_is_in_buffer)) * micro_batches
             name = f"{times} x " + ("" if len(self.architecture.stacks) == 1 else f"{stack.kind}: ")
             terms += _times(self._layer_kept(stack), times, name)
@@ -638,7 +688,7 @@ class _DeviceSums:
 
     def layer_inputs(self, stack: Stack) -> list[Term]:
         """With gradient checkpointing a layer keeps only its input."""
-        x, t, h = self.hidden_bytes, self.batch.tokens, self.architecture.hidden
+        x, t, h = self.hidden_bytes, self.batch.tokens_in(stack), self.architecture.hidden
         return [_activations("layer input", "T H x", t * h * x)]
 
     def layer_saved(self, stack: Stack) -> list[Term]:
@@ -647,7 +697,7 @@ class _DeviceSums:
         return [*terms, *self._dropouts(stack), *self._adapters(stack), *self._weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
-        architecture, t, x = self.architecture, self.batch.tokens, self.hidden_bytes
+        architecture, t, x = self.architecture, self.batch.tokens_in(stack), self.hidden_bytes
         count = 3 if stack.kind == "cross-decoder" else 2
         if not architecture.is_llama_like:
             return [_activations("inputs of the layer norms", f"{count} T H 4", count * t * architecture.hidden * 4)]
@@ -666,17 +716,19 @@ class _DeviceSums:
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
         """Inputs that the projections keep for their weights' gradients, but attention's and the MLP's own results."""
-        job, t, h = self.job, self.batch.tokens, self.architecture.hidden
+        job, h, a = self.job, self.architecture.hidden, self.job.arithmetic_bytes
         trained = [linear for linear in stack.linears if linear.name not in _READS_RESULT and job.trains(linear)]
         if not trained:
             return []
         norms = {_NORM_OF[linear.name] for linear in trained}
+        of_encoder = sum(linear.reads_encoder for linear in trained)
         if self._casts_inputs:  # of a shorter format than the hidden states each projection has a copy of its own
-            copies = len(trained)
-        else:
-            copies = len(norms) + (stack.kind == "cross-decoder" and "attention" in norms)
-        a = job.arithmetic_bytes
-        return [_activations("inputs of the projections", f"{copies} T H a", copies * t * h * a)]
+            copies = len(trained) - of_encoder
+        else:  # the encoder's output is there for all layers
+            copies, of_encoder = len(norms) + (stack.kind == "cross-decoder" and "attention" in norms), 0
+        size = (copies * self.batch.tokens_in(stack) + of_encoder * self.batch.tokens) * h * a
+        formula = f"{copies} T H a" + (f" + {of_encoder} TE H a" if of_encoder else "")
+        return [_activations("inputs of the projections", formula, size)]
 
     @property
     def _casts_inputs(self) -> bool:
@@ -685,32 +737,38 @@ class _DeviceSums:
         return job.autocasts or (job.precision != "fp32" and not self.architecture.is_llama_like)
 
     def _attention(self, stack: Stack) -> list[Term]:
-        architecture, job, t = self.architecture, self.job, self.batch.tokens
-        a, rows, length = job.arithmetic_bytes, self.batch.rows, self.batch.length
-        q, k = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
-        attentions = 2 if stack.kind == "cross-decoder" else 1
         if self._keeps_scores:
             return self._attention_on_cpu(stack)
+        terms: list[Term] = []
+        for number, (asking, asked) in enumerate(self.batch.attentions_in(stack)):
+            terms += _times(self._one_attention(asking, asked), 1, "cross attention: " if number else "")
+        return terms
+
+    def _one_attention(self, asking: int, asked: int) -> list[Term]:
+        """What an attention keeps in which `asking` tokens of a row ask about `asked` tokens."""
+        architecture, job, rows = self.architecture, self.job, self.batch.rows
+        a, t, other_t = job.arithmetic_bytes, rows * asking, rows * asked
+        q, k = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
+        s, te = ("S", "T") if asking == asked else ("E", "TE")
         eager, masked = job.attention == "eager", self.batch.padded and job.attention != "flash"
         repeats = eager or (masked and job.attention == "sdpa")
         keys = 2 * q if repeats else 2 * k
+        in_words = "2 Q" if repeats else "2 K"
         terms = [
-            _activations("queries, keys, values", f"{attentions} T (Q + {'2 Q' if repeats else '2 K'}) a",
-                         attentions * t * (q + keys) * a),
-            _activations("result of attention", f"{attentions} T Q a", attentions * t * q * a),
-        ]  # fmt: skip
-        scores = attentions * rows * architecture.heads * length * length
+            _activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + other_t * keys) * a),
+            _activations("result of attention", "T Q a", t * q * a),
+        ]
+        scores = rows * architecture.heads * asking * asked
         if eager:
             each = 4 + (a if a < 4 else 0)
-            terms.append(_activations("attention scores", f"{attentions} B heads S S {each}", scores * each))
+            terms.append(_activations("attention scores", f"B heads S {s} {each}", scores * each))
             if architecture.dropout:
                 extra = (4 if job.cpu_operations else 1) + (4 if a == 4 else 0)
-                terms.append(_activations("dropout of the scores", f"{attentions} B heads S S {extra}", scores * extra))
+                terms.append(_activations("dropout of the scores", f"B heads S {s} {extra}", scores * extra))
         else:
-            lse = attentions * t * architecture.heads * 4
-            terms.append(_activations("attention's normalizers in fp32", f"{attentions} T heads 4", lse))
+            terms.append(_activations("attention's normalizers in fp32", "T heads 4", t * architecture.heads * 4))
             if masked:
-                terms.append(_activations("mask in the arithmetic's format", "B S S a", rows * length * length * a))
+                terms.append(_activations("mask in the arithmetic's format", f"B S {s} a", rows * asking * asked * a))
         return terms
 
     @property
@@ -735,7 +793,7 @@ class _DeviceSums:
         return terms
 
     def _mlp(self, stack: Stack) -> list[Term]:
-        architecture, job, t = self.architecture, self.job, self.batch.tokens
+        architecture, job, t = self.architecture, self.job, self.batch.tokens_in(stack)
         keeps_result = any(job.trains(linear) for linear in stack.linears if linear.name in _READS_MLP)
         if architecture.is_llama_like:
             count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
@@ -748,13 +806,13 @@ class _DeviceSums:
         if not self.architecture.dropout:
             return []
         count, each = 3 if stack.kind == "cross-decoder" else 2, ""
-        size = count * self.batch.tokens * self.architecture.hidden
+        size = count * self.batch.tokens_in(stack) * self.architecture.hidden
         if self.job.cpu_operations:
             size, each = size * self.job.arithmetic_bytes, " a"
         return [_activations("dropout masks", f"{count} T H{each}", size)]
 
     def _adapters(self, stack: Stack) -> list[Term]:
-        job, t, a = self.job, self.batch.tokens, self.job.arithmetic_bytes
+        job, batch, a = self.job, self.batch, self.job.arithmetic_bytes
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
         if not adapted:
             return []
@@ -764,14 +822,24 @@ class _DeviceSums:
             _NORM_OF.get(linear.name, linear.name): linear for linear in adapted if linear.name not in _READS_ATTENTION
         }
         kept = adapted if own_copies else list(shared.values())
-        wide = sum(linear.inputs for linear in kept)
+
+        def numbers(widths: Iterable[tuple[Linear, int]]) -> tuple[int, str]:
+            """Of all tokens that the projections read, so wide: how many, and as a formula."""
+            by_encoder = {True: 0, False: 0}
+            for linear, width in widths:
+                by_encoder[linear.reads_encoder] += width
+            count = by_encoder[False] * batch.tokens_in(stack) + by_encoder[True] * batch.tokens
+            return count, f"T {by_encoder[False]:,}" + (f" + TE {by_encoder[True]:,}" if by_encoder[True] else "")
+
         each = 4 if job.plain_loop else a  # without autocast adapters compute in their own fp32
-        terms = [_activations("inputs of the adapters", f"T {wide:,} {each}", t * wide * each)]
+        count, formula = numbers((linear, linear.inputs) for linear in kept)
+        terms = [_activations("inputs of the adapters", f"({formula}) {each}", count * each)]
         if job.lora_dropout:
-            masks = sum(linear.inputs for linear in adapted) * (4 if job.cpu_operations else 1)
-            terms.append(_activations("dropout masks of the adapters", f"T {masks:,}", t * masks))
-        narrow = len(adapted) * job.lora_rank
-        return [*terms, _activations("between the adapters' matrices", f"T {narrow} a", t * narrow * a)]
+            bytes_each = 4 if job.cpu_operations else 1
+            count, formula = numbers((linear, linear.inputs * bytes_each) for linear in adapted)
+            terms.append(_activations("dropout masks of the adapters", formula, count))
+        count, formula = numbers((linear, job.lora_rank) for linear in adapted)
+        return [*terms, _activations("between the adapters' matrices", f"({formula}) a", count * a)]
 
     def _weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         count = sum(linear.inputs * linear.outputs for linear in linears)
@@ -796,8 +864,11 @@ class _DeviceSums:
                 positions = self.positions
                 terms.append(_activations("input of the head", "P H a", positions * h * a))
         if self.share.has_embeddings and not architecture.is_llama_like and not architecture.classes:
-            size = len(self.stacks) * t * h * (x + 5)
-            terms.append(_activations("embeddings' norm and dropout", f"{len(self.stacks)} T H (x + 5)", size))
+            embedded = sum(self.batch.tokens_in(stack) for stack, _ in self.stacks)
+            formula = "T H (x + 5)" if len(self.stacks) == 1 else "(TE + T) H (x + 5)"
+            terms.append(_activations("embeddings' norm and dropout", formula, embedded * h * (x + 5)))
+        if self._is_encoder_decoder:
+            terms.append(_activations("encoder's output", "TE H x", t * h * x))
         if job.parallel == "pp" and not self.share.has_head:
             terms.append(_activations("hidden state that was sent", "T H x", t * h * x))
         return terms
@@ -834,8 +905,9 @@ class _DeviceSums:
     @property
     def positions(self) -> int:
         """`P`: positions with logits; encoders and encoder-decoders that predict tokens compute all."""
-        chooses = self.architecture.stacks[0].kind == "decoder" or self.architecture.classes
-        return self.batch.rows * (self.batch.labelled if chooses else self.batch.length)
+        last = self.architecture.stacks[-1]
+        chooses = last.kind == "decoder" or self.architecture.classes
+        return self.batch.rows * self.batch.labelled if chooses else self.batch.tokens_in(last)
 
     def loss(self) -> list[Term]:
         """In fp32: log-probabilities, their gradient, and the logits' gradient."""
@@ -896,31 +968,31 @@ class _DeviceSums:
 
     # -- the backward pass of a layer
 
-    def layer_backward(self, last: bool) -> list[Term]:
+    def layer_backward(self, stack: Stack) -> list[Term]:
         """What is alive only while one layer is back-propagated."""
-        architecture, job, t = self.architecture, self.job, self.batch.tokens
-        stack = self.stacks[-1 if last else 0][0]
+        architecture, job, t = self.architecture, self.job, self.batch.tokens_in(stack)
         count = 3 if architecture.is_llama_like else 1
         size = count * t * architecture.intermediate * job.arithmetic_bytes
         passing = [_activations("gradients within the MLP", f"{count} T I a", size)]
         if job.gradient_checkpointing:  # the forward pass comes again
             passing = max(passing, self.adapter_casts(stack), key=lambda terms: sum(term.count for term in terms))
-        terms = [*passing, *self.hidden_states()]
+        terms = [*passing, *self.hidden_states(stack)]
         if job.attention == "eager":
-            scores = self.batch.rows * architecture.heads * self.batch.length**2
+            most = max(asking * asked for asking, asked in self.batch.attentions_in(stack))
+            scores = self.batch.rows * architecture.heads * most
             terms.append(_activations("gradients of the attention scores", "B heads S S 4", 4 * scores))
         if job.gradient_checkpointing:
             terms = [*_times(self.layer_saved(stack), 1, "computed again: "), *terms]
         return terms
 
-    def hidden_states(self) -> list[Term]:
+    def hidden_states(self, stack: Stack) -> list[Term]:
         """What goes from layer to layer, or the gradients of it."""
-        size = 2 * self.batch.tokens * self.architecture.hidden * self.hidden_bytes
+        size = 2 * self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
         return [_activations("hidden states, or their gradients", "2 T H x", size)]
 
     def adapter_casts(self, stack: Stack) -> list[Term]:
         """What is alive only in the forward pass: an adapter's input in its own fp32, before and after dropout."""
-        job, t, a = self.job, self.batch.tokens, self.job.arithmetic_bytes
+        job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
         widest = max((linear.inputs for linear in stack.linears if job.adapts(linear)), default=0)
         if not widest or job.plain_loop:
             return []

@@ -19,6 +19,7 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -35,12 +36,18 @@ from common.sharding import whole_size
 
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
 """Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit."""
+AUTO_CLASSES = {
+    "chat": AutoModelForCausalLM,
+    "classification": AutoModelForSequenceClassification,
+    "summarization": AutoModelForSeq2SeqLM,
+}
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 """Our names and those of Transformers."""
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 """They list what a checkpoint lacks (of a classifier the head, which `start_head` starts), and, wherever several ranks
 run, what the library's own tensor parallel, which is not asked for, does not divide."""
 EMBEDDED_BASE = REPOSITORY / "assets" / "embedded_base"
+EMBEDDED_SUMMARIZER = REPOSITORY / "assets" / "embedded_summarizer"
 HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -118,10 +125,12 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     """
     if run.task == "classification":
         check_classifier(run)
+    if run.task == "summarization":
+        check_summarizer(run)
     if run.weights == "random" and run.model != MINILM:
         if run.task == "chat":
             shape_config(run.model)
-        return AutoTokenizer.from_pretrained(EMBEDDED_BASE)
+        return AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER if run.task == "summarization" else EMBEDDED_BASE)
     source = check_model(run.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -159,7 +168,7 @@ def load_base_model(
         model = _random_model(run, device_map, quantized)
         return prepare_quantized(model) if quantized else model
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = AUTO_CLASSES[run.task].from_pretrained(
             source or check_model(run.model),
             dtype=weight_dtype(run),
             attn_implementation=ATTENTION[run.attention],
@@ -179,7 +188,7 @@ def _load_classifier(
     named = {} if source else class_names(run)
     try:
         with silent(*LOADING_LOGGERS), same_random_numbers_after(device_map):
-            model, about = AutoModelForSequenceClassification.from_pretrained(
+            model, about = AUTO_CLASSES[run.task].from_pretrained(
                 source or check_model(run.model),
                 dtype=weight_dtype(run),
                 attn_implementation=ATTENTION[run.attention],
@@ -276,6 +285,27 @@ def check_classifier(run: RunConfig) -> None:
         )
 
 
+def check_summarizer(run: RunConfig) -> None:
+    """Refuse a model that is no encoder-decoder, and texts or summaries longer than it can read or write.
+
+    Raises:
+        BadInputError: with its kind, or with both lengths.
+    """
+    config = any_shape_config(run.model if run.weights == "random" else check_model(run.model))
+    if not config.is_encoder_decoder:
+        raise BadInputError(
+            f"{run.model} is of the kind {config.model_type}: summaries are learnt by encoder-decoders; pass --model "
+            "assets/embedded_summarizer or facebook/bart-large-cnn."
+        )
+    longest = longest_readable(config)
+    for name in ("max_length", "max_summary_length", "max_new_tokens"):
+        if longest and getattr(run, name) > longest:
+            raise BadInputError(
+                f"{name} is {getattr(run, name)}, but {run.model} has room for {longest} tokens: pass --{name} "
+                f"{longest} or less."
+            )
+
+
 def longest_readable(config: PretrainedConfig) -> int | None:
     """Tokens that a model can read at once; None: as many as there are."""
     positions = getattr(config, "max_position_embeddings", None)
@@ -320,17 +350,19 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: b
     """
     classifies = run.task == "classification"
     tokenizer = load_tokenizer(run)
-    config = any_shape_config(run.model) if classifies else shape_config(run.model)
+    config = shape_config(run.model) if run.task == "chat" else any_shape_config(run.model)
     if classifies:
         config.update(class_names(run))
     config.pad_token_id, config.eos_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id, config.forced_bos_token_id = tokenizer.eos_token_id, None
     config.name_or_path = ""  # else PEFT looks for a whole model where the shape came from
     device = torch.device(device_map.get("", "cpu"))
     if run.technique == "qlora":
         return random_model(run, config, weight_dtype(run), ATTENTION[run.attention], device, quantized)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(run.seed)
-        model = (AutoModelForSequenceClassification if classifies else AutoModelForCausalLM).from_config(
+        model = AUTO_CLASSES[run.task].from_config(
             config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention]
         )
     return model.eval() if "" in device_map else dispatch_model(model.eval(), device_map)
@@ -431,11 +463,15 @@ def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
 
 @torch.no_grad()
 def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits of one collated batch, fp32, dropout off: (rows, tokens, vocabulary), of a classifier (rows, classes)."""
+    """Logits of one collated batch, fp32, dropout off: (rows, tokens, vocabulary), of a classifier (rows, classes).
+
+    Of an encoder-decoder those of the decoder's tokens.
+    """
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+    names = ("input_ids", "attention_mask", "decoder_input_ids")
+    inputs = {name: batch[name].to(device) for name in names if name in batch}
     logits = model(**inputs, use_cache=False).logits.float()
     model.train(was_training)
     return logits

@@ -232,6 +232,4 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
 def _plan_of(way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
     """The plan with layers where `stage_map` has them; a balanced map is balanced anew for the largest batch."""
     shares = None if way == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
-    return make_plan(
-        architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records(), job.batch.classes), shares
-    )
+    return make_plan(architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records(), job.batch.task), shares)

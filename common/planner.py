@@ -116,8 +116,9 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together."""
-        return self.rows_per_step * self.job.batch.length / self.time.total_s
+        """Of all ranks together; of an encoder-decoder those of texts and of summaries."""
+        of_a_row = sum({stack.kind: self.job.batch.length_in(stack) for stack in self.architecture.stacks}.values())
+        return self.rows_per_step * of_a_row / self.time.total_s
 
     def epoch_s(self, rows: int) -> float:
         """Seconds to go once through so many rows."""
@@ -184,10 +185,16 @@ def make_plan(
         BadInputError: settings contradict each other or the model.
     """
     job.check_targets(architecture)
-    if job.batch.length > architecture.max_length:
+    for option, length in (("--seq-len", job.batch.length), ("--target-len", job.batch.target_length)):
+        if length > architecture.max_length:
+            raise BadInputError(
+                f"{option} {length} is longer than {architecture.name} can read: "
+                f"pass {option} {architecture.max_length} or less."
+            )
+    if job.batch.target_length and len(architecture.stacks) == 1:
         raise BadInputError(
-            f"--seq-len {job.batch.length} is longer than {architecture.name} can read: "
-            f"pass --seq-len {architecture.max_length} or less."
+            f"--target-len is {job.batch.target_length}, but {architecture.name} is no encoder-decoder, and has no "
+            "summaries of another length than its rows: leave it out, or pass --model bart-large-cnn."
         )
     by_hand = shares is not None
     if shares is None:
@@ -473,9 +480,16 @@ def explanation(plan: Plan) -> str:
                           colalign=("left", "left", "left", "right")))  # fmt: skip
     rows_in_step = batch.rows // plan.job.micro_batches
     x = plan.job.hidden_bytes if architecture.is_llama_like else 4
+    lengths = f"S = {batch.length} tokens, T = B S = {rows_in_step * batch.length:,}"
+    if len(architecture.stacks) > 1:
+        target = batch.target_length or batch.length
+        lengths = (
+            f"encoder S = E = {batch.length} tokens, T = TE = B S = {rows_in_step * batch.length:,}, "
+            f"decoder S = {target} tokens, T = B S = {rows_in_step * target:,}"
+        )
     lines += [
-        f"B = {rows_in_step} rows, S = {batch.length} tokens, T = B S = {rows_in_step * batch.length:,}, "
-        f"P = {rows_in_step * batch.labelled:,}, H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "
+        f"B = {rows_in_step} rows, {lengths}, P = {rows_in_step * batch.labelled:,}, "
+        f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "
         f"Q = {architecture.heads * architecture.head_dim:,}, K = {architecture.kv_heads * architecture.head_dim:,}, "
         f"V = {architecture.vocab:,}, a = {plan.job.arithmetic_bytes}, x = {x}, w = {plan.job.weight_bytes} bytes",
         "",
@@ -541,7 +555,7 @@ def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, shares: 
         shares = None
     elif shares is None:
         shares = _shares_of_run(run, architecture, job, gpus)
-    return make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records(), batch.classes), shares)
+    return make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records(), batch.task), shares)
 
 
 def _shares_of_run(
@@ -583,6 +597,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--link", help="nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs")
     made.add_argument("--batch-size", type=int, default=1, help="rows per data-parallel rank and step (1)")
     made.add_argument("--seq-len", type=int, default=1024, help="tokens per row (1024)")
+    made.add_argument("--target-len", type=int, help="with encoder-decoders: tokens per summary; without it, as many "
+                      "as per row")  # fmt: skip
     made.add_argument("--classes", type=int, default=0, help="labels of a classifier; 0 = the model's own head")
     made.add_argument("--lora-rank", type=int, default=8)
     made.add_argument("--target-modules", help="linear layers that get adapters or, with full, are trained: "
@@ -612,7 +628,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     Raises:
         BadInputError: a GPU is unknown, or their number does not fit their names.
     """
-    for name in ("gpus", "nodes", "batch_size", "seq_len", "lora_rank", "micro_batches", "rows_per_epoch",
+    for name in ("gpus", "nodes", "batch_size", "seq_len", "target_len", "lora_rank", "micro_batches", "rows_per_epoch",
                  "gpu_memory_gib", "gpu_tflops", "usd_per_hour", "against_nodes"):  # fmt: skip
         value = getattr(options, name)
         if value is not None and value <= 0:
@@ -670,11 +686,14 @@ def job_of(options: argparse.Namespace) -> Job:
         raise BadInputError("LoRA on quantized weights is QLoRA: pass --technique qlora.")
     if options.classes < 0 or options.classes == 1:
         raise BadInputError(f"--classes is {options.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
-    labelled = 1 if options.classes else options.seq_len
+    labelled = 1 if options.classes else options.target_len or options.seq_len
+    shape = BatchShape(
+        options.batch_size, options.seq_len, labelled, classes=options.classes, target_length=options.target_len or 0
+    )
     return Job(
         technique="lora",
         parallel="single",
-        batch=BatchShape(options.batch_size, options.seq_len, labelled, classes=options.classes),
+        batch=shape,
         precision=options.precision or "bf16",
         quantization=options.quantization or "nf4",
         optimizer=options.optimizer,
@@ -699,8 +718,9 @@ def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[s
     best = plans[0]
     job, link = best.job, best.cluster.slowest_link
     learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
+    summaries = f" with summaries of {job.batch.target_length:,}" if job.batch.target_length else ""
     said = [
-        f"rows of {job.batch.length:,} tokens, {learnt}; {job.optimizer}, {job.attention} attention"
+        f"rows of {job.batch.length:,} tokens{summaries}, {learnt}; {job.optimizer}, {job.attention} attention"
         + (f", LoRA rank {job.lora_rank}" if any(plan.job.technique != "full" for plan in plans) else ""),
         *dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources),
         f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps",
@@ -743,7 +763,7 @@ def answer(options: argparse.Namespace) -> int:
         from common.dry_run import answer_planner  # here: it imports torch
 
         return answer_planner(options, job, cluster, str(unknown))
-    calibration = calibration_from(kept_records(), options.classes)
+    calibration = calibration_from(kept_records(), job.batch.task)
     plans = ranked_plans(
         architecture,
         job,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from common.report_rows import clock_seconds
 from common.run_record import Record
 
 if TYPE_CHECKING:
@@ -131,4 +132,30 @@ def plot_confusion(record: Record) -> "Figure":
     shown = ConfusionMatrixDisplay(np.array(after["confusion"]), display_labels=after["labels"])
     shown.plot(ax=axes, cmap="Blues", xticks_rotation=40, colorbar=False)
     axes.set(xlabel="found", ylabel="meant", title=f"{record['run_name']}: {after['rows']} test rows")
+    return figure
+
+
+def plot_cost(table: pd.DataFrame) -> "Figure":
+    """Time and bill of each line of `report_summarization.cost_table`, on logarithmic scales.
+
+    Each kind of figures (published, projected with the published settings, projected with ours) has its colour.
+    """
+    import matplotlib.pyplot as plt
+
+    kinds = table["Figures"].str.split("[:;]").str[0]
+    colours = dict(zip(kinds.unique(), plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    networks = table["Network"].where(~kinds.eq("published"), "published")
+    names = table["Machines"].str.split(" (", regex=False).str[0] + ", " + networks
+    values = {"hours": table["Time"].map(clock_seconds) / 3600, "bill (USD)": table["Bill (USD)"].astype(float)}
+    figure, panels = plt.subplots(1, 2, sharey=True, figsize=(10, 1 + 0.32 * len(table)), layout="constrained")
+    for axes, (label, numbers) in zip(panels, values.items(), strict=True):
+        for kind, colour in colours.items():
+            lines = [number for number, other in enumerate(kinds) if other == kind]
+            axes.barh(lines, numbers.iloc[lines], color=colour, label=kind)
+        for line, number in enumerate(numbers):
+            axes.text(number, line, f" {number:.2f}", va="center", fontsize=8)
+        axes.set(xlabel=label, xscale="log", xlim=(None, 2.5 * max(numbers)))
+    panels[0].set(yticks=range(len(names)), yticklabels=names)
+    panels[0].invert_yaxis()
+    panels[1].legend()
     return figure

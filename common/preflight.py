@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 
@@ -60,6 +61,7 @@ from common.memory_plan import OPTIMIZER_BYTES, BatchShape
 from common.minilm import MINILM
 from common.models import (
     EMBEDDED_BASE,
+    EMBEDDED_SUMMARIZER,
     add_lora,
     any_shape_config,
     check_equal_logits,
@@ -79,7 +81,7 @@ from common.sharded_run import check_sharding_inputs, model_to_train, trainer_cl
 from common.sharded_training import ShardedTrainer, save_whole
 from common.tensor_parallel import check_divisible, split_by_plan
 from common.tensor_training import TensorParallelTrainer
-from common.training import OBJECTIVES, CountingTrainer, give_up, trainer_of_rows, training_arguments
+from common.training import OBJECTIVES, CountingTrainer, SummaryTrainer, give_up, trainer_of_rows, training_arguments
 
 STEPS = 3
 """Optimizer steps; the first one also warms up, so that the last two are timed."""
@@ -100,9 +102,16 @@ class Rows:
     """Where the rows come from, in words."""
 
 
-def longest_rows(rows: list[Tokens], count: int) -> list[Tokens]:
-    """The `count` rows with the most tokens, longest first."""
-    return sorted(rows, key=lambda row: -len(row["input_ids"]))[:count]
+def longest_rows(rows: list[Tokens], count: int, task: str) -> list[Tokens]:
+    """The `count` rows with the most tokens, longest first.
+
+    With summarization the longest texts each have one of the longest summaries: no batch can be larger.
+    """
+    longest = sorted(rows, key=lambda row: -len(row["input_ids"]))[:count]
+    if task != "summarization":
+        return longest
+    summaries = sorted((row["labels"] for row in rows), key=len, reverse=True)
+    return [{**row, "labels": summary} for row, summary in zip(longest, summaries, strict=False)]
 
 
 def rows_of_run(run: RunConfig) -> Rows:
@@ -112,7 +121,7 @@ def rows_of_run(run: RunConfig) -> Rows:
         BadInputError: rows are missing or malformed, or have no answer within `max_length`.
     """
     splits, tokenizer = load_splits(run), load_tokenizer(run)
-    tokenizer_is_own = run.model == MINILM or (REPOSITORY / run.model).resolve() == EMBEDDED_BASE
+    tokenizer_is_own = run.model == MINILM or (REPOSITORY / run.model).resolve() in (EMBEDDED_BASE, EMBEDDED_SUMMARIZER)
     try:
         train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
     except BadInputError as cut:
@@ -123,8 +132,8 @@ def rows_of_run(run: RunConfig) -> Rows:
             f"fewer, pass --seq-len {run.max_length}."
         ) from None
     return Rows(
-        longest_rows(train, run.batch_size),
-        longest_rows(validation, run.evaluation_batch_size),
+        longest_rows(train, run.batch_size, run.task),
+        longest_rows(validation, run.evaluation_batch_size, run.task),
         len(train),
         f"the longest of {len(train):,}" + ("" if tokenizer_is_own else ", in tokens of the embedded tokenizer"),
     )
@@ -141,11 +150,24 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     tokenizer = load_tokenizer(run)
     # no special ones: padding's embedding is zero, and a norm of zeros makes gradients explode
     ordinary = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
-    ids = [ordinary[number % len(ordinary)] for number in range(tokens)]
-    labels = len(label_names_of(run)) - 1 if run.task == "classification" else ids
+    ids = list(islice(cycle(ordinary), tokens))
+    labels: int | list[int] = ids
+    if run.task == "classification":
+        labels = len(label_names_of(run)) - 1
+    elif run.task == "summarization":
+        labels = list(islice(cycle(ordinary), run.max_summary_length))
     row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": labels}
     count = run.train_rows if run.train_rows > 0 else None
     return Rows([row] * run.batch_size, [row] * run.evaluation_batch_size, count, "by --seq-len, all of it learnt")
+
+
+def with_rows_at_hand(run: RunConfig) -> RunConfig:
+    """The run on embedded rows, where its own are not needed: with classification they say which labels there are."""
+    if run.task == "classification":
+        return run
+    if run.task == "summarization":
+        return replace(run, data="assets/chat_summaries", text_column="dialogue", summary_column="summary")
+    return replace(run, data=RunConfig().data)
 
 
 def check_length(run: RunConfig, rows: Rows, option: str) -> None:
@@ -241,6 +263,14 @@ class RepeatedBatch(Sampler[list[int]]):
         """The rows of each optimizer step."""
         for _ in range(self.step_count):
             yield list(range(self.row_count)) * self.accumulation_steps
+
+    def micro_batches(self, step: list[int]) -> list[list[int]]:
+        """A step's rows, one list for each accumulation step."""
+        return [step[start : start + self.row_count] for start in range(0, len(step), self.row_count)]
+
+    def own(self, rows: list[int]) -> list[int]:
+        """Each rank computes all of them."""
+        return rows
 
     def __len__(self) -> int:
         """Batches of the epoch."""
@@ -380,7 +410,8 @@ def trainer_of_longest_batch(
 
     `stage_map` says with mp and pp which stage, and so which device, holds which layers.
     """
-    model, makes_steps = trained_model(run, stage_map, rank), CountingTrainer
+    model = trained_model(run, stage_map, rank)
+    makes_steps = SummaryTrainer if run.task == "summarization" else CountingTrainer
     if run.is_sharded:
         makes_steps = trainer_class(run, rank)
     if run.parallel == "pp":
@@ -478,7 +509,8 @@ def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | No
 def announcement(run: RunConfig, rows: Rows, plan: Plan | None) -> str:
     """What is going to be tried, and what was planned for it."""
     batch = batch_of(run, rows)
-    shape = f"{batch.rows} rows of up to {batch.length} tokens ({rows.source})"
+    summaries = f" with summaries of up to {batch.target_length}" if batch.target_length else ""
+    shape = f"{batch.rows} rows of up to {batch.length} tokens{summaries} ({rows.source})"
     tried = f"tries {run.technique} of {run.model} with {run.parallel} on {run.devices} x {run.device}: {shape}"
     if plan is None:
         return f"{tried}\nno plan: {unknown_to_planner(run)}"
@@ -620,8 +652,7 @@ def preflight(arguments: Sequence[str]) -> int:
         rows = rows_of_run(run)
         check_length(run, rows, "--max_length")
     else:
-        of_labels = run.task == "classification"  # else the run's own rows are not needed
-        check_settings_and_data(run if of_labels else replace(run, data=RunConfig().data))
+        check_settings_and_data(with_rows_at_hand(run))
         rows = rows_of_length(run, options.seq_len)
         check_length(run, rows, "--seq-len")
     if run.is_sharded:

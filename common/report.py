@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 
-from common import report_classification, report_full, report_qlora, report_sharding
+from common import report_classification, report_full, report_loops, report_qlora, report_sharding, report_summarization
 from common.report_rows import (
     KIND_NAMES,
     LORA,
@@ -266,6 +266,8 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     **report_sharding.TABLES,
     **report_qlora.TABLES,
     **report_classification.TABLES,
+    **report_loops.TABLES,
+    **report_summarization.TABLES,
 }
 
 
@@ -377,6 +379,8 @@ def _run(options: argparse.Namespace) -> int:
         print(table.to_json(indent=2) if options.json else text)
         if report_classification.by_setting(found) and not options.json:
             print(f"\nText classification (3.1)\n\n{report_classification.results_text(found)}")
+        if report_loops.of_no_link(found) and not options.json:
+            print(f"\nSummarization (3.2)\n\n{report_loops.results_text(found)}")
         return 0
     records = kept_records()
     if not options.check and not options.write:

@@ -59,11 +59,16 @@ Row = dict[str, str]
 
 def results_of_this_machine(root: Path = REPOSITORY) -> list[Record]:
     """The records of the last runs, whether kept or not."""
-    found = root.glob(f"*/run_*/results/*/{RECORD_NAME}")
-    records = [load_record(path) for path in found if not path.parent.name.endswith(PREVIOUS)]
+    records = [record for results in root.glob("*/run_*/results") for record in results_in(results)]
     return sorted(
         records, key=lambda record: (record["run_folder"], record["config"]["batch_size"], record["run_name"])
     )
+
+
+def results_in(folder: Path) -> list[Record]:
+    """The records of the last runs that wrote into one `results` folder."""
+    found = folder.glob(f"*/{RECORD_NAME}")
+    return [load_record(path) for path in found if not path.parent.name.endswith(PREVIOUS)]
 
 
 def published_results(*kinds: Kind) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ SHARDED = ("fsdp", "zero1", "zero2", "zero3")
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 """Of Transformers' names, those whose states can be divided: PyTorch's own, which work element by element."""
 CLASSIFIED_WITH = ("single", "ddp", "pp", "tp")
+SUMMARIZED_WITH = ("single", "ddp")
 
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -46,8 +47,15 @@ class RunConfig:
         "by rows of data, with what each rank holds divided, too (fsdp: PyTorch's FSDP2; zero1, zero2, zero3: "
         "DeepSpeed's stages).",
     )
-    task: Literal["chat", "classification"] = _setting(
-        "chat", "What is learnt: to answer (rows of messages), or which of several labels a text has (classification)."
+    task: Literal["chat", "classification", "summarization"] = _setting(
+        "chat",
+        "What is learnt: to answer (rows of messages), which of several labels a text has (classification), or what a "
+        "text comes to (summarization).",
+    )
+    loop: Literal["trainer", "accelerate", "machines"] = _setting(
+        "trainer",
+        "Who takes the steps: Transformers' Trainer; with summarization also a plain loop with Accelerate, or a plain "
+        "loop on torch.distributed whose ranks may stand in several machines.",
     )
     run_folder: str = _setting("", "Run folder, relative to the repository's root.")
 
@@ -76,7 +84,9 @@ class RunConfig:
         "the optimizer's states alone).",
     )
     resume_from: str = _setting(
-        "", "With fsdp and zero: folder of a checkpoint (results/<run>/checkpoints/checkpoint-<step>) to go on from."
+        "",
+        "With fsdp, zero and plain loops: folder of a checkpoint (results/<run>/checkpoints/checkpoint-<step>) to go "
+        "on from.",
     )
     quantization: Literal["nf4", "nf4-double"] = _setting(
         "nf4", "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too."
@@ -91,14 +101,37 @@ class RunConfig:
         "assets/exhibits",
         "Rows of messages: a folder with train.jsonl, validation.jsonl and test.jsonl, one .jsonl file, "
         "an fsspec URL of either, or the id of a dataset on the Hugging Face Hub; with classification rows of texts "
-        "and labels, also as .csv.",
+        "and labels, with summarization of texts and summaries, also as .csv.",
     )
-    text_column: str = _setting("text", "With classification: the column with the texts.")
+    text_column: str = _setting("text", "With classification and summarization: the column with the texts.")
     label_column: str = _setting("label", "With classification: the column with the labels.")
+    summary_column: str = _setting("summary", "With summarization: the column with the summaries.")
     max_length: int = _setting(256, "Longest training row, in tokens; longer rows are cut.")
+    max_summary_length: int = _setting(128, "With summarization: longest summary to learn from, in tokens.")
     long_texts: Literal["cut", "refuse"] = _setting(
         "cut",
-        "With classification: what happens to texts of more than max_length tokens; they are counted in any case.",
+        "With classification and summarization: what happens to texts of more than max_length tokens; they are counted "
+        "in any case.",
+    )
+    empty_rows: Literal["refuse", "skip"] = _setting(
+        "refuse",
+        "With classification and summarization: what happens to rows with an empty text, label or summary; how many "
+        "are left out is said.",
+    )
+    partitions: int = _setting(
+        0,
+        "With summarization: parts that the training rows are divided into, of about equal size, each rank drawing "
+        "from its own; 0 = one per rank.",
+    )
+    gradient_exchange: Literal["after", "overlapped", "overlapped-bf16"] = _setting(
+        "after",
+        "With loop machines: when gradients are averaged: in buckets after each backward pass; while it goes on (DDP); "
+        "or so, sent as bf16.",
+    )
+    bucket_mib: float = _setting(25.0, "With loop machines: gradients that are sent at once, in MiB.")
+    link: str = _setting("", "With loop machines: what joins them, for the record, such as 100 Mbit/s.")
+    step_timeout_s: float = _setting(
+        600.0, "With loop machines: seconds that a member waits for the others' gradients before it gives them up."
     )
 
     batch_size: int = _setting(16, "Training rows per rank and step, before accumulation.")
@@ -139,11 +172,16 @@ class RunConfig:
     )
     evaluation_batch_size: int = _setting(32, "Rows per rank in validation and generation.")
     max_new_tokens: int = _setting(48, "Longest generated answer, in tokens.")
+    beams: int = _setting(4, "With summarization: beams of the search for a summary; 1 = greedy.")
     independent_judge: Literal["minilm", "none"] = _setting(
         "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
     )
     report_to: str = _setting(
         "tensorboard", "Experiment trackers by their names in Transformers, with commas between, or none."
+    )
+    figures: Literal["text", "json"] = _setting(
+        "text",
+        "How figures are printed while training: for readers, or as JSON, one object a line, which Valohai plots.",
     )
     test_rows: int = _setting(-1, "Test questions to answer, from the first; -1 = all.")
     train_rows: int = _setting(-1, "Training rows to use, from the first; -1 = all.")
@@ -157,14 +195,19 @@ class RunConfig:
         self._check_types()
         at_least = {"devices": 1, "max_length": 2, "batch_size": 1, "accumulation_steps": 1, "epochs": 1,
                     "micro_batches": 1, "prefetch": 0, "stages": 0, "lora_rank": 1, "lora_alpha": 1,
-                    "evaluation_batch_size": 1, "max_new_tokens": 1, "early_stop": 0, "weight_decay": 0,
+                    "evaluation_batch_size": 1, "max_new_tokens": 1, "beams": 1, "max_summary_length": 2,
+                    "partitions": 0, "early_stop": 0, "weight_decay": 0,
                     "max_grad_norm": 0, "seed": 0}  # fmt: skip
         for name, low in at_least.items():
             value = getattr(self, name)
             if value < low:
                 raise BadInputError(f"{name} is {value}, but must be at least {low}: pass --{name} {max(low, 1)}.")
-        if self.report_share <= 0:
-            raise BadInputError(f"report_share is {self.report_share}, but must be above 0, such as 0.05.")
+        for name in ("report_share", "bucket_mib", "step_timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise BadInputError(
+                    f"{name} is {value}, but must be above 0 and finite, such as {getattr(type(self), name)}."
+                )
         for name in ("warmup_share", "lora_dropout", "report_share"):
             value = getattr(self, name)
             if not 0 <= value < 1:
@@ -239,12 +282,15 @@ class RunConfig:
     def _check_sharding(self) -> None:
         """Refuse what contradicts sharding, or is for it alone."""
         if not self.is_sharded:
-            for name, default in (("offload", "none"), ("resume_from", "")):
-                value = getattr(self, name)
-                if value != default:
-                    raise BadInputError(
-                        f"{name} is {value}, but parallel is {self.parallel}: it is for fsdp and zero (2.6)."
-                    )
+            if self.offload != "none":
+                raise BadInputError(
+                    f"offload is {self.offload}, but parallel is {self.parallel}: it is for fsdp and zero (2.6)."
+                )
+            if self.resume_from and self.loop == "trainer":
+                raise BadInputError(
+                    f"resume_from is {self.resume_from}, but parallel is {self.parallel}: it is for fsdp and zero "
+                    "(2.6), and for the plain loops of summarization (3.2)."
+                )
             return
         if self.offload == "cpu" and self.device == "cpu":
             raise BadInputError("offload is cpu, but device is cpu, where shards are already: leave --offload out.")
@@ -298,14 +344,51 @@ class RunConfig:
                     f"{self.gradient_checkpointing}: pass --precision fp32 or bf16-mixed, and "
                     "--gradient_checkpointing none."
                 )
+        self._check_summarization()
         if self.task != "classification":
-            if self.long_texts != "cut":
-                raise BadInputError("long_texts is refuse, which is for classification (3.1): leave it out.")
+            for name in ("long_texts", "empty_rows"):
+                value = getattr(self, name)
+                if self.task == "chat" and value != getattr(type(self), name):
+                    raise BadInputError(
+                        f"{name} is {value}, which is for classification (3.1) and summarization (3.2): leave it out."
+                    )
             return
         if self.technique == "qlora" or self.parallel not in CLASSIFIED_WITH:
             raise BadInputError(
                 f"task is classification, but technique is {self.technique} and parallel {self.parallel}: it is done "
                 f"with full or lora, and {', '.join(CLASSIFIED_WITH)} (3.1)."
+            )
+
+    def _check_summarization(self) -> None:
+        """Refuse what summarization is not done with, and what is for it alone."""
+        if self.task != "summarization":
+            for name in ("loop", "partitions", "gradient_exchange", "link"):
+                value = getattr(self, name)
+                if value != getattr(type(self), name):
+                    raise BadInputError(f"{name} is {value}, which is for summarization (3.2): leave it out.")
+            return
+        if self.technique != "full" or self.parallel not in SUMMARIZED_WITH:
+            raise BadInputError(
+                f"task is summarization, but technique is {self.technique} and parallel {self.parallel}: it is done "
+                f"with full, and {' or '.join(SUMMARIZED_WITH)} (3.2)."
+            )
+        if self.loop != "trainer":
+            if self.precision not in ("fp32", "bf16-mixed"):
+                raise BadInputError(
+                    f"precision is {self.precision}, which the plain loops do not scale losses for or keep weights in: "
+                    "pass --precision fp32 or bf16-mixed."
+                )
+            if self.early_stop:
+                raise BadInputError("early_stop is for the Trainer: leave it out, or pass --loop trainer.")
+        if self.loop != "machines" and self.gradient_exchange != "after":
+            raise BadInputError(
+                f"gradient_exchange is {self.gradient_exchange}, but loop is {self.loop}, where DDP always sends while "
+                "the backward pass goes on: leave it out."
+            )
+        if self.partitions and self.partitions < self.data_parallel_ranks:
+            raise BadInputError(
+                f"partitions is {self.partitions}, but there are {self.data_parallel_ranks} ranks: pass at least one "
+                "for each, or 0."
             )
 
     def _check_types(self) -> None:
@@ -340,8 +423,20 @@ class RunConfig:
         return (self.stages or self.devices) if self.parallel in ("mp", "pp") else 1
 
     @property
+    def partition_count(self) -> int:
+        """Parts of the training rows that ranks draw from."""
+        return self.partitions or self.data_parallel_ranks
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Training rows of one rank at once: those of its partitions, where it has more than one."""
+        return self.batch_size * -(-self.partition_count // self.data_parallel_ranks)
+
+    @property
     def effective_batch_size(self) -> int:
         """Rows per optimizer step over all data-parallel ranks."""
+        if self.partitions:  # as many rows of each part, however many ranks work on them
+            return self.batch_size * self.accumulation_steps * self.partitions
         return self.batch_size * self.accumulation_steps * self.data_parallel_ranks
 
     @property

@@ -44,11 +44,13 @@ class RunLog:
     `interrupted` or `failed`.
     """
 
-    def __init__(self, run: RunConfig, rank: Rank) -> None:
-        """Make the results folder, once for all ranks."""
+    def __init__(self, run: RunConfig, rank: Rank, goes_on: bool = False) -> None:
+        """Make the results folder, once for all ranks that share a disk; `goes_on`: with what the last start left."""
         from accelerate.utils import wait_for_everyone
 
-        self.run, self.rank = run, rank
+        from common.disks import first_on_disk  # here: it needs torch
+
+        self.run, self.rank, self.goes_on = run, rank, goes_on
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
         self.folder = run.results_folder(self.run_name)
         self.phases_s: dict[str, float] = {}
@@ -56,10 +58,13 @@ class RunLog:
         self.peaks_before_gib: dict[str, float] = {}
         self.training_peaks_gib: dict[str, float] = {}
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        if rank.is_main:
-            if self.folder.exists():
+        self.writes = first_on_disk(self.folder.parent, rank)
+        """Whether this rank is the one that writes what all ranks have."""
+        if self.writes:
+            if self.folder.exists() and not goes_on:
                 _make_way(self.folder)
-            self.folder.mkdir(parents=True)
+            self.folder.mkdir(exist_ok=goes_on)
+            (self.folder / RECORD_NAME).unlink(missing_ok=True)
         wait_for_everyone()
 
     @contextmanager
@@ -95,7 +100,7 @@ class RunLog:
         self.training_peaks_gib = {device: hardware.read_memory(device).peak_gib for device in self.rank.devices}
 
     def complete(self, **figures: object) -> Record:
-        """Write the record of a completed run on rank 0, with every rank's memory; call it on all ranks."""
+        """Write the record of a completed run, with every rank's memory; call it on all ranks."""
         from accelerate.utils import gather_object
 
         memory = gather_object([self._memory(number, device) for number, device in enumerate(self.rank.devices)])
@@ -103,7 +108,9 @@ class RunLog:
         if self.rank.is_main:
             for warning in beyond_plan(memory):
                 print(warning)
+        if self.writes:
             save_record(record, self.folder)
+        if self.rank.is_main:
             print(f"record: {RECORD_NAME} in {self.folder.relative_to(self.folder.parents[1])}")
         return record
 
@@ -208,6 +215,8 @@ def default_run_name(run: RunConfig, launcher: str) -> str:
             f"-{run.train_rows}rows" if run.train_rows > 0 else ""
         )  # say with --quick: not to be taken for the whole
         return f"{launcher}-{run.technique}-{run.parallel}{parts}{fewer}-seed{run.seed}"
+    if run.task == "summarization":
+        return f"{launcher}-{run.loop}-x{run.devices}-seed{run.seed}"
     way = f"{run.parallel}-" if run.is_sharded else ""
     return f"{launcher}-{way}batch{run.batch_size}-seed{run.seed}"
 

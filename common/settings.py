@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.data import Splits, load_splits
-from common.launch import check_inputs, exit_with, ranks_command, run_or_launch, stream_command, workflow_of
+from common.launch import check_inputs, exit_with, literal_file_of, ranks_command, run_or_launch, stream_command
 from common.report import results_of_this_machine
 from common.report_classification import results_text
 from common.report_rows import clock
@@ -44,7 +44,7 @@ def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel
 
 def setting_of_folder(folder: Path, technique: str, parallel: str) -> RunConfig:
     """The same of a run folder, read from its literals: nothing of a workflow is imported."""
-    workflow = workflow_of(folder)
+    workflow = literal_file_of(folder)
     return setting_of(read_literal(workflow), read_lora(workflow), technique, parallel)
 
 
@@ -57,7 +57,7 @@ def run_of_folder(folder: Path, arguments: Sequence[str]) -> RunConfig:
         BadInputError: it is no run folder, or a value is out of range.
     """
     folder = folder if folder.is_dir() else REPOSITORY / folder
-    workflow = workflow_of(folder)
+    workflow = literal_file_of(folder)
     if not read_lora(workflow):
         return parse_overrides(read_literal(workflow), arguments)
     return _run_of_options(read_literal(workflow), partial(setting_of_folder, folder), arguments)

@@ -12,6 +12,7 @@ from common.data import load_splits
 from common.device_maps import whole_model_on
 from common.launch import Rank, accelerate_shards, detect_launcher
 from common.loop_training import ABOUT_FILE, STATE_FILE
+from common.memory_plan import ZERO
 from common.models import add_lora, load_base_model, train_linear_layers
 from common.placement import model_without_weights
 from common.run_config import BadInputError, RunConfig
@@ -36,7 +37,7 @@ def check_sharding_inputs(run: RunConfig) -> None:
 
 
 def check_checkpoint(run: RunConfig) -> None:
-    """Refuse a checkpoint that this run cannot go on from; FSDP's may be of another number of ranks.
+    """Refuse a checkpoint that this run cannot go on from; FSDP's and plain loops' may be of another number of ranks.
 
     Raises:
         BadInputError: what it is of, and what the run is.
@@ -48,7 +49,7 @@ def check_checkpoint(run: RunConfig) -> None:
             "run of this folder wrote."
         )
     about = json.loads((folder / ABOUT_FILE).read_text(encoding="utf-8"))
-    if about["parallel"] != run.parallel:
+    if about["parallel"] != run.parallel and run.is_sharded:
         raise BadInputError(
             f"resume_from is a checkpoint of {about['parallel']}, but parallel is {run.parallel}: pass --parallel "
             f"{about['parallel']}."
@@ -59,7 +60,7 @@ def check_checkpoint(run: RunConfig) -> None:
             f"resume_from is a checkpoint of {about['technique']}, but technique is {run.technique}: pass --technique "
             f"{about['technique']}."
         )
-    if about["ranks"] != run.devices and run.parallel != "fsdp":
+    if about["ranks"] != run.devices and run.parallel in ZERO:
         raise BadInputError(
             f"resume_from is a checkpoint of {about['ranks']} ranks, but there are {run.devices}, and DeepSpeed's "
             f"parts fit no other number: pass --devices {about['ranks']} (FSDP's can be divided anew)."

@@ -3,7 +3,8 @@
     python -m common.siblings            copy each technique's first run folder to its siblings
     python -m common.siblings --check    exit 1 where a sibling is no copy
 
-The source is the folder `run_0_...`. A sibling's own is the literal in its `my_workflow_*.py`; from it follow the
+The source is the folder `run_0_...`. A sibling's own is the literal in its `my_workflow_*.py` (or, where several
+workflows share it, in `my_utils_*.py`); from it follow the
 parameters cells of its notebooks, its `my_accelerate_config.yaml` and the number of processes in its docstring.
 A notebook's outputs stay where its cells do.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 import nbformat
 
 from common.deepspeed_config import deepspeed_config
-from common.launch import workflow_of
+from common.launch import LITERAL, literal_file_of
 from common.memory_plan import ZERO
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
@@ -94,8 +95,8 @@ def read_lora(workflow: Path) -> dict[str, object]:
 
 def run_folders(root: Path = REPOSITORY) -> dict[Path, RunConfig]:
     """Every run folder and its run, in order."""
-    workflows = sorted(root.glob("[0-9].[0-9]_*/run_*/my_workflow_*.py"))
-    return {workflow.parent: read_literal(workflow) for workflow in workflows}
+    folders = sorted({workflow.parent for workflow in root.glob("[0-9].[0-9]_*/run_*/my_workflow_*.py")})
+    return {folder: read_literal(literal_file_of(folder)) for folder in folders}
 
 
 def literal_of(run_folder: Path) -> RunConfig:
@@ -104,7 +105,7 @@ def literal_of(run_folder: Path) -> RunConfig:
     Raises:
         BadInputError: it is no run folder.
     """
-    return read_literal(workflow_of(run_folder if run_folder.is_dir() else REPOSITORY / run_folder))
+    return read_literal(literal_file_of(run_folder if run_folder.is_dir() else REPOSITORY / run_folder))
 
 
 def accelerate_config(run: RunConfig) -> str:
@@ -129,12 +130,14 @@ def accelerate_config(run: RunConfig) -> str:
     return made + more
 
 
-def _workflow_for(run: RunConfig, source: str, own: str) -> str:
-    """`source` with the literals of `own` and its number of processes."""
-    (start, end), (own_start, own_end) = _literal_lines(source), _literal_lines(own)
-    lines = source.splitlines(keepends=True)
-    text = "".join([*lines[:start], *own.splitlines(keepends=True)[own_start:own_end], *lines[end:]])
-    return re.sub(r"(--nproc_per_node) \d+", rf"\1 {run.devices}", text)
+def _module_for(run: RunConfig, source: str, own: str) -> str:
+    """`source` with the literals of `own`, if it has any, and its number of processes."""
+    text = source
+    if LITERAL.search(source):
+        (start, end), (own_start, own_end) = _literal_lines(source), _literal_lines(own)
+        lines = source.splitlines(keepends=True)
+        text = "".join([*lines[:start], *own.splitlines(keepends=True)[own_start:own_end], *lines[end:]])
+    return re.sub(r"(--standalone --nproc_per_node) \d+", rf"\1 {run.devices}", text)  # of one machine
 
 
 def parameters_for(run: RunConfig, cell: str) -> str:
@@ -174,8 +177,7 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
     contents = {}
     for path in sorted(source.glob("my_*.py")):
         text, own = path.read_text(encoding="utf-8"), folder / path.name
-        is_workflow = path.name.startswith("my_workflow_")
-        contents[own] = _workflow_for(run, text, own.read_text(encoding="utf-8")) if is_workflow else text
+        contents[own] = _module_for(run, text, own.read_text(encoding="utf-8") if LITERAL.search(text) else "")
     if folder != source:
         names = [path.name for path in source.glob("*.ipynb")]
         contents |= {folder / name: _notebook_for(run, source / name, folder / name) for name in names}

@@ -36,6 +36,14 @@ ACHIEVED_SHARES = {
     "RTX A6000": (0.35, "25 to 47 % in single layers: github.com/fanghostt/transformers-benchmarks"),
 }
 """Published share of the dense peak that training reaches, by the start of the GPU's name."""
+FP32_SHARES = {
+    "V100": (
+        0.50,
+        "49 to 51 %: BERT-large, 7.56 rows/s of 512 tokens and 33.36 of 128: github.com/NVIDIA/DeepLearningExamples, "
+        "PyTorch/LanguageModeling/BERT",
+    ),
+}
+"""The same of the peak in fp32, which is that of other units than the tensor cores."""
 ASSUMED_SHARE = 0.35
 """Where nothing is published: an assumption, in the midst of the others."""
 LORA_SHARE_FACTOR = 0.62
@@ -143,8 +151,9 @@ def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> S
     peak = gpu.tflops_dense[job.precision.removesuffix("-mixed")]
     if peak is None:
         raise BadInputError(f"The {gpu.name} does not compute in {job.precision}: pass --precision fp16-mixed or fp32.")
+    published = {**ACHIEVED_SHARES, **(FP32_SHARES if job.precision == "fp32" else {})}
     share, source = next(
-        (entry for name, entry in ACHIEVED_SHARES.items() if gpu.name.startswith(name)),
+        (entry for name, entry in published.items() if gpu.name.startswith(name)),
         (ASSUMED_SHARE, "an assumption: nothing published was found"),
     )
     factor = {"full": 1.0, "lora": LORA_SHARE_FACTOR, "qlora": QLORA_SHARE_FACTOR}[job.technique]
@@ -155,11 +164,10 @@ def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> S
     )
 
 
-def calibration_from(records: Iterable[dict[str, Any]], classes: int = 0) -> dict[str, list[float]]:
+def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> dict[str, list[float]]:
     """Floating-point operations per second that kept runs on one device reached, by the GPU's name in the catalogue.
 
-    Of classification runs where `classes` says that the plan is for one, else of the others: their models and rows are
-    of other sizes.
+    Of runs of the same task alone: those of others have models and rows of other sizes.
 
     The operations are the record's own count, which leaves out that checkpointing computes the forward pass again: 2N
     more than full training's 6N, or LoRA's 4N.
@@ -167,8 +175,8 @@ def calibration_from(records: Iterable[dict[str, Any]], classes: int = 0) -> dic
     reached: dict[str, list[float]] = {}
     for record in records:
         name = planned_device(record)
-        classifies = record["config"].get("task") == "classification"
-        if record["status"] != "completed" or name is None or classifies != bool(classes) or len(record["world"]) > 1:
+        is_other = record["config"].get("task", "chat") != task  # older records know one task only
+        if record["status"] != "completed" or name is None or is_other or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         again = 4 / 3 if record["technique"] == "full" else 3 / 2
         recomputed = 1 if record["config"]["gradient_checkpointing"] == "none" else again
@@ -205,18 +213,18 @@ def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
 
     Causal attention reads half of the earlier tokens on average.
     """
-    tokens, length = job.batch.tokens, job.batch.length
-    queries = architecture.heads * architecture.head_dim
+    batch, queries = job.batch, architecture.heads * architecture.head_dim
     layers, attention, adapters, trained = 0.0, 0.0, 0.0, 0.0
     for stack, count in zip(architecture.stacks, share.layers, strict=True):
-        own = sum(linear.inputs * linear.outputs for linear in stack.linears if job.trains(linear))
-        trained += count * 2 * tokens * own
-        layers += count * 2 * tokens * sum(linear.inputs * linear.outputs for linear in stack.linears)
-        half = 0.5 if stack.kind == "decoder" else 1.0
-        attention += count * 4 * tokens * length * queries * half
-        adapted = sum(linear.lora_parameters(job.lora_rank) for linear in stack.linears if job.adapts(linear))
-        adapters += count * 2 * tokens * adapted
-    positions = job.batch.rows * job.batch.labelled
+        for linear in stack.linears:
+            twice_tokens = count * 2 * batch.tokens_into(linear, stack)
+            layers += twice_tokens * linear.inputs * linear.outputs
+            trained += twice_tokens * linear.inputs * linear.outputs * job.trains(linear)
+            adapters += twice_tokens * linear.lora_parameters(job.lora_rank) * job.adapts(linear)
+        for number, (asking, asked) in enumerate(batch.attentions_in(stack)):
+            is_causal = stack.kind != "encoder" and number == 0  # cross attention reads the whole text
+            attention += count * 4 * batch.rows * asking * asked * queries * (0.5 if is_causal else 1.0)
+    positions = batch.rows * batch.labelled
     head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
     forward = layers + attention + adapters + head
     trained += adapters + (head if trains_head(architecture, job) else 0.0)
@@ -226,7 +234,7 @@ def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step (of one accumulation of it), and where they go."""
+    """Seconds of one optimizer step, and where they go; with accumulation, of one of its micro-batches on average."""
 
     compute_s: float
     """Of the device that computes longest; with mp of all devices, one after the other."""
@@ -253,14 +261,15 @@ def step_time(
 
     Rules: gradients are sent while the backward pass goes on, and gathered weights while a layer computes, so that only
     what is longer than that shows; what tensor parallel sums is waited for. A device's layers take at least as long as
-    reading their weights once per pass.
+    reading their weights once per pass. With accumulation all update once per optimizer step, and DDP sends once.
     """
     part = part_of_rank(architecture, job)
     seconds = [
         _compute_s(part, job, gpu, share, speed) for gpu, share, speed in zip(cluster.gpus, shares, speeds, strict=True)
     ]
     link = cluster.slowest_link
-    optimizer_s = max(_optimizer_s(part, job, gpu, share) for gpu, share in zip(cluster.gpus, shares, strict=True))
+    updates = [_optimizer_s(part, job, gpu, share) for gpu, share in zip(cluster.gpus, shares, strict=True)]
+    optimizer_s = max(updates) / job.accumulation_steps
     sent = sent_bytes(architecture, job)
     communication_s = sent / (link.gb_per_s * 1e9)
     slowest, bubble_s = max(seconds), 0.0
@@ -277,6 +286,9 @@ def step_time(
         flops = step_flops(architecture, job, shares[0])
         backward_share = (flops.activation_gradients + flops.weight_gradients) / flops.total
         exposed_s = max(0.0, communication_s - slowest * backward_share)
+        if job.parallel == "ddp":  # gradients stay where they are until the last micro-batch
+            once_in = job.accumulation_steps
+            sent, communication_s, exposed_s = sent / once_in, communication_s / once_in, exposed_s / once_in
     return StepTime(
         slowest, communication_s, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import EvalLoopOutput
 
 from common.callbacks import ACCURACY, VALIDATION_LOSS, FirstStepReport, ProgressReport, UpdateReport, WorkDone
 from common.classification import CLASSES
@@ -30,20 +34,23 @@ from common.data import (
     IGNORED_LABEL,
     EpochBatches,
     EpochLoader,
+    PartitionedBatches,
     Tokens,
     TrainingRows,
     longest_batch,
     make_collator,
 )
+from common.disks import send_folder
 from common.hardware import gpu_of_device, gpus
 from common.launch import BACKENDS, Rank
 from common.memory_plan import BatchShape
-from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
-from common.objectives import Objective
+from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts, silent
+from common.objectives import Objective, mean_loss
 from common.planner import Plan, plan_run, why
 from common.quantization import drop_quantized
 from common.run_config import BadInputError, RunConfig
 from common.run_record import RunLog
+from common.summarization import SUMMARIES
 
 
 class CountingTrainer(Trainer):
@@ -102,6 +109,26 @@ class CountingTrainer(Trainer):
         return 0
 
 
+class SummaryTrainer(CountingTrainer, Seq2SeqTrainer):
+    """The same on Transformers' trainer of encoder-decoders."""
+
+    def __init__(self, *, preprocess_logits_for_metrics: Callable[..., torch.Tensor], **kwargs: Any) -> None:
+        """Of all that a model gives out, the encoder's states too, the metrics are made of the logits alone."""
+        super().__init__(
+            preprocess_logits_for_metrics=lambda made, labels: preprocess_logits_for_metrics(made[0], labels), **kwargs
+        )
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Every validation row once: Seq2SeqTrainer keeps those that a last batch was filled up with."""
+        self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        """Without a warning about embeddings that stand in the checkpoint once, as they are tied."""
+        with silent("transformers.trainer"):
+            super()._load_best_model()
+
+
 def keeps_logits(model: torch.nn.Module) -> bool:
     """Whether the model can be told where to compute logits."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -130,24 +157,16 @@ def answer_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.stack([losses.sum(1), (targets != IGNORED_LABEL).sum(1)], dim=1)
 
 
-def answer_metrics(sums: torch.Tensor) -> dict[str, float]:
-    """The validation loss: mean over the answer tokens of all rows, so the same at any batch and world size.
-
-    (The Trainer's own `eval_loss` is a mean of batch means: 0.4 % more on two ranks than on one, for the same model.)
-    """
-    loss_sum, token_count = sums
-    return {VALIDATION_LOSS: float(loss_sum / token_count)}
-
-
-ANSWERS = Objective(make_collator, answer_results, answer_metrics, VALIDATION_LOSS, higher_is_better=False)
-OBJECTIVES = {"chat": ANSWERS, "classification": CLASSES}
+ANSWERS = Objective(lambda tokenizer, _: make_collator(tokenizer), answer_results, mean_loss, VALIDATION_LOSS, False)
+OBJECTIVES = {"chat": ANSWERS, "classification": CLASSES, "summarization": SUMMARIES}
 
 
 def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
     """The Trainer's settings, from the run's."""
     on_cpu = run.device == "cpu"
     checkpointing = run.gradient_checkpointing != "none"
-    return TrainingArguments(
+    kind = Seq2SeqTrainingArguments if run.task == "summarization" else TrainingArguments
+    return kind(
         output_dir=str(output_folder),
         per_device_train_batch_size=run.batch_size,
         per_device_eval_batch_size=run.evaluation_batch_size,
@@ -201,17 +220,18 @@ def make_trainer(
     `plan`: where layers were placed by one; else the run is planned now.
     """
     run, rank = log.run, log.rank
-    log.training_starts(plan or plan_training(log, longest_batch(train, run.batch_size)))
+    log.training_starts(plan or plan_training(log, longest_batch(train, run.rows_per_rank)))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     arguments = training_arguments(run, log.folder / "checkpoints")
     arguments.run_name = log.run_name
     ranks = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
-    callbacks: list[TrainerCallback] = [ProgressReport(rank)]
+    callbacks: list[TrainerCallback] = [ProgressReport(rank, run.figures)]
     if run.early_stop:
         callbacks.append(EarlyStoppingCallback(run.early_stop))
     objective = OBJECTIVES[run.task]
+    drawn = partial(PartitionedBatches, parts=run.partition_count) if run.task == "summarization" else EpochBatches
     trainer = trainer_of_rows(
-        model, tokenizer, train, validation, arguments, ranks, callbacks, trainer_class, objective
+        model, tokenizer, train, validation, arguments, ranks, callbacks, trainer_class, objective, drawn
     )
     trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
     check_precision(trainer, run)
@@ -261,10 +281,11 @@ def trainer_of_rows(
     callbacks: list[TrainerCallback],
     trainer_class: Callable[..., CountingTrainer] = CountingTrainer,
     objective: Objective = ANSWERS,
+    batches_class: Callable[..., EpochBatches] = EpochBatches,
 ) -> CountingTrainer:
     """The trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only.
 
-    `rank` is the one among those with rows of their own.
+    `rank` is the one among those with rows of their own; `batches_class` says how they are drawn.
     """
     lengths = [len(row["input_ids"]) for row in train]
     trainer = trainer_class(
@@ -272,11 +293,11 @@ def trainer_of_rows(
         args=arguments,
         train_dataset=TrainingRows(train),
         eval_dataset=validation,
-        data_collator=objective.collator(tokenizer),
+        data_collator=objective.collator(tokenizer, model),
         preprocess_logits_for_metrics=objective.results,
         compute_metrics=lambda prediction: objective.metrics(prediction.predictions.sum(0)),
         objective=objective,
-        batches=EpochBatches(
+        batches=batches_class(
             lengths,
             arguments.per_device_train_batch_size,
             rank.world_size,
@@ -339,13 +360,12 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
 
 def row_uses(trainer: CountingTrainer) -> int:
     """Rows that the finished steps of this run had room for."""
-    row_count, run = len(trainer.train_dataset), trainer.args
-    steps_per_epoch = -(-len(trainer.batches) // run.gradient_accumulation_steps)
-    rows_per_step = trainer.batches.batch_size * trainer.batches.world_size * run.gradient_accumulation_steps
+    row_count = len(trainer.train_dataset)
+    steps_per_epoch = -(-len(trainer.batches) // trainer.batches.accumulation_steps)
 
     def until(step: int) -> int:
         epochs, rest_steps = divmod(step, steps_per_epoch)
-        return epochs * row_count + min(rest_steps * rows_per_step, row_count)
+        return epochs * row_count + min(rest_steps * trainer.batches.rows_per_step, row_count)
 
     return until(trainer.state.global_step) - until(trainer.first_step)
 
@@ -359,7 +379,7 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
     log.training_ended()
     history, run = trainer.state.log_history, log.run
     trained, multiplied = trainer.parameter_counts()
-    flops = training_flops(trained, multiplied - trained)
+    flops = training_flops(trained, multiplied - trained, is_encoder_decoder=run.task == "summarization")
     train_time_s, reporting_s = log.phases_s["training"], trainer.work.reporting_s
     tokens = sum(trainer.of_own_rows([share["tokens"] for share in world]))
     tokens_per_s = tokens / (train_time_s - reporting_s)
@@ -389,13 +409,18 @@ def accuracy_figures(history: list[dict[str, float]]) -> dict[str, object]:
     return {"validation_accuracies": found, "best_accuracy": max(value for _, value in found)} if found else {}
 
 
-def training_flops(trained_parameters: int, frozen_parameters: int) -> dict[str, object]:
+def training_flops(
+    trained_parameters: int, frozen_parameters: int, is_encoder_decoder: bool = False
+) -> dict[str, object]:
     """Floating-point operations per token of a training step, and the formula.
 
     Forward 2N, the activations' gradients 2N, the weights' gradients 2N (Kaplan et al. 2020, section 2.1); frozen
-    weights need no gradients of their own: 4N. Recomputation is not counted.
+    weights need no gradients of their own: 4N. Recomputation is not counted. With an encoder-decoder a token goes
+    through one of the two, about half of the weights.
     """
     flops = 6 * trained_parameters + 4 * frozen_parameters
+    if is_encoder_decoder:
+        return {"flops_per_token": flops // 2, "flops_formula": "3N: each token through encoder or decoder"}
     formula = "4N frozen + 6N trained" if frozen_parameters else "6N full"
     return {"flops_per_token": flops, "flops_formula": formula}
 
@@ -471,7 +496,7 @@ def save_and_reload(
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the trained model as it is, load it again as any user would, and compare it with what was trained.
 
-    Rank 0 writes `model` into the results folder. The trainer's own model is given up on the way.
+    Rank 0 writes `model` into the results folder, which each disk gets. The trainer's own model is given up on the way.
 
     Returns:
         The model as plain Transformers loads it, and the largest absolute difference of logits.
@@ -486,6 +511,7 @@ def save_and_reload(
         tokenizer.save_pretrained(folder)
     give_up(trainer, log.rank.device)
     wait_for_everyone()
+    send_folder(folder, source=0, lacks=log.writes and not log.rank.is_main, rank=log.rank)
     tuned = load_base_model(run, device_map, source=folder)
     difference = check_equal_logits(expected, next_token_logits(tuned, batch), "model", run.precision)
     return tuned, {"model": difference}

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration
 
 from common.launch import accelerate_command, free_port, torchrun_command
+from common.models import EMBEDDED_SUMMARIZER
 from common.run_config import REPOSITORY, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
 
@@ -86,18 +88,22 @@ class Trained:
 
 @pytest.fixture(scope="session")
 def run_several() -> Callable[..., dict[str, Trained]]:
-    """Workflows one after the other, in one start of `ranks` processes; `runs` has a folder and overrides by name."""
+    """Workflows one after the other, in one start of `ranks` processes.
+
+    `runs` has by name a run folder, or one of its workflows, and overrides.
+    """
 
     def run(folder: Path, runs: dict[str, tuple[Path, tuple[str, ...]]], ranks: int) -> dict[str, Trained]:
         names = {name: name.replace(", ", "-").replace(" ", "-") for name in runs}
         jobs = [
-            {"folder": str(run_folder), "name": names[name], "port": free_port(), "overrides": overrides}
-            for name, (run_folder, overrides) in runs.items()
+            {"place": str(place), "name": names[name], "port": free_port(), "overrides": overrides}
+            for name, (place, overrides) in runs.items()
         ]
         (folder / "jobs.json").write_text(json.dumps(jobs))
         script = str(REPOSITORY / "tests" / "recipes" / "run_several.py")
         command = [sys.executable, script] if ranks == 1 else torchrun_command(script, ranks)
-        importable = [str(REPOSITORY), *dict.fromkeys(job["folder"] for job in jobs)]
+        folders = dict.fromkeys(str(place.parent if place.suffix else place) for place, _ in runs.values())
+        importable = [str(REPOSITORY), *folders]
         done = subprocess.run(
             [*command, str(folder / "jobs.json")],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(importable)},
@@ -111,6 +117,22 @@ def run_several() -> Callable[..., dict[str, Trained]]:
         return {name: Trained(folder / "results" / names[name]) for name in runs}
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_summarizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny BART at its random start, with the embedded tokenizer."""
+    torch.manual_seed(0)
+    tokenizer, folder = AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER), tmp_path_factory.mktemp("bart")
+    config = BartConfig(
+        vocab_size=len(tokenizer), d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=256, dropout=0.0,
+        bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    BartForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture

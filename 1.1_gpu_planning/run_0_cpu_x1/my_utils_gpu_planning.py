@@ -259,7 +259,7 @@ def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> 
     run = RunConfig(**record["config"])
     gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     batch, cluster = batch_of_run(run)[0], Cluster((gpu,) * run.devices)
-    calibration = calibration_from(others, batch.classes)
+    calibration = calibration_from(others, batch.task)
     return make_plan(architecture_of_run(run, batch), job_of_run(run, batch), cluster, calibration)
 
 

@@ -18,9 +18,10 @@ from my_utils_text_classification import measure_sharing, save_model, start_trai
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.classification import Classified, classify
+from common.columns import say_long_texts
 from common.data import Splits, load_splits
 from common.device_maps import whole_model_on
-from common.labelled_data import class_shares, say_balance, say_long_texts
+from common.labelled_data import class_shares, say_balance
 from common.launch import check_inputs, rank_started
 from common.models import load_base_model, load_tokenizer
 from common.run_config import RunConfig

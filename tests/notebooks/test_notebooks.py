@@ -23,6 +23,7 @@ COMPARING = [path for path in NOTEBOOKS if path.stem.endswith("_compare")]  # th
 FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_") and path not in (*PLANNING, *COMPARING)]
 EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
 """What makes a GPU folder's notebook run here: another device and model, and nothing else."""
+EMBEDDED_SUMMARIZER = {"model": "assets/embedded_summarizer", "data": "assets/chat_summaries", "max_length": 256}
 CELL_BY_CELL = ("complete", "finetuning", "mp")
 """Last words of the notebooks that start no ranks."""
 
@@ -43,6 +44,7 @@ def test_there_are_notebooks() -> None:
         "full_finetuning_with_zero_torchrun.ipynb",
         "text_classification_nblaunch.ipynb",
         "text_classification_compare.ipynb",
+        "summarization_torchrun.ipynb",
     }
 
 
@@ -65,11 +67,17 @@ def parameters_for(path: Path, tmp_path: Path) -> dict:
     if "classification" in path.stem:
         parameters = {"train_rows": 65, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
         parameters["settings"] = {"epochs": 1}
+    if "summarization" in path.stem:
+        parameters = {"train_rows": 65, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
+        parameters["settings"] = {"epochs": 1, "max_new_tokens": 12}
     if "zero" in path.stem:
         parameters["steps"] = -1  # all of the epoch's
     if path not in FOR_CPU:
         parameters |= {"settings": {**parameters.get("settings", {}), **EMBEDDED_DEFAULT}, "batch_size": 8}
-        if {"ddp", "pp", "fsdp", "zero", "classification"} & set(path.stem.split("_")):
+        if "summarization" in path.stem:
+            del parameters["batch_size"]
+            parameters["settings"] |= EMBEDDED_SUMMARIZER
+        if {"ddp", "pp", "fsdp", "zero", "classification", "summarization"} & set(path.stem.split("_")):
             parameters["devices"] = 2
         if "mp" in path.stem.split("_"):
             parameters |= {"settings": {**EMBEDDED_DEFAULT, "devices": 1}, "stages": 2}
@@ -88,7 +96,7 @@ def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
     parameters = parameters_for(path, tmp_path)
     papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
     records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
-    assert len(records) == (3 if "zero" in path.stem else 1)  # one for each stage
+    assert len(records) == (3 if {"zero", "summarization"} & set(path.stem.split("_")) else 1)  # of a stage, a loop
     for record in records:
         check_record(record, path)
     drawn = {picture.relative_to(tmp_path / "results").parts[1] for picture in tmp_path.glob("results/*/*.png")}
@@ -108,6 +116,8 @@ def pictures_of(path: Path) -> set[str]:
     words = set(path.stem.split("_"))
     if "zero" in words:
         return {"losses.png", "held.png"}
+    if "summarization" in words:
+        return {"losses.png"}
     if "classification" in words:
         return {"accuracy.png", "confusion.png", "memory.png"}
     more = {"pp": "timeline.png", "qlora": "levels.png", "fsdp": "held.png"}

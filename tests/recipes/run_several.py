@@ -1,6 +1,7 @@
 """Several workflows one after the other in the same processes, as each start of a process takes some seconds.
 
-python (or torchrun) run_several.py JOBS.json: a list of objects with `folder`, `name`, `port`, `overrides`.
+python (or torchrun) run_several.py JOBS.json: a list of objects with `place` (a run folder, or one of its workflows),
+`name`, `port`, `overrides`.
 """
 
 import importlib
@@ -15,9 +16,10 @@ from common.run_config import parse_overrides
 from common.settings import run_of_arguments
 
 
-def run(folder: str, name: str, port: int, overrides: list[str], results_root: str) -> None:
+def run(place: str, name: str, port: int, overrides: list[str], results_root: str) -> None:
     """One workflow; its measurements of the pipeline are cut short."""
-    module = importlib.import_module(next(Path(folder).glob("my_workflow_*.py")).stem)
+    script = Path(place) if place.endswith(".py") else next(Path(place).glob("my_workflow_*.py"))
+    module = importlib.import_module(script.stem)
     # each run is a world of its own: torchrun's store has the addresses of the one before
     os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["MASTER_PORT"] = "False", str(port)
     read = partial(run_of_arguments, module) if hasattr(module, "SETTINGS") else partial(parse_overrides, module.RUN)

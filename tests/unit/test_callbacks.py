@@ -1,11 +1,15 @@
 """What a run says of its steps is what happened."""
 
+import json
+
 import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from common.callbacks import SAMPLED_PER_WEIGHT, UpdateReport, WorkDone
+from common.callbacks import SAMPLED_PER_WEIGHT, ProgressReport, UpdateReport, WorkDone
 from common.data import NO_ROW
+from common.launch import Rank
+from common.print_prefix import printing_with_prefix
 
 
 def train(
@@ -80,3 +84,43 @@ def test_a_step_of_the_warm_up_at_rate_0_is_not_measured() -> None:
     report.on_pre_optimizer_step(arguments, state, control, model=model, optimizer=optimizer)
     report.on_optimizer_step(arguments, state, control, model=model)
     assert report.figures()["updated_share"] is None
+
+
+def report_progress(rank: int, figures: str, *logs: dict[str, float]) -> None:
+    """What a rank prints of step 5 of 20, prefix and all."""
+    report, control = ProgressReport(Rank(rank, 2, "cpu", "torchrun"), figures), TrainerControl()
+    arguments, state = TrainingArguments(use_cpu=True, report_to="none"), TrainerState(global_step=5, max_steps=20)
+    with printing_with_prefix(f"[RANK{rank}:CPU]"):
+        report.on_train_begin(arguments, state, control)
+        for each in logs:
+            report.on_log(arguments, state, control, logs=each)
+
+
+TRAINED, VALIDATED = {"loss": 0.5, "grad_norm": 2.0}, {"eval_mean_loss": 0.25, "eval_loss": 0.3}
+
+
+def test_progress_is_told_to_readers_or_as_lines_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    report_progress(0, "text", TRAINED, VALIDATED)
+    start, line = capsys.readouterr().out.splitlines()
+    assert start == "[RANK0:CPU] 20 steps, 3 epochs"
+    assert line == "[RANK0:CPU] step 5/20: loss 0.5000, validation loss 0.2500; 0 s, about 0 s left"
+    report_progress(0, "json", TRAINED, VALIDATED, {**VALIDATED, "eval_accuracy": 0.75})
+    start, *lines = capsys.readouterr().out.splitlines()
+    assert start == "[RANK0:CPU] 20 steps, 3 epochs"
+    first, second = (json.loads(line) for line in lines)  # whole lines, without a prefix
+    assert first == {"step": 5, "loss": 0.5, "elapsed_s": 0.0, "eval_mean_loss": 0.25}
+    assert second == {**first, "eval_accuracy": 0.75}
+
+
+def test_a_figure_that_is_no_number_is_left_out_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    report_progress(0, "json", VALIDATED)  # validation before any loss was logged
+    report_progress(0, "json", TRAINED, {"eval_mean_loss": float("inf")})
+    _, unknown, _, diverged = capsys.readouterr().out.splitlines()
+    assert json.loads(unknown) == {"step": 5, "elapsed_s": 0.0, "eval_mean_loss": 0.25}
+    assert json.loads(diverged) == {"step": 5, "loss": 0.5, "elapsed_s": 0.0}
+
+
+@pytest.mark.parametrize("figures", ["text", "json"])
+def test_other_ranks_say_nothing_of_progress(capsys: pytest.CaptureFixture[str], figures: str) -> None:
+    report_progress(1, figures, TRAINED, VALIDATED)
+    assert capsys.readouterr().out == ""

@@ -16,13 +16,17 @@ from common.data import (
     IGNORED_LABEL,
     NO_ROW,
     EpochBatches,
+    PartitionedBatches,
     TrainingRows,
     load_splits,
+    longest_batch,
     make_collator,
+    partition,
     read_messages,
     tokenize_row,
     tokenize_rows,
 )
+from common.memory_plan import BatchShape
 from common.models import load_tokenizer
 from common.run_config import BadInputError, RunConfig
 
@@ -233,6 +237,52 @@ def test_a_steps_rows_are_the_same_however_they_are_divided(world: tuple[int, in
     micro_batches = list(divided.global_batches())
     assert len(micro_batches) == len(divided)
     assert [row for batch in micro_batches for row in batch] == [row for batch in whole for row in batch]
+
+
+@given(worlds, st.integers(1, 3), st.integers(1, 3))
+@settings(max_examples=200, deadline=None)
+def test_partitions_give_each_row_once_and_the_same_steps_to_any_number_of_ranks(
+    world: tuple[int, int, int, int, int], more_parts: int, accumulation_steps: int
+) -> None:
+    rows, batch_size, world_size, epoch, seed = world
+    parts = world_size * more_parts
+    lengths = torch.randint(1, 50, (rows,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def batches_of(ranks: int, rank: int) -> PartitionedBatches:
+        made = PartitionedBatches(lengths, batch_size, ranks, rank, seed, accumulation_steps, parts=parts)
+        made.set_epoch(epoch)
+        return made
+
+    ranks = [batches_of(world_size, rank) for rank in range(world_size)]
+    drawn = [list(batches) for batches in ranks]
+    assert {len(batches) for batches in drawn} == {len(ranks[0])}
+    real = Counter(row for batches in drawn for batch in batches for row in batch if batch != [NO_ROW])
+    assert real == Counter(range(rows))
+    for number, one_device in enumerate(batches_of(1, 0)):
+        together = [row for batches in drawn for row in batches[number] if row != NO_ROW]
+        assert sorted(together) == sorted(one_device)
+    for rank, batches in enumerate(drawn):
+        own = {row for part in ranks[0].parts[rank::world_size] for row in part}
+        assert own == {row for batch in batches for row in batch if row != NO_ROW}
+    steps = list(ranks[0].steps())
+    assert all(len(step) <= ranks[0].rows_per_step for step in steps)
+    assert all(len(step) == ranks[0].rows_per_step for step in steps[:-1])
+
+
+def test_the_largest_batch_of_summaries_has_the_longest_text_and_the_longest_summary() -> None:
+    lengths = ((9, 3), (40, 4), (30, 12), (7, 5))
+    rows = [{"input_ids": [5] * text, "labels": [6] * summary} for text, summary in lengths]
+    assert longest_batch(rows, 2) == BatchShape(2, 40, labelled=12, padded=True, target_length=12)
+    assert longest_batch(rows[:1], 2) == BatchShape(1, 9, labelled=3, target_length=3)
+
+
+def test_partitions_are_shuffled_of_equal_sizes_and_follow_from_the_seed() -> None:
+    parts = partition(14_732, 4, seed=42)
+    assert [len(part) for part in parts] == [3_683] * 4
+    assert sorted(row for part in parts for row in part) == list(range(14_732))
+    assert parts == partition(14_732, 4, seed=42) != partition(14_732, 4, seed=43)
+    assert parts[0] != sorted(parts[0])
+    assert [len(part) for part in partition(14, 4, seed=0)] == [4, 4, 3, 3]
 
 
 def test_batches_hold_rows_of_like_lengths_in_random_order() -> None:

@@ -1,6 +1,7 @@
 """The dry run counts what a real step allocates, whatever the depth, and the closed form says the same."""
 
 import json
+import re
 import subprocess
 import sys
 import weakref
@@ -150,6 +151,37 @@ def test_the_closed_form_says_the_same(
     architecture = read_architecture(model)
     closed = device_memory(architecture, job_of_run(run, batch), whole_model(architecture))
     assert closed.allocated_gib == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch"),
+    [
+        ({"precision": "fp32"}, BatchShape(8, 1024, 8, target_length=8)),
+        ({"precision": "bf16-mixed"}, BatchShape(2, 256, 512, target_length=512)),
+        ({"precision": "fp32", "parallel": "ddp", "devices": 4}, BatchShape(4, 1024, 128, target_length=128)),
+        ({"precision": "fp32", "gradient_checkpointing": "non-reentrant", "parallel": "ddp", "devices": 4},
+         BatchShape(16, 1024, 128, padded=True, target_length=128)),
+    ],
+)  # fmt: skip
+def test_the_closed_form_says_the_same_of_texts_with_summaries(settings: dict, batch: BatchShape) -> None:
+    """Within 2 %, the encoder working on texts and the decoder on summaries of another length."""
+    run = RunConfig(
+        task="summarization",
+        technique="full",
+        target_modules="all",
+        model="bart-large-cnn",
+        weights="random",
+        **settings,
+    )
+    architecture = read_architecture("bart-large-cnn")
+    closed = device_memory(architecture, job_of_run(run, batch), whole_model(architecture))
+    as_long = replace(batch, target_length=0)
+    fake, other = (dry_run(run, shape).peak_gib for shape in (batch, replace(batch, target_length=batch.length)))
+    assert closed.allocated_gib == pytest.approx(fake, rel=0.02)
+    assert abs(fake - other) > 0.05 * fake  # what the decoder works on is no small part
+    assert device_memory(architecture, job_of_run(run, as_long), whole_model(architecture)).allocated_gib == (
+        pytest.approx(other, rel=0.02)
+    )
 
 
 CLASSIFIED = BatchShape(rows=8, length=128, labelled=1, padded=True, classes=6)
@@ -387,6 +419,24 @@ def test_the_dry_run_of_a_folder_with_settings_takes_the_setting_s_own_recipe(
         dry_run_room.main()
     assert ended.value.code == 2
     assert "parallel is tp, but fake tensors are not divided among ranks" in capsys.readouterr().err
+
+
+def test_the_dry_run_of_summaries_has_their_length_beside_the_texts_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = "3.2_summarization/run_0_cpu_x2"
+    for options, said in (
+        ((), r"ddp: 16 rows of 1\d\d tokens with summaries of \d\d, .* \(the longest 16 of the run's 1,600 rows\)"),
+        (
+            ("--seq-len", "48"),
+            r"16 rows of 48 tokens with summaries of 64, logits at 64 positions \(by --seq-len\)",
+        ),
+    ):
+        monkeypatch.setattr(sys, "argv", ["dry_run", folder, *options])
+        dry_run_room.main()
+        out = capsys.readouterr().out
+        assert re.search(said, out)
+        assert "on CPU, 1 thread: fits" in out
 
 
 def test_what_is_no_run_folder_ends_in_one_sentence() -> None:

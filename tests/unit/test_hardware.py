@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from common.hardware import CATALOGUE, Gpu, find_gpu, gpu_of_device, visible_gpus
+from common.hardware import CATALOGUE, MACHINES, Gpu, Machine, find_gpu, find_machine, gpu_of_device, visible_gpus
 from common.run_config import REPOSITORY, BadInputError
 
 by_name = pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
@@ -188,6 +188,22 @@ def test_every_row_has_its_sources(gpu: Gpu) -> None:
         assert "https://" in gpu.price_source
         assert date(2026, 1, 1) <= date.fromisoformat((gpu.price_date + "-01")[:10])
         assert 0.1 < gpu.usd_per_hour < 10
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_every_machine_has_gpus_of_the_catalogue_and_its_sources(machine: Machine) -> None:
+    assert find_machine(machine.name) is machine
+    assert find_gpu(machine.gpu).name == machine.gpu
+    assert 0 < machine.network_gbit <= machine.peak_gbit
+    assert machine.network_source.startswith("https://")
+    assert "https://" in machine.price_source
+    assert date(2026, 1, 1) <= date.fromisoformat(machine.price_date)
+    assert 0.1 < machine.usd_per_hour / machine.gpus < 10
+
+
+def test_a_machine_that_the_catalogue_lacks_is_refused_with_those_it_has() -> None:
+    with pytest.raises(BadInputError, match=r"'g4.xlarge' is not .* one of p3.8xlarge, p3.2xlarge, g4dn.xlarge\.$"):
+        find_machine("g4.xlarge")
 
 
 def test_links_in_words() -> None:

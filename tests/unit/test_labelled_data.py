@@ -10,13 +10,13 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from common.columns import say_long_texts
 from common.data import Splits, load_splits, tokens_of
 from common.labelled_data import (
     label_names,
     label_names_of,
-    read_labelled,
+    labelled_texts,
     say_balance,
-    say_long_texts,
     tokenize_texts,
     with_classes,
 )
@@ -25,6 +25,7 @@ from common.run_config import BadInputError, RunConfig
 
 COLUMNS = ("text", "label")
 ODD_TEXT = 'She said "no, thanks",\nand left; it was 5 € \u2028too dear.'
+READ = labelled_texts(RunConfig(task="classification")).read
 SPLITS = ("train", "validation", "test")
 
 
@@ -68,7 +69,7 @@ def splits_of(*labels: Sequence[str]) -> Splits:
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_quotes_commas_and_line_breaks_within_a_text_stay(tmp_path: Path, suffix: str) -> None:
     path = WRITERS[suffix](tmp_path / f"rows.{suffix}", [(ODD_TEXT, "prices"), ("plain", "a, b")])
-    assert read_labelled(path, COLUMNS) == [
+    assert READ(path) == [
         {"text": ODD_TEXT, "label": "prices"},
         {"text": "plain", "label": "a, b"},
     ]
@@ -127,7 +128,7 @@ def test_a_dataset_of_the_hub_is_read_by_its_columns(run: RunConfig, monkeypatch
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"], ids=["unix", "windows", "old mac"])
 def test_files_of_other_systems_and_of_excel_are_read(tmp_path: Path, line_end: str) -> None:
     (tmp_path / "train.csv").write_bytes(f"\ufefftext,label{line_end}a,x{line_end}".encode())
-    assert read_labelled(str(tmp_path / "train.csv"), COLUMNS) == [{"text": "a", "label": "x"}]
+    assert READ(str(tmp_path / "train.csv")) == [{"text": "a", "label": "x"}]
 
 
 def test_the_shipped_messages_have_the_promised_rows_and_no_text_twice() -> None:
@@ -167,7 +168,7 @@ def test_the_shipped_messages_have_the_promised_rows_and_no_text_twice() -> None
 def test_a_malformed_csv_file_is_refused_with_file_and_row(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "train.csv").write_text(content)
     with pytest.raises(BadInputError) as refused:
-        read_labelled(str(tmp_path / "train.csv"), COLUMNS)
+        READ(str(tmp_path / "train.csv"))
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -186,7 +187,7 @@ def test_a_malformed_csv_file_is_refused_with_file_and_row(tmp_path: Path, conte
 def test_a_malformed_line_is_refused_with_file_and_line(tmp_path: Path, line: str, said: str) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a", "label": 0}\n' + line + "\n")
     with pytest.raises(BadInputError, match=r"train\.jsonl") as refused:
-        read_labelled(str(tmp_path / "train.jsonl"), COLUMNS)
+        READ(str(tmp_path / "train.jsonl"))
     assert said in str(refused.value)
 
 

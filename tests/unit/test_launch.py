@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.device_maps import device_name, whole_model_on
-from common.launch import check_folder, check_gpus, check_inputs, check_world, free_port, stream_command, workflow_of
+from common.launch import check_folder, check_gpus, check_inputs, check_world, free_port, stream_command, workflows_of
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
 
@@ -78,7 +78,7 @@ def test_a_failing_command_is_not_hidden(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"2\.1_lora_finetuning/run_0_cpu_x1"):
-        workflow_of(tmp_path)
+        workflows_of(tmp_path)
 
 
 @pytest.mark.parametrize(

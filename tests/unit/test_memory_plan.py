@@ -247,6 +247,38 @@ def test_parts_are_sums_of_terms_and_more_work_never_takes_less(job: Job, model:
         assert device_memory(architecture, more, whole_model(architecture)).peak_gib >= memory.peak_gib
 
 
+def test_cross_attention_asks_with_the_summary_s_tokens_about_the_text_s() -> None:
+    bart, shape = read_architecture("bart-large-cnn"), BatchShape(2, 96, 8, padded=True, target_length=8)
+    job = replace(FULL, batch=shape, precision="bf16-mixed", lora_dropout=0.1)
+    (_, decoder), h, text, summary = bart.stacks, bart.hidden, 2 * 96, 2 * 8
+
+    def kept(job: Job) -> dict[str, float]:
+        return {term.what: term.count for term in _DeviceSums(bart, job, whole_model(bart)).layer_saved(decoder)}
+
+    full, lora = kept(job), kept(replace(job, technique="lora"))
+    assert full["queries, keys, values"] == summary * 3 * h * 2
+    assert full["cross attention: queries, keys, values"] == (summary + 2 * text) * h * 2
+    assert full["cross attention: mask in the arithmetic's format"] == 2 * 8 * 96 * 2
+    assert full["inputs of the projections"] == (5 * summary + 2 * text) * h * 2  # autocast's copies
+    assert lora["dropout masks of the adapters"] == (7 * summary + 2 * text) * h + summary * bart.intermediate
+    assert lora["between the adapters' matrices"] == (8 * summary + 2 * text) * job.lora_rank * 2
+    eager = kept(replace(job, attention="eager", precision="fp32"))
+    assert eager["cross attention: attention scores"] == 2 * bart.heads * 8 * 96 * 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(job=jobs, length=st.integers(2, 1024))
+def test_longer_summaries_never_take_less_and_as_long_ones_as_many_as_the_text(job: Job, length: int) -> None:
+    bart = read_architecture("bart-large-cnn")
+
+    def peak_gib(target_length: int) -> float:
+        asked = replace(job, batch=replace(job.batch, target_length=target_length))
+        return device_memory(bart, asked, whole_model(bart)).peak_gib
+
+    assert peak_gib(length) <= peak_gib(length + 64)
+    assert peak_gib(job.batch.length) == peak_gib(0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(job=jobs, model=models)
 def test_checkpointing_never_keeps_more_before_the_backward_pass(job: Job, model: str) -> None:

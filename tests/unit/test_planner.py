@@ -65,6 +65,21 @@ def test_a_named_way_is_the_only_entry(asked) -> None:  # noqa: ANN001
     assert entries[0]["cost_usd_per_epoch"] > 0
 
 
+def test_short_summaries_take_less_than_ones_as_long_as_the_text(asked) -> None:  # noqa: ANN001
+    command = "--model bart-large-cnn --technique full --parallel single --gpu a6000 --batch-size 4 --seq-len 1024"
+    long, short, same = (
+        json.loads(asked(f"{command} {option} --json")[1]) for option in ("", "--target-len 128", "--target-len 1024")
+    )
+    assert short["ranked"][0]["per_device"][0]["peak_gib"] < 0.8 * long["ranked"][0]["per_device"][0]["peak_gib"]
+    assert short["ranked"][0]["step_time_s"] < 0.7 * long["ranked"][0]["step_time_s"]
+    assert same["ranked"] == long["ranked"]
+    assert "rows of 1,024 tokens with summaries of 128, learnt as a whole" in short["assumptions"][0]
+    entry = short["ranked"][0]
+    assert entry["tokens_per_s"] == pytest.approx(4 * (1024 + 128) / entry["step_time_s"])
+    _, out, _ = asked(f"{command} --target-len 128 --explain")
+    assert "encoder S = E = 1024 tokens, T = TE = B S = 4,096, decoder S = 128 tokens, T = B S = 512" in out
+
+
 def test_the_terms_are_explained(asked) -> None:  # noqa: ANN001
     _, out, _ = asked("--model llama-3.1-8b --technique lora --parallel single --gpu a6000 --explain")
     assert "VRAM = weights + gradients + optimizer states + activations" in out
@@ -117,6 +132,12 @@ def test_what_does_not_fit_ends_with_1_and_advice(asked) -> None:  # noqa: ANN00
             "compares data-parallel plans",
         ),
         ("--model llama-3.1-8b --gpu a6000 --optimizer lion", "'lion' is not known to the planner"),
+        (
+            "--model llama-3.1-8b --gpu a6000 --target-len 64",
+            "llama-3.1-8b is no encoder-decoder",
+        ),
+        ("--model bart-large-cnn --gpu a6000 --target-len 0", "--target-len is 0, but must be above 0"),
+        ("--model bart-large-cnn --gpu a6000 --target-len 2000", "--target-len 2000 is longer than bart-large-cnn"),
     ],
 )
 def test_bad_questions_end_in_one_sentence(command: str, sentence: str, asked) -> None:  # noqa: ANN001

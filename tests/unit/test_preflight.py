@@ -26,6 +26,7 @@ FULL, MP = "2.4_full_finetuning/run_0_cpu_x1", "2.5_full_finetuning_with_mp/run_
 QLORA = "2.3_qlora_finetuning/run_0_cpu_x1"
 PP = "2.7_full_finetuning_with_pp/run_0_cpu_x2"
 CLASSIFICATION = "3.1_text_classification/run_0_cpu_x2"
+SUMMARIZATION = "3.2_summarization/run_0_cpu_x2"
 MEASURED = Measured(0, "cpu", 0.5, 0.6, 20.0, 0.25, 0.1, 0.0)
 
 
@@ -179,6 +180,33 @@ def test_a_classifier_passes_on_rows_of_a_length(technique: str, capsys: pytest.
     said = capsys.readouterr().out
     assert f"tries {technique} of all-minilm-l6-v2 with single on 1 x cpu: 4 rows of up to 16 tokens" in said
     assert said.splitlines()[-1].startswith("passed: ")
+
+
+def test_a_summarizer_passes_on_two_ranks(tmp_path: Path) -> None:
+    small = ("--batch_size", "4", "--evaluation_batch_size", "4")
+    output = preflight_process(tmp_path, SUMMARIZATION, *small)
+    assert "tries full of assets/embedded_summarizer with ddp on 2 x cpu: 4 rows of up to 1" in output
+    assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
+    assert output.splitlines()[-1].startswith("passed: ")
+
+
+def test_a_summarizer_passes_on_rows_of_a_length(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--seq-len", "16", "--batch_size", "4", "--evaluation_batch_size", "4", "--max_summary_length", "24")
+    assert exit_code(SUMMARIZATION, "--parallel", "single", "--devices", "1", *small) == 0
+    said = capsys.readouterr().out
+    assert "with single on 1 x cpu: 4 rows of up to 16 tokens with summaries of up to 24 (by --seq-len" in said
+    assert said.splitlines()[-1].startswith("passed: ")
+
+
+def test_the_longest_texts_are_tried_with_the_longest_summaries() -> None:
+    rows = [
+        {"input_ids": [5] * text, "attention_mask": [1] * text, "labels": [6] * summary}
+        for text, summary in ((9, 3), (40, 4), (30, 12), (7, 5))
+    ]
+    tried = preflight.longest_rows(rows, 2, "summarization")
+    assert [(len(row["input_ids"]), len(row["labels"])) for row in tried] == [(40, 12), (30, 5)]
+    assert longest_batch(tried, 2) == longest_batch(rows, 2)
+    assert preflight.longest_rows(rows, 2, "chat") == [rows[1], rows[2]]
 
 
 # -- refused

@@ -163,7 +163,10 @@ TENSOR_PARALLEL = {**CLASSIFIER, "parallel": "tp", "devices": 2}
         ({**CLASSIFIER, "technique": "qlora"}, "task is classification, but technique is qlora and parallel single"),
         ({**CLASSIFIER, "parallel": "fsdp", "devices": 2}, "technique is full and parallel fsdp: it is done with full"),
         ({**CLASSIFIER, "parallel": "mp", "stages": 2}, "full or lora, and single, ddp, pp, tp (3.1)"),
-        ({"long_texts": "refuse"}, "long_texts is refuse, which is for classification (3.1): leave it out"),
+        (
+            {"long_texts": "refuse"},
+            "long_texts is refuse, which is for classification (3.1) and summarization (3.2): leave it",
+        ),
         ({**CLASSIFIER, "long_texts": "keep"}, "long_texts is 'keep': choose one of 'cut', 'refuse'"),
         ({**CLASSIFIER, "early_stop": -1}, "early_stop is -1, but must be at least 0"),
     ],

@@ -1,5 +1,6 @@
 """Sibling run folders are copies but for the literal, and what follows from it."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -55,12 +56,23 @@ def test_a_new_gpu_is_a_copied_folder_and_an_edited_literal(copied: Path) -> Non
     for path, content in stale_files(copied).items():
         path.write_text(content)
     assert read_literal(new / WORKFLOW).devices == 8
-    assert "--nproc_per_node 8" in (new / WORKFLOW).read_text()
+    assert "--standalone --nproc_per_node 8" in (new / WORKFLOW).read_text()
     assert yaml.safe_load((new / "my_accelerate_config.yaml").read_text())["num_processes"] == 8
     cells = nbformat.read(new / "lora_finetuning_with_ddp_acclaunch.ipynb", as_version=4).cells
     parameters = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
     assert "devices = 8" in parameters
     assert "batch_size = 6  # rows per rank and step" in parameters
+
+
+def test_processes_of_several_machines_stay_one_each() -> None:
+    said = {
+        path.parent.name: re.findall(r"torchrun (.*--nproc_per_node \d)", path.read_text())
+        for path in (REPOSITORY / "3.2_summarization").glob("run_*/my_workflow_summarization_machines.py")
+    }
+    assert said == {
+        folder: ["--nnodes 4 --nproc_per_node 1", f"--standalone --nproc_per_node {devices}"]
+        for folder, devices in (("run_0_cpu_x2", 2), ("run_1_v100_16g_x4", 4), ("run_2_machines_x4", 4))
+    }
 
 
 def test_a_sibling_keeps_its_own_adapters_recipe_beside_its_run(tmp_path: Path) -> None:

@@ -104,6 +104,46 @@ def test_a_classifier_s_head_takes_next_to_nothing() -> None:
     assert with_rows(job, 8).batch == replace(job.batch, rows=8)
 
 
+def test_an_encoder_decoder_works_on_texts_and_summaries_each_in_its_stack() -> None:
+    """Each token takes six operations per weight that reads it; cross attention's keys and values read the text."""
+    shape = BatchShape(4, 512, labelled=64, target_length=64)
+    flops = step_flops(BART, replace(FULL, batch=shape), whole_model(BART))
+    of_text, of_summary = 0, BART.vocab * BART.hidden
+    for stack in BART.stacks:
+        for linear in stack.linears:
+            size = stack.layers * linear.inputs * linear.outputs
+            if stack.kind == "encoder" or linear.reads_encoder:
+                of_text += size
+            else:
+                of_summary += size
+    products = 6 * 4 * (512 * of_text + 64 * of_summary)
+    scores = 3 * 4 * 4 * BART.hidden * 12 * (512 * 512 + 64 * 64 / 2 + 64 * 512)
+    assert flops.total == pytest.approx(products + scores)
+    cross = [linear.name for linear in BART.stacks[1].linears if linear.reads_encoder]
+    assert cross == ["k_proj", "v_proj"]
+
+
+def test_accumulation_sends_and_updates_once_for_several_micro_batches() -> None:
+    """DDP keeps gradients until the last one; FSDP gathers weights for each."""
+    slow = Cluster((A100,) * 4, link=parse_link("ethernet-1", A100))
+    for parallel, times in (("ddp", 4), ("fsdp", 1)):
+        once = replace(FULL, parallel=parallel, devices=4)
+        often = replace(once, accumulation_steps=4)
+        step, part = (make_plan(LLAMA, job, slow, {}).time for job in (once, often))
+        assert part.compute_s == step.compute_s
+        assert part.optimizer_s == pytest.approx(step.optimizer_s / 4)
+        assert part.sent_gb == pytest.approx(step.sent_gb / times)
+        assert part.exposed_s == pytest.approx(step.exposed_s / times)
+
+
+def test_fp32_has_a_share_of_its_own_peak() -> None:
+    speed = achieved_speed(V100, replace(FULL, precision="fp32"), {})
+    assert speed.flops_per_s == pytest.approx(0.5 * 15.7e12)
+    assert achieved_speed(V100, replace(FULL, precision="fp16-mixed"), {}).flops_per_s == pytest.approx(0.3 * 125e12)
+    of_bert_large = 33.36 * 128 * 6 * 302e6  # published: rows/s, tokens, operations per weight, weights of its layers
+    assert speed.flops_per_s == pytest.approx(of_bert_large, rel=0.06)
+
+
 def plan_time(job: Job, cluster: Cluster) -> float:
     return make_plan(LLAMA, job, cluster, {}).time.total_s
 
@@ -158,6 +198,7 @@ def test_measured_runs_recalibrate_their_gpu() -> None:
     }
     failed, shared = {**record, "status": "failed"}, {**record, "world": [{}, {}]}
     assert calibration_from([failed, shared]) == {}
+    assert calibration_from([record], "summarization") == {}
     calibration = calibration_from([record])
     assert calibration == {"A100 80GB SXM": [1e14]}
     checkpointed = {**record, "technique": "lora", "config": {"device": "cuda", "gradient_checkpointing": "reentrant"}}

@@ -1,0 +1,101 @@
+"""What the three workflows of this folder share: the run, and all steps but training."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.columns import say_long_texts
+from common.data import Splits, load_splits, partition, tokens_of
+from common.device_maps import whole_model_on
+from common.models import load_base_model, load_tokenizer, train_own_weights
+from common.run_config import RunConfig
+from common.run_record import Record, RunLog
+from common.summarization import Summaries, summarize
+from common.training import CountingTrainer, check_training, make_trainer, save_and_reload, training_figures
+
+RUN = RunConfig(
+    task="summarization",
+    technique="full",
+    parallel="ddp",
+    run_folder="3.2_summarization/run_0_cpu_x2",
+    devices=2,
+    model="assets/embedded_summarizer",
+    data="assets/chat_summaries",
+    text_column="dialogue",
+    target_modules="all",
+    max_length=256,
+    max_summary_length=64,
+    max_new_tokens=64,
+    bucket_mib=1.0,
+    batch_size=16,
+    epochs=2,
+    learning_rate=1e-3,
+    warmup_share=0.1,
+    max_grad_norm=1.0,
+    report_share=0.25,
+    evaluation_batch_size=25,
+    beams=2,
+)
+
+Tokenizer = PreTrainedTokenizerBase
+Figures = dict[str, object]
+
+
+def run_with(loop: str) -> RunConfig:
+    """This folder's run, by one of the three ways to write its loop."""
+    return replace(RUN, loop=loop)
+
+
+def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
+    """Tokenizer and rows; how many texts are too long, and how the rows are divided, is said."""
+    with log.phase("load data"):
+        tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
+        if log.rank.is_main:
+            sizes = f"{len(data.train):,} training, {len(data.validation):,} validation, {len(data.test):,} test rows"
+            print(f"{sizes}; {say_long_texts(data.train, tokenizer, log.run)}")
+        parts = partition(len(data.train), log.run.partition_count, log.run.seed)
+        own = [len(part) for part in parts[log.rank.rank :: log.rank.world_size]]
+        print(f"{len(data.train):,} rows in {len(parts)} partitions; this rank trains on {sum(own):,}")
+        return tokenizer, data
+
+
+def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Summaries:
+    """What the base writes: an embedded one notes in catchwords, BART-large-CNN sums up as a newspaper would."""
+    with log.phase("baseline evaluation"):
+        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        return summarize(base, tokenizer, data.test, log, "before")
+
+
+def build(
+    log: RunLog, tokenizer: Tokenizer, data: Splits, trainer_class: Callable[..., CountingTrainer]
+) -> CountingTrainer:
+    """The whole model on every rank, and what trains it on the rank's own rows."""
+    with log.phase("build trainer"):
+        model = load_base_model(log.run, whole_model_on(log.rank.device))
+        train_own_weights(model, log.run)
+        train, validation = (tokens_of(rows, tokenizer, log.run) for rows in (data.train, data.validation))
+        validation.sort(key=lambda row: -len(row["input_ids"]))  # batches with little padding
+        return make_trainer(model, tokenizer, train, validation, log, trainer_class=trainer_class)
+
+
+def figures_of(log: RunLog, trainer: CountingTrainer) -> Figures:
+    """What training came to, after a check of what every rank did; every rank takes part."""
+    return training_figures(trainer, check_training(trainer, log.rank), log)
+
+
+def save(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save the model and load it as any user would: equal logits, or the run fails."""
+    with log.phase("save and reload"):
+        return save_and_reload(log, trainer, tokenizer, whole_model_on(log.rank.device))
+
+
+def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Summaries:
+    """What the tuned model writes about chats that had no part in training nor in choosing the checkpoint."""
+    with log.phase("final evaluation"):
+        return summarize(tuned, tokenizer, data.test, log, "after")
+
+
+def record(log: RunLog, before: Summaries, after: Summaries, **figures: object) -> Record:
+    """The record of the run: what was asked, and all that was measured."""
+    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)

@@ -1,0 +1,54 @@
+"""Summarization on the devices of one machine: Transformers' `Seq2SeqTrainer`, started by torchrun.
+
+From this folder:
+    torchrun --standalone --nproc_per_node 2 my_workflow_summarization_torchrun.py
+    torchrun --standalone --nproc_per_node 2 my_workflow_summarization_torchrun.py --epochs 1
+    python my_workflow_summarization_torchrun.py --parallel single --devices 1 --partitions 2
+
+Nothing here says how many ranks there are: the Trainer finds out. The other two workflows of this folder do the same
+with the loop written out; from the same rows all three come to the same model.
+"""
+
+from my_utils_summarization import (
+    Figures,
+    build,
+    evaluate_after,
+    evaluate_before,
+    figures_of,
+    load_data,
+    record,
+    run_with,
+    save,
+)
+
+from common.launch import check_inputs, rank_started, run_from_command_line
+from common.run_config import RunConfig
+from common.run_record import Record, RunLog
+from common.training import SummaryTrainer
+
+RUN = run_with(loop="trainer")
+
+
+def train(log: RunLog, trainer: SummaryTrainer) -> Figures:
+    """Train; the Trainer averages gradients over the ranks, validates, and keeps the best checkpoint."""
+    with log.phase("training"):
+        trainer.train()
+    return figures_of(log, trainer)
+
+
+def workflow(run: RunConfig) -> Record:
+    """The whole run, on this rank."""
+    with rank_started(run) as rank:
+        check_inputs(run)
+        log = RunLog(run, rank)
+        tokenizer, data = load_data(log)
+        before = evaluate_before(log, tokenizer, data)
+        trainer = build(log, tokenizer, data, SummaryTrainer)
+        trained = train(log, trainer)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = evaluate_after(log, tuned, tokenizer, data)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
+
+
+if __name__ == "__main__":
+    run_from_command_line(workflow, RUN)

@@ -1,0 +1,25 @@
+"""On a slow link, sending gradients while the backward pass goes on must be worth it."""
+
+from pathlib import Path
+
+import pytest
+
+from common.network_trial import BAR, EXCHANGES, SLOW_MBIT, STEPS, Link, gain, measure, table
+from common.virtual_hosts import namespaces_refused
+
+refusal = namespaces_refused()
+
+
+def test_a_link_has_words_and_a_name() -> None:
+    assert (str(Link(100, 0)), Link(100, 0).name) == ("100 Mbit/s", "100mbit")
+    assert (str(Link(0, 50)), Link(0, 50).name) == ("not limited, 50 ms", "not-limited-50ms")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: {refusal}")
+def test_overlap_and_bf16_are_worth_it_on_100_mbit(tmp_path: Path) -> None:
+    records = measure(Link(SLOW_MBIT, 0), EXCHANGES, STEPS, tmp_path)
+    print(table(records))
+    assert [record["config"]["link"] for record in records] == ["100 Mbit/s"] * 3
+    assert len({record["effective_batch_size"] for record in records}) == 1
+    assert gain(records) >= BAR

@@ -1,0 +1,162 @@
+"""What starts 3.2 on Valohai and by SLURM passes their checks, and starts runs that there are."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from valohai_yaml.objs import Config, Step
+from valohai_yaml.parsing import parse
+
+from common.rendezvous import meeting_options
+from common.run_config import REPOSITORY, RunConfig, parse_overrides
+from common.siblings import literal_of
+
+YAML = REPOSITORY / "valohai.yaml"
+SLURM = REPOSITORY / "3.2_summarization" / "run_2_machines_x4" / "train.slurm"
+STEPS = ("train-torchrun", "train-accelerator", "train-task")
+FSSPEC = re.search(r"^fsspec==(\S+)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)[1]
+"""s3fs has the version of the fsspec that it is for."""
+FIELDS = {field.name for field in fields(RunConfig)}
+JOINING = set(vars(meeting_options().parse_args([])))
+STARTED = re.compile(r"cd (?P<folder>\S+) && .* (?P<script>my_workflow_\w+\.py) ")
+FAKE = """#!/bin/sh
+[ "$1" = -m ] && exec {python} "$@"
+echo "in $PWD"
+for each in {name} "$@"; do echo "$each"; done
+"""
+"""A command that only says what it was given; Python's modules are run."""
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return parse(YAML.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What would start ranks is first on PATH, and starts none."""
+    for name in ("torchrun", "accelerate", "python", "srun"):
+        (tmp_path / name).write_text(FAKE.format(name=name, python=sys.executable))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path
+
+
+def lint(path: Path) -> subprocess.CompletedProcess[str]:
+    """By Valohai's own command, with no network to ask."""
+    nowhere = {"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    command = [str(Path(sys.executable).with_name("vh")), "lint", str(path)]
+    return subprocess.run(command, env={**os.environ, **nowhere}, capture_output=True, text=True, check=False)
+
+
+def run_of(step: Step, parameters: dict[str, object], inputs: Path) -> tuple[list[str], RunConfig]:
+    """The launcher's words of a step's main command, and the run that its workflow would take from the others."""
+    command = step.build_command(parameters)[2]
+    environment = {**os.environ, "VH_INPUTS_DIR": str(inputs), "VH_OUTPUTS_DIR": "/outputs of the step"}
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
+    )
+    place, *words = done.stdout.splitlines()
+    script = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    folder = Path(place.removeprefix("in "))
+    assert (folder / words[script]).is_file()
+    _, overrides = meeting_options().parse_known_args(words[script + 1 :])
+    return words[: script + 1], parse_overrides(literal_of(folder), overrides)
+
+
+# -- valohai.yaml
+
+
+def test_valohais_own_check_passes_and_can_fail(tmp_path: Path) -> None:
+    assert lint(YAML).returncode == 0
+    spoilt = tmp_path / "valohai.yaml"
+    spoilt.write_text(YAML.read_text(encoding="utf-8").replace("execution-count: 4", "execution-count: four"))
+    checked = lint(spoilt)
+    assert checked.returncode == 1  # the number of errors
+    assert "'four' is not of type 'integer'" in checked.stdout
+
+
+def test_the_three_ways_are_steps_with_data_outputs_and_an_alias(config: Config) -> None:
+    assert tuple(config.steps) == STEPS
+    for step in config.steps.values():
+        assert step.inputs["data"].optional
+        assert step.outputs
+        assert step.environment_variables["MODEL_ALIAS"].default
+        install, install_s3fs, _, name_model = step.command
+        assert install == "python -m pip install --constraint constraints.txt --editable '.[valohai]'"
+        assert install_s3fs == f"python -m pip install s3fs=={FSSPEC}"
+        assert name_model == 'python -m common.valohai_step name-model --alias "$MODEL_ALIAS"'
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_parameter_is_a_setting_with_the_run_folders_value(config: Config, name: str) -> None:
+    step = config.steps[name]
+    started = STARTED.search(step.command[2])
+    assert started
+    literal = literal_of(REPOSITORY / started["folder"])
+    own = JOINING if name == "train-task" else set()
+    for parameter in step.parameters.values():
+        assert parameter.name in FIELDS | own
+        assert parameter.pass_as == "--{name} {value}"
+        if parameter.name in FIELDS:
+            assert parameter.default == getattr(literal, parameter.name), parameter.name
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "way"),
+    [
+        ("train-torchrun", ["torchrun", "--standalone", "--nproc_per_node", "2"], "torchrun"),
+        (
+            "train-accelerator",
+            ["accelerate", "launch", "--config_file", "my_accelerate_config.yaml", "--num_processes", "2"],
+            "accelerate",
+        ),
+        ("train-task", ["python"], "machines"),
+    ],
+)
+def test_a_steps_command_starts_the_run_that_its_parameters_say(
+    config: Config, commands: Path, tmp_path: Path, name: str, launcher: list[str], way: str
+) -> None:
+    step, inputs = config.steps[name], tmp_path / "inputs"
+    asked: dict[str, object] = {"epochs": 3, "learning_rate": 1e-6, "data": "s3://bucket/chats"}
+    if name != "train-task":
+        asked["devices"] = 2
+    words, run = run_of(step, asked, inputs)
+    assert words == [*launcher, f"my_workflow_summarization_{way}.py"]
+    assert {field: getattr(run, field) for field in asked} == asked
+    assert (run.figures, run.results_root) == ("json", "/outputs of the step")
+    (inputs / "data").mkdir(parents=True)
+    (inputs / "data" / "train.json").write_text("[]")
+    assert run_of(step, asked, inputs)[1].data == str(inputs / "data")
+
+
+def test_the_number_of_machines_is_the_tasks_execution_count(config: Config) -> None:
+    (task,) = config.tasks.values()
+    assert (task.step, task.type.value, task.execution_count) == ("train-task", "distributed", 4)
+    assert "devices" not in config.steps["train-task"].parameters
+
+
+# -- SLURM
+
+
+def test_the_slurm_script_starts_one_process_on_each_of_the_run_folders_machines(
+    commands: Path, tmp_path: Path
+) -> None:
+    assert subprocess.run(["bash", "-n", str(SLURM)], check=False).returncode == 0
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", SLURM.read_text(encoding="utf-8"), re.MULTILINE))
+    assert int(asked["nodes"]) == literal_of(SLURM.parent).devices
+    assert (asked["ntasks-per-node"], asked["gpus-per-node"]) == ("1", "1")
+    folder = tmp_path / "technique" / "run"
+    folder.mkdir(parents=True)
+    activate = tmp_path / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text("")
+    command = ["bash", str(SLURM), "--epochs", "1"]
+    words = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+    script = "my_workflow_summarization_machines.py"
+    assert words[2:] == ["srun", "--label", "python", script, "--epochs", "1"]
+    assert (SLURM.parent / script).is_file()

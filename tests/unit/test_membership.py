@@ -1,0 +1,118 @@
+"""The roll call: everyone is counted once, at every start anew, and who differs is named."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from time import monotonic, sleep
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from common import gradient_exchange
+from common.gradient_exchange import check_same_weights
+from common.membership import LeftBehindError, Member, World, check_members_agree, in_time, member_of, roll_call
+from common.rendezvous import Meeting
+from common.run_config import BadInputError, RunConfig
+
+RUN = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=3)
+ROWS = [{"text": "a", "summary": "b"}]
+
+
+def member(rank: int, **changes: object) -> Member:
+    meeting = Meeting("10.0.0.1", 29500, rank, 3, "a test")
+    return replace(member_of(meeting, RUN, ROWS), host=f"host{rank}", **changes)
+
+
+def call(store: HashStore, ranks: list[int], world_size: int, within_s: float = 5.0) -> list[World | BadInputError]:
+    """What each of these members comes to, in a store that a launcher keeps."""
+
+    def take_part(rank: int) -> World | BadInputError:
+        meeting = Meeting("10.0.0.1", 29500, rank, world_size, "a test", has_store=True)
+        try:
+            return roll_call(store, member(rank), meeting, monotonic() + within_s)[1]
+        except BadInputError as refusal:
+            return refusal
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(take_part, ranks))
+
+
+def test_everyone_knows_everyone() -> None:
+    for world in call(HashStore(), [2, 0, 1], 3):
+        assert [each.host for each in world.members] == ["host0", "host1", "host2"]
+        assert (world.start, world.first_size) == (1, 3)
+        assert world.goes_on_with(RUN) == RUN
+
+
+def test_a_later_start_in_the_same_store_counts_anew_and_keeps_the_parts() -> None:
+    """Its first member comes last: the others must not take the first start's roll for theirs."""
+    store = HashStore()
+    call(store, [0, 1, 2], 3)
+
+    def late_first() -> list[World | BadInputError]:
+        sleep(0.5)
+        return call(store, [0], 2)
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(late_first)
+        (second,) = call(store, [1], 2)
+        for world in (second, *first.result()):
+            assert [each.rank for each in world.members] == [0, 1]
+            assert (world.start, world.first_size) == (2, 3)
+            assert world.goes_on_with(replace(RUN, devices=2)).partitions == 3
+            assert world.goes_on_with(replace(RUN, devices=2, partitions=4)).partitions == 4
+
+
+def test_who_is_missing_is_named_to_all() -> None:
+    for refusal in call(HashStore(), [0, 2], 3, within_s=0.5):
+        assert "2 of 3 members came in time; missing: rank 1." in str(refusal)
+
+
+def test_without_the_first_member_nobody_waits_for_ever() -> None:
+    (refusal,) = call(HashStore(), [1], 3, within_s=0.2)
+    assert "1 of 3 members came in time; missing: rank 0, 2." in str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rows": 2}, "rank 0 (host0) has rows 1, but rank 2 (host2) has 2;"),
+        ({"data": "abc"}, "but rank 2 (host2) has abc;"),
+        ({"versions": {}}, "but rank 2 (host2) has python missing, torch missing"),
+        ({"settings": {**member(0).settings, "seed": 7}}, "has settings seed 42, but rank 2 (host2) has seed 7;"),
+    ],
+)
+def test_who_differs_is_named(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(BadInputError) as refusal:
+        check_members_agree([member(0), member(1), member(2, **changes)])
+    assert said in str(refusal.value)
+
+
+def test_places_may_differ() -> None:
+    run = replace(RUN, model="~/mine", data="/data", results_root="/scratch", resume_from="/old/checkpoint-4")
+    there = member_of(Meeting("10.0.0.1", 29500, 1, 3, "a test"), run, ROWS)
+    check_members_agree([member(0), there])
+
+
+def test_work_that_does_not_end_is_left_behind() -> None:
+    with pytest.raises(LeftBehindError):
+        in_time(lambda: sleep(5), 0.1)
+    with pytest.raises(ZeroDivisionError):
+        in_time(lambda: 1 / 0, 5)
+    assert in_time(lambda: 1, 5) == 1
+
+
+def test_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered_with(other: object) -> Callable[[list[object]], list[object]]:
+        return lambda own: [*own, other]
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    monkeypatch.setattr(gradient_exchange, "gather_object", gathered_with(("host1", "0" * 12)))
+    with pytest.raises(
+        BadInputError, match=r"different weights \(rank 0 \(.+\) \w{12}, rank 1 \(host1\) 000000000000\)"
+    ):
+        check_same_weights(model)
+    monkeypatch.setattr(gradient_exchange, "gather_object", lambda own: own * 2)
+    check_same_weights(model)

@@ -1,0 +1,158 @@
+"""ROUGE is that of the whole set, as rouge-score has it; losses of uneven shares add up to the whole batch's."""
+
+import csv
+import json
+from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rouge_score.rouge_scorer import RougeScorer
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
+from transformers.modeling_outputs import Seq2SeqLMOutput
+
+from common.data import IGNORED_LABEL, Row, load_splits
+from common.launch import Rank
+from common.models import EMBEDDED_SUMMARIZER
+from common.run_config import RunConfig
+from common.summarization import ROUGE, Summaries, rouge_scores, summarize, summary_loss, summary_results
+
+BAR = 0.35
+"""What copying must not reach."""
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[Row]:
+    run = RunConfig(task="summarization", technique="full", text_column="dialogue", data="assets/chat_summaries")
+    return load_splits(run).test
+
+
+def bad_summaries(rows: list[Row]) -> tuple[list[str], list[str]]:
+    """Summaries that are wrong in different ways and degrees, and the right ones."""
+    right = [row["summary"] for row in rows]
+    written = []
+    for number, summary in enumerate(right):
+        words = summary.split()
+        written.append(" ".join(words[number % 7 :] if number % 2 else words[: len(words) - number % 5]))
+    for number in range(0, len(right) - 1, 9):
+        written[number] = ". ".join(reversed(right[number].rstrip(".").split(". "))) + "."
+        written[number + 1] = " ".join(reversed(right[number + 1].split()))
+    written[3] = ""
+    return written, right
+
+
+def scores_by_hand(written: list[str], right: list[str]) -> dict[str, float]:
+    """By Google's scorer, row by row; sentences on lines of their own, as its Lsum wants them."""
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True)
+    rows = [scorer.score(b.replace(". ", ".\n"), a.replace(". ", ".\n")) for a, b in zip(written, right, strict=True)]
+    return {name: mean(row[name].fmeasure for row in rows) for name in ROUGE}
+
+
+# -- ROUGE
+
+
+def test_rouge_is_rouge_scores_own_on_the_whole_set(chats: list[Row]) -> None:
+    written, right = bad_summaries(chats)
+    found = rouge_scores(written, right)
+    assert found == pytest.approx(scores_by_hand(written, right), abs=1e-12)
+    assert all(0.5 < value < 1 for value in found.values())
+    assert len({round(value, 4) for value in found.values()}) == 4  # each is a measure of its own
+
+
+def test_a_mean_of_uneven_batches_means_is_another_figure(chats: list[Row]) -> None:
+    """What ranks would get that score their own rows: 3 batches of 64, and one of 8."""
+    written, right = bad_summaries(chats)
+    starts = range(0, len(chats), 64)
+    means = [rouge_scores(written[n : n + 64], right[n : n + 64])["rougeL"] for n in starts]
+    assert abs(mean(means) - rouge_scores(written, right)["rougeL"]) > 1e-4
+    rows = [len(written[n : n + 64]) for n in starts]
+    weighted = sum(value * count for value, count in zip(means, rows, strict=True)) / len(chats)
+    assert weighted == pytest.approx(rouge_scores(written, right)["rougeL"])  # the control: nothing else differs
+
+
+def test_lsum_goes_sentence_by_sentence_and_l_does_not() -> None:
+    turned = rouge_scores(["They meet at noon. Ann is late."], ["Ann is late. They meet at noon."])
+    assert (turned["rouge1"], turned["rougeLsum"]) == (1, 1)
+    assert turned["rougeL"] == pytest.approx(4 / 7)
+
+
+def test_words_are_stemmed_and_case_and_points_do_not_count() -> None:
+    assert rouge_scores(["ann MEETS bob"], ["Ann meeting Bob."])["rougeL"] == 1
+    assert rouge_scores([""], ["Ann meets Bob."]) == dict.fromkeys(ROUGE, 0)
+
+
+def test_copying_is_no_summary(chats: list[Row]) -> None:
+    right = [row["summary"] for row in chats]
+    assert rouge_scores(right, right)["rougeL"] == 1
+    for copied in ([row["text"] for row in chats], [row["text"].splitlines()[0] for row in chats]):
+        assert rouge_scores(copied, right)["rougeL"] < BAR
+
+
+def test_summaries_are_said_and_written_row_by_row(tmp_path: Path) -> None:
+    rows = [{"text": 'Ann: "Yes",\r\nBob: No.', "summary": "Ann agrees."}, {"text": "b", "summary": "c"}]
+    summaries = Summaries(("Ann, agreed.", "d"), {"rouge1": 0.5, "rougeLsum": 0.25})
+    assert str(summaries) == "ROUGE-1 0.500, ROUGE-Lsum 0.250"
+    assert summaries.summary() == {"rouge1": 0.5, "rougeLsum": 0.25, "rows": 2}
+    summaries.save_csv(tmp_path / "predictions.csv", rows)
+    with (tmp_path / "predictions.csv").open(encoding="utf-8", newline="") as file:
+        assert list(csv.DictReader(file)) == [
+            {"row": "1", **rows[0], "written": "Ann, agreed."},
+            {"row": "2", **rows[1], "written": "d"},
+        ]
+
+
+@pytest.mark.parametrize("figures", ["text", "json"])
+def test_summaries_come_back_in_the_datas_order_and_their_figures_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], figures: str
+) -> None:
+    """By a model that repeats what it reads; batches are made by length."""
+    monkeypatch.setattr("common.summarization.gather_object", lambda own: own)
+    rows = [{"text": "Ann: " + "yes, " * count + "Bob.", "summary": "Yes."} for count in (1, 9, 4, 2, 7)]
+    run = RunConfig(task="summarization", technique="full", evaluation_batch_size=2, figures=figures)
+    log = SimpleNamespace(run=run, rank=Rank(0, 1, "cpu", "python"), folder=tmp_path)
+    parrot = SimpleNamespace(generate=lambda input_ids, attention_mask, **settings: input_ids)
+    summaries = summarize(parrot, AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER), rows, log, "after")
+    assert list(summaries.written) == [row["text"] for row in rows]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    expected = {f"{name}_after": value for name, value in summaries.rouge.items()}
+    assert [json.loads(line) for line in lines] == ([expected] if figures == "json" else [])
+    assert (tmp_path / "predictions_after.csv").is_file()
+
+
+# -- the loss
+
+
+def random_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and labels of four rows with 7, 1, 4 and no tokens to predict."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 7, 11, generator=generator, dtype=torch.float64).float()
+    labels = torch.randint(11, (4, 7), generator=generator)
+    for row, count in enumerate((7, 1, 4, 0)):
+        labels[row, count:] = IGNORED_LABEL
+    return logits, labels
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor, labelled: int | None = None) -> float:
+    return summary_loss(Seq2SeqLMOutput(logits=logits), labels, labelled).item()
+
+
+def test_losses_of_uneven_shares_add_up_to_the_whole_batchs_mean() -> None:
+    logits, labels = random_batch()
+    whole = cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+    assert loss_of(logits, labels) == pytest.approx(whole)
+    for cut in (1, 2, 3):
+        shares = [(logits[:cut], labels[:cut]), (logits[cut:], labels[cut:])]
+        assert sum(loss_of(*share, labelled=12) for share in shares) == pytest.approx(whole)
+    assert loss_of(logits[3:], labels[3:], labelled=12) == 0  # a row without a label adds nothing, and no nan
+    uneven = mean(loss_of(logits[rows], labels[rows]) for rows in (slice(0, 1), slice(1, 4)))
+    assert abs(uneven - whole) > 1e-3  # what ranks would come to that each took the mean of their own
+
+
+def test_validation_counts_every_token_once() -> None:
+    logits, labels = random_batch()
+    results = summary_results(logits, labels)
+    assert results[:, 1].tolist() == [7, 1, 4, 0]
+    losses, tokens = results.sum(0).tolist()
+    assert losses / tokens == pytest.approx(loss_of(logits, labels))
