@@ -113,7 +113,7 @@ def _not_run(runs: list[Record]) -> list[Row]:
 
 
 def _gpus(run: RunConfig) -> str:
-    return f"{run.gpu} x{run.devices}"
+    return f"{run.gpu} x1 in {run.devices} machines" if "machines" in run.run_folder else f"{run.gpu} x{run.devices}"
 
 
 def network_table(records: list[Record]) -> pd.DataFrame:

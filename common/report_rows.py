@@ -50,6 +50,7 @@ KIND_NAMES: dict[Kind, str] = {
 FREE_SETTINGS = {
     *("parallel", "devices", "batch_size", "accumulation_steps", "gradient_checkpointing"),
     *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload"),
+    *("loop", "partitions", "gradient_exchange", "bucket_mib", "step_timeout_s", "link", "figures"),
     *("run_folder", "run_name", "results_root"),
 }
 """Settings that two runs need not share to be compared in time: how the work is divided, and what it is called."""
