@@ -1,0 +1,64 @@
+"""The measured tables of 3.2: loops with their scores and speed-ups, and what each exchange takes on each link."""
+
+import copy
+
+import pytest
+
+from common.report_loops import EXCHANGES, LOOPS, front, loops_table, network_table, results_text
+from common.run_config import RunConfig
+from common.run_record import Record
+
+
+def record(loop: str, train_time_s: float, **settings: object) -> Record:
+    devices = settings.get("devices", 2)
+    settings = {"parallel": "ddp" if devices > 1 else "single", "devices": devices, **settings}
+    config = RunConfig(task="summarization", technique="full", loop=loop, run_folder="3.2_x/run_0", **settings)
+    scores = dict.fromkeys(("rouge1", "rouge2", "rougeL", "rougeLsum"), 0.5)
+    return {
+        "status": "completed", "technique": "full", "parallel": config.parallel, "run_folder": config.run_folder,
+        "run_name": f"{loop}-{devices}", "launcher": "torchrun" if devices > 1 else "python", "command": "run",
+        "config": config.to_dict(), "environment": {"devices": ["CPU"], "threads_per_rank": 1},
+        "quality": {"before": scores, "after": {**scores, "rougeL": 0.9, "rows": 9}}, "train_time_s": train_time_s,
+        "reporting_s": 1.0, "steps": 10, "effective_batch_size": 32, "best_validation_loss": 0.25,
+        "tokens_per_s": 1000.0, "training_losses": [[10, 0.5]], "memory": [], "world": [],
+    }  # fmt: skip
+
+
+def test_a_loop_is_compared_with_one_device_whatever_the_loop() -> None:
+    runs = [record("trainer", 40.0, devices=1, partitions=2), record("machines", 25.0), record("trainer", 20.0)]
+    table = loops_table(runs).set_index("Loop")
+    measured = table[table["Figures"] == "measured"]
+    assert list(measured.index) == [LOOPS["trainer"], LOOPS["trainer"], LOOPS["machines"]]
+    assert list(measured["Speed-up"]) == ["1.00x", "2.00x", "1.60x"]
+    assert set(measured["ROUGE-L before -> after"]) == {"0.500 -> 0.900"}
+    assert len(front(runs)) == 3
+    assert results_text(runs).count(LOOPS["trainer"]) == 2
+
+
+def test_seeds_stand_in_one_line_with_their_range() -> None:
+    runs = [record("trainer", 20.0), record("trainer", 30.0, seed=43)]
+    runs[1]["quality"] = copy.deepcopy(runs[1]["quality"])
+    runs[1]["quality"]["after"]["rougeL"] = 0.8
+    measured = loops_table(runs).query("Figures == 'measured'")
+    assert list(measured["Seeds"]) == ["2"]
+    assert list(measured["ROUGE-L before -> after"]) == ["0.500 -> 0.850 (0.800 to 0.900)"]
+
+
+def test_gpu_folders_without_a_run_are_listed_as_not_run() -> None:
+    table = loops_table([])
+    assert set(table["Figures"]) == {"not run"}
+    across = table[table["Devices"].str.contains("in 4 machines")]
+    assert list(across["Loop"]) == [LOOPS["machines"]]
+
+
+@pytest.mark.parametrize("link", ["100 Mbit/s", "not limited"])
+def test_exchanges_are_compared_on_the_same_link(link: str) -> None:
+    runs = [
+        record("machines", seconds, link=where, gradient_exchange=exchange)
+        for where, factor in (("100 Mbit/s", 2), ("not limited", 1))
+        for exchange, seconds in zip(EXCHANGES, (1 + 5.0 * factor, 1 + 4.0 * factor, 1 + 2.5 * factor), strict=True)
+    ]
+    lines = network_table(runs).query("Link == @link")
+    assert list(lines["Gradients are sent"]) == list(EXCHANGES.values())
+    assert list(lines["Faster than after the backward pass"]) == ["1.00x", "1.25x", "2.00x"]
+    assert not (loops_table(runs)["Figures"] == "measured").any()
