@@ -437,6 +437,12 @@ def check_folder(run: RunConfig) -> None:
             "another folder."
         )
     kind = (own.technique, own.parallel)
+    main = getattr(sys.modules["__main__"], "RUN", None)
+    if isinstance(main, RunConfig) and main.run_folder == run.run_folder and main.loop != run.loop:
+        raise BadInputError(
+            f"loop is {run.loop}, but this workflow's is {main.loop}: leave --loop out, and take the other workflow of "
+            f"{run.run_folder}."
+        )
     by_task = {"classification": CLASSIFYING, "summarization": SUMMARIZING}
     also_done = by_task.get(own.task) or ALSO_DONE.get(kind, ())
     if (run.technique, run.parallel) in (kind, *also_done):

@@ -201,9 +201,14 @@ def _checked(meeting: Meeting) -> Meeting:
     return meeting
 
 
-def meeting_options() -> argparse.ArgumentParser:
+def meeting_options(description: str | None = None) -> argparse.ArgumentParser:
     """The options of a static address, for who starts each machine by hand."""
-    made = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    made = argparse.ArgumentParser(
+        description=description,
+        epilog="Every field of common/run_config.py is an option, too: --field value.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     made.add_argument("--master", default="", help="ADDRESS or ADDRESS:PORT of the first machine, where nobody says it")
     made.add_argument("--machines", type=int, default=0, help="with --master: how many there are")
     made.add_argument("--machine_rank", type=int, default=-1, help="with --master: which of them this is, from 0")

@@ -31,7 +31,15 @@ EXCHANGES = {
     "overlapped-bf16": "while it goes on, in buckets, as bf16",
 }
 """`RunConfig.gradient_exchange` in words."""
-BRIEF = ("Loop", "Devices", "ROUGE-L before -> after", "Validation loss", "Training time", "Tokens per second")
+BRIEF = (
+    "Loop",
+    "Devices",
+    "ROUGE-L before -> after",
+    "To the letter",
+    "Validation loss",
+    "Training time",
+    "Tokens per second",
+)
 """Of the columns those that fit a terminal."""
 
 
@@ -87,6 +95,7 @@ def _loop(runs: list[Record], records: list[Record]) -> Row:
         "Devices": devices_of(first),
         "Seeds": str(len(runs)),
         **scores,
+        "To the letter": f"{before['exact_share']:.0%} -> {after['exact_share']:.0%}",
         "Validation loss": f"{first['best_validation_loss']:.4f}",
         "Training time": clock(first["train_time_s"]),
         "Speed-up": f"{baseline['train_time_s'] / first['train_time_s']:.2f}x" if baseline else NOT_RUN,

@@ -379,11 +379,15 @@ class RunConfig:
                     "pass --precision fp32 or bf16-mixed."
                 )
             if self.early_stop:
-                raise BadInputError("early_stop is for the Trainer: leave it out, or pass --loop trainer.")
+                raise BadInputError("early_stop is for the Trainer: leave it out, or take the torchrun workflow.")
         if self.loop != "machines" and self.gradient_exchange != "after":
             raise BadInputError(
                 f"gradient_exchange is {self.gradient_exchange}, but loop is {self.loop}, where DDP always sends while "
                 "the backward pass goes on: leave it out."
+            )
+        if self.loop != "machines" and self.link:
+            raise BadInputError(
+                f"link is {self.link}, but loop is {self.loop}: it is for the machines workflow (3.2); leave it out."
             )
         if self.partitions and self.partitions < self.data_parallel_ranks:
             raise BadInputError(

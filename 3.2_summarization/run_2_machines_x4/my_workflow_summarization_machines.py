@@ -2,7 +2,8 @@ r"""Summarization across machines, one rank on each: a plain training loop on to
 
 On each machine, from this folder (addresses, numbers and ranks are yours):
     python my_workflow_summarization_machines.py --master 10.0.0.1:29500 --machines 4 --machine_rank 0
-    torchrun --nnodes 4 --nproc_per_node 1 --rdzv_endpoint 10.0.0.1:29400 my_workflow_summarization_machines.py
+    torchrun --nnodes 4 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint 10.0.0.1:29400 \
+        my_workflow_summarization_machines.py
     srun python my_workflow_summarization_machines.py
 or on one machine, with ranks or virtual hosts that stand for machines:
     torchrun --standalone --nproc_per_node 4 my_workflow_summarization_machines.py
@@ -12,9 +13,9 @@ or on one machine, with ranks or virtual hosts that stand for machines:
 The members meet (1), and see that all have the same rows and libraries. Each trains on its own part of the rows. After
 each backward pass (2), or during it, gradients are summed over all members; so every member takes the same step (3).
 
-A member that is lost ends the others, with one sentence. `torchrun --nnodes 2:4 --max_restarts 3 ...` starts those that
-are left again, after the newest checkpoint and with the same steps: they divide the lost one's rows among them. (Where
-more may come than were there at first, pass --partitions with the most there can be.)
+A member that is lost ends the others, with one sentence. `torchrun --nnodes 2:4 --max_restarts 3 ...` (and the rest as
+above) starts those that are left again, after the newest checkpoint and with the same steps: they divide the lost one's
+rows among them. (Where more may come than were there at first, pass --partitions with the most there can be.)
 """
 
 from dataclasses import replace
@@ -77,7 +78,7 @@ def workflow(run: RunConfig, goes_on: bool = False) -> Record:
 
 def join_and_work() -> None:
     """Meet the others, with as many members as there are, and work."""
-    options, overrides = meeting_options().parse_known_args()
+    options, overrides = meeting_options(__doc__).parse_known_args()
     meeting = find_meeting(options.master, options.machines, options.machine_rank)
     run = parse_overrides(replace(RUN, devices=meeting.world_size), overrides)
     member = member_of(meeting, run, load_splits(run).train)

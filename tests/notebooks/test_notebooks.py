@@ -19,6 +19,7 @@ LONGEST_CELL_LINES = 25
 SMALL = {"train_rows": 65, "test_rows": 9, "epochs": 1}
 IDS = [f"{path.parent.name}-{path.stem}" for path in NOTEBOOKS]
 PLANNING = [path for path in NOTEBOOKS if path.parts[-3].startswith("1.1_")]  # they train nothing; they have own tests
+ACROSS = [path for path in NOTEBOOKS if "machines" in path.parent.name]  # copies for machines; one cannot run them
 COMPARING = [path for path in NOTEBOOKS if path.stem.endswith("_compare")]  # they show what was run before
 FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_") and path not in (*PLANNING, *COMPARING)]
 EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
@@ -53,7 +54,7 @@ def with_gpu_folders_slow() -> list:
     return [
         pytest.param(path, id=name, marks=[] if path in FOR_CPU else [pytest.mark.slow])
         for path, name in zip(NOTEBOOKS, IDS, strict=True)
-        if path not in (*PLANNING, *COMPARING)
+        if path not in (*PLANNING, *COMPARING, *ACROSS)
     ]
 
 
