@@ -7,7 +7,6 @@ import pandas as pd
 from common.report_rows import (
     NOT_RUN,
     Row,
-    baseline_of,
     clock,
     completed,
     devices_of,
@@ -60,7 +59,7 @@ def of_no_link(records: Iterable[Record]) -> list[Record]:
 def loops_table(records: list[Record]) -> pd.DataFrame:
     """3.2: each way to write the loop, measured; and the GPU folders that were not run."""
     runs = of_no_link(records)
-    measured = [_loop(group, records) for group in _by_setting(runs).values()]
+    measured = [_loop(group) for group in _by_setting(runs).values()]
     return pd.DataFrame([*measured, *_not_run(runs)]).fillna(NOT_RUN)
 
 
@@ -79,10 +78,9 @@ def _by_setting(runs: list[Record]) -> dict[tuple[object, ...], list[Record]]:
     return groups
 
 
-def _loop(runs: list[Record], records: list[Record]) -> Row:
+def _loop(runs: list[Record]) -> Row:
     first = min(runs, key=lambda run: run["config"]["seed"])
     before, after = first["quality"]["before"], first["quality"]["after"]
-    baseline = baseline_of(first, records, "effective_batch_size") if first["parallel"] != "single" else first
     scores = {
         f"{name.replace('rouge', 'ROUGE-')} before -> after": f"{before[name]:.3f} -> {_over_seeds(runs, name)}"
         for name in after
@@ -98,7 +96,6 @@ def _loop(runs: list[Record], records: list[Record]) -> Row:
         "To the letter": f"{before['exact_share']:.0%} -> {after['exact_share']:.0%}",
         "Validation loss": f"{first['best_validation_loss']:.4f}",
         "Training time": clock(first["train_time_s"]),
-        "Speed-up": f"{baseline['train_time_s'] / first['train_time_s']:.2f}x" if baseline else NOT_RUN,
         "Tokens per second": f"{first['tokens_per_s']:,.0f}",
         "Training's peak, planned / measured (GiB)": planned_memory(first),
         "Command": f"`{first['command']}`",

@@ -94,7 +94,7 @@ def test_summaries_are_said_and_written_row_by_row(tmp_path: Path) -> None:
     rows = [{"text": 'Ann: "Yes",\r\nBob: No.', "summary": "Ann agrees."}, {"text": "b", "summary": "c"}]
     summaries = Summaries(("Ann, agreed.", "d"), {"rouge1": 0.5, "rougeLsum": 0.25}, 0.5)
     assert str(summaries) == "ROUGE-1 0.500, ROUGE-Lsum 0.250; 50% to the letter"
-    assert summaries.summary() == {"rouge1": 0.5, "rougeLsum": 0.25, "rows": 2}
+    assert summaries.summary() == {"rouge1": 0.5, "rougeLsum": 0.25, "exact_share": 0.5, "rows": 2}
     summaries.save_csv(tmp_path / "predictions.csv", rows)
     with (tmp_path / "predictions.csv").open(encoding="utf-8", newline="") as file:
         assert list(csv.DictReader(file)) == [
