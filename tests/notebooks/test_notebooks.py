@@ -19,12 +19,12 @@ LONGEST_CELL_LINES = 25
 SMALL = {"train_rows": 65, "test_rows": 9, "epochs": 1}
 IDS = [f"{path.parent.name}-{path.stem}" for path in NOTEBOOKS]
 PLANNING = [path for path in NOTEBOOKS if path.parts[-3].startswith("1.1_")]  # they train nothing; they have own tests
-ACROSS = [path for path in NOTEBOOKS if "machines" in path.parent.name]  # copies for machines; one cannot run them
+ACROSS = [path for path in NOTEBOOKS if path.parts[-3].startswith("3.2_") and path.parent.name[:5] != "run_0"]
+"""Copies of a notebook that starts three worlds, and takes minutes; only the copy for the CPU is run."""
 COMPARING = [path for path in NOTEBOOKS if path.stem.endswith("_compare")]  # they show what was run before
 FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_") and path not in (*PLANNING, *COMPARING)]
 EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
 """What makes a GPU folder's notebook run here: another device and model, and nothing else."""
-EMBEDDED_SUMMARIZER = {"model": "assets/embedded_summarizer", "data": "assets/chat_summaries", "max_length": 256}
 CELL_BY_CELL = ("complete", "finetuning", "mp")
 """Last words of the notebooks that start no ranks."""
 
@@ -75,10 +75,7 @@ def parameters_for(path: Path, tmp_path: Path) -> dict:
         parameters["steps"] = -1  # all of the epoch's
     if path not in FOR_CPU:
         parameters |= {"settings": {**parameters.get("settings", {}), **EMBEDDED_DEFAULT}, "batch_size": 8}
-        if "summarization" in path.stem:
-            del parameters["batch_size"]
-            parameters["settings"] |= EMBEDDED_SUMMARIZER
-        if {"ddp", "pp", "fsdp", "zero", "classification", "summarization"} & set(path.stem.split("_")):
+        if {"ddp", "pp", "fsdp", "zero", "classification"} & set(path.stem.split("_")):
             parameters["devices"] = 2
         if "mp" in path.stem.split("_"):
             parameters |= {"settings": {**EMBEDDED_DEFAULT, "devices": 1}, "stages": 2}

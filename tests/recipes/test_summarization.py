@@ -5,11 +5,7 @@ so do 33 validation and 9 test rows.
 """
 
 import csv
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,26 +114,6 @@ def test_rouge_is_that_of_the_whole_set_and_each_row_counts_once(two_ranks: Runs
         assert after["rows"] == 9
         for name in ("rouge1", "rouge2", "rougeL"):
             assert after[name] == pytest.approx(sum(score[name].fmeasure for score in scores) / 9)
-
-
-def test_make_run_does_all_three_and_prints_their_table(tmp_path: Path, tiny_summarizer: str) -> None:
-    command = [sys.executable, "-m", "common.launch", *ROWS, *QUICK, "--model", tiny_summarizer, "--epochs", "1"]
-    done = subprocess.run(
-        [*command, "--results_root", str(tmp_path)],
-        cwd=FOLDER,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("== way")] == [
-        f"== way {number} of 3: my_workflow_summarization_{way}.py"
-        for number, way in enumerate(("accelerate", "machines", "torchrun"), 1)
-    ]
-    table = done.stdout.partition("Loop  ")[2]
-    assert [table.count(loop) for loop in ("Seq2SeqTrainer", "Accelerate", "torch.distributed")] == [1, 1, 1]
 
 
 def test_plain_transformers_loads_the_result(two_ranks: Runs) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from common import launch
 from common.device_maps import device_name, whole_model_on
 from common.launch import check_folder, check_gpus, check_inputs, check_world, free_port, stream_command, workflows_of
 from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.siblings import literal_of
 
 
 def test_two_ranks_asked_and_one_started_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,3 +142,35 @@ def test_a_folder_trains_its_own_technique_or_nothing(run_config: RunConfig) -> 
     done = subprocess.run(command, cwd=REPOSITORY / folder, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: technique is full")
+
+
+def test_a_folder_with_several_workflows_runs_each_and_prints_their_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"
+    started: list[list[str]] = []
+    monkeypatch.setattr(launch, "stream_command", started.append)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "argv", ["launch", "--results_root", str(tmp_path), "--epochs", "1"])
+    (tmp_path / "results" / "kept").mkdir(parents=True)
+    kept = folder / "records" / "torchrun-machines-x2-seed42.json"
+    (tmp_path / "results" / "kept" / "run_record.json").write_text(kept.read_text())
+    launch.main()
+    names = [f"my_workflow_summarization_{way}.py" for way in ("accelerate", "machines", "torchrun")]
+    assert [next(word for word in command if word.startswith("my_")) for command in started] == names
+    assert all(command[-4:] == ["--results_root", str(tmp_path), "--epochs", "1"] for command in started)
+    assert all("--nproc_per_node" in command for command in started)
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("== way")] == [
+        f"== way {number} of 3: {name}" for number, name in enumerate(names, 1)
+    ]
+    assert said.count("plain loop, torch.distributed") == 1
+
+
+def test_a_workflow_refuses_another_ones_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = literal_of(REPOSITORY / "3.2_summarization" / "run_0_cpu_x2")
+    monkeypatch.setattr(sys.modules["__main__"], "RUN", own, raising=False)
+    check_folder(own)
+    with pytest.raises(BadInputError, match="loop is accelerate, but this workflow's is trainer: leave --loop out"):
+        check_folder(replace(own, loop="accelerate"))
