@@ -32,10 +32,13 @@ def buckets_of(weights: list[torch.nn.Parameter], bucket_bytes: float) -> list[B
 def sum_gradients(buckets: list[Bucket]) -> None:
     """Replace every gradient by its sum over all ranks: one message for each bucket, none for each weight."""
     for bucket in buckets:
-        flat = torch.cat([weight.grad.flatten() for weight in bucket])
+        gradients = [weight.grad for weight in bucket if weight.grad is not None]  # an unused weight has none anywhere
+        if not gradients:
+            continue
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat)
-        for weight, part in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
-            weight.grad.copy_(part.view_as(weight))
+        for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def check_same_weights(model: torch.nn.Module) -> None:
