@@ -111,6 +111,7 @@ def cost_table(records: list[Record]) -> pd.DataFrame:
 
 def _published(result: dict[str, Any]) -> Row:
     notes = ["estimated there"] * result["estimated"] + [result[key] for key in ("note",) if key in result]
+    notes.append(f"rows and tokens: {result['settings_source']}")
     return {
         **way_as_published(result).settings("; ".join([f"published: {result['source']}", *notes])),
         "Network": NOT_PUBLISHED,
