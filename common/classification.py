@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from common.callbacks import ACCURACY, VALIDATION_LOSS
-from common.data import IGNORED_LABEL, Row, make_class_collator, tokens_of
+from common.data import IGNORED_LABEL, Row, batches_by_length, make_class_collator, tokens_of
 from common.objectives import Objective
 from common.print_prefix import rank_prefix
 from common.run_record import RunLog
@@ -153,12 +153,11 @@ def classify(
     """
     run, rank = log.run, log.rank
     tokens, collate = tokens_of(rows, tokenizer, run), make_class_collator(tokenizer)
-    share = sorted(range(len(rows)), key=lambda n: -len(tokens[n]["input_ids"]))[rank.rank :: rank.world_size]
-    starts = range(0, len(share), run.evaluation_batch_size)
+    lengths = [len(row["input_ids"]) for row in tokens]
+    batches = batches_by_length(lengths, run.evaluation_batch_size, rank.rank, rank.world_size)
     found: list[tuple[int, int]] = []
     title = f"{rank_prefix(rank.rank, rank.device)} labels {when} tuning, batches"
-    for start in tqdm(starts, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
-        numbers = share[start : start + run.evaluation_batch_size]
+    for numbers in tqdm(batches, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
         batch = collate([tokens[number] for number in numbers])
         inputs = {name: batch[name].to(rank.device) for name in ("input_ids", "attention_mask")}
         found += zip(numbers, model(**inputs).logits.argmax(-1).tolist(), strict=True)

@@ -403,6 +403,12 @@ NO_ROW = -1
 """The row number that stands for "no row left for this rank"."""
 
 
+def batches_by_length(lengths: list[int], batch_size: int, rank: int = 0, world_size: int = 1) -> list[list[int]]:
+    """This rank's share of the row numbers to evaluate, longest first, so that batches hold little padding."""
+    share = sorted(range(len(lengths)), key=lambda number: -lengths[number])[rank::world_size]
+    return [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
+
+
 class TrainingRows(Dataset[Tokens]):
     """Tokenized rows that know their numbers, so that a run can prove which rank saw which row."""
 

@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from tqdm import tqdm
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.data import Row, answer_of, question_of
+from common.data import Row, answer_of, batches_by_length, question_of
 from common.minilm import MAX_TOKENS, check_minilm, minilm_folder
 from common.print_prefix import rank_prefix
 from common.run_config import RunConfig
@@ -168,7 +168,8 @@ def evaluate(
     """
     run, rank = log.run, log.rank
     others = shuffled_answers(rows)
-    batches = batches_by_length(rows, tokenizer, run.evaluation_batch_size, rank.rank, rank.world_size)
+    lengths = [len(ids) for ids in _prompt_ids(rows, tokenizer)]
+    batches = batches_by_length(lengths, run.evaluation_batch_size, rank.rank, rank.world_size)
     scored: list[ScoredAnswer] = []
     moment, _, model_words = when.partition("_")
     title = f"{moment} tuning" + (f", {model_words.replace('_', ' ')}" if model_words else "")
@@ -182,15 +183,6 @@ def evaluate(
         evaluation.save_csv(log.folder / f"predictions_{when}.csv")
         print(f"{title}: {evaluation}")
     return evaluation
-
-
-def batches_by_length(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, batch_size: int, rank: int = 0, world_size: int = 1
-) -> list[list[int]]:
-    """This rank's share of the row numbers, longest question first, so that batches hold little padding."""
-    lengths = [len(ids) for ids in _prompt_ids(rows, tokenizer)]
-    share = sorted(range(len(rows)), key=lambda number: -lengths[number])[rank::world_size]
-    return [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
 
 
 def shuffled_answers(rows: list[Row]) -> list[str | None]:

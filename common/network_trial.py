@@ -17,13 +17,12 @@ from tabulate import tabulate
 
 from common.launch import exit_with
 from common.rendezvous import PORT
-from common.report_loops import step_s
+from common.report_loops import EXCHANGES, step_s
 from common.run_config import REPOSITORY, BadInputError
 from common.run_record import RECORD_NAME, Record, load_record
 from common.virtual_hosts import VirtualNetwork, virtual_network
 
 WORKFLOW = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"
-EXCHANGES = ("after", "overlapped", "overlapped-bf16")
 HOSTS, STEPS, SLOW_MBIT = 2, 30, 100.0
 BAR = 1.5
 """How many times as fast the best way must be as sending after the backward pass, at `SLOW_MBIT`."""
@@ -111,7 +110,7 @@ def main() -> None:
     holds = True
     try:
         for mbit in options.mbit:
-            records = measure(Link(mbit, options.delay_ms), EXCHANGES, options.steps, options.results_root)
+            records = measure(Link(mbit, options.delay_ms), tuple(EXCHANGES), options.steps, options.results_root)
             print(table(records))
             print(f"the best way is {gain(records):.2f} times as fast as sending after the backward pass\n")
             if mbit == SLOW_MBIT:

@@ -82,8 +82,8 @@ class PlainLoop(StepLoop):
 
     def _newest_checkpoint(self) -> str:
         """The newest whole checkpoint that any rank has, on every disk afterwards; empty where nobody has one."""
-        kept = sorted(Path(self.args.output_dir).glob(f"checkpoint-*/{STATE_FILE}"), key=_step_of, reverse=True)
-        steps = gather_object([_step_of(kept[0]) if kept else 0])
+        kept = sorted(Path(self.args.output_dir).glob(f"checkpoint-*/{STATE_FILE}"), key=_steps_at, reverse=True)
+        steps = gather_object([_steps_at(kept[0]) if kept else 0])
         newest = max(steps)
         if not newest:
             return ""
@@ -101,6 +101,6 @@ class PlainLoop(StepLoop):
         return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}
 
 
-def _step_of(state_file: Path) -> int:
+def _steps_at(state_file: Path) -> int:
     """After how many steps a checkpoint was kept, by the name of its folder."""
     return int(state_file.parent.name.rpartition("-")[2])

@@ -17,8 +17,8 @@ from common.report_rows import (
     completed,
     devices_of,
     kind_of,
-    mean_and_range,
     model_of,
+    over_seeds,
     planned_memory,
 )
 from common.run_config import CLASSIFIED_WITH, RunConfig
@@ -104,7 +104,7 @@ def _compared(runs: list[Record], records: list[Record]) -> Row:
         "Devices": devices_of(first),
         "Epochs": str(first["config"]["epochs"]),
         "Seeds": str(len(runs)),
-        "Best accuracy": _over_seeds([run["best_accuracy"] for run in runs]),
+        "Best accuracy": over_seeds([run["best_accuracy"] for run in runs], "{:.4f}"),
         "Training's peak memory per device (GiB)": _training_peaks(first),
         "Training time": clock(first["train_time_s"]),
         "Speed-up": f"{speedup:.2f}x" if speedup else NO_BASELINE,
@@ -131,10 +131,6 @@ def _speedup(record: Record, records: list[Record]) -> float | None:
 def _training_peaks(record: Record) -> str:
     """Of each device until training ended: what is measured afterwards needs more."""
     return " / ".join(f"{entry['peak_training_gib']:.2f}" for entry in record["memory"])
-
-
-def _over_seeds(values: list[float]) -> str:
-    return mean_and_range(values, "{:.4f}") if len(values) > 1 else f"{values[0]:.4f}"
 
 
 def _with_interval(record: Record, name: str) -> str:

@@ -10,8 +10,8 @@ from common.report_rows import (
     clock,
     completed,
     devices_of,
-    mean_and_range,
     model_of,
+    over_seeds,
     planned_memory,
 )
 from common.run_config import SUMMARIZED_WITH, RunConfig
@@ -82,7 +82,8 @@ def _loop(runs: list[Record]) -> Row:
     first = min(runs, key=lambda run: run["config"]["seed"])
     before, after = first["quality"]["before"], first["quality"]["after"]
     scores = {
-        f"{name.replace('rouge', 'ROUGE-')} before -> after": f"{before[name]:.3f} -> {_over_seeds(runs, name)}"
+        f"{name.replace('rouge', 'ROUGE-')} before -> after": f"{before[name]:.3f} -> "
+        + over_seeds([run["quality"]["after"][name] for run in runs], "{:.3f}")
         for name in after
         if name.startswith("rouge")
     }
@@ -102,11 +103,6 @@ def _loop(runs: list[Record]) -> Row:
     }
 
 
-def _over_seeds(runs: list[Record], name: str) -> str:
-    values = [run["quality"]["after"][name] for run in runs]
-    return f"{values[0]:.3f}" if len(values) == 1 else mean_and_range(values, "{:.3f}")
-
-
 def _not_run(runs: list[Record]) -> list[Row]:
     done = {run["run_folder"] for run in runs}
     return [
@@ -114,12 +110,12 @@ def _not_run(runs: list[Record]) -> list[Row]:
         for run in run_folders().values()
         if run.task == "summarization" and run.run_folder not in done
         for name, loop in LOOPS.items()
-        if ("machines" in run.run_folder) == (name == "machines")
+        if (run.loop == "machines") == (name == "machines")
     ]
 
 
 def _gpus(run: RunConfig) -> str:
-    return f"{run.gpu} x1 in {run.devices} machines" if "machines" in run.run_folder else f"{run.gpu} x{run.devices}"
+    return f"{run.gpu} x1 in {run.devices} machines" if run.loop == "machines" else f"{run.gpu} x{run.devices}"
 
 
 def network_table(records: list[Record]) -> pd.DataFrame:

@@ -186,6 +186,11 @@ def mean_and_range(values: list[float], form: str) -> str:
     return f"{mean} ({low} to {high})"
 
 
+def over_seeds(values: list[float], form: str) -> str:
+    """One value as it is; of several the mean, and the lowest and highest."""
+    return mean_and_range(values, form) if len(values) > 1 else form.format(values[0])
+
+
 def score(value: float | None) -> str:
     """A similarity score; None where nobody judged."""
     return NOT_RUN if value is None else f"{value:.3f}"

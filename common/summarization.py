@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from common.callbacks import VALIDATION_LOSS, print_figures
-from common.data import IGNORED_LABEL, Row, make_collator, tokens_of
+from common.data import IGNORED_LABEL, Row, batches_by_length, make_collator, tokens_of
 from common.objectives import Objective, mean_loss
 from common.print_prefix import rank_prefix
 from common.run_record import RunLog
@@ -98,12 +98,11 @@ def summarize(
     """
     run, rank = log.run, log.rank
     tokens, collate = tokens_of(rows, tokenizer, run), make_collator(tokenizer)
-    share = sorted(range(len(rows)), key=lambda n: -len(tokens[n]["input_ids"]))[rank.rank :: rank.world_size]
-    starts = range(0, len(share), run.evaluation_batch_size)
+    lengths = [len(row["input_ids"]) for row in tokens]
+    batches = batches_by_length(lengths, run.evaluation_batch_size, rank.rank, rank.world_size)
     written: list[tuple[int, str]] = []
     title = f"{rank_prefix(rank.rank, rank.device)} summaries {when} tuning, batches"
-    for start in tqdm(starts, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
-        numbers = share[start : start + run.evaluation_batch_size]
+    for numbers in tqdm(batches, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
         batch = collate([tokens[number] for number in numbers])
         inputs = {name: batch[name].to(rank.device) for name in GENERATED}
         generated = model.generate(**inputs, num_beams=run.beams, max_new_tokens=run.max_new_tokens, do_sample=False)

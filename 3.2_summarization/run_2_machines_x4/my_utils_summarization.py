@@ -18,6 +18,7 @@ RUN = RunConfig(
     task="summarization",
     technique="full",
     parallel="ddp",
+    loop="machines",
     run_folder="3.2_summarization/run_2_machines_x4",
     device="cuda",
     gpu="V100 16GB SXM",
