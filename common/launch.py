@@ -8,17 +8,22 @@ import importlib
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 from common.device_maps import device_name
+from common.failures import RunStoppedError, is_of_the_network, said_by
 from common.hardware import find_gpu, gpu_of_device, gpus
 from common.print_prefix import printing_with_prefix, rank_prefix
 from common.run_config import (
@@ -30,8 +35,12 @@ from common.run_config import (
     RunConfig,
     parse_overrides,
 )
+from common.watch import SLOW_FACTOR, die_with_parent
 
 BAD_INPUT_EXIT_CODE = 2
+TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
+END_S = 3.0
+"""How long a process may take to end by itself when it is told to."""
 LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 SPEAK_FIRST_S = 2.0
 """Other ranks leave after rank 0 has spoken: their launcher ends all ranks once the first is gone."""
@@ -63,6 +72,8 @@ class Rank:
     """`python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch) or `torchrun`."""
     further_devices: tuple[str, ...] = ()
     """With model parallel: what this one process works on besides `device`."""
+    is_process: bool = False
+    """Whether the process is there for this run alone, and ends with it: in a notebook a reader may take his time."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -151,6 +162,7 @@ def start_rank(run: RunConfig) -> Rank:
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts GPUs as the driver's tools do
     check_world(run)
+    end_with_launcher()
     name_deepspeeds_device()
     if run.device == "cuda" and run.world_size == 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(run.devices)))
@@ -166,7 +178,8 @@ def start_rank(run: RunConfig) -> Rank:
     if on_cpu:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it does so itself
         torch.set_num_threads(1)  # a CPU "device" is one thread: then one rank against two is a fair comparison
-    state = PartialState(cpu=on_cpu, **({"backend": BACKENDS[run.device]} if run.world_size > 1 else {}))
+    group = {"backend": BACKENDS[run.device], "timeout": timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)}
+    state = PartialState(cpu=on_cpu, **(group if run.world_size > 1 else {}))
     if run.world_size > 1:
         seen = (state.num_processes, torch.distributed.get_backend(), state.distributed_type.value)
         asked = (run.world_size, BACKENDS[run.device], DISTRIBUTED_TYPES[run.device])
@@ -186,7 +199,19 @@ def start_rank(run: RunConfig) -> Rank:
         further_devices=tuple(device_name(run.device, number) for number in range(1, run.devices))
         if run.parallel == "mp"
         else (),
+        is_process=detect_launcher() != "notebook",
     )
+
+
+def end_with_launcher() -> None:
+    """Have this rank end with its launcher, however that is killed, and leave a record where it is told to end."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    die_with_parent()
+    if os.getppid() == 1:  # it was gone before
+        sys.exit("error: this rank's launcher is gone.")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_TO_END))
 
 
 def accelerate_shards() -> bool:
@@ -234,11 +259,25 @@ def rank_started(run: RunConfig) -> Iterator[Rank]:
 
 
 def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: RunConfig) -> None:
-    """Run `workflow` with the command line's overrides; a user's mistake ends in one sentence and exit code 2."""
-    try:
+    """Run `workflow` with the command line's overrides."""
+    with ended_by_one_sentence():
         workflow(parse_overrides(defaults))
+
+
+@contextmanager
+def ended_by_one_sentence() -> Iterator[None]:
+    """A user's mistake ends in one sentence and exit code 2, what stops a run in one and exit code 1."""
+    try:
+        yield
     except BadInputError as mistake:
         exit_with(mistake)
+    except RunStoppedError as stopped:
+        sys.exit(f"error: {stopped}")
+    except RuntimeError as error:
+        if not is_of_the_network(error):
+            raise
+        rank = os.environ.get("RANK", "0")
+        sys.exit(f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why.")
 
 
 def run_or_launch(
@@ -325,13 +364,32 @@ def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> Non
     """
     print("$ " + shlex.join(command).replace(sys.executable, "python"))
     with subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        preexec_fn=die_with_parent,
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="")
+        try:
+            for line in process.stdout:
+                print(line, end="")
+        except BaseException:  # an interrupted cell leaves nobody behind
+            end_process(process)
+            raise
     if process.returncode != 0:
         raise RuntimeError(f"The command above ended with exit code {process.returncode}; its last lines say why.")
+
+
+def end_process(process: subprocess.Popen) -> None:
+    """End a launcher and, by the kernel, its ranks: politely, then soon by force."""
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def accelerate_command(script: str, config_file: str, *overrides: str) -> list[str]:
@@ -373,10 +431,10 @@ def check_inputs(run: RunConfig) -> None:
         from common.sharded_run import check_sharding_inputs
 
         check_sharding_inputs(run)
-    elif run.resume_from:
-        from common.sharded_run import check_checkpoint
+    if run.resume_from:
+        from common.checkpoints import check_checkpoint
 
-        check_checkpoint(run)
+        check_checkpoint(run, detect_launcher(), len(load_splits(run).train))
     check_placement_and_memory(run, load_splits(run).train, load_tokenizer(run))
 
 
@@ -399,6 +457,7 @@ def check_settings_and_data(run: RunConfig) -> None:
     from common.quantization import check_bitsandbytes
 
     check_folder(run)
+    check_results_folder(run)
     check_gpus(run)
     check_attention(run)
     check_bitsandbytes(run)
@@ -418,6 +477,26 @@ def check_settings_and_data(run: RunConfig) -> None:
     row_count = len(load_splits(run).train)
     if row_count < run.data_parallel_ranks:
         raise BadInputError(f"There are {row_count} training rows for {run.world_size} ranks: give each at least one.")
+
+
+def check_results_folder(run: RunConfig) -> None:
+    """Refuse results that could not be written, or that would go elsewhere.
+
+    Raises:
+        BadInputError: with the folder, and the reason.
+    """
+    folder = run.results_folder(run.run_name or "any").parent
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise BadInputError(
+            f"Nothing can be written into {folder} ({error.strerror}): pass --results_root with a folder that can."
+        ) from None
+    own = folder / run.run_name
+    if run.run_name and own.is_symlink():
+        raise BadInputError(f"The results folder {own.name} is a link to elsewhere: pass another --run_name.")
 
 
 def check_folder(run: RunConfig) -> None:

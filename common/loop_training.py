@@ -3,8 +3,6 @@
 Settings, optimizer, learning-rate schedule, reports and logs stay the Trainer's.
 """
 
-import json
-import shutil
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -15,18 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import wait_for_everyone
-from peft import PeftModel
+from torch.nn.utils import get_total_norm
 from transformers import TrainerState
 
+from common.checkpoints import STATE_FILE, verify_once
 from common.data import Tokens, labels_in, without_labels
 from common.launch import Rank
+from common.sharding import local_part
 from common.training import CountingTrainer
 
 Batch = dict[str, torch.Tensor]
-STATE_FILE = "trainer_state.json"
-ABOUT_FILE = "checkpoint.json"
-"""Who wrote a checkpoint: `technique` (`lora` stands for any adapters), `parallel`, `ranks`, `rows_per_step`."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +42,10 @@ class Step:
 class StepLoop(CountingTrainer, ABC):
     """Optimizer steps to be taken one by one, with all that belongs to a step but its gradients and its update."""
 
-    way: str
-    """To share the work, as `RunConfig.parallel` calls it."""
-
     def __init__(self, *, rank: Rank, **kwargs: Any) -> None:
         """`rank` is this process's place among all, also where all work on the same rows."""
         super().__init__(**kwargs)
         self.rank = rank
-        self.writes = rank.is_main
-        """Whether this rank is the one that writes what all ranks have; without a shared disk there are several."""
         self.loss_sum = torch.zeros((), device=rank.device)
         """Of the optimizer steps since the last log, as far as this rank knows it."""
         self.logged_step = 0
@@ -78,19 +69,20 @@ class StepLoop(CountingTrainer, ABC):
 
     @abstractmethod
     def load_weights(self, folder: Path) -> None:
-        """Take back the weights (and, before the first step, the optimizer) that `save_weights` kept."""
+        """Take back the weights and the optimizer that `save_weights` kept."""
 
     # -- the loop
 
-    def steps(self, resume_from_checkpoint: str | None = None) -> Iterator[Step]:
+    def steps(self) -> Iterator[Step]:
         """Each optimizer step with this rank's batches; whoever asks for the next one has taken this one.
 
-        Schedule, log, validation and checkpoint of a step follow when the next one is asked for. At the end the model
-        has the weights of the lowest validation loss, if that is asked.
+        The first is the one after `goes_on_from`, where that is a checkpoint. Schedule, log, validation and checkpoint
+        of a step follow when the next one is asked for. At the end the model has the weights of the lowest validation
+        loss, if that is asked.
         """
         self._begin()
-        if resume_from_checkpoint:
-            self._resume(Path(resume_from_checkpoint))
+        if self.goes_on_from:
+            self._resume(self.goes_on_from)
         number = 0
         for epoch in range(self.state.num_train_epochs):
             self.batches.set_epoch(epoch)
@@ -103,7 +95,9 @@ class StepLoop(CountingTrainer, ABC):
                     yield self._step_of(rows)
                     self._end_step()
         if self.args.load_best_model_at_end:
-            self.load_weights(Path(self.state.best_model_checkpoint))
+            best = Path(self.state.best_model_checkpoint)
+            verify_once(best, self.rank.is_main)
+            self.load_weights(best)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def _step_of(self, rows: list[int]) -> Step:
@@ -117,15 +111,27 @@ class StepLoop(CountingTrainer, ABC):
         return labels_in(row)
 
     def update(self) -> None:
-        """The optimizer's step; the gradients go."""
+        """The optimizer's step, if the gradients are finite; they go."""
+        self.look_at_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def look_at_gradients(self) -> None:
+        """Refuse to go on with what is not finite.
+
+        Raises:
+            RunStoppedError: see `check_gradients`.
+        """
+        gradients = [local_part(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
+        self.check_gradients(get_total_norm(gradients))
+        self.reach("update")
 
     def _end_step(self) -> None:
         self.lr_scheduler.step()
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self.steps_per_epoch
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        self.reach("validation")
         start_s = time.perf_counter()
         self._log_and_validate()
         self.work.reporting_s += time.perf_counter() - start_s
@@ -149,8 +155,11 @@ class StepLoop(CountingTrainer, ABC):
             loss = self.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
             self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
             self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
-        if self.control.should_evaluate and self._determine_best_metric(self.evaluate(), trial=None):
-            self._save_best()
+        if self.control.should_evaluate:
+            self._determine_best_metric(self.evaluate(), trial=None)
+        if self.control.should_save:
+            self._save_checkpoint(self.model)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def evaluate(self, *_: object, **__: object) -> dict[str, float]:
         """The metrics of all validation rows, such as the mean loss."""
@@ -181,29 +190,12 @@ class StepLoop(CountingTrainer, ABC):
 
     # -- checkpoints
 
-    def _save_best(self) -> None:
-        """Keep this step's weights, with optimizer and schedule, in place of the best ones before."""
-        before = self.state.best_model_checkpoint
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        if self.writes:
-            folder.mkdir(parents=True, exist_ok=True)
-        wait_for_everyone()
+    def write_checkpoint(self, folder: Path) -> None:
+        """Weights and optimizer, every rank's random numbers, and the history."""
         self.save_weights(folder)
-        self.state.best_model_checkpoint = str(folder)
+        self._save_rng_state(str(folder))
         if self.writes:
-            technique = "lora" if isinstance(self.model, PeftModel) else "full"
-            about = {
-                "technique": technique,
-                "parallel": self.way,
-                "ranks": self.rank.world_size,
-                "rows_per_step": self.batches.rows_per_step,
-            }
-            (folder / ABOUT_FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
-            self.state.save_to_json(str(folder / STATE_FILE))  # the last file: with it, the checkpoint is whole
-        wait_for_everyone()
-        if self.writes and before and Path(before).parent == folder.parent:
-            shutil.rmtree(before)
-        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            self.state.save_to_json(str(folder / STATE_FILE))
 
     def _resume(self, folder: Path) -> None:
         """Go on after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""
@@ -211,11 +203,12 @@ class StepLoop(CountingTrainer, ABC):
         before = TrainerState.load_from_json(str(folder / STATE_FILE))
         for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step"):
             setattr(self.state, name, getattr(before, name))
-        self.state.best_model_checkpoint = str(folder)
-        self.first_step = self.logged_step = self.state.global_step
+        self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{before.best_global_step}"))
+        self.logged_step = self.state.global_step
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps that were taken then
             for _ in range(self.first_step):
                 self.lr_scheduler.step()
+        self._load_rng_state(str(folder))
         if self.rank.is_main:
             print(f"goes on after step {self.first_step} of {self.state.max_steps}, from {folder.name}")
 
@@ -238,10 +231,11 @@ class LoopTrainer(StepLoop):
 
     # -- the loop
 
-    def train(self, resume_from_checkpoint: str | None = None) -> None:
+    def train(self) -> None:
         """All optimizer steps; at the end the model has the weights of the lowest validation loss, if that is asked."""
-        for step in self.steps(resume_from_checkpoint):
+        for step in self.steps():
             for batch, is_last in step:
+                self.reach("batch")
                 self.loss_sum += self.add_gradients(batch, step.labelled, is_last)
             self.complete_gradients()
             self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)

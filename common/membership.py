@@ -8,7 +8,6 @@ and settings: what differs is refused with names, on every machine.
 import json
 import os
 import platform
-import re
 import socket
 import sys
 import time
@@ -25,7 +24,8 @@ from uuid import uuid4
 
 import psutil
 
-from common.launch import BACKENDS, exit_with
+from common.failures import LeftBehindError, is_of_the_network, said_by
+from common.launch import BACKENDS, ended_by_one_sentence
 from common.rendezvous import Meeting
 from common.run_config import BadInputError, RunConfig
 
@@ -80,7 +80,7 @@ class World:
         return run if self.start == 1 else replace(run, partitions=run.partitions or self.first_size)
 
 
-class LostMemberError(RuntimeError):
+class LostMemberError(Exception):
     """Another member went, or did not answer in time."""
 
 
@@ -138,18 +138,13 @@ def world_joined(meeting: Meeting, run: RunConfig, member: Member, timeout_s: fl
 
 
 def run_as_member(work: Callable[[], object]) -> None:
-    """Run `work`; a user's mistake ends in one sentence and exit code 2, a lost member in one and exit code 3."""
+    """Run `work`; it ends as any run does, and where a member is lost in one sentence and exit code 3."""
     try:
-        work()
-    except BadInputError as mistake:
-        exit_with(mistake)
+        with ended_by_one_sentence():
+            work()
     except LostMemberError as lost:
         print(f"error: {lost}", file=sys.stderr)
         sys.exit(LOST_MEMBER_EXIT_CODE)
-
-
-class LeftBehindError(Exception):
-    """Work took too long, and may go on without end in a thread of its own."""
 
 
 def in_time(work: Callable[[], Result], within_s: float) -> Result:
@@ -170,19 +165,6 @@ def in_time(work: Callable[[], Result], within_s: float) -> Result:
     if not wait([future], within_s).done:
         raise LeftBehindError(f"no answer within {within_s:.0f} s")
     return future.result()
-
-
-def is_of_the_network(error: Exception) -> bool:
-    """Whether an error comes from the exchange with other members: gloo's have no class of their own."""
-    from torch.distributed import DistError
-
-    return isinstance(error, (DistError, LeftBehindError)) or "gloo" in str(error).lower()
-
-
-def said_by(error: Exception) -> str:
-    """The first sentence of a library's error, without the place in its source."""
-    first_line = re.sub(r"^\[\S+\]\s*", "", str(error).strip().splitlines()[0])
-    return first_line.partition(". ")[0][:200].rstrip(".")
 
 
 # -- the way there

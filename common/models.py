@@ -133,7 +133,7 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER if run.task == "summarization" else EMBEDDED_BASE)
     source = check_model(run.model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _cannot_be_loaded("tokenizer", run.model, error) from error
     if run.task == "chat" and tokenizer.chat_template is None:
@@ -174,8 +174,9 @@ def load_base_model(
             attn_implementation=ATTENTION[run.attention],
             device_map=device_map,
             quantization_config=quantization_config(run) if quantized else None,
+            trust_remote_code=False,
         )
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise _cannot_be_loaded("weights", run.model, error) from error
     return prepare_quantized(model.eval()) if quantized else model.eval()
 
@@ -195,9 +196,10 @@ def _load_classifier(
                 device_map=device_map,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # a head for other labels is started anew
+                trust_remote_code=False,
                 **named,
             )
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise _cannot_be_loaded("weights", run.model, error) from error
     start_head(model, about, run.seed)
     return model.eval()
@@ -335,7 +337,7 @@ def any_shape_config(model: str) -> PretrainedConfig:
     """
     path = find_config(model)
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise BadInputError(
             f"Transformers cannot read {path.name} of {model} ({str(error).splitlines()[0]})."

@@ -102,7 +102,7 @@ def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedMod
         return model
     source = check_model(run.model)
     named = class_names(run) if run.task == "classification" else {}
-    whole = model_class(run, AutoConfig.from_pretrained(source))
+    whole = model_class(run, AutoConfig.from_pretrained(source, trust_remote_code=False))
 
     class Stage(whole):
         _keys_to_ignore_on_load_unexpected = (r".*",)  # other stages' weights

@@ -28,12 +28,12 @@ from common.training import give_up
 class PipelineTrainer(LoopTrainer):
     """The trainer of one stage; every rank goes through the same rows in the same order."""
 
-    way = "pp"
+    divides = True
 
     def __init__(self, *, pipeline: Pipeline, **kwargs: Any) -> None:
         """`pipeline` holds the stage; the rest goes to the trainer of one device."""
         super().__init__(rank=pipeline.rank, **kwargs)
-        self.pipeline = pipeline
+        self.pipeline, self.optimizer_file = pipeline, f"optimizer-stage{pipeline.rank.rank}.pt"
 
     def start_step_maker(self) -> None:
         """Passes are timed from here on."""
@@ -62,11 +62,13 @@ class PipelineTrainer(LoopTrainer):
     def save_weights(self, folder: Path) -> None:
         """The stages as parts of one model, and each stage's optimizer."""
         save_parts(self.model, folder, self.rank)
-        torch.save(self.optimizer.state_dict(), folder / f"optimizer-stage{self.rank.rank}.pt")
+        torch.save(self.optimizer.state_dict(), folder / self.optimizer_file)
 
     def load_weights(self, folder: Path) -> None:
-        """This stage's part of the weights."""
+        """This stage's part of the weights, and its optimizer."""
         load_parts(self.model, folder)
+        states = torch.load(folder / self.optimizer_file, map_location=self.rank.device, weights_only=True)
+        self.optimizer.load_state_dict(states)
 
     def collated(self, rows: list[Tokens]) -> Batch:
         """Rows as one batch, filled up with rows without labels until the micro-batches divide it."""

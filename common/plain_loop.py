@@ -3,7 +3,6 @@
 Every rank has the whole model and rows of its own; how gradients come together is the workflow's.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 
+from common.checkpoints import newest_whole, steps_at
 from common.data import IGNORED_LABEL, Tokens
 from common.disks import send_folder
-from common.loop_training import STATE_FILE, Batch, StepLoop
+from common.loop_training import Batch, StepLoop
 from common.run_record import RunLog
 
 WEIGHTS_FILE = "replica.pt"
@@ -23,21 +23,15 @@ WEIGHTS_FILE = "replica.pt"
 class PlainLoop(StepLoop):
     """Rows, optimizer, schedule, reports, validation and checkpoints of one rank; `steps()` hands out the work."""
 
-    way = "ddp"
-
     def __init__(self, *, log: RunLog, **kwargs: Any) -> None:
         """The optimizer is there at once, so that a workflow can wrap it."""
         super().__init__(rank=log.rank, **kwargs)
-        self.log_of_run, self.writes = log, log.writes
+        self.writes = log.writes
         self.create_optimizer()
-
-    def start_from(self) -> str:
-        """The checkpoint to go on from: of a run that was started again its newest, else the one that was asked for."""
-        found = self._newest_checkpoint() if self.log_of_run.goes_on else ""
-        return found or self.log_of_run.run.resume_from
 
     def loss_of(self, model: torch.nn.Module, batch: Batch, labelled: int) -> torch.Tensor:
         """This batch's share of the step's loss: the sum of its tokens' losses over the step's `labelled` ones."""
+        self.reach("batch")
         inputs = self._to_device(batch)
         labels = inputs.pop("labels")
         with self._autocast():
@@ -80,27 +74,31 @@ class PlainLoop(StepLoop):
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
 
-    def _newest_checkpoint(self) -> str:
-        """The newest whole checkpoint that any rank has, on every disk afterwards; empty where nobody has one."""
-        kept = sorted(Path(self.args.output_dir).glob(f"checkpoint-*/{STATE_FILE}"), key=_steps_at, reverse=True)
-        steps = gather_object([_steps_at(kept[0]) if kept else 0])
-        newest = max(steps)
+    def checkpoint_to_go_on_from(self, log: RunLog) -> Path | None:
+        """As with one disk; of several the newest that any has, on every disk afterwards."""
+        if not log.goes_on:
+            return super().checkpoint_to_go_on_from(log)
+        kept = newest_whole(Path(self.args.output_dir)) if self.writes else None
+        of_ranks = gather_object([(steps_at(kept) if kept else 0, self.writes)])
+        newest = max(steps for steps, _ in of_ranks)
         if not newest:
-            return ""
+            return None
         folder = Path(self.args.output_dir) / f"checkpoint-{newest}"
-        lacks = steps[self.rank.rank] < newest and self.writes
-        send_folder(folder, steps.index(newest), lacks, self.rank)
-        for older in kept if lacks else ():
-            shutil.rmtree(older.parent)
-        return str(folder)
+        source = of_ranks.index((newest, True))
+        lacks = self.writes and (kept is None or steps_at(kept) < newest)
+        send_folder(folder, source, lacks, self.rank)
+        return folder
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Every disk gets every rank's random numbers, so that any of them can start all ranks again."""
+        super().write_checkpoint(folder)
+        states = gather_object([{path.name: path.read_bytes() for path in folder.glob("rng_state*")}])
+        for name, content in {name: state for each in states for name, state in each.items()}.items():
+            if self.writes:
+                (folder / name).write_bytes(content)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.args.bf16)
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}
-
-
-def _steps_at(state_file: Path) -> int:
-    """After how many steps a checkpoint was kept, by the name of its folder."""
-    return int(state_file.parent.name.rpartition("-")[2])

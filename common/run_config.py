@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+LAST = "last"
+"""The setting `resume_from` for a run's own newest whole checkpoint."""
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 SHARDED = ("fsdp", "zero1", "zero2", "zero3")
@@ -85,8 +87,8 @@ class RunConfig:
     )
     resume_from: str = _setting(
         "",
-        "With fsdp, zero and plain loops: folder of a checkpoint (results/<run>/checkpoints/checkpoint-<step>) to go "
-        "on from.",
+        "Folder of a checkpoint (results/<run>/checkpoints/checkpoint-<step>) to go on from; last = this run's own "
+        "newest one that is whole, in the same results folder, or the beginning where there is none.",
     )
     quantization: Literal["nf4", "nf4-double"] = _setting(
         "nf4", "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too."
@@ -131,7 +133,9 @@ class RunConfig:
     bucket_mib: float = _setting(25.0, "With loop machines: gradients that are sent at once, in MiB.")
     link: str = _setting("", "With loop machines: what joins them, for the record, such as 100 Mbit/s.")
     step_timeout_s: float = _setting(
-        600.0, "With loop machines: seconds that a member waits for the others' gradients before it gives them up."
+        600.0,
+        "Seconds that a training step may take before the ranks that hang are named and all are ended; what is no step "
+        "(loading, saving, validation) may take ten times as long.",
     )
 
     batch_size: int = _setting(16, "Training rows per rank and step, before accumulation.")
@@ -285,11 +289,6 @@ class RunConfig:
             if self.offload != "none":
                 raise BadInputError(
                     f"offload is {self.offload}, but parallel is {self.parallel}: it is for fsdp and zero (2.6)."
-                )
-            if self.resume_from and self.loop == "trainer":
-                raise BadInputError(
-                    f"resume_from is {self.resume_from}, but parallel is {self.parallel}: it is for fsdp and zero "
-                    "(2.6), and for the plain loops of summarization (3.2)."
                 )
             return
         if self.offload == "cpu" and self.device == "cpu":

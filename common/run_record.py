@@ -5,22 +5,27 @@ Imports torch only inside a run; reading records needs none.
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock, Timeout
+
 from common import hardware
+from common.failures import RunStoppedError, is_of_the_network, status_of
 from common.launch import Rank
-from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.run_config import LAST, REPOSITORY, BadInputError, RunConfig
+from common.watch import Watch, reached
 
 if TYPE_CHECKING:
     from common.planner import Plan  # which reads records
@@ -50,7 +55,9 @@ class RunLog:
 
         from common.disks import first_on_disk  # here: it needs torch
 
-        self.run, self.rank, self.goes_on = run, rank, goes_on
+        self.run, self.rank = run, rank
+        self.goes_on = goes_on or run.resume_from == LAST or was_restarted()
+        """Whether this start goes on with what an earlier one left in the results folder."""
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
         self.folder = run.results_folder(self.run_name)
         self.phases_s: dict[str, float] = {}
@@ -60,28 +67,98 @@ class RunLog:
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.writes = first_on_disk(self.folder.parent, rank)
         """Whether this rank is the one that writes what all ranks have."""
+        self._own_folder()
         if self.writes:
-            if self.folder.exists() and not goes_on:
+            if self.folder.exists() and not self.goes_on:
                 _make_way(self.folder)
-            self.folder.mkdir(exist_ok=goes_on)
+            self.folder.mkdir(exist_ok=self.goes_on)
             (self.folder / RECORD_NAME).unlink(missing_ok=True)
         wait_for_everyone()
+        self.step: Callable[[], int] | None = None
+        """How many optimizer steps were taken, once there is a trainer."""
+        self.watch = Watch(self.folder, rank, run.step_timeout_s, self._hangs) if rank.is_process else None
+
+    def _own_folder(self) -> None:
+        """Take the results folder, which has one owner at a time; a lock of the system's goes with its process.
+
+        Raises:
+            BadInputError: another run has it; on every rank.
+        """
+        from accelerate.utils import gather_object
+
+        taken = False
+        if self.writes:
+            self.lock = FileLock(self.folder.with_name(f".{self.run_name}.lock"), timeout=0, is_singleton=True)
+            try:
+                self.lock.acquire()
+            except Timeout:
+                taken = True
+        if any(gather_object([taken])):
+            raise BadInputError(
+                f"Another run is writing to the results folder {self.folder.name}: wait for it, end it, or pass "
+                "another --run_name."
+            )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time one phase of the run, in seconds; say when it starts and how long it took."""
         start_s = time.perf_counter()
+        reached(name, 0)
         if self.rank.is_main:
             print(f"{name} ...")
         try:
             yield
         except BaseException as error:  # an interrupt is a way to end, too
-            figures = {"failed_phase": name, "failed_rank": self.rank.rank, "error": f"{type(error).__name__}: {error}"}
-            save_record(self._record(status_of(error), figures), self.folder)
+            self.failed(error, name)
+            if status_of(error) == "oom":
+                raise RunStoppedError(self._out_of_memory(name)) from error
             raise
         self.phases_s[name] = time.perf_counter() - start_s
         if self.rank.is_main:
             print(f"{name}: {self.phases_s[name]:.1f} s")
+
+    def failed(self, error: BaseException, phase: str) -> None:
+        """Keep how this rank ended; what went wrong first stays, and is not covered by what followed from it."""
+        figures = {
+            "failed_phase": phase,
+            "failed_rank": self.rank.rank,
+            "failed_step": self.step() if self.step else None,
+            "error": f"{type(error).__name__}: {error}",
+        }
+        self.stop()
+        self._keep_failure(status_of(error), figures, follows=is_of_the_network(error) or isinstance(error, SystemExit))
+
+    def _hangs(self, said: str) -> None:
+        self._keep_failure("failed", {"failed_rank": self.rank.rank, "error": said}, follows=True)
+
+    def _keep_failure(self, status: str, figures: dict[str, object], follows: bool) -> None:
+        if follows and (self.folder / RECORD_NAME).exists():
+            return
+        try:
+            save_record(self._record(status, figures), self.folder)
+        except OSError as error:
+            print(f"WARNING: the record of this failure cannot be written ({error}).")
+
+    def stop(self) -> None:
+        """Watch no more, and give the results folder free."""
+        if self.watch:
+            self.watch.end()
+        if self.writes:
+            self.lock.release(force=True)
+
+    def _out_of_memory(self, phase: str) -> str:
+        """What was tried, and what would fit."""
+        reading = hardware.read_memory(self.rank.device)
+        tried = f"rank {self.rank.rank}, {self.rank.device}, {phase}: {self.run.rows_per_rank} rows per step"
+        fits = "pass a smaller --batch_size"
+        if self.plan:
+            tried += f" of up to {self.plan.job.batch.length} tokens"
+            rows = self.plan.max_batch_size
+            fits = f"by the plan {rows} rows fit: pass --batch_size {rows}" if rows else "by the plan no row fits"
+        return (
+            f"Out of memory ({tried}; the peak was {reading.peak_gib:.2f} of {reading.total_gib:.1f} GiB): {fits}, "
+            "with more --accumulation_steps for the same step, or look at what `python -m common.dry_run` shows."
+        )
 
     def gpu(self) -> hardware.Gpu | None:
         """The GPU at hand, where the catalogue has it; None on CPU."""
@@ -112,6 +189,7 @@ class RunLog:
             save_record(record, self.folder)
         if self.rank.is_main:
             print(f"record: {RECORD_NAME} in {self.folder.relative_to(self.folder.parents[1])}")
+        self.stop()
         return record
 
     def _memory(self, number: int, device: str) -> dict[str, object]:
@@ -235,6 +313,11 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
     return lines
 
 
+def was_restarted() -> bool:
+    """Whether torchrun has started the ranks again, after one was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
 def _make_way(folder: Path) -> None:
     """Move an earlier run aside; a failed one does not push out a completed one."""
     previous = folder.with_name(folder.name + PREVIOUS)
@@ -250,15 +333,6 @@ def _completed(folder: Path) -> bool:
         return load_record(folder / RECORD_NAME)["status"] == "completed"
     except BadInputError:
         return False
-
-
-def status_of(error: BaseException) -> str:
-    """What a run that ended with `error` is called."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return "oom"
-    return "failed"
 
 
 def environment(run: RunConfig) -> dict[str, object]:
@@ -295,7 +369,9 @@ def _git(*arguments: str) -> str | None:
 def save_record(record: Record, folder: Path) -> Path:
     """Write `run_record.json`."""
     path = folder / RECORD_NAME
-    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    written = path.with_suffix(f".{os.getpid()}.new")  # ranks may end at once
+    written.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    written.replace(path)
     return path
 
 

@@ -14,11 +14,18 @@ from pathlib import Path
 from types import ModuleType
 
 from common.data import Splits, load_splits
-from common.launch import check_inputs, exit_with, literal_file_of, ranks_command, run_or_launch, stream_command
+from common.launch import (
+    check_inputs,
+    ended_by_one_sentence,
+    literal_file_of,
+    ranks_command,
+    run_or_launch,
+    stream_command,
+)
 from common.report import results_of_this_machine
 from common.report_classification import results_text
 from common.report_rows import clock
-from common.run_config import CLASSIFIED_WITH, REPOSITORY, BadInputError, RunConfig, parse_overrides
+from common.run_config import CLASSIFIED_WITH, REPOSITORY, RunConfig, parse_overrides
 from common.run_record import default_run_name
 from common.siblings import read_literal, read_lora
 
@@ -64,18 +71,16 @@ def run_of_folder(folder: Path, arguments: Sequence[str]) -> RunConfig:
 
 
 def run_settings_from_command_line(workflow: ModuleType) -> None:
-    """Run what the command line says; a user's mistake ends in one sentence and exit code 2."""
+    """Run what the command line says."""
     options, overrides = _first_options(workflow.RUN).parse_known_args()
     if {"-h", "--help"} & set(overrides):
         print(help_text(workflow, options.technique, options.parallel))
         sys.exit(0)
-    try:
+    with ended_by_one_sentence():
         if options.all:
             sys.exit(run_all(workflow, options.quick, overrides))
         run = run_of_arguments(workflow, sys.argv[1:])
         run_or_launch(workflow.workflow, run, Path(workflow.__file__).name, sys.argv[1:])
-    except BadInputError as mistake:
-        exit_with(mistake)
 
 
 def help_text(workflow: ModuleType, technique: str, parallel: str) -> str:

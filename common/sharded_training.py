@@ -25,6 +25,7 @@ from common.models import check_equal_logits, load_base_model, next_token_logits
 from common.quantization import dequantized
 from common.run_config import RunConfig
 from common.run_record import RunLog
+from common.safe_loading import SafePlanner, SafeReader
 from common.sharding import (
     Held,
     byte_count,
@@ -158,7 +159,7 @@ class ShardedTrainer(LoopTrainer):
         """This rank's shards, also from a checkpoint of another number of ranks."""
         weights, optimizer = get_state_dict(self.model, self._plain_optimizer())
         parts = {"model": weights, "optimizer": optimizer}
-        dcp.load(parts, checkpoint_id=str(folder / SHARDS))
+        dcp.load(parts, storage_reader=SafeReader(str(folder / SHARDS)), planner=SafePlanner())
         set_state_dict(
             self.model,
             self._plain_optimizer(),
@@ -173,8 +174,6 @@ class ShardedTrainer(LoopTrainer):
 
 class FsdpTrainer(ShardedTrainer):
     """The trainer of one rank; its `model` comes from `common.sharding.shard`."""
-
-    way = "fsdp"
 
     def start_step_maker(self) -> None:
         """Nothing may be whole; where Accelerate was launched with an FSDP file, it divides the model only now."""
@@ -216,8 +215,6 @@ class FsdpTrainer(ShardedTrainer):
 
 class DdpTrainer(ShardedTrainer):
     """For comparison: the same loop with PyTorch's DDP, where every rank holds everything."""
-
-    way = "ddp"
 
     def start_step_maker(self) -> None:
         """DDP sums the gradients of `model`."""

@@ -13,8 +13,6 @@ from common.tensor_parallel import check_split, check_whole_weights_agree, clip_
 class TensorParallelTrainer(ShardedTrainer):
     """The trainer of one rank; its `model` comes from `common.tensor_parallel.split_by_plan`."""
 
-    way = "tp"
-
     def start_step_maker(self) -> None:
         """Every matrix of the plan must be divided, and nothing else."""
         check_split(self.model, self.rank.world_size)

@@ -1,5 +1,6 @@
 """A Transformers Trainer from a RunConfig, and what it proves about a run."""
 
+import math
 import os
 import time
 from collections import Counter
@@ -29,6 +30,18 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from common.callbacks import ACCURACY, VALIDATION_LOSS, FirstStepReport, ProgressReport, UpdateReport, WorkDone
+from common.checkpoints import (
+    STATE_FILE,
+    Writes,
+    about_run,
+    check_goes_on,
+    committing,
+    newest_whole,
+    read_manifest,
+    rotate,
+    steps_at,
+    verify_once,
+)
 from common.classification import CLASSES
 from common.data import (
     IGNORED_LABEL,
@@ -41,6 +54,8 @@ from common.data import (
     make_collator,
 )
 from common.disks import send_folder
+from common.failures import RunStoppedError
+from common.faults import fault_at
 from common.hardware import gpu_of_device, gpus
 from common.launch import BACKENDS, Rank
 from common.memory_plan import BatchShape
@@ -48,17 +63,23 @@ from common.models import check_equal_logits, load_base_model, next_token_logits
 from common.objectives import Objective, mean_loss
 from common.planner import Plan, plan_run, why
 from common.quantization import drop_quantized
-from common.run_config import BadInputError, RunConfig
+from common.run_config import LAST, BadInputError, RunConfig
 from common.run_record import RunLog
+from common.sharding import byte_count, local_part, optimizer_bytes
 from common.summarization import SUMMARIES
+from common.watch import reached
 
 
 class CountingTrainer(Trainer):
     """A Trainer whose ranks see every row once per epoch, and count what they see.
 
     Losses are means over the answer tokens of the whole global batch (the Trainer counts them over ranks and
-    micro-batches), so that one device and several compute the same step.
+    micro-batches), so that one device and several compute the same step. Checkpoints are Transformers' own, but there
+    whole or not at all.
     """
+
+    divides = False
+    """Whether ranks hold parts of what is trained, and write them."""
 
     def __init__(self, *, batches: EpochBatches, work: WorkDone, objective: Objective, **kwargs: Any) -> None:
         """`batches` draws this rank's rows, `work` counts them; the rest goes to the Trainer."""
@@ -72,6 +93,14 @@ class CountingTrainer(Trainer):
         self.keeps_logits = keeps_logits(self.model)
         self.first_step = 0
         """Optimizer steps that were taken before, by the run whose checkpoint this one goes on from."""
+        self.goes_on_from: Path | None = None
+        """The checkpoint that `train` goes on from."""
+        self.about: dict[str, Any] = {}
+        """What this run's checkpoints say of it."""
+        self.writes = self.args.process_index == 0
+        """Whether this rank is the one that writes what all ranks have; without a shared disk there are several."""
+        self.saves_into = Path(self.args.output_dir)
+        """Where Transformers writes a checkpoint's folder."""
 
     def get_train_dataloader(self) -> EpochLoader:
         """Batches drawn by `batches`: already this rank's share, so Accelerate must not divide them again."""
@@ -82,8 +111,16 @@ class CountingTrainer(Trainer):
             pin_memory=self.args.device.type == "cuda",
         )
 
+    def train(self, **kwargs: Any) -> Any:
+        """All optimizer steps; those after `goes_on_from`, where that is a checkpoint."""
+        folder = self.goes_on_from
+        if folder and self.args.process_index == 0:
+            print(f"goes on after step {self.first_step}, from {folder.name}")
+        return super().train(resume_from_checkpoint=str(folder) if folder else None, **kwargs)
+
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Count the mini-batch, then train on it."""
+        self.reach("batch")
         self.work.count(inputs.pop("row"), inputs)
         batch = with_head_on_answers(inputs) if self.keeps_logits else inputs
         if self.keeps_logits and self.is_model_parallel:  # the head's device may be another than the inputs'
@@ -92,9 +129,111 @@ class CountingTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Time what is no training: logging, validation and checkpoints."""
+        self.reach("validation")
         start_s = time.perf_counter()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self.work.reporting_s += time.perf_counter() - start_s
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor | float:
+        """The norm over all ranks' gradients; a step that would spoil the weights is not taken."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.check_gradients(norm)
+        self.reach("update")
+        return norm
+
+    def reach(self, point: str) -> None:
+        """This rank has come to a point of the step that it works on."""
+        step = self.state.global_step + 1
+        reached(point, step)
+        fault_at(point, step, self.model)
+
+    def check_gradients(self, norm: torch.Tensor | float) -> None:
+        """Refuse gradients that are not finite; with fp16 they may be, and the loss is scaled down.
+
+        Raises:
+            RunStoppedError: with the step, and where to go on from.
+        """
+        if not self.args.fp16 and not math.isfinite(norm):
+            raise RunStoppedError(
+                f"The gradients of step {self.state.global_step + 1} are not finite (norm {float(norm)}), and would "
+                "spoil every weight: the step was not taken, and nothing was saved after step "
+                f"{self.state.global_step}. Lower --learning_rate or look at the step's rows; --resume_from {LAST} "
+                "goes on from the newest checkpoint."
+            )
+
+    # -- checkpoints
+
+    def checkpoint_to_go_on_from(self, log: RunLog) -> Path | None:
+        """The one that the run names, or its newest whole one; None: it starts at the beginning."""
+        if not log.goes_on:
+            return Path(log.run.resume_from).expanduser() if log.run.resume_from else None
+        newest = newest_whole(Path(self.args.output_dir)) if self.args.process_index == 0 else None
+        newest = gather_object([newest])[0]
+        if newest is None and self.args.process_index == 0:
+            print("there is no checkpoint to go on from: training starts at the beginning")
+        return newest
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
+        """Keep this step, whole, then remove all but the best checkpoint and this one."""
+        folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
+        if best:
+            self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
+        with committing(folder, self.about, Writes(self.bytes_to_write(), self.writes)) as partial:
+            self.write_checkpoint(partial)
+        if self.writes:
+            rotate(folder.parent, {folder.name, f"checkpoint-{best}"})
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write all that training goes on from; called on every rank."""
+        best, self.saves_into = self.state.best_model_checkpoint, folder.parent
+        super()._save_checkpoint(self.model, trial=None)
+        self.state.best_model_checkpoint = best
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / STATE_FILE))
+
+    def _get_output_dir(self, trial: None) -> str:
+        return str(self.saves_into)
+
+    def bytes_to_write(self) -> int:
+        """By this rank, of a checkpoint's weights and optimizer."""
+        if not self.writes and not self.divides:
+            return 0
+        only_trained = isinstance(self.model, PeftModel)
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad or not only_trained]
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
+        return byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer else 0)
+
+    def go_on_from(self, folder: Path) -> None:
+        """Let `train` go on from a checkpoint, whose bytes are those that were written.
+
+        Raises:
+            BadInputError: it has no state of a rank's random numbers, without which the rest would be another's.
+        """
+        self.goes_on_from, self.first_step = folder, steps_at(folder)
+        about = verify_once(folder, self.args.process_index == 0)
+        ranks = self.args.world_size
+        names = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
+        missing = [name for name in names if not (folder / name).is_file()]
+        if about["ranks"] != ranks:
+            if self.args.process_index == 0:
+                print(f"{folder.name} is of {about['ranks']} ranks: rows stay in order, but dropout will be another.")
+        elif missing:
+            raise BadInputError(f"{folder} lacks {', '.join(missing)}, and cannot be gone on from exactly.")
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """The best checkpoint before stands beside the one that is gone on from."""
+        begin = super()._init_training_state(*args, **kwargs)
+        if self.goes_on_from and self.state.best_global_step:
+            best = self.goes_on_from.with_name(f"checkpoint-{self.state.best_global_step}")
+            self.state.best_model_checkpoint = str(best)
+        return begin
+
+    def _load_best_model(self) -> None:
+        """Only if its bytes are those that were written."""
+        verify_once(Path(self.state.best_model_checkpoint), self.args.process_index == 0)
+        super()._load_best_model()
+
+    # -- for the record
 
     def of_own_rows(self, of_ranks: list[Any]) -> list[Any]:
         """Of what each rank did, that of the ranks with rows of their own: with data parallel all of them."""
@@ -194,7 +333,8 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         logging_steps=run.report_share,
         save_strategy="steps",
         save_steps=run.report_share,
-        save_total_limit=1,
+        save_total_limit=None,  # `rotate` removes, and only after the next checkpoint is there
+        restore_callback_states_from_checkpoint=True,  # how long an early stop has waited
         load_best_model_at_end=True,
         metric_for_best_model=OBJECTIVES[run.task].best_metric,
         greater_is_better=OBJECTIVES[run.task].higher_is_better,
@@ -235,6 +375,13 @@ def make_trainer(
     )
     trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
     check_precision(trainer, run)
+    log.step = lambda: trainer.state.global_step
+    trainer.about = about_run(run, len(train))
+    folder = trainer.checkpoint_to_go_on_from(log)
+    if folder:
+        trainer.go_on_from(folder)
+        steps = run.max_steps if run.max_steps > 0 else run.epochs * steps_per_epoch(trainer)
+        check_goes_on(run, len(train), steps, folder, read_manifest(folder)["about"])
     return trainer
 
 
@@ -323,7 +470,7 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
     place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
     for share in shares:
-        if share["samples"] == 0:
+        if share["samples"] == 0 and trainer.state.global_step > trainer.first_step:
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
     rows_by_rank = trainer.of_own_rows([share.pop("rows") for share in shares])
     check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer), goes_on=trainer.first_step > 0)
@@ -358,13 +505,17 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
         )
 
 
+def steps_per_epoch(trainer: CountingTrainer) -> int:
+    """Optimizer steps in an epoch."""
+    return -(-len(trainer.batches) // trainer.batches.accumulation_steps)
+
+
 def row_uses(trainer: CountingTrainer) -> int:
     """Rows that the finished steps of this run had room for."""
     row_count = len(trainer.train_dataset)
-    steps_per_epoch = -(-len(trainer.batches) // trainer.batches.accumulation_steps)
 
     def until(step: int) -> int:
-        epochs, rest_steps = divmod(step, steps_per_epoch)
+        epochs, rest_steps = divmod(step, steps_per_epoch(trainer))
         return epochs * row_count + min(rest_steps * trainer.batches.rows_per_step, row_count)
 
     return until(trainer.state.global_step) - until(trainer.first_step)
@@ -399,7 +550,10 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
         "best_validation_loss": min(entry[VALIDATION_LOSS] for entry in history if VALIDATION_LOSS in entry),
         **accuracy_figures(history),
-        "checkpoints": {"best": Path(trainer.state.best_model_checkpoint).name},
+        "checkpoints": {
+            "best": Path(trainer.state.best_model_checkpoint).name,
+            "went_on_from": trainer.goes_on_from.name if trainer.goes_on_from else None,
+        },
     }
 
 

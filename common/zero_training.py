@@ -51,7 +51,7 @@ class ZeroTrainer(ShardedTrainer):
     def __init__(self, *, run: RunConfig, rank: Rank, **kwargs: Any) -> None:
         """`run` says the stage."""
         super().__init__(rank=rank, **kwargs)
-        self.run, self.stage, self.way = run, zero_stage(run), run.parallel
+        self.run, self.stage = run, zero_stage(run)
         self.engine: Any = None
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:

@@ -72,7 +72,7 @@ def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> ShardedTra
 def train(log: RunLog, trainer: ShardedTrainer) -> Figures:
     """Train, take the checkpoint with the lowest validation loss (4), check what every rank did, and sum it up."""
     with log.phase("training"):
-        trainer.train(log.run.resume_from or None)
+        trainer.train()
         world = check_training(trainer, log.rank)
     figures = {**training_figures(trainer, world, log), **trainer.sharding_figures()}
     if log.rank.is_main and figures["held"]:

@@ -39,13 +39,14 @@ def train(log: RunLog, loop: PlainLoop) -> Figures:
     with log.phase("training"):
         accelerator = Accelerator()
         model, optimizer = accelerator.prepare(loop.model, loop.optimizer)  # (1) (2)
-        for step in loop.steps(loop.start_from()):
+        for step in loop.steps():
             for batch, is_last in step:
                 with nullcontext() if is_last else accelerator.no_sync(model):
                     loss = loop.loss_of(model, batch, step.labelled)
                     accelerator.backward(loss * ranks)  # DDP takes the mean over ranks, but each loss is part of a sum
             if run.max_grad_norm:
                 accelerator.clip_grad_norm_(model.parameters(), run.max_grad_norm)
+            loop.look_at_gradients()
             optimizer.step()
             optimizer.zero_grad()
     return figures_of(log, loop)

@@ -51,7 +51,7 @@ def train(log: RunLog, loop: PlainLoop) -> Figures:
     run = log.run
     with log.phase("training"):
         exchange = GradientExchange(loop.model, run)
-        for step in loop.steps(loop.start_from()):
+        for step in loop.steps():
             for batch, is_last in step:
                 with exchange.part(is_last):
                     exchange.backward(loop.loss_of(exchange.model, batch, step.labelled))

@@ -1,7 +1,6 @@
 """Sharding: what is refused, what DeepSpeed is told, what is counted, and why losses are summed over all ranks."""
 
 import copy
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common import zero_training
 from common.deepspeed_config import deepspeed_config, with_sizes
 from common.launch import accelerate_shards, check_folder, check_inputs
-from common.loop_training import ABOUT_FILE, STATE_FILE
 from common.run_config import BadInputError, RunConfig
-from common.sharded_run import check_checkpoint
 from common.sharding import UNEVEN_SHARE, check_fully_sharded, check_share, mixed_precision, modules_to_wrap
 from common.traffic import SentBytes
 from common.zero_training import check_deepspeed
@@ -57,7 +54,7 @@ def test_what_contradicts_sharding_is_refused(changes: dict[str, object], said: 
         replace(FSDP, **changes)
 
 
-@pytest.mark.parametrize("setting", [{"offload": "cpu"}, {"resume_from": "somewhere"}])
+@pytest.mark.parametrize("setting", [{"offload": "cpu"}])
 def test_settings_of_sharding_are_for_sharding(setting: dict[str, str]) -> None:
     with pytest.raises(BadInputError, match="parallel is single: it is for fsdp and zero"):
         RunConfig(**setting)
@@ -100,59 +97,6 @@ def test_the_folder_s_workflow_does_sharding_and_ddp_and_nothing_else() -> None:
     lora_ddp = RunConfig(parallel="ddp", devices=2, run_folder="2.2_lora_finetuning_with_ddp/run_0_cpu_x2")
     with pytest.raises(BadInputError, match="parallel is fsdp"):
         check_folder(replace(lora_ddp, parallel="fsdp"))
-
-
-# -- checkpoints
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    about = {"technique": "full", "parallel": "fsdp", "ranks": 2, "rows_per_step": 32}
-    (tmp_path / ABOUT_FILE).write_text(json.dumps(about))
-    (tmp_path / STATE_FILE).write_text(json.dumps({"global_step": 3}))
-    return tmp_path
-
-
-def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(checkpoint: Path) -> None:
-    check_checkpoint(replace(FSDP, resume_from=str(checkpoint)))
-    check_checkpoint(replace(FSDP, resume_from=str(checkpoint), devices=4, batch_size=8))
-
-
-@pytest.mark.parametrize(
-    ("changes", "about", "said"),
-    [
-        ({"batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(batch_size 8 x accumulation_steps 1 x 2"),
-        ({"parallel": "zero3"}, {}, "a checkpoint of fsdp, but parallel is zero3: pass --parallel fsdp"),
-        ({"technique": "lora"}, {}, "a checkpoint of full, but technique is lora: pass --technique full"),
-        ({"max_steps": 3}, {}, "a checkpoint after step 3, and this run has 3: nothing is left to train; raise"),
-        ({"train_rows": 32, "epochs": 3}, {}, "a checkpoint after step 3, and this run has 3"),
-        ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --par"),
-        ({"parallel": "zero3", "devices": 4, "batch_size": 8}, {"parallel": "zero3"},
-         "a checkpoint of 2 ranks, but there are 4, and DeepSpeed's parts fit no other number: pass --devices 2"),
-    ],
-)  # fmt: skip
-def test_a_checkpoint_of_another_run_is_refused(
-    checkpoint: Path, changes: dict[str, object], about: dict[str, object], said: str
-) -> None:
-    found = json.loads((checkpoint / ABOUT_FILE).read_text())
-    (checkpoint / ABOUT_FILE).write_text(json.dumps({**found, **about}))
-    with pytest.raises(BadInputError, match=said):
-        check_checkpoint(replace(FSDP, resume_from=str(checkpoint), **changes))
-
-
-def test_no_checkpoint_and_one_in_the_way_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"holds no checkpoint\.json"):
-        check_checkpoint(replace(FSDP, resume_from=str(tmp_path)))
-    run = replace(FSDP, results_root=str(tmp_path), run_name="same")
-    own = tmp_path / "results" / "same" / "checkpoints" / "checkpoint-3"
-    own.mkdir(parents=True)
-    (own / STATE_FILE).write_text(json.dumps({"global_step": 3}))
-    (own / ABOUT_FILE).write_text(
-        json.dumps({"technique": "full", "parallel": "fsdp", "ranks": 2, "rows_per_step": 32})
-    )
-    with pytest.raises(BadInputError, match="in the results of a run called same"):
-        check_checkpoint(replace(run, resume_from=str(own)))
-    check_checkpoint(replace(run, resume_from=str(own), run_name="other"))
 
 
 # -- truth checks

@@ -1,0 +1,34 @@
+"""How runs fail: what ended one, whether it went wrong here or with another rank, and how it is said in one line."""
+
+import re
+
+
+class RunStoppedError(RuntimeError):
+    """What ended a run that was asked for rightly, told in one sentence: what happened, and the next step."""
+
+
+class LeftBehindError(Exception):
+    """Work took too long, and may go on without end in a thread of its own."""
+
+
+def is_of_the_network(error: BaseException) -> bool:
+    """Whether an error comes from the exchange with other ranks, one of which is gone; gloo's have no class."""
+    from torch.distributed import DistError  # here: reports need no torch
+
+    return isinstance(error, (DistError, LeftBehindError)) or "gloo" in str(error).lower()
+
+
+def said_by(error: BaseException) -> str:
+    """The first sentence of a library's error, without the place in its source."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    first_line = re.sub(r"^\[\S+\]\s*", "", lines[0])
+    return first_line.partition(". ")[0][:200].rstrip(".")
+
+
+def status_of(error: BaseException) -> str:
+    """What a run that ended with `error` is called."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "oom"
+    return "failed"

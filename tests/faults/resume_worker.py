@@ -1,0 +1,59 @@
+"""Each job's workflow straight through, then stopped at each of its faults and gone on with, in the same processes.
+
+python (or torchrun) resume_worker.py JOBS.json: a list of objects with `place`, `name`, `overrides`, `faults`, `ports`,
+and `forgets`: the name of what a resumed run leaves out, for a negative control.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from common import faults
+from common.launch import end_rank
+from common.run_config import RunConfig, parse_overrides
+from common.training import CountingTrainer
+
+
+def run(module: object, run_config: RunConfig, port: int, fault: str = "") -> None:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["MASTER_PORT"] = "False", str(port)
+    if fault:
+        os.environ[faults.VARIABLE] = fault
+    try:
+        module.workflow(run_config)
+        assert not fault, f"{fault} did not come up"
+    except ValueError as error:
+        if "a fault on purpose" not in str(error):
+            raise
+    finally:
+        os.environ.pop(faults.VARIABLE, None)
+        faults._arrivals.clear()
+        end_rank()
+
+
+def work(job: dict, results_root: str) -> None:
+    module = importlib.import_module(Path(job["place"]).stem)
+    ports = iter(job["ports"])
+    resumed = {} if not job["forgets"] else {job["forgets"]: getattr(CountingTrainer, job["forgets"])}
+
+    def settings(name: str, *more: str) -> RunConfig:
+        return parse_overrides(
+            module.RUN,
+            [*job["overrides"], "--results_root", results_root, "--run_name", f"{job['name']}-{name}", *more],
+        )
+
+    run(module, settings("straight"), next(ports))
+    for number, fault in enumerate(job["faults"]):
+        run(module, settings(str(number)), next(ports), fault)
+        for name in resumed:
+            setattr(CountingTrainer, name, lambda *_, **__: None)
+        run(module, settings(str(number), "--resume_from", "last"), next(ports))
+        for name, own in resumed.items():
+            setattr(CountingTrainer, name, own)
+
+
+if __name__ == "__main__":
+    jobs = Path(sys.argv[1])
+    for each in json.loads(jobs.read_text()):
+        work(each, str(jobs.parent))

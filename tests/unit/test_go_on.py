@@ -1,0 +1,73 @@
+"""What checkpoint a run can go on from."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.checkpoints import MANIFEST_FILE, DamagedCheckpointError, about_run, check_checkpoint, write_manifest
+from common.run_config import BadInputError, RunConfig
+
+ROWS = 96
+FSDP = RunConfig(technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2")
+
+
+def _checkpoint(root: Path, run: RunConfig = FSDP, **about: object) -> str:
+    folder = root / "checkpoint-3"
+    folder.mkdir(parents=True)
+    write_manifest(folder, {**about_run(run, ROWS), **about})
+    return str(folder)
+
+
+def _check(run: RunConfig, rows: int = ROWS) -> None:
+    check_checkpoint(run, "torchrun", rows)
+
+
+def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(tmp_path: Path) -> None:
+    run = replace(FSDP, resume_from=_checkpoint(tmp_path))
+    _check(run)
+    _check(replace(run, devices=4, batch_size=8))
+
+
+def test_one_device_and_replicas_go_on_from_each_other(tmp_path: Path) -> None:
+    ddp = RunConfig(parallel="ddp", devices=2, batch_size=8)
+    _check(RunConfig(resume_from=_checkpoint(tmp_path, ddp)))
+
+
+PP = {"parallel": "pp", "micro_batches": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "about", "said"),
+    [
+        ({"batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(batch_size 8 x accumulation_steps 1 x 2"),
+        ({"parallel": "zero3"}, {}, "a checkpoint of fsdp, but parallel is zero3: pass --parallel fsdp"),
+        ({"technique": "lora"}, {}, "a checkpoint of full, but technique is lora: pass --technique full"),
+        ({"max_steps": 3}, {}, "a checkpoint after step 3, and this run has 3: nothing is left to train; raise"),
+        ({"epochs": 1}, {}, "a checkpoint after step 3, and this run has 3"),
+        ({"seed": 43}, {}, "with 42 as seed, but this run has 43"),
+        ({}, {"rows": 95}, "with 95 training rows, but this run has 96"),
+        ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --par"),
+        ({"parallel": "zero3", "devices": 4, "batch_size": 8}, {"parallel": "zero3"},
+         "a checkpoint of 2 ranks, but there are 4, and the parts of zero3 fit no other number: pass --devices 2"),
+        ({**PP, "devices": 4}, {"parallel": "pp", "rows_per_step": 16}, "of 2 ranks, but there are 4, and the parts"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, changes: dict[str, Any], about: dict[str, object], said: str
+) -> None:
+    folder = _checkpoint(tmp_path, **about)
+    with pytest.raises(BadInputError, match=said):
+        _check(replace(FSDP, resume_from=folder, **changes))
+
+
+def test_no_checkpoint_and_one_in_the_way_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DamagedCheckpointError, match=f"has no {MANIFEST_FILE} that can be read"):
+        _check(replace(FSDP, resume_from=str(tmp_path)))
+    run = replace(FSDP, results_root=str(tmp_path), run_name="same")
+    own = _checkpoint(tmp_path / "results" / "same" / "checkpoints")
+    with pytest.raises(BadInputError, match=r"in the results of a run called same.*pass --resume_from last"):
+        _check(replace(run, resume_from=own))
+    _check(replace(run, resume_from=own, run_name="other"))
+    _check(replace(run, resume_from="last"))
