@@ -3,7 +3,6 @@
 Settings, optimizer, learning-rate schedule, reports and logs stay the Trainer's.
 """
 
-import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -131,10 +130,8 @@ class StepLoop(CountingTrainer, ABC):
         self.state.global_step += 1
         self.state.epoch = self.state.global_step / self.steps_per_epoch
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-        self.reach("validation")
-        start_s = time.perf_counter()
-        self._log_and_validate()
-        self.work.reporting_s += time.perf_counter() - start_s
+        with self.reporting():
+            self._log_and_validate()
 
     def _begin(self) -> None:
         steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)

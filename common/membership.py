@@ -37,6 +37,8 @@ Result = TypeVar("Result")
 POLL_S = 0.1
 LEAVE_S = 5.0
 """How long the first member, who may hold the store, waits until the others have read what they need."""
+NAMED_S = 3.0
+"""By how much gradients are waited for longer than a step may take: whoever sees the other ranks names who hangs."""
 STORE_TIMEOUT_S = 60.0
 """How long an answer of the store may take: as long as a link may be away."""
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
@@ -121,7 +123,7 @@ def world_joined(meeting: Meeting, run: RunConfig, member: Member, timeout_s: fl
     try:
         dist.init_process_group(
             BACKENDS[run.device], store=call, rank=meeting.rank, world_size=meeting.world_size,
-            timeout=timedelta(seconds=run.step_timeout_s),
+            timeout=timedelta(seconds=run.step_timeout_s + NAMED_S),
         )  # fmt: skip
         yield world
         in_time(lambda: leave(call, meeting, run.step_timeout_s), run.step_timeout_s + LEAVE_S)

@@ -4,7 +4,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -129,9 +130,17 @@ class CountingTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Time what is no training: logging, validation and checkpoints."""
-        self.reach("validation")
+        with self.reporting():
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """What follows a step, and may take longer than one."""
         start_s = time.perf_counter()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.control.should_log or self.control.should_evaluate or self.control.should_save:
+            self.reach("validation")
+        yield
+        self.reach("load")
         self.work.reporting_s += time.perf_counter() - start_s
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor | float:
@@ -144,8 +153,8 @@ class CountingTrainer(Trainer):
     def reach(self, point: str) -> None:
         """This rank has come to a point of the step that it works on."""
         step = self.state.global_step + 1
-        reached(point, step)
         fault_at(point, step, self.model)
+        reached(point, step)
 
     def check_gradients(self, norm: torch.Tensor | float) -> None:
         """Refuse gradients that are not finite; with fp16 they may be, and the loss is scaled down.

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,10 @@ SILENT_S = 5.0
 """A rank whose thread has said nothing for so long was stopped, or its machine is gone."""
 SLOW_FACTOR = 10
 """What is no training step (loading, saving, validation, evaluation) may take so many times as long."""
-STEP_POINTS = ("batch", "update")
-"""The points of a training step, where the time-out is that of a step."""
+STEP_POINTS = ("load", "batch", "update")
+"""The points of a training step, where the time-out is that of a step: rows are asked for, and there; gradients are
+there. A rank that hangs in a pass keeps others waiting in theirs, and all are named."""
+LINE_BYTES = 512
 BEATS = "ranks"
 """Folder of a run's results with a file of each rank."""
 PR_SET_PDEATHSIG = 1
@@ -66,13 +68,35 @@ class Place:
         return f"rank {self.rank} (process {self.pid} on {self.host}), in step {self.step} at '{self.point}'"
 
 
-_here = Place(0, socket.gethostname(), os.getpid())
+class _Beat:
+    """What this process says of itself, in a file that is written over in place: no file is made in a step."""
+
+    def __init__(self) -> None:
+        """Nobody listens yet."""
+        self.place = Place(0, socket.gethostname(), os.getpid())
+        self.file: int | None = None
+        self.lock = threading.Lock()
+
+    def start(self, path: Path, rank: int) -> None:
+        """From now on it is said in a file."""
+        self.place = Place(rank, socket.gethostname(), os.getpid(), moved_at=time.time())
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self.say()
+
+    def say(self, **changes: object) -> None:
+        """That this process is there, and where."""
+        with self.lock:
+            self.place = replace(self.place, said_at=time.time(), **changes)
+            if self.file is not None:
+                os.pwrite(self.file, json.dumps(asdict(self.place)).ljust(LINE_BYTES).encode(), 0)
+
+
+_beat = _Beat()
 
 
 def reached(point: str, step: int) -> None:
     """This rank has come to a point of its work."""
-    global _here
-    _here = Place(_here.rank, _here.host, os.getpid(), _here.passed + 1, point, step, time.time())
+    _beat.say(point=point, step=step, passed=_beat.place.passed + 1, moved_at=time.time())
 
 
 def hung_ones(places: list[Place], now_s: float) -> list[Place]:
@@ -87,12 +111,10 @@ class Watch:
 
     def __init__(self, folder: Path, rank: "Rank", step_timeout_s: float, tell: Callable[[str], None]) -> None:
         """`folder`: of the results; `tell` keeps what is said of a hang before everything ends."""
-        global _here
-        _here = Place(rank.rank, socket.gethostname(), os.getpid(), moved_at=time.time())
         self.folder, self.rank, self.step_timeout_s, self.tell = folder / BEATS, rank, step_timeout_s, tell
         self.ended = threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._say()
+        _beat.start(self.folder / f"rank{rank.rank}.json", rank.rank)
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
 
     def end(self) -> None:
@@ -102,27 +124,24 @@ class Watch:
     def _watch(self) -> None:
         while not self.ended.wait(BEAT_S):
             with contextlib.suppress(OSError):  # a full disk ends the run where it writes
-                self._say()
-            waited_s = time.time() - _here.moved_at
-            if waited_s > _here.allowed_s(self.step_timeout_s):
-                self._end_all(waited_s)
+                _beat.say()
+            here, places = _beat.place, self._places()
+            waited_s = time.time() - here.moved_at
+            # who does not see all of them, on disks apart, lets their exchange run into its own time-out first
+            patience_s = 0 if len(places) == self.rank.world_size else 2 * SILENT_S
+            if waited_s > here.allowed_s(self.step_timeout_s) + patience_s:
+                self._end_all(waited_s, places)
 
-    def _say(self) -> None:
-        path = self.folder / f"rank{self.rank.rank}.json"
-        written = path.with_suffix(".new")
-        written.write_text(json.dumps({**asdict(_here), "said_at": time.time()}))
-        written.replace(path)
-
-    def _others(self) -> list[Place]:
+    def _places(self) -> list[Place]:
         found = []
         for number in range(self.rank.world_size):
             with contextlib.suppress(OSError, ValueError):
                 found.append(Place(**json.loads((self.folder / f"rank{number}.json").read_text())))
         return found
 
-    def _end_all(self, waited_s: float) -> None:
+    def _end_all(self, waited_s: float, places: list[Place]) -> None:
         """Name who hangs, kill it where it is on this machine, and leave: the launcher ends the rest."""
-        hung = hung_ones(self._others(), time.time())
+        hung = hung_ones(places, time.time())
         named = "; ".join(map(str, hung))
         said = (
             f"Nothing moved for {waited_s:.0f} s (step_timeout_s is {self.step_timeout_s:g}): {named} "

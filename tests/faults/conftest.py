@@ -1,0 +1,171 @@
+"""What the fault tests share: real runs with a fault, watched from outside, and their outcomes for the README."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.faults import VARIABLE
+from common.launch import torchrun_command
+from common.run_config import REPOSITORY
+
+OUTCOMES = REPOSITORY / "tests" / "faults" / "outcomes.json"
+KEEP = "KEEP_OUTCOMES"
+"""Set by `make soak`: the outcomes are kept, for the README."""
+CHAT = ("--train_rows", "65", "--validation_rows", "8", "--test_rows", "1", "--epochs", "2", "--report_share", "0.1",
+        "--independent_judge", "none", "--report_to", "none", "--max_new_tokens", "1")  # fmt: skip
+SUMMARIES = ("--train_rows", "65", "--validation_rows", "4", "--test_rows", "2", "--epochs", "2", "--report_share",
+             "0.1", "--report_to", "none", "--beams", "1", "--max_new_tokens", "2")  # fmt: skip
+WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "single": ("2.1_lora_finetuning/run_0_cpu_x1/my_workflow_lora_finetuning.py", 1, (*CHAT, "--batch_size", "16")),
+    "ddp": ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py", 2,
+            (*CHAT, "--batch_size", "8")),
+    "fsdp": ("2.6_full_finetuning_with_fsdp/run_0_cpu_x2/my_workflow_full_finetuning_with_fsdp.py", 2,
+             (*CHAT, "--batch_size", "8")),
+    "pp": ("2.7_full_finetuning_with_pp/run_0_cpu_x2/my_workflow_full_finetuning_with_pp.py", 2,
+           (*CHAT, "--batch_size", "16", "--micro_batches", "2")),
+    "machines": ("3.2_summarization/run_0_cpu_x2/my_workflow_summarization_machines.py", 2,
+                 (*SUMMARIES, "--batch_size", "8")),
+}  # fmt: skip
+"""By technique: its workflow, ranks, and settings of a run of ten steps that keeps each of them."""
+STEPS = 10
+
+
+@dataclass
+class Run:
+    """A workflow as processes of their own."""
+
+    process: subprocess.Popen
+    results: Path
+    log: Path
+    ranks: int
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.results / "run_record.json").read_text())
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """The processes of the ranks, by rank, as far as they have said so."""
+        for rank in range(self.ranks):
+            path = self.results / "ranks" / f"rank{rank}.json"
+            if rank not in self.seen and path.exists():
+                self.seen[rank] = psutil.Process(json.loads(path.read_text())["pid"])
+        return self.seen
+
+    def place(self, rank: int) -> dict[str, Any]:
+        """Where a rank is, by its own word."""
+        try:
+            return json.loads((self.results / "ranks" / f"rank{rank}.json").read_text())
+        except (OSError, ValueError):
+            return {"step": -1, "point": ""}
+
+    def wait_until(self, true: Callable[[], bool], within_s: float) -> float:
+        """How long it took."""
+        start_s = time.monotonic()
+        while not true():
+            assert time.monotonic() - start_s < within_s, self.output[-4000:]
+            time.sleep(0.02)
+        return time.monotonic() - start_s
+
+    def newest_step(self) -> int:
+        """Of the checkpoints."""
+        found = (self.results / "checkpoints").glob("checkpoint-*")
+        return max((int(path.name.partition("-")[2]) for path in found if path.name.count(".") == 0), default=0)
+
+    def wait_for_checkpoint(self, step: int, within_s: float = 90) -> None:
+        self.workers()
+        self.wait_until(lambda: self.newest_step() >= step or self.process.poll() is not None, within_s)
+        self.wait_until(lambda: len(self.workers()) == self.ranks, 10)
+
+    def end(self, within_s: float) -> int:
+        """The exit code, of a job that ends by itself in time."""
+        return self.process.wait(within_s)
+
+    def alive(self) -> list[int]:
+        """Ranks whose processes are still there."""
+        return [rank for rank, process in self.seen.items() if process.is_running() and process.status() != "zombie"]
+
+    def kill(self) -> None:
+        for process in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
+            try:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start a technique's run with a fault; what is left of it is killed in the end."""
+    runs: list[Run] = []
+
+    def start_run(technique: str, *overrides: str, fault: str = "", name: str = "run", restarts: int = 0) -> Run:
+        workflow, ranks, own = WORKFLOWS[technique]
+        place = REPOSITORY / workflow
+        arguments = [*own, "--results_root", str(tmp_path), "--run_name", name, *overrides]
+        command = [sys.executable, place.name, *arguments]
+        if ranks > 1:
+            command = torchrun_command(place.name, ranks, *arguments)
+            command.insert(command.index("--nproc_per_node"), f"--max_restarts={restarts}")
+        log = tmp_path / f"{name}-{len(runs)}.log"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command,
+                cwd=place.parent,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **({VARIABLE: fault} if fault else {})},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        runs.append(Run(process, tmp_path / "results" / name, log, ranks))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        if run.process.poll() is None:
+            run.kill()
+
+
+@dataclass
+class Outcomes:
+    """Of faults, for the README's table."""
+
+    rows: list[dict[str, object]] = field(default_factory=list)
+
+    def keep(
+        self, fault: int, technique: str, outcome: str, noticed_s: float | None, ended_s: float, lost_steps: int
+    ) -> None:
+        """One line; seconds count from the fault on."""
+        figures = {"noticed_s": noticed_s, "ended_s": ended_s}
+        rounded = {name: None if value is None else round(value, 1) for name, value in figures.items()}
+        line = {"fault": fault, "technique": technique, "outcome": outcome, **rounded, "lost_steps": lost_steps}
+        self.rows.append(line)
+
+
+@pytest.fixture(scope="session")
+def outcomes() -> Iterator[Outcomes]:
+    """Kept in a file where that is asked for."""
+    found = Outcomes()
+    yield found
+    if KEEP in os.environ:
+        ordered = sorted(found.rows, key=lambda row: (row["fault"], row["technique"]))
+        OUTCOMES.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0

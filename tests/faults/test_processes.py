@@ -1,0 +1,182 @@
+"""Ranks and launchers that are killed, stopped, or fail: the job ends soon, says why, leaves nobody, and can go on."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.checkpoints import newest_whole, verify
+from common.watch import HUNG_EXIT_CODE
+
+TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
+SEVERAL_RANKS = TECHNIQUES[1:]
+NOTICED_S, ENDED_S, GONE_S, FIRST_STEP_S = 2, 5, 5, 30
+STEP_TIMEOUT_S, HUNG_S = 6, 10
+"""Of the runs that hang here; and how much later than that they must be over."""
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcomes: object, technique: str) -> None:
+    run = start(technique)
+    run.wait_for_checkpoint(3)
+    victim = run.ranks - 1
+    step = run.place(victim)["step"]
+    run.workers()[victim].kill()
+    killed_s = time.monotonic()
+    run.wait_until(lambda: len(run.alive()) < max(1, run.ranks - 1) or run.process.poll() is not None, NOTICED_S)
+    noticed_s = time.monotonic() - killed_s
+    assert run.end(ENDED_S) != 0
+    ended_s = time.monotonic() - killed_s
+    assert ended_s < ENDED_S
+    assert run.alive() == []
+    kept = newest_whole(run.results / "checkpoints")
+    assert kept is not None
+    done = int(kept.name.partition("-")[2])
+    assert done >= 3, "nothing that was complete is lost"
+
+    again = start(technique, "--resume_from", "last")
+    first_step_s = again.wait_until(lambda: f"goes on after step {done}" in again.output, FIRST_STEP_S)
+    assert again.end(120) == 0, again.output[-3000:]
+    assert again.record["status"] == "completed"
+    assert again.record["checkpoints"]["went_on_from"] == kept.name
+    lost = max(0, step - 1 - done)
+    outcomes.keep(1, technique, f"goes on {first_step_s:.0f} s after its restart", noticed_s, ended_s, lost)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nobody_outlives_the_agent(start: Callable, outcomes: object, how: signal.Signals) -> None:
+    run = start("ddp")
+    run.wait_for_checkpoint(1)
+    run.process.send_signal(how)
+    gone_s = run.wait_until(lambda: not run.alive(), GONE_S)
+    assert run.process.wait(GONE_S) != 0
+    assert verify(newest_whole(run.results / "checkpoints"))
+    outcomes.keep(29, "ddp", f"{how.name} of torchrun: 0 processes left", gone_s, gone_s, 0)
+
+
+NOTEBOOK = """
+from common.launch import stream_command, torchrun_command
+stream_command(torchrun_command({script!r}, 2, *{overrides!r}))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_nobody_outlives_a_kernel(start: Callable, outcomes: object, tmp_path: Path, how: signal.Signals) -> None:
+    """A process that starts ranks as a notebook's cell does; killed, or its cell interrupted."""
+    run = start("ddp", name="never")  # for its place and settings
+    run.kill()
+    command = run.process.args
+    script = next(number for number, word in enumerate(command) if str(word).endswith(".py"))
+    overrides = [*command[script + 1 :], "--run_name", "cell"]
+    code = NOTEBOOK.format(script=command[script], overrides=overrides)
+    folder = next(Path(__file__).parents[2].glob("2.2_*/run_0_cpu_x2"))
+    with (tmp_path / "cell.log").open("w") as log:
+        kernel = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=log, stderr=log)
+    run.results, run.log, run.process, run.seen = run.results.parent / "cell", tmp_path / "cell.log", kernel, {}
+    run.wait_for_checkpoint(1)
+    below = psutil.Process(kernel.pid).children(recursive=True)
+    kernel.send_signal(how)
+    gone_s = run.wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in below), GONE_S)
+    assert kernel.wait(GONE_S) != 0
+    outcomes.keep(28 if how == signal.SIGINT else 29, "ddp", f"{how.name} of the kernel: 0 processes left", gone_s,
+                  gone_s, 0)  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "kind"), [(11, "stop"), (12, "hang")])
+@pytest.mark.parametrize("technique", SEVERAL_RANKS)
+def test_a_rank_that_hangs_is_named_and_all_are_ended(
+    start: Callable, outcomes: object, technique: str, fault: int, kind: str
+) -> None:
+    run = start(technique, "--step_timeout_s", str(STEP_TIMEOUT_S), fault=f"{kind} rank=1 step=4 point=batch")
+    run.wait_for_checkpoint(3)
+    run.wait_until(lambda: run.place(1)["step"] == 4, 10)
+    hung_s = time.monotonic()
+    assert run.end(STEP_TIMEOUT_S + HUNG_S) != 0
+    ended_s = time.monotonic() - hung_s
+    run.wait_until(lambda: not run.alive(), 1)
+    assert f"rank 1 (process {run.seen[1].pid} on" in run.output
+    assert "in step 4 at 'load' hangs" in run.output
+    assert "rank 1" in run.record["error"]
+    assert run.newest_step() == 3
+    outcomes.keep(fault, technique, "rank 1 is named; ended", STEP_TIMEOUT_S, ended_s, 0)
+
+
+def test_one_process_that_hangs_ends_itself(start: Callable) -> None:
+    run = start("single", "--step_timeout_s", str(STEP_TIMEOUT_S), fault="hang step=4 point=batch")
+    run.wait_for_checkpoint(3)
+    assert run.end(STEP_TIMEOUT_S + HUNG_S) == HUNG_EXIT_CODE
+    assert "rank 0" in run.record["error"]
+
+
+def test_without_a_time_out_it_would_go_on_hanging(start: Callable) -> None:
+    """The negative control."""
+    run = start("ddp", fault="hang rank=1 step=4 point=batch")
+    run.wait_for_checkpoint(3)
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.end(STEP_TIMEOUT_S + 4)
+    assert len(run.alive()) == 2
+
+
+@pytest.mark.parametrize("technique", SEVERAL_RANKS)
+def test_the_first_failure_is_the_one_that_is_reported(start: Callable, outcomes: object, technique: str) -> None:
+    run = start(technique, fault="raise rank=1 step=4 point=batch")
+    run.wait_for_checkpoint(3)
+    failed_s = time.monotonic()
+    assert run.end(ENDED_S + 1) != 0
+    ended_s = time.monotonic() - failed_s
+    record = run.record
+    assert record["status"] == "failed"
+    assert (record["failed_rank"], record["failed_step"]) == (1, 3)
+    assert "a fault on purpose, in step 4" in record["error"]
+    assert run.alive() == []
+    outcomes.keep(10, technique, "rank 1's error is in the record", None, ended_s, 0)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_a_loss_that_is_no_number_stops_all_before_the_step(start: Callable, outcomes: object, technique: str) -> None:
+    run = start(technique, fault=f"nan rank={0 if technique == 'single' else 1} step=4 point=batch")
+    assert run.end(120) != 0
+    assert "The gradients of step 4 are not finite" in run.output
+    assert run.newest_step() == 3
+    assert verify(run.results / "checkpoints" / "checkpoint-3")
+    assert run.record["status"] == "failed"
+    outcomes.keep(23, technique, "the step is not taken, nothing is saved", 0, None, 0)
+
+
+@pytest.mark.parametrize("technique", ["single", "ddp"])
+def test_out_of_memory_says_what_was_tried_and_what_fits(start: Callable, outcomes: object, technique: str) -> None:
+    run = start(technique, fault=f"oom rank={0 if technique == 'single' else 1} step=4 point=batch")
+    assert run.end(120) != 0
+    assert "Out of memory (rank" in run.output
+    assert "by the plan 4096 rows fit: pass --batch_size 4096" in run.output
+    assert run.record["status"] == "oom"
+    outcomes.keep(24, technique, "recorded, with the batch that fits", 0, None, 0)
+
+
+def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: object) -> None:
+    first = start("ddp", fault="hang rank=0 step=2 point=batch")
+    first.wait_for_checkpoint(1)
+    second = start("ddp")
+    assert second.end(60) == 1, "torchrun's own exit code"
+    assert "Another run is writing to the results folder run" in second.output
+    assert first.process.poll() is None
+    assert first.newest_step() == 1
+    first.kill()
+    first.end(10)
+    assert start("ddp").end(120) == 0, "a lock goes with its process"
+    outcomes.keep(15, "ddp", "the second is refused", None, None, 0)
+
+
+def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(
+    start: Callable, outcomes: object, tmp_path: Path
+) -> None:
+    run = start("ddp", fault=f"kill rank=1 step=5 point=batch once={tmp_path / 'happened'}", restarts=1)
+    assert run.end(180) == 0, run.output[-3000:]
+    assert run.record["status"] == "completed"
+    assert run.record["checkpoints"]["went_on_from"] == "checkpoint-4"
+    outcomes.keep(1, "ddp", "torchrun --max_restarts: goes on by itself", None, None, 0)
