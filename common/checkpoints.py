@@ -308,7 +308,7 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     folder, own_name = Path(run.resume_from).expanduser(), run.run_name or default_run_name(run, launcher)
     about = read_manifest(folder)["about"]
     steps = run.max_steps if run.max_steps > 0 else run.epochs * -(-rows // run.effective_batch_size)
-    check_goes_on(run, rows, steps, folder, about)
+    check_goes_on(run, about["rows"] if run.cut_off_share else rows, steps, folder, about)
     if folder.resolve().is_relative_to(run.results_folder(own_name).resolve()):
         raise BadInputError(
             f"resume_from lies in the results of a run called {own_name}, as this one would be: pass --resume_from "

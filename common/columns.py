@@ -5,13 +5,14 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
 from common.data import Row, RowKind, parse_lines, read_text
+from common.data_checks import say_once
 from common.run_config import BadInputError, RunConfig
 
 SHOWN_ROWS = 5
@@ -125,13 +126,8 @@ def without_empty(rows: list[Row]) -> list[Row]:
     """The rows whose columns are all filled; how many are left out is said, once."""
     filled = [row for row in rows if all(value.strip() for value in row.values())]
     if len(filled) < len(rows):
-        _say_once(f"{len(rows) - len(filled):,} of {len(rows):,} rows have an empty column, and are left out")
+        say_once(f"{len(rows) - len(filled):,} of {len(rows):,} rows have an empty column, and are left out")
     return filled
-
-
-@cache
-def _say_once(line: str) -> None:
-    print(line)
 
 
 def _columns_of(row: object, where: str, columns: Columns) -> Row:

@@ -106,6 +106,9 @@ def load_splits(run: RunConfig) -> Splits:
         from common.columns import without_empty  # here: it imports this module
 
         splits = splits.map(without_empty)
+    from common.data_checks import check_rows_apart  # here: it imports this module
+
+    splits = check_rows_apart(splits, run, held_out=is_one_file(run.data, kind))
     splits = Splits(
         _first(splits.train, run.train_rows),
         _first(splits.validation, run.validation_rows),
@@ -129,7 +132,7 @@ def _first(rows: list[Row], count: int) -> list[Row]:
 
 def _read_files(source: str, kind: RowKind) -> Splits:
     """The three files of a folder, or one file divided; `source` is a path or a URL."""
-    if urlsplit(source).path.endswith(kind.suffixes):  # a URL may go on with ?download=true
+    if is_one_file(source, kind):
         return hold_out({"train": kind.read(source)}, source)
     folder = source.rstrip("/")
     there = (suffix for suffix in kind.suffixes if _is_there(f"{folder}/{SPLIT_NAMES[0]}{suffix}"))
@@ -139,6 +142,11 @@ def _read_files(source: str, kind: RowKind) -> Splits:
     if _is_there(short) and not _is_there(files["validation"]):
         files["validation"] = short
     return Splits(*(kind.read(file) for file in files.values()))
+
+
+def is_one_file(source: str, kind: RowKind) -> bool:
+    """Whether the data are one file, of which test rows are held out; a URL may go on with ?download=true."""
+    return urlsplit(source).path.endswith(kind.suffixes)
 
 
 def _is_there(file: str) -> bool:
@@ -228,7 +236,8 @@ def read_text(source: str | Path, holds: str) -> str:
     try:
         return content.decode("utf-8-sig")  # Excel's files begin with a byte order mark
     except UnicodeDecodeError as error:
-        raise BadInputError(f"{source} is not UTF-8 (byte {error.start}): save it as UTF-8.") from None
+        line = content.count(b"\n", 0, error.start) + 1
+        raise BadInputError(f"{source} is not UTF-8 (line {line}, byte {error.start}): save it as UTF-8.") from None
 
 
 def parse_lines(lines: list[str], source: str | Path) -> Iterator[tuple[object, str]]:
@@ -255,6 +264,8 @@ def check_row(row: object, where: str) -> Row:
     Raises:
         BadInputError: it is not; names `where` it stands.
     """
+    if isinstance(row, dict) and "id" in row:
+        where = f"{where} (id {str(row['id'])[:40]!r})"
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
         raise BadInputError(f"{where} has no list `messages`: give it at least a user's and an assistant's message.")
@@ -334,24 +345,32 @@ def tokens_of(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfi
         from common.summary_data import tokenize_summaries  # here: it imports this module
 
         return tokenize_summaries(rows, tokenizer, run)
-    return tokenize_rows(rows, tokenizer, run.max_length)
+    return tokenize_rows(rows, tokenizer, run.max_length, run.cut_off_share)
 
 
-def tokenize_rows(rows: list[Row], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Tokens]:
-    """Every row of messages as tokens.
+def tokenize_rows(
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, max_length: int, cut_off_share: float = 0.0
+) -> list[Tokens]:
+    """Every row of messages as tokens; rows without a token to learn from within `max_length` are left out.
 
     Raises:
-        BadInputError: a row has no token to learn from within `max_length`.
+        BadInputError: these are more than `cut_off_share` of all.
     """
+    from common.data_checks import shown  # here: it imports this module
+
     tokenized = [tokenize_row(row, tokenizer, max_length) for row in rows]
-    for number, (row, tokens) in enumerate(zip(rows, tokenized, strict=True), 1):
-        if all(label == IGNORED_LABEL for label in tokens["labels"]):
-            raise BadInputError(
-                f"Row {row.get('id', f'number {number} of its split')} has no answer token within its first "
-                f"{max_length} tokens: shorten its "
-                "question or raise --max_length."
-            )
-    return tokenized
+    names = [str(row.get("id", f"number {number} of its split")) for number, row in enumerate(rows, 1)]
+    empty = [all(label == IGNORED_LABEL for label in tokens["labels"]) for tokens in tokenized]
+    without = [name for name, is_empty in zip(names, empty, strict=True) if is_empty]
+    if len(without) > cut_off_share * len(rows):
+        more = f" ({len(without)} of {len(rows)} rows have none: {shown(without)})" if len(without) > 1 else ""
+        raise BadInputError(
+            f"Row {without[0]} has no answer token within its first {max_length} tokens{more}: shorten its question, "
+            "raise --max_length, or pass a --cut_off_share of the rows that may be left out."
+        )
+    if without:
+        print(f"{len(without):,} of {len(rows):,} rows have no answer within {max_length} tokens, and are left out")
+    return [tokens for tokens, is_empty in zip(tokenized, empty, strict=True) if not is_empty]
 
 
 Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]

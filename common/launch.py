@@ -35,10 +35,13 @@ from common.run_config import (
     RunConfig,
     parse_overrides,
 )
+from common.secrets import hide_secrets, without_secrets
 from common.watch import SLOW_FACTOR, die_with_parent
 
 BAD_INPUT_EXIT_CODE = 2
 TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Exit codes of what SIGKILL ended: Python's, and a shell's."""
 END_S = 3.0
 """How long a process may take to end by itself when it is told to."""
 LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
@@ -268,7 +271,8 @@ def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: Run
 def ended_by_one_sentence() -> Iterator[None]:
     """A user's mistake ends in one sentence and exit code 2, what stops a run in one and exit code 1."""
     try:
-        yield
+        with secrets_hidden():
+            yield
     except BadInputError as mistake:
         exit_with(mistake)
     except RunStoppedError as stopped:
@@ -277,7 +281,10 @@ def ended_by_one_sentence() -> Iterator[None]:
         if not is_of_the_network(error):
             raise
         rank = os.environ.get("RANK", "0")
-        sys.exit(f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why.")
+        sys.exit(
+            f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why; where "
+            "it says nothing, it was killed, possibly as memory ran out (dmesg)."
+        )
 
 
 def run_or_launch(
@@ -308,6 +315,16 @@ def _become(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
     command = ranks_command(run, script, overrides)
     sys.stdout.flush()
     os.execv(command[0], command)
+
+
+@contextmanager
+def secrets_hidden() -> Iterator[None]:
+    """Errors leave without tokens and passwords of the environment."""
+    try:
+        yield
+    except BaseException as error:
+        hide_secrets(error)
+        raise
 
 
 def exit_with(mistake: BadInputError) -> NoReturn:
@@ -375,10 +392,14 @@ def stream_command(command: Sequence[str], cwd: str | Path | None = None) -> Non
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                print(line, end="")
+                print(without_secrets(line), end="")
         except BaseException:  # an interrupted cell leaves nobody behind
             end_process(process)
             raise
+    if process.returncode in KILLED:
+        raise RuntimeError(
+            "The command above was killed, possibly as memory ran out: look at the system's log (dmesg)."
+        )
     if process.returncode != 0:
         raise RuntimeError(f"The command above ended with exit code {process.returncode}; its last lines say why.")
 

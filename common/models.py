@@ -1,6 +1,7 @@
 """Base model and tokenizer, LoRA adapters, and the merged model: loaded, saved, reloaded and compared."""
 
 import importlib.util
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -101,7 +103,22 @@ def _check_folder(folder: Path, model: str) -> Path:
             f"The model folder {model} has no weights ({' or '.join(WEIGHT_FILES)}): "
             "copy them there, or pass another --model."
         )
+    _check_no_code(folder, model)
     return folder
+
+
+def _check_no_code(folder: Path, model: str) -> None:
+    """Refuse a model that only code of its own could load: nothing of a model's folder is run, or asked for."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        brings_code = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
+    except (ValueError, TypeError, AttributeError):
+        return  # loading says what is wrong with it
+    if brings_code:
+        raise BadInputError(
+            f"The model folder {model} brings code of its own (auto_map of its config.json), which is not run: pass a "
+            "--model of a kind that Transformers knows."
+        )
 
 
 def check_attention(run: RunConfig) -> None:

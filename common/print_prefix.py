@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from common.secrets import without_secrets
+
 Print = Callable[..., None]
 
 
@@ -32,7 +34,7 @@ def prefixed_print(prefix: str, original: Print) -> Print:
             return
         plain = io.StringIO()
         original(*objects, sep=sep, end=end, file=plain)
-        lines = plain.getvalue().splitlines(keepends=True)
+        lines = without_secrets(plain.getvalue()).splitlines(keepends=True)
         marked = [f"{prefix} {line}" for line in lines]
         if lines and not at_line_start[stream]:
             marked[0] = lines[0]

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from common.secrets import secret_in, secrets_here
+
 LAST = "last"
 """The setting `resume_from` for a run's own newest whole checkpoint."""
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -120,6 +122,15 @@ class RunConfig:
         "With classification and summarization: what happens to rows with an empty text, label or summary; how many "
         "are left out is said.",
     )
+    shared_rows: Literal["auto", "refuse", "skip"] = _setting(
+        "auto",
+        "What happens to training rows that are test rows, too (but for case and spacing): skip = they are left out; "
+        "auto = rows of messages are refused, and texts, of which public datasets have some twice, are told.",
+    )
+    cut_off_share: float = _setting(
+        0.0,
+        "With messages: share of rows (0 to 1) that may be left out, as all of their answer lies beyond max_length.",
+    )
     partitions: int = _setting(
         0,
         "With summarization: parts that the training rows are divided into, of about equal size, each rank drawing "
@@ -197,6 +208,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         self._check_types()
+        self._check_secrets()
         at_least = {"devices": 1, "max_length": 2, "batch_size": 1, "accumulation_steps": 1, "epochs": 1,
                     "micro_batches": 1, "prefetch": 0, "stages": 0, "lora_rank": 1, "lora_alpha": 1,
                     "evaluation_batch_size": 1, "max_new_tokens": 1, "beams": 1, "max_summary_length": 2,
@@ -212,7 +224,7 @@ class RunConfig:
                 raise BadInputError(
                     f"{name} is {value}, but must be above 0 and finite, such as {getattr(type(self), name)}."
                 )
-        for name in ("warmup_share", "lora_dropout", "report_share"):
+        for name in ("warmup_share", "lora_dropout", "report_share", "cut_off_share"):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise BadInputError(f"{name} is {value}, but is a share: pass a number from 0 up to, not with, 1.")
@@ -393,6 +405,17 @@ class RunConfig:
                 f"partitions is {self.partitions}, but there are {self.data_parallel_ranks} ranks: pass at least one "
                 "for each, or 0."
             )
+
+    def _check_secrets(self) -> None:
+        """Refuse a token or a password, which records and notebooks would keep."""
+        secrets = secrets_here()
+        for name, value in self.to_dict().items():
+            found = secret_in(value, secrets) if isinstance(value, str) else None
+            if found:
+                raise BadInputError(
+                    f"{name} has {found} in it, and settings are kept in records and notebooks: leave it in the "
+                    "environment, where libraries find it."
+                )
 
     def _check_types(self) -> None:
         hints = get_type_hints(RunConfig)

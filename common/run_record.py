@@ -25,6 +25,7 @@ from common import hardware
 from common.failures import RunStoppedError, is_of_the_network, status_of
 from common.launch import Rank
 from common.run_config import LAST, REPOSITORY, BadInputError, RunConfig
+from common.secrets import hide_secrets, without_secrets
 from common.watch import Watch, reached
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class RunLog:
         self.folder = run.results_folder(self.run_name)
         self.phases_s: dict[str, float] = {}
         self.plan: Plan | None = None
+        self.data: dict[str, int] | None = None
+        """What was read, once it is in tokens."""
         self.peaks_before_gib: dict[str, float] = {}
         self.training_peaks_gib: dict[str, float] = {}
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
@@ -109,6 +112,7 @@ class RunLog:
         try:
             yield
         except BaseException as error:  # an interrupt is a way to end, too
+            hide_secrets(error)
             self.failed(error, name)
             if status_of(error) == "oom":
                 raise RunStoppedError(self._out_of_memory(name)) from error
@@ -281,6 +285,7 @@ class RunLog:
             "phases_s": self.phases_s,
             "cost": None,
             "planned": self._planned(),
+            "data": self.data,
             **figures,
         }
 
@@ -370,7 +375,7 @@ def save_record(record: Record, folder: Path) -> Path:
     """Write `run_record.json`."""
     path = folder / RECORD_NAME
     written = path.with_suffix(f".{os.getpid()}.new")  # ranks may end at once
-    written.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    written.write_text(without_secrets(json.dumps(record, indent=2)) + "\n", encoding="utf-8")
     written.replace(path)
     return path
 

@@ -54,6 +54,7 @@ from common.data import (
     longest_batch,
     make_collator,
 )
+from common.data_checks import say_summary, summary_of
 from common.disks import send_folder
 from common.failures import RunStoppedError
 from common.faults import fault_at
@@ -369,6 +370,9 @@ def make_trainer(
     `plan`: where layers were placed by one; else the run is planned now.
     """
     run, rank = log.run, log.rank
+    log.data = summary_of(train, validation, run)
+    if rank.is_main:
+        print(say_summary(log.data, run))
     log.training_starts(plan or plan_training(log, longest_batch(train, run.rows_per_rank)))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     arguments = training_arguments(run, log.folder / "checkpoints")

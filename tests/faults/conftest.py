@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,10 +13,16 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers.trainer_pt_utils import safe_globals
 
+from common.checkpoints import read_manifest
 from common.faults import VARIABLE
 from common.launch import torchrun_command
 from common.run_config import REPOSITORY
+from common.sharded_training import SHARDS
 
 OUTCOMES = REPOSITORY / "tests" / "faults" / "outcomes.json"
 KEEP = "KEEP_OUTCOMES"
@@ -39,6 +44,15 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of ten steps that keeps each of them."""
 STEPS = 10
+
+
+HISTORY = {"trainer_state.json", "training_args.bin"}
+"""Of a checkpoint: what has times and names of its run in it."""
+
+
+@pytest.fixture(scope="session")
+def workflows() -> dict[str, tuple[str, int, tuple[str, ...]]]:
+    return WORKFLOWS
 
 
 @dataclass
@@ -166,6 +180,45 @@ def outcomes() -> Iterator[Outcomes]:
         OUTCOMES.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
-def port_is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) != 0
+# -- two checkpoints
+
+
+def _tensors(content: object, name: str = "") -> dict[str, torch.Tensor]:
+    if torch.is_tensor(content):
+        return {name: content.float()}
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return {inner: tensor for key, value in items for inner, tensor in _tensors(value, f"{name}.{key}").items()}
+
+
+def _part(name: str) -> str:
+    """A file, or the folder of shards that make up one state."""
+    return SHARDS if name.startswith(f"{SHARDS}/") else name
+
+
+def _read(path: Path) -> object:
+    if path.is_dir():
+        whole = path.parent.parent / f"{path.parent.name}.pt"
+        dcp_to_torch_save(path, whole)
+        return torch.load(whole, weights_only=True)
+    with safe_globals():  # numpy's, of the random numbers
+        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def _largest_difference(one: Path, other: Path) -> float:
+    """Between two checkpoints' weights, optimizers, schedules and random numbers; bytes that are equal are 0."""
+    files, others = (read_manifest(folder)["files"] for folder in (one, other))
+    assert files.keys() == others.keys()
+    largest = 0.0
+    for name in {_part(name) for name in files.keys() - HISTORY}:
+        if files.get(name, one) == others.get(name, other):
+            continue
+        mine, theirs = (_tensors(_read(folder / name)) for folder in (one, other))
+        assert mine, name
+        assert mine.keys() == theirs.keys(), name
+        largest = max([largest, *(float((mine[key] - theirs[key]).abs().max()) for key in mine)])
+    return largest
+
+
+@pytest.fixture(scope="session")
+def largest_difference() -> Callable[[Path, Path], float]:
+    return _largest_difference

@@ -72,7 +72,11 @@ def test_a_malformed_row_is_refused_with_file_and_line(tmp_path: Path, line: str
 
 
 def rows_of(count: int) -> list[dict]:
-    return [{"id": f"row-{number}", **GOOD} for number in range(count)]
+    answer = GOOD["messages"][-1]
+    return [
+        {"id": f"row-{number}", "messages": [{"role": "user", "content": f"Where is {number}?"}, answer]}
+        for number in range(count)
+    ]
 
 
 def ids(rows: list[dict]) -> set[str]:
@@ -99,8 +103,10 @@ def test_a_url_may_go_on_after_the_files_name(run_config: RunConfig, monkeypatch
 
 def test_rows_behind_a_url_are_read(run_config: RunConfig) -> None:
     folder = fsspec.filesystem("memory")
-    for name in ("train", "validation", "test"):
-        folder.pipe(f"/museum/{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows_of(3)).encode())
+    for start, name in ((0, "train"), (3, "validation"), (6, "test")):
+        folder.pipe(
+            f"/museum/{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows_of(9)[start : start + 3]).encode()
+        )
     assert len(load_splits(replace(run_config, data="memory://museum")).test) == 3
     with pytest.raises(BadInputError, match=r"memory://nowhere/train\.jsonl does not exist"):
         load_splits(replace(run_config, data="memory://nowhere"))
@@ -112,7 +118,7 @@ def test_a_hub_dataset_is_read_and_its_missing_splits_held_out(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = replace(run_config, data="somebody/chats")
-    found = DatasetDict({"train": Dataset.from_list(rows_of(20)), "test": Dataset.from_list(rows_of(5))})
+    found = DatasetDict({"train": Dataset.from_list(rows_of(20)), "test": Dataset.from_list(rows_of(25)[20:])})
     monkeypatch.setattr("datasets.load_dataset", lambda name: found)
     splits = load_splits(run)
     assert [len(split) for split in (splits.train, splits.validation, splits.test)] == [18, 2, 5]

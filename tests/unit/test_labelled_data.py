@@ -195,7 +195,7 @@ def test_missing_and_undecodable_files_are_refused(tmp_path: Path, run: RunConfi
     with pytest.raises(BadInputError, match=r"train\.csv does not exist: make it, with the columns 'text' and 'label'"):
         load_splits(replace(run, data=str(tmp_path)))
     (tmp_path / "train.csv").write_bytes(b"text,label\ncaf\xe9,x\n")
-    with pytest.raises(BadInputError, match=r"train\.csv is not UTF-8 \(byte 14\): save it as UTF-8"):
+    with pytest.raises(BadInputError, match=r"train\.csv is not UTF-8 \(line 2, byte 14\): save it as UTF-8"):
         load_splits(replace(run, data=str(tmp_path)))
     with pytest.raises(BadInputError, match=r"with one \.csv or \.jsonl file"):
         load_splits(replace(run, data="./no-such-folder"))

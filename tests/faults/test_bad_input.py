@@ -1,0 +1,271 @@
+"""Bad data, settings and folders: refused in one sentence before anything is loaded or written, with no traceback."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
+
+from common.checkpoints import MANIFEST_FILE, DamagedCheckpointError, read_manifest
+from common.data import load_splits, read_messages, tokenize_rows
+from common.device_maps import read_device_map
+from common.launch import check_results_folder
+from common.models import EMBEDDED_BASE, load_base_model, load_tokenizer
+from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
+from common.run_record import load_record
+from common.siblings import literal_of
+
+INPUTS = int(os.environ.get("FUZZED_INPUTS", "100"))
+"""For each reader; `make soak` takes more."""
+fuzzed = settings(
+    max_examples=INPUTS,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+RUN = RunConfig(independent_judge="none")
+
+
+def row(question: str, answer: str = "In the hall.", **more: object) -> dict[str, object]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {**more, "messages": messages}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., RunConfig]:
+    """A run on three files of rows; rows that are texts stand as they are."""
+
+    def write_files(train: list, validation: list | None = None, test: list | None = None) -> RunConfig:
+        others = {"validation": validation or [row("Which?")], "test": test or [row("Where to?")]}
+        for name, rows in {"train": train, **others}.items():
+            lines = [each if isinstance(each, str) else json.dumps(each) for each in rows]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return replace(RUN, data=str(tmp_path))
+
+    return write_files
+
+
+# -- rows 17 to 22
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"id": "a7", "text": "x"}, r"train\.jsonl, line 2 \(id 'a7'\) has no list `messages`"),
+        ({"id": "a7", "messages": [{"role": "user"}]}, r"line 2 \(id 'a7'\) has a message without text `role` and"),
+        ({"id": "a7", "messages": [{"role": "bot", "content": "x"}]}, r"line 2 \(id 'a7'\) has the role 'bot'"),
+        ({"messages": [{"role": "user", "content": "x"}] * 2}, r"line 2 has two messages of one role in a row"),
+        (row("Where?", " "), "line 2 has an empty assistant message"),
+        ('{"messages": [{"role": "user", "con', r"train\.jsonl, line 2 is no JSON"),
+    ],
+)
+def test_a_bad_row_is_refused_by_file_line_and_id(write: Callable, bad: object, said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        load_splits(write([row("Who?"), bad]))
+
+
+def test_what_is_not_utf_8_is_refused_by_its_line(write: Callable, tmp_path: Path) -> None:
+    run = write([row("Who?")])
+    (tmp_path / "train.jsonl").write_bytes(json.dumps(row("Who?")).encode() + b'\n{"id": "caf\xe9"}\n')
+    with pytest.raises(BadInputError, match=r"train\.jsonl is not UTF-8 \(line 2, byte \d+\)"):
+        load_splits(run)
+
+
+def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [row("Where is it? " * 40, id="long-1"), row("Where is it? " * 50, id="long-2"), row("Where?"), row("Who?")]
+    tokenizer = load_tokenizer(RUN)
+    with pytest.raises(
+        BadInputError, match=r"Row long-1 has no answer token .*\(2 of 4 rows have none: long-1, long-2"
+    ):
+        tokenize_rows(rows, tokenizer, 60, cut_off_share=0.4)
+    assert len(tokenize_rows(rows, tokenizer, 60, cut_off_share=0.5)) == 2
+    assert "2 of 4 rows have no answer within 60 tokens, and are left out" in capsys.readouterr().out
+
+
+def test_an_id_that_stands_twice_is_refused(write: Callable) -> None:
+    with pytest.raises(BadInputError, match="The id 'a' stands twice in train, in its rows 1 and 3"):
+        load_splits(write([row("1", id="a"), row("2", id="b"), row("3", id="a")]))
+    load_splits(write([row("1", id="a")], test=[row("2", id="a")]))  # splits may count alike
+
+
+def test_a_test_row_that_is_learnt_is_refused_whatever_its_case_and_spacing(write: Callable) -> None:
+    run = write([row("Who?"), row("Where  IS it?"), row("Why?")], test=[row("where is it? ")])
+    with pytest.raises(BadInputError, match=r"1 of 3 training rows are test rows, too, .*: rows 2 of train"):
+        load_splits(run)
+    assert len(load_splits(replace(run, shared_rows="skip")).train) == 2
+    load_splits(write([row("Where is it?", "In the yard.")], test=[row("Where is it?")]))  # the negative control
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in REPOSITORY.glob("*/run_0_*/my_workflow_*.py")))
+def test_the_shipped_data_raise_no_alarm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    splits = load_splits(literal_of(folder))
+    assert all(len(rows) for rows in (splits.train, splits.validation, splits.test))
+    assert "WARNING" not in capsys.readouterr().out
+
+
+# -- rows 16, 32 and 33
+
+
+def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+    check_results_folder(replace(RUN, results_root=str(tmp_path / "new" / "deep")))
+    assert not (tmp_path / "new").exists(), "looking makes nothing"
+    with pytest.raises(BadInputError, match=r"Nothing can be written into /proc/1/results .*pass --results_root"):
+        check_results_folder(replace(RUN, results_root="/proc/1"))
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInputError, match="Nothing can be written"):
+        check_results_folder(replace(RUN, results_root=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "a\0b", "a" * 300, "a/b", ".hidden", "-x", "a b", "..", "a\n"])
+def test_a_run_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(BadInputError, match="cannot name a folder"):
+        replace(RUN, run_name=name)
+
+
+def test_a_results_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "run").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadInputError, match="The results folder run is a link to elsewhere"):
+        check_results_folder(replace(RUN, results_root=str(tmp_path), run_name="run"))
+
+
+def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in EMBEDDED_BASE.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "of-its-own", "auto_map": code}))
+    (folder / "code.py").write_text(f"open({str(canary)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    run = replace(RUN, model=str(folder))
+    for load in (load_tokenizer, lambda run: load_base_model(run, {"": "cpu"})):
+        with pytest.raises(BadInputError, match="brings code of its own"):
+            load(run)
+    assert not canary.exists()
+
+
+# -- row 30
+
+
+def _notebook(path: Path, cell: str) -> Path:
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell("print('before')"), nbformat.v4.new_code_cell(cell)],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    )
+    nbformat.write(notebook, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("cell", "ends_with"),
+    [("import os; os.kill(os.getpid(), 9)", DeadKernelError), ("import time; time.sleep(600)", CellTimeoutError)],
+)
+def test_a_kernel_that_dies_or_hangs_ends_papermill_and_keeps_the_notebook(
+    tmp_path: Path, cell: str, ends_with: type[Exception]
+) -> None:
+    out = tmp_path / "out.ipynb"
+    with pytest.raises(ends_with):
+        papermill.execute_notebook(
+            _notebook(tmp_path / "in.ipynb", cell), out, execution_timeout=5, progress_bar=False, autosave_cell_every=0
+        )
+    assert "before" in str(nbformat.read(out, 4).cells[0].outputs)
+
+
+# -- anything at all
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Nothing goes wrong, or something is refused in words."""
+    try:
+        yield
+    except BadInputError as refused:
+        if not str(refused):
+            raise
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+messages = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "", 7]), "content": json_values})
+    | json_values,
+    max_size=4,
+)
+lines = st.one_of(
+    st.text(max_size=60).map(str.encode),
+    st.binary(max_size=60),
+    json_values.map(json.dumps).map(str.encode),
+    st.fixed_dictionaries({"id": json_values, "messages": messages}).map(json.dumps).map(str.encode),
+)
+files = st.lists(lines, max_size=6).map(b"\n".join)
+
+
+@given(content=files)
+@fuzzed
+def test_any_file_of_messages_is_read_or_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with one_sentence():
+        assert read_messages(path)
+        load_splits(replace(RUN, data=str(path)))
+
+
+@given(
+    content=files,
+    suffix=st.sampled_from(["csv", "json", "jsonl"]),
+    task=st.sampled_from(["classification", "summarization"]),
+)
+@fuzzed
+def test_any_file_with_columns_is_read_or_refused(content: bytes, suffix: str, task: str, tmp_path: Path) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    path.write_bytes(b"text,label,summary\n" * (suffix == "csv") + content)
+    with one_sentence():
+        load_splits(RunConfig(task=task, technique="full", data=str(path)))
+
+
+values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12) | st.sampled_from(
+    ["lora", "qlora", "full", "ddp", "pp", "fsdp", "zero3", "cuda", "bf16", "sgd", "0", "-1", "1e9", "nan"]
+)  # fmt: skip
+names = st.sampled_from([field.name for field in fields(RunConfig)])
+
+
+@given(changes=st.dictionaries(names, values, max_size=5))
+@fuzzed
+def test_any_setting_is_taken_or_refused(changes: dict[str, object]) -> None:
+    with one_sentence():
+        RunConfig(**changes)
+
+
+@given(changes=st.dictionaries(names, st.text(max_size=12), max_size=4))
+@fuzzed
+def test_any_command_line_is_taken_or_refused(changes: dict[str, str]) -> None:
+    arguments = [word for name, value in changes.items() for word in (f"--{name}", value)]
+    with one_sentence(), suppress(SystemExit):  # the parser's own sentence
+        parse_overrides(RunConfig(), arguments)
+
+
+@given(content=st.binary(max_size=80) | json_values.map(json.dumps).map(str.encode))
+@fuzzed
+def test_any_manifest_record_and_device_map_is_read_or_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_FILE).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError):
+        read_manifest(tmp_path)
+    with pytest.raises(BadInputError):
+        load_record(tmp_path / MANIFEST_FILE)
+    with one_sentence():
+        read_device_map(tmp_path / MANIFEST_FILE)

@@ -1,0 +1,121 @@
+"""Tokens of the environment are in no record, log or notebook, whatever fails with them."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+
+from common.print_prefix import printing_with_prefix
+from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.secrets import hide_secrets, secrets_here, without_secrets
+
+SECRETS = {"HF_TOKEN": "hf_not-a-real-one-0123456789", "WANDB_API_KEY": "0123456789abcdef-not-real"}
+
+
+@pytest.fixture(autouse=True)
+def _tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+
+def test_only_what_is_secret_is_hidden() -> None:
+    assert secrets_here() == SECRETS
+    assert without_secrets(f"a {SECRETS['HF_TOKEN']}, false") == "a ***, false"
+
+
+@pytest.mark.parametrize("setting", ["model", "data", "link", "report_to"])
+@pytest.mark.parametrize("value", [SECRETS["HF_TOKEN"], f"https://x/{SECRETS['WANDB_API_KEY']}", "s3://me:hush@x/rows"])
+def test_a_setting_with_a_secret_is_refused_without_saying_it(setting: str, value: str) -> None:
+    with pytest.raises(BadInputError, match=f"{setting} has (the value of|a password)") as refused:
+        replace(RunConfig(), **{setting: value})
+    assert value not in str(refused.value)
+    assert "hush" not in str(refused.value)
+
+
+class TellingError(Exception):
+    """Says more than its arguments, as errors of network libraries do."""
+
+    def __str__(self) -> str:
+        return f"401 for {os.environ['HF_TOKEN']}"
+
+
+@pytest.mark.parametrize("error", [ValueError(f"no {SECRETS['HF_TOKEN']}"), TellingError("x"), OSError(2, "no", "x")])
+def test_an_error_loses_its_secrets_and_stays_what_it_is(error: Exception) -> None:
+    outer = RuntimeError("outer")
+    outer.__cause__ = error
+    hide_secrets(outer)
+    assert SECRETS["HF_TOKEN"] not in str(error)
+    assert isinstance(outer.__cause__, type(error).__mro__[0])
+
+
+def test_printed_lines_lose_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with printing_with_prefix("[RANK0:CPU]"):
+        print("logs in with", SECRETS["WANDB_API_KEY"])
+    assert capsys.readouterr().out == "[RANK0:CPU] logs in with ***\n"
+
+
+WORKFLOW = """
+import my_workflow_lora_finetuning as m
+from common.launch import run_from_command_line
+import os
+def load(log, *_):
+    with log.phase("load"):
+        raise ValueError("cannot log in with " + os.environ["HF_TOKEN"])
+m.load = load
+m.evaluate_before = load
+run_from_command_line(m.workflow, m.RUN)
+"""
+
+
+def _files_with_secrets(folder: Path) -> list[str]:
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return [path.name for path in found if any(value.encode() in path.read_bytes() for value in SECRETS.values())]
+
+
+def test_a_run_that_fails_with_a_token_shows_it_nowhere(tmp_path: Path) -> None:
+    folder = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
+    done = subprocess.run(
+        [sys.executable, "-c", WORKFLOW, "--results_root", str(tmp_path), "--run_name", "run"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{folder}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "cannot log in with ***" in done.stderr
+    assert not any(value in done.stdout + done.stderr for value in SECRETS.values())
+    assert json.loads((tmp_path / "results" / "run" / "run_record.json").read_text())["status"] == "failed"
+    assert _files_with_secrets(tmp_path) == []
+
+
+def test_a_notebook_shows_it_neither(tmp_path: Path) -> None:
+    cell = (
+        "from common.launch import stream_command\nimport sys\n"
+        "stream_command([sys.executable, '-c', 'import os; print(os.environ[\"HF_TOKEN\"]); raise ValueError("
+        'os.environ["HF_TOKEN"])\'])'
+    )
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell)],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    )
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    with pytest.raises(papermill.PapermillExecutionError, match="ended with exit code 1"):
+        papermill.execute_notebook(tmp_path / "in.ipynb", tmp_path / "out.ipynb", cwd=REPOSITORY, progress_bar=False)
+    assert _files_with_secrets(tmp_path) == []
+
+
+def test_without_hiding_it_would_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control."""
+    from common import run_record
+
+    monkeypatch.setattr(run_record, "without_secrets", lambda text: text)
+    run_record.save_record({"error": SECRETS["HF_TOKEN"]}, tmp_path)
+    assert _files_with_secrets(tmp_path) == ["run_record.json"]
