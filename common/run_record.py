@@ -26,7 +26,7 @@ from common.failures import RunStoppedError, is_of_the_network, status_of
 from common.launch import Rank
 from common.run_config import LAST, REPOSITORY, BadInputError, RunConfig
 from common.secrets import hide_secrets, without_secrets
-from common.watch import Watch, reached
+from common.watch import BEATS, Watch, reached
 
 if TYPE_CHECKING:
     from common.planner import Plan  # which reads records
@@ -76,6 +76,7 @@ class RunLog:
                 _make_way(self.folder)
             self.folder.mkdir(exist_ok=self.goes_on)
             (self.folder / RECORD_NAME).unlink(missing_ok=True)
+            shutil.rmtree(self.folder / BEATS, ignore_errors=True)  # of ranks that are gone
         wait_for_everyone()
         self.step: Callable[[], int] | None = None
         """How many optimizer steps were taken, once there is a trainer."""

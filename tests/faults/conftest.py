@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,9 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 STEPS = 10
 
 
-HISTORY = {"trainer_state.json", "training_args.bin"}
-"""Of a checkpoint: what has times and names of its run in it."""
+HISTORY = "training_args.bin"
+"""Of a checkpoint: the settings of its run, with its name in them."""
+TEXTS = (".json", ".jinja", ".md", ".txt")
 
 
 @pytest.fixture(scope="session")
@@ -64,6 +66,7 @@ class Run:
     log: Path
     ranks: int
     seen: dict[int, psutil.Process] = field(default_factory=dict)
+    started_at: float = field(default_factory=time.time)
 
     @property
     def output(self) -> str:
@@ -76,17 +79,19 @@ class Run:
     def workers(self) -> dict[int, psutil.Process]:
         """The processes of the ranks, by rank, as far as they have said so."""
         for rank in range(self.ranks):
-            path = self.results / "ranks" / f"rank{rank}.json"
-            if rank not in self.seen and path.exists():
-                self.seen[rank] = psutil.Process(json.loads(path.read_text())["pid"])
+            place = self.place(rank)
+            if rank not in self.seen and "pid" in place:
+                with suppress(psutil.NoSuchProcess):
+                    self.seen[rank] = psutil.Process(place["pid"])
         return self.seen
 
     def place(self, rank: int) -> dict[str, Any]:
-        """Where a rank is, by its own word."""
-        try:
-            return json.loads((self.results / "ranks" / f"rank{rank}.json").read_text())
-        except (OSError, ValueError):
-            return {"step": -1, "point": ""}
+        """Where a rank of this start is, by its own word."""
+        with suppress(OSError, ValueError):
+            place = json.loads((self.results / "ranks" / f"rank{rank}.json").read_text())
+            if place["said_at"] > self.started_at:
+                return place
+        return {"step": -1, "point": ""}
 
     def wait_until(self, true: Callable[[], bool], within_s: float) -> float:
         """How long it took."""
@@ -209,7 +214,8 @@ def _largest_difference(one: Path, other: Path) -> float:
     files, others = (read_manifest(folder)["files"] for folder in (one, other))
     assert files.keys() == others.keys()
     largest = 0.0
-    for name in {_part(name) for name in files.keys() - HISTORY}:
+    tensors = [name for name in files if not name.endswith(TEXTS) and name != HISTORY]
+    for name in {_part(name) for name in tensors}:
         if files.get(name, one) == others.get(name, other):
             continue
         mine, theirs = (_tensors(_read(folder / name)) for folder in (one, other))

@@ -36,15 +36,20 @@ class Job:
 ACCUMULATES = ("--accumulation_steps", "2", "--batch_size")
 
 
+MORE = {
+    "single": (*ACCUMULATES, "8"),
+    "ddp": (*ACCUMULATES, "4"),
+    "fsdp": (*ACCUMULATES, "4", "--technique", "lora"),
+    "pp": (*ACCUMULATES, "8", "--technique", "lora"),
+    "machines": (*ACCUMULATES, "4"),
+}
+"""Adapters where there are any, as they have dropout."""
+
+
 def _jobs(workflows: dict[str, tuple[str, int, tuple[str, ...]]], ranks: int) -> list[Job]:
-    """Of every technique with so many ranks; adapters where there are any, as they have dropout."""
-    more = {"single": (*ACCUMULATES, "8"), "ddp": (*ACCUMULATES, "4"), "machines": (*ACCUMULATES, "4"),
-            "fsdp": (*ACCUMULATES, "4", "--technique", "lora"), "pp": (*ACCUMULATES, "8", "--technique", "lora")}  # fmt: skip
-    return [
-        Job(place, name, (*overrides, *more[name]))
-        for name, (place, own, overrides) in workflows.items()
-        if own == ranks
-    ]
+    """Of every technique with so many ranks."""
+    of_so_many = {name: flow for name, flow in workflows.items() if flow[1] == ranks}
+    return [Job(place, name, (*overrides, *MORE[name])) for name, (place, _, overrides) in of_so_many.items()]
 
 
 def _work(folder: Path, jobs: list[Job], ranks: int) -> None:
