@@ -9,7 +9,7 @@ DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
 FULL := 2.4_full_finetuning/run_0_cpu_x1
 NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
 
-.PHONY: demo install deepspeed test test-all lint lab run record tables tables-check notebooks siblings bench
+.PHONY: demo install deepspeed test test-all soak lint lab run record tables tables-check notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -54,6 +54,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	@$(BIN)/python -m pytest -q tests
+
+soak: $(INSTALLED) ## 100 random kills and 10,000 fuzzed inputs; keeps what the faults came to, for the README's table
+	@KILLS=100 FUZZED_INPUTS=2000 KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/faults
+	@$(BIN)/python -m common.report --write
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

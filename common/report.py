@@ -20,7 +20,15 @@ from typing import Any
 
 import pandas as pd
 
-from common import report_classification, report_full, report_loops, report_qlora, report_sharding, report_summarization
+from common import (
+    report_classification,
+    report_faults,
+    report_full,
+    report_loops,
+    report_qlora,
+    report_sharding,
+    report_summarization,
+)
 from common.report_rows import (
     KIND_NAMES,
     LORA,
@@ -268,6 +276,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     **report_classification.TABLES,
     **report_loops.TABLES,
     **report_summarization.TABLES,
+    **report_faults.TABLES,
 }
 
 

@@ -22,10 +22,11 @@ from transformers.trainer_pt_utils import safe_globals
 from common.checkpoints import read_manifest
 from common.faults import VARIABLE
 from common.launch import torchrun_command
+from common.report_faults import OUTCOMES
 from common.run_config import REPOSITORY
 from common.sharded_training import SHARDS
 
-OUTCOMES = REPOSITORY / "tests" / "faults" / "outcomes.json"
+KEYS = ("fault", "technique", "outcome")
 KEEP = "KEEP_OUTCOMES"
 """Set by `make soak`: the outcomes are kept, for the README."""
 CHAT = ("--train_rows", "65", "--validation_rows", "8", "--test_rows", "1", "--epochs", "2", "--report_share", "0.1",
@@ -163,25 +164,41 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 class Outcomes:
     """Of faults, for the README's table."""
 
-    rows: list[dict[str, object]] = field(default_factory=list)
+    rows: dict[tuple[int, str, str], dict[str, object]] = field(default_factory=dict)
+    test: str = ""
+    """The file of the test that runs."""
 
     def keep(
-        self, fault: int, technique: str, outcome: str, noticed_s: float | None, ended_s: float, lost_steps: int
+        self,
+        fault: int,
+        technique: str,
+        outcome: str,
+        noticed_s: float | None = None,
+        ended_s: float | None = None,
+        lost_steps: int = 0,
     ) -> None:
-        """One line; seconds count from the fault on."""
-        figures = {"noticed_s": noticed_s, "ended_s": ended_s}
+        """One line for each fault, technique and outcome, with the most of each figure; seconds from the fault on."""
+        key, figures = (fault, technique, outcome), {"noticed_s": noticed_s, "ended_s": ended_s}
         rounded = {name: None if value is None else round(value, 1) for name, value in figures.items()}
-        line = {"fault": fault, "technique": technique, "outcome": outcome, **rounded, "lost_steps": lost_steps}
-        self.rows.append(line)
+        before = self.rows.get(key, {})
+        most = {name: max(filter(None, (value, before.get(name))), default=value) for name, value in rounded.items()}
+        lost = max(lost_steps, int(str(before.get("lost_steps", 0))))
+        self.rows[key] = {**dict(zip(KEYS, key, strict=True)), **most, "lost_steps": lost, "test": self.test}
+
+
+@pytest.fixture
+def outcomes(all_outcomes: Outcomes, request: pytest.FixtureRequest) -> Outcomes:
+    all_outcomes.test = request.path.relative_to(REPOSITORY).as_posix()
+    return all_outcomes
 
 
 @pytest.fixture(scope="session")
-def outcomes() -> Iterator[Outcomes]:
+def all_outcomes() -> Iterator[Outcomes]:
     """Kept in a file where that is asked for."""
     found = Outcomes()
     yield found
     if KEEP in os.environ:
-        ordered = sorted(found.rows, key=lambda row: (row["fault"], row["technique"]))
+        ordered = [found.rows[key] for key in sorted(found.rows)]
         OUTCOMES.write_text(json.dumps(ordered, indent=1) + "\n")
 
 

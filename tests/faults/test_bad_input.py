@@ -66,9 +66,11 @@ def write(tmp_path: Path) -> Callable[..., RunConfig]:
         ('{"messages": [{"role": "user", "con', r"train\.jsonl, line 2 is no JSON"),
     ],
 )
-def test_a_bad_row_is_refused_by_file_line_and_id(write: Callable, bad: object, said: str) -> None:
+def test_a_bad_row_is_refused_by_file_line_and_id(write: Callable, bad: object, said: str, outcomes: object) -> None:
     with pytest.raises(BadInputError, match=said):
         load_splits(write([row("Who?"), bad]))
+    for fault in (17, 18, 20):
+        outcomes.keep(fault, "all", "refused by file, line and id")
 
 
 def test_what_is_not_utf_8_is_refused_by_its_line(write: Callable, tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_what_is_not_utf_8_is_refused_by_its_line(write: Callable, tmp_path: Pat
 
 
 def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], outcomes: object
 ) -> None:
     rows = [row("Where is it? " * 40, id="long-1"), row("Where is it? " * 50, id="long-2"), row("Where?"), row("Who?")]
     tokenizer = load_tokenizer(RUN)
@@ -89,20 +91,23 @@ def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
         tokenize_rows(rows, tokenizer, 60, cut_off_share=0.4)
     assert len(tokenize_rows(rows, tokenizer, 60, cut_off_share=0.5)) == 2
     assert "2 of 4 rows have no answer within 60 tokens, and are left out" in capsys.readouterr().out
+    outcomes.keep(19, "all", "counted; refused above a limit")
 
 
-def test_an_id_that_stands_twice_is_refused(write: Callable) -> None:
+def test_an_id_that_stands_twice_is_refused(write: Callable, outcomes: object) -> None:
     with pytest.raises(BadInputError, match="The id 'a' stands twice in train, in its rows 1 and 3"):
         load_splits(write([row("1", id="a"), row("2", id="b"), row("3", id="a")]))
     load_splits(write([row("1", id="a")], test=[row("2", id="a")]))  # splits may count alike
+    outcomes.keep(21, "all", "refused by id and rows")
 
 
-def test_a_test_row_that_is_learnt_is_refused_whatever_its_case_and_spacing(write: Callable) -> None:
+def test_a_test_row_that_is_learnt_is_refused_whatever_its_case_and_spacing(write: Callable, outcomes: object) -> None:
     run = write([row("Who?"), row("Where  IS it?"), row("Why?")], test=[row("where is it? ")])
     with pytest.raises(BadInputError, match=r"1 of 3 training rows are test rows, too, .*: rows 2 of train"):
         load_splits(run)
     assert len(load_splits(replace(run, shared_rows="skip")).train) == 2
     load_splits(write([row("Where is it?", "In the yard.")], test=[row("Where is it?")]))  # the negative control
+    outcomes.keep(22, "all", "refused by row; of texts with labels or summaries it is said")
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent for path in REPOSITORY.glob("*/run_0_*/my_workflow_*.py")))
@@ -115,7 +120,7 @@ def test_the_shipped_data_raise_no_alarm(folder: Path, capsys: pytest.CaptureFix
 # -- rows 16, 32 and 33
 
 
-def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+def test_results_that_cannot_be_written_are_refused(tmp_path: Path, outcomes: object) -> None:
     check_results_folder(replace(RUN, results_root=str(tmp_path / "new" / "deep")))
     assert not (tmp_path / "new").exists(), "looking makes nothing"
     with pytest.raises(BadInputError, match=r"Nothing can be written into /proc/1/results .*pass --results_root"):
@@ -123,12 +128,14 @@ def test_results_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BadInputError, match="Nothing can be written"):
         check_results_folder(replace(RUN, results_root=str(tmp_path / "file")))
+    outcomes.keep(16, "all", "refused before a model is loaded")
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a\0b", "a" * 300, "a/b", ".hidden", "-x", "a b", "..", "a\n"])
-def test_a_run_name_that_leads_elsewhere_is_refused(name: str) -> None:
+def test_a_run_name_that_leads_elsewhere_is_refused(name: str, outcomes: object) -> None:
     with pytest.raises(BadInputError, match="cannot name a folder"):
         replace(RUN, run_name=name)
+    outcomes.keep(33, "all", "refused; nothing is written")
 
 
 def test_a_results_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
@@ -139,7 +146,7 @@ def test_a_results_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
         check_results_folder(replace(RUN, results_root=str(tmp_path), run_name="run"))
 
 
-def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path: Path) -> None:
+def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path: Path, outcomes: object) -> None:
     canary = tmp_path / "canary"
     folder = tmp_path / "model"
     folder.mkdir()
@@ -154,6 +161,7 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path: Pa
         with pytest.raises(BadInputError, match="brings code of its own"):
             load(run)
     assert not canary.exists()
+    outcomes.keep(32, "all", "refused without a question")
 
 
 # -- row 30
@@ -173,7 +181,7 @@ def _notebook(path: Path, cell: str) -> Path:
     [("import os; os.kill(os.getpid(), 9)", DeadKernelError), ("import time; time.sleep(600)", CellTimeoutError)],
 )
 def test_a_kernel_that_dies_or_hangs_ends_papermill_and_keeps_the_notebook(
-    tmp_path: Path, cell: str, ends_with: type[Exception]
+    tmp_path: Path, cell: str, ends_with: type[Exception], outcomes: object
 ) -> None:
     out = tmp_path / "out.ipynb"
     with pytest.raises(ends_with):
@@ -181,6 +189,7 @@ def test_a_kernel_that_dies_or_hangs_ends_papermill_and_keeps_the_notebook(
             _notebook(tmp_path / "in.ipynb", cell), out, execution_timeout=5, progress_bar=False, autosave_cell_every=0
         )
     assert "before" in str(nbformat.read(out, 4).cells[0].outputs)
+    outcomes.keep(30, "notebooks", "ends with an error; what was done is kept")
 
 
 # -- anything at all

@@ -87,7 +87,7 @@ POINTS = ("written", "flushed", "listed", "renamed", "rotated")
 
 
 @pytest.mark.parametrize("files_before", range(len(FILES)))
-def test_killed_at_any_write_the_checkpoint_before_is_used(tmp_path: Path, files_before: int) -> None:
+def test_killed_at_any_write_the_checkpoint_before_is_used(tmp_path: Path, outcomes: object, files_before: int) -> None:
     before = _commit(tmp_path, 3)
 
     def write_some(folder: Path) -> None:
@@ -100,6 +100,7 @@ def test_killed_at_any_write_the_checkpoint_before_is_used(tmp_path: Path, files
     assert newest_whole(tmp_path) == before
     assert verify(_commit(tmp_path, 4)) == ABOUT, "what was left lies in nobody's way"
     assert not list((tmp_path / PARTIAL).iterdir())
+    outcomes.keep(2, "all", "the checkpoint before, or the new one, is used")
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -151,7 +152,7 @@ def _copy(whole: Path) -> Path:
 
 @given(data=st.data())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_flipped_byte_is_caught(whole: Path, data: st.DataObject) -> None:
+def test_any_flipped_byte_is_caught(whole: Path, outcomes: object, data: st.DataObject) -> None:
     copy = _copy(whole)
     path = copy / data.draw(st.sampled_from([MANIFEST_FILE, *FILES]))
     content = bytearray(path.read_bytes())
@@ -159,17 +160,19 @@ def test_any_flipped_byte_is_caught(whole: Path, data: st.DataObject) -> None:
     path.write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match=path.name):
         verify(copy)
+    outcomes.keep(5, "all", "caught by its SHA-256, wherever it is")
 
 
 @given(data=st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_truncation_is_caught(whole: Path, data: st.DataObject) -> None:
+def test_any_truncation_is_caught(whole: Path, outcomes: object, data: st.DataObject) -> None:
     copy = _copy(whole)
     path = copy / data.draw(st.sampled_from([MANIFEST_FILE, *FILES]))
     content = path.read_bytes()
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(DamagedCheckpointError, match=path.name):
         verify(copy)
+    outcomes.keep(4, "all", "named and kept aside, the one before is used")
 
 
 def test_a_missing_and_a_further_file_are_caught(whole: Path) -> None:
@@ -207,12 +210,15 @@ def test_no_space_is_seen_before_and_nothing_is_removed(tmp_path: Path, monkeypa
     assert newest_whole(tmp_path) == before
 
 
-def test_no_space_while_writing_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_while_writing_leaves_the_checkpoint_before(
+    tmp_path: Path, outcomes: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = _commit(tmp_path, 3)
     monkeypatch.setenv(VARIABLE, "full step=4 point=written")
     with pytest.raises(RunStoppedError, match=r"step 4 could not be written .*No space left on device.*make room"):
         _commit(tmp_path, 4)
     assert newest_whole(tmp_path) == before
+    outcomes.keep(7, "all", "seen before, or the checkpoint before is whole")
 
 
 # -- hostile
@@ -228,7 +234,7 @@ class Hostile:
         return Path.touch, (self.canary,)
 
 
-def test_a_hostile_pickle_runs_nowhere(tmp_path: Path) -> None:
+def test_a_hostile_pickle_runs_nowhere(tmp_path: Path, outcomes: object) -> None:
     """Even with a manifest that its author has made anew."""
     canary = tmp_path / "canary"
     folder = tmp_path / "checkpoint-3" / "shards"
@@ -242,5 +248,6 @@ def test_a_hostile_pickle_runs_nowhere(tmp_path: Path) -> None:
     with pytest.raises(pickle.UnpicklingError):
         torch.load(folder.parent / "optimizer.pt", weights_only=True)
     assert not canary.exists()
+    outcomes.keep(31, "all", "its canary does not run")
     pickle.loads((folder / ".metadata").read_bytes())
     assert canary.exists(), "the negative control: DCP's own reader would have run it"

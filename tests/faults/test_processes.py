@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from common.checkpoints import newest_whole, verify
+from common.launch import stream_command
 from common.watch import HUNG_EXIT_CODE
 
 TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
@@ -135,7 +136,7 @@ def test_the_first_failure_is_the_one_that_is_reported(start: Callable, outcomes
     assert (record["failed_rank"], record["failed_step"]) == (1, 3)
     assert "a fault on purpose, in step 4" in record["error"]
     assert run.alive() == []
-    outcomes.keep(10, technique, "rank 1's error is in the record", None, ended_s, 0)
+    outcomes.keep(10, technique, "rank 1's error is in the record", ended_s=ended_s)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
@@ -146,7 +147,7 @@ def test_a_loss_that_is_no_number_stops_all_before_the_step(start: Callable, out
     assert run.newest_step() == 3
     assert verify(run.results / "checkpoints" / "checkpoint-3")
     assert run.record["status"] == "failed"
-    outcomes.keep(23, technique, "the step is not taken, nothing is saved", 0, None, 0)
+    outcomes.keep(23, technique, "the step is not taken, nothing is saved")
 
 
 @pytest.mark.parametrize("technique", ["single", "ddp"])
@@ -156,7 +157,7 @@ def test_out_of_memory_says_what_was_tried_and_what_fits(start: Callable, outcom
     assert "Out of memory (rank" in run.output
     assert "by the plan 4096 rows fit: pass --batch_size 4096" in run.output
     assert run.record["status"] == "oom"
-    outcomes.keep(24, technique, "recorded, with the batch that fits", 0, None, 0)
+    outcomes.keep(24, technique, "recorded, with the batch that fits")
 
 
 def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: object) -> None:
@@ -170,7 +171,7 @@ def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: obj
     first.kill()
     first.end(10)
     assert start("ddp").end(120) == 0, "a lock goes with its process"
-    outcomes.keep(15, "ddp", "the second is refused", None, None, 0)
+    outcomes.keep(15, "ddp", "the second is refused")
 
 
 def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(
@@ -180,4 +181,10 @@ def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(
     assert run.end(180) == 0, run.output[-3000:]
     assert run.record["status"] == "completed"
     assert run.record["checkpoints"]["went_on_from"] == "checkpoint-4"
-    outcomes.keep(1, "ddp", "torchrun --max_restarts: goes on by itself", None, None, 0)
+    outcomes.keep(1, "ddp", "torchrun --max_restarts: goes on by itself")
+
+
+def test_a_command_that_the_system_killed_is_said_to_be(outcomes: object) -> None:
+    with pytest.raises(RuntimeError, match="was killed, possibly as memory ran out"):
+        stream_command([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
+    outcomes.keep(25, "all", "said to be killed, possibly as memory ran out")

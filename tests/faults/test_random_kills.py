@@ -51,4 +51,6 @@ def test_a_run_survives_any_kill(
     assert straight.end(FINISHED_S) == 0, straight.output[-3000:]
     ends = [run.results / "checkpoints" / f"checkpoint-{STEPS}" for run in (straight, last)]
     assert largest_difference(*ends) == 0
-    outcomes.keep(1, technique, f"{kills} random kills (seed {seed}): ends as a straight run", None, ended_s, lost)
+    outcomes.keep(
+        1, technique, f"{kills} random kills (seed {seed}): ends as a straight run", ended_s=ended_s, lost_steps=lost
+    )

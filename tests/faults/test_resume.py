@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoints import MANIFEST_FILE
+from common.checkpoints import MANIFEST_FILE, read_manifest, write_manifest
 from common.launch import free_port, torchrun_command
 from common.run_config import REPOSITORY
 
@@ -91,9 +92,33 @@ def test_a_run_that_goes_on_ends_where_a_straight_one_does(
     record = json.loads((results / f"{technique}-{number}" / "run_record.json").read_text())
     assert record["status"] == "completed"
     assert record["checkpoints"]["went_on_from"] == f"checkpoint-{5 if number == 0 else 7}"
-    outcomes.keep(9, technique, f"stopped {stop}: ends as a straight run, difference 0", None, None, 0)
+    outcomes.keep(9, technique, f"stopped {stop}: ends as a straight run, difference 0")
 
 
 def test_without_the_random_numbers_it_would_not(results: Path, largest_difference: Callable) -> None:
     folders = [results / f"forgetful-{name}" / "checkpoints" / f"checkpoint-{STEPS}" for name in ("straight", 0)]
     assert largest_difference(*folders) > 1e-6
+
+
+def test_without_a_ranks_random_numbers_or_with_other_rows_a_run_does_not_go_on(
+    results: Path, tmp_path: Path, workflows: dict, outcomes: object
+) -> None:
+    """And as many rows on another number of ranks do; `tests/recipes/test_sharding.py` has them divided anew."""
+    kept = tmp_path / "checkpoint-10"
+    shutil.copytree(results / "single-straight" / "checkpoints" / kept.name, kept)
+    about = read_manifest(kept)["about"]
+    (kept / "rng_state.pth").unlink()
+    (kept / MANIFEST_FILE).unlink()
+    write_manifest(kept, about)
+    place, _, own = workflows["single"]
+    command = [sys.executable, Path(place).name, *own, "--epochs", "3", *MORE["single"], "--resume_from", str(kept)]
+    refusals = {"lacks rng_state.pth": (), "of steps of 16 rows, but this run's have 8": ("--batch_size", "4")}
+    for said, more in refusals.items():
+        done = subprocess.run(
+            [*command, *more, "--results_root", str(tmp_path)],
+            cwd=(REPOSITORY / place).parent, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2
+        assert said in done.stderr
+    outcomes.keep(6, "all", "an exact resume is refused")
+    outcomes.keep(8, "all", "the same rows in the same steps, or refused")
