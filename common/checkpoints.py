@@ -299,7 +299,7 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     `rows`: to train on.
 
     Raises:
-        BadInputError: see `check_goes_on`; or this run would move its folder away.
+        BadInputError: see `check_goes_on`; or nothing is left to train, or this run would move its folder away.
     """
     from common.run_record import default_run_name  # here: it imports this module
 
@@ -308,7 +308,12 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     folder, own_name = Path(run.resume_from).expanduser(), run.run_name or default_run_name(run, launcher)
     about = read_manifest(folder)["about"]
     steps = run.max_steps if run.max_steps > 0 else run.epochs * -(-rows // run.effective_batch_size)
-    check_goes_on(run, about["rows"] if run.cut_off_share else rows, steps, folder, about)
+    check_goes_on(run, about["rows"] if run.cut_off_share else rows, folder, about)
+    if steps_at(folder) >= steps:
+        raise BadInputError(
+            f"resume_from is {folder}, a checkpoint after step {steps_at(folder)}, and this run has {steps}: nothing "
+            "is left to train; raise --epochs or --max_steps."
+        )
     if folder.resolve().is_relative_to(run.results_folder(own_name).resolve()):
         raise BadInputError(
             f"resume_from lies in the results of a run called {own_name}, as this one would be: pass --resume_from "
@@ -316,8 +321,8 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
         )
 
 
-def check_goes_on(run: RunConfig, rows: int, steps: int, folder: Path, about: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that this run, of so many training rows and optimizer steps, cannot go on from.
+def check_goes_on(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that this run, of so many training rows, cannot go on from.
 
     Raises:
         BadInputError: what it is of, and what the run is.
@@ -350,11 +355,6 @@ def check_goes_on(run: RunConfig, rows: int, steps: int, folder: Path, about: Ma
                 f"{of_another} with {about[name]} {unit}, but this run has {own[name]}: make them equal, or rows would "
                 "be skipped or repeated."
             )
-    if steps_at(folder) >= steps and run.resume_from != LAST:
-        raise BadInputError(
-            f"{of_another} after step {steps_at(folder)}, and this run has {steps}: nothing is left to train; raise "
-            "--epochs or --max_steps."
-        )
 
 
 def _replicas(one: str, other: str) -> bool:

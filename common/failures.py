@@ -27,7 +27,7 @@ def said_by(error: BaseException) -> str:
 
 def status_of(error: BaseException) -> str:
     """What a run that ended with `error` is called."""
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # the latter: told to end by SIGTERM
         return "interrupted"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "oom"

@@ -42,7 +42,7 @@ BAD_INPUT_EXIT_CODE = 2
 TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of what SIGKILL ended: Python's, and a shell's."""
-END_S = 3.0
+END_S = 2.0
 """How long a process may take to end by itself when it is told to."""
 LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 SPEAK_FIRST_S = 2.0

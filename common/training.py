@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -31,18 +30,8 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from common.callbacks import ACCURACY, VALIDATION_LOSS, FirstStepReport, ProgressReport, UpdateReport, WorkDone
-from common.checkpoints import (
-    STATE_FILE,
-    Writes,
-    about_run,
-    check_goes_on,
-    committing,
-    newest_whole,
-    read_manifest,
-    rotate,
-    steps_at,
-    verify_once,
-)
+from common.checkpointed_trainer import CheckpointedTrainer
+from common.checkpoints import about_run
 from common.classification import CLASSES
 from common.data import (
     IGNORED_LABEL,
@@ -67,21 +56,16 @@ from common.planner import Plan, plan_run, why
 from common.quantization import drop_quantized
 from common.run_config import LAST, BadInputError, RunConfig
 from common.run_record import RunLog
-from common.sharding import byte_count, local_part, optimizer_bytes
 from common.summarization import SUMMARIES
 from common.watch import reached
 
 
-class CountingTrainer(Trainer):
+class CountingTrainer(CheckpointedTrainer):
     """A Trainer whose ranks see every row once per epoch, and count what they see.
 
     Losses are means over the answer tokens of the whole global batch (the Trainer counts them over ranks and
-    micro-batches), so that one device and several compute the same step. Checkpoints are Transformers' own, but there
-    whole or not at all.
+    micro-batches), so that one device and several compute the same step.
     """
-
-    divides = False
-    """Whether ranks hold parts of what is trained, and write them."""
 
     def __init__(self, *, batches: EpochBatches, work: WorkDone, objective: Objective, **kwargs: Any) -> None:
         """`batches` draws this rank's rows, `work` counts them; the rest goes to the Trainer."""
@@ -93,16 +77,6 @@ class CountingTrainer(Trainer):
         self.updates = UpdateReport()
         self.add_callback(self.updates)
         self.keeps_logits = keeps_logits(self.model)
-        self.first_step = 0
-        """Optimizer steps that were taken before, by the run whose checkpoint this one goes on from."""
-        self.goes_on_from: Path | None = None
-        """The checkpoint that `train` goes on from."""
-        self.about: dict[str, Any] = {}
-        """What this run's checkpoints say of it."""
-        self.writes = self.args.process_index == 0
-        """Whether this rank is the one that writes what all ranks have; without a shared disk there are several."""
-        self.saves_into = Path(self.args.output_dir)
-        """Where Transformers writes a checkpoint's folder."""
 
     def get_train_dataloader(self) -> EpochLoader:
         """Batches drawn by `batches`: already this rank's share, so Accelerate must not divide them again."""
@@ -112,13 +86,6 @@ class CountingTrainer(Trainer):
             collate_fn=self.data_collator,
             pin_memory=self.args.device.type == "cuda",
         )
-
-    def train(self, **kwargs: Any) -> Any:
-        """All optimizer steps; those after `goes_on_from`, where that is a checkpoint."""
-        folder = self.goes_on_from
-        if folder and self.args.process_index == 0:
-            print(f"goes on after step {self.first_step}, from {folder.name}")
-        return super().train(resume_from_checkpoint=str(folder) if folder else None, **kwargs)
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """Count the mini-batch, then train on it."""
@@ -170,80 +137,6 @@ class CountingTrainer(Trainer):
                 f"{self.state.global_step}. Lower --learning_rate or look at the step's rows; --resume_from {LAST} "
                 "goes on from the newest checkpoint."
             )
-
-    # -- checkpoints
-
-    def checkpoint_to_go_on_from(self, log: RunLog) -> Path | None:
-        """The one that the run names, or its newest whole one; None: it starts at the beginning."""
-        if not log.goes_on:
-            return Path(log.run.resume_from).expanduser() if log.run.resume_from else None
-        newest = newest_whole(Path(self.args.output_dir)) if self.args.process_index == 0 else None
-        newest = gather_object([newest])[0]
-        if newest is None and self.args.process_index == 0:
-            print("there is no checkpoint to go on from: training starts at the beginning")
-        return newest
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
-        """Keep this step, whole, then remove all but the best checkpoint and this one."""
-        folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
-        if best:
-            self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
-        with committing(folder, self.about, Writes(self.bytes_to_write(), self.writes)) as partial:
-            self.write_checkpoint(partial)
-        if self.writes:
-            rotate(folder.parent, {folder.name, f"checkpoint-{best}"})
-
-    def write_checkpoint(self, folder: Path) -> None:
-        """Write all that training goes on from; called on every rank."""
-        best, self.saves_into = self.state.best_model_checkpoint, folder.parent
-        super()._save_checkpoint(self.model, trial=None)
-        self.state.best_model_checkpoint = best
-        if self.args.should_save:
-            self.state.save_to_json(str(folder / STATE_FILE))
-
-    def _get_output_dir(self, trial: None) -> str:
-        return str(self.saves_into)
-
-    def bytes_to_write(self) -> int:
-        """By this rank, of a checkpoint's weights and optimizer."""
-        if not self.writes and not self.divides:
-            return 0
-        only_trained = isinstance(self.model, PeftModel)
-        weights = [weight for weight in self.model.parameters() if weight.requires_grad or not only_trained]
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
-        return byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer else 0)
-
-    def go_on_from(self, folder: Path) -> None:
-        """Let `train` go on from a checkpoint, whose bytes are those that were written.
-
-        Raises:
-            BadInputError: it has no state of a rank's random numbers, without which the rest would be another's.
-        """
-        self.goes_on_from, self.first_step = folder, steps_at(folder)
-        about = verify_once(folder, self.args.process_index == 0)
-        ranks = self.args.world_size
-        names = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
-        missing = [name for name in names if not (folder / name).is_file()]
-        if about["ranks"] != ranks:
-            if self.args.process_index == 0:
-                print(f"{folder.name} is of {about['ranks']} ranks: rows stay in order, but dropout will be another.")
-        elif missing:
-            raise BadInputError(f"{folder} lacks {', '.join(missing)}, and cannot be gone on from exactly.")
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """The best checkpoint before stands beside the one that is gone on from."""
-        begin = super()._init_training_state(*args, **kwargs)
-        if self.goes_on_from and self.state.best_global_step:
-            best = self.goes_on_from.with_name(f"checkpoint-{self.state.best_global_step}")
-            self.state.best_model_checkpoint = str(best)
-        return begin
-
-    def _load_best_model(self) -> None:
-        """Only if its bytes are those that were written."""
-        verify_once(Path(self.state.best_model_checkpoint), self.args.process_index == 0)
-        super()._load_best_model()
-
-    # -- for the record
 
     def of_own_rows(self, of_ranks: list[Any]) -> list[Any]:
         """Of what each rank did, that of the ranks with rows of their own: with data parallel all of them."""
@@ -390,11 +283,7 @@ def make_trainer(
     check_precision(trainer, run)
     log.step = lambda: trainer.state.global_step
     trainer.about = about_run(run, len(train))
-    folder = trainer.checkpoint_to_go_on_from(log)
-    if folder:
-        trainer.go_on_from(folder)
-        steps = run.max_steps if run.max_steps > 0 else run.epochs * steps_per_epoch(trainer)
-        check_goes_on(run, len(train), steps, folder, read_manifest(folder)["about"])
+    trainer.find_start(log)
     return trainer
 
 

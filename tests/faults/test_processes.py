@@ -85,6 +85,8 @@ def test_nobody_outlives_a_kernel(start: Callable, outcomes: object, tmp_path: P
     kernel.send_signal(how)
     gone_s = run.wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in below), GONE_S)
     assert kernel.wait(GONE_S) != 0
+    if how == signal.SIGINT:
+        assert run.record["status"] == "interrupted"
     outcomes.keep(28 if how == signal.SIGINT else 29, "ddp", f"{how.name} of the kernel: 0 processes left", gone_s,
                   gone_s, 0)  # fmt: skip
 

@@ -1,0 +1,132 @@
+"""Transformers' Trainer with checkpoints that are there whole or not at all, and from which a run goes on exactly."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from peft import PeftModel
+from transformers import Trainer
+
+from common.checkpoints import (
+    STATE_FILE,
+    Writes,
+    check_goes_on,
+    committing,
+    newest_whole,
+    rotate,
+    steps_at,
+    verify_once,
+)
+from common.run_config import BadInputError
+from common.run_record import RunLog
+from common.sharding import byte_count, local_part, optimizer_bytes
+
+
+class CheckpointedTrainer(Trainer):
+    """The Trainer's own checkpoints, committed and verified by `common.checkpoints`."""
+
+    divides = False
+    """Whether ranks hold parts of what is trained, and write them."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Starts at the beginning, until `find_start` finds another place."""
+        super().__init__(**kwargs)
+        self.first_step = 0
+        """Optimizer steps that were taken before, by the run whose checkpoint this one goes on from."""
+        self.goes_on_from: Path | None = None
+        """The checkpoint that `train` goes on from."""
+        self.about: dict[str, Any] = {}
+        """What this run's checkpoints say of it."""
+        self.writes = self.args.process_index == 0
+        """Whether this rank is the one that writes what all ranks have; without a shared disk there are several."""
+        self.saves_into = Path(self.args.output_dir)
+        """Where Transformers writes a checkpoint's folder."""
+
+    def train(self, **kwargs: Any) -> Any:
+        """All optimizer steps; those after `goes_on_from`, where that is a checkpoint."""
+        folder = self.goes_on_from
+        if folder and self.args.process_index == 0:
+            print(f"goes on after step {self.first_step}, from {folder.name}")
+        return super().train(resume_from_checkpoint=str(folder) if folder else None, **kwargs)
+
+    # -- writing
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
+        """Keep this step, whole, then remove all but the best checkpoint and this one."""
+        folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
+        if best:
+            self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
+        with committing(folder, self.about, Writes(self.bytes_to_write(), self.writes)) as partial:
+            self.write_checkpoint(partial)
+        if self.writes:
+            rotate(folder.parent, {folder.name, f"checkpoint-{best}"})
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write all that training goes on from; called on every rank."""
+        best, self.saves_into = self.state.best_model_checkpoint, folder.parent
+        super()._save_checkpoint(self.model, trial=None)
+        self.state.best_model_checkpoint = best
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / STATE_FILE))
+
+    def _get_output_dir(self, trial: None) -> str:
+        return str(self.saves_into)
+
+    def bytes_to_write(self) -> int:
+        """By this rank, of a checkpoint's weights and optimizer."""
+        if not self.writes and not self.divides:
+            return 0
+        only_trained = isinstance(self.model, PeftModel)
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad or not only_trained]
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
+        return byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer else 0)
+
+    # -- going on
+
+    def find_start(self, log: RunLog) -> None:
+        """Look where the run begins, and that it can.
+
+        Raises:
+            BadInputError: the checkpoint is damaged, or of another run.
+        """
+        folder = self.checkpoint_to_go_on_from(log)
+        if folder is None:
+            return
+        about = verify_once(folder, self.args.process_index == 0)
+        check_goes_on(log.run, self.about["rows"], folder, about)
+        self._check_random_numbers(folder, about["ranks"])
+        self.goes_on_from, self.first_step = folder, steps_at(folder)
+
+    def checkpoint_to_go_on_from(self, log: RunLog) -> Path | None:
+        """The one that the run names, or its newest whole one; None: it starts at the beginning."""
+        if not log.goes_on:
+            return Path(log.run.resume_from).expanduser() if log.run.resume_from else None
+        newest = newest_whole(Path(self.args.output_dir)) if self.args.process_index == 0 else None
+        newest = gather_object([newest])[0]
+        if newest is None and self.args.process_index == 0:
+            print("there is no checkpoint to go on from: training starts at the beginning")
+        return newest
+
+    def _check_random_numbers(self, folder: Path, ranks_then: int) -> None:
+        """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
+        ranks, is_main = self.args.world_size, self.args.process_index == 0
+        names = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
+        missing = [name for name in names if not (folder / name).is_file()]
+        if ranks_then == ranks and missing:
+            raise BadInputError(f"{folder} lacks {', '.join(missing)}, and cannot be gone on from exactly.")
+        if ranks_then != ranks and is_main:
+            print(f"{folder.name} is of {ranks_then} ranks: rows stay in order, but dropout will be another.")
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """The best checkpoint before stands beside the one that is gone on from."""
+        begin = super()._init_training_state(*args, **kwargs)
+        if self.goes_on_from and self.state.best_global_step:
+            best = self.goes_on_from.with_name(f"checkpoint-{self.state.best_global_step}")
+            self.state.best_model_checkpoint = str(best)
+        return begin
+
+    def _load_best_model(self) -> None:
+        """Only if its bytes are those that were written."""
+        verify_once(Path(self.state.best_model_checkpoint), self.args.process_index == 0)
+        super()._load_best_model()

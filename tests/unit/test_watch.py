@@ -1,0 +1,74 @@
+"""Who keeps the others waiting, and for how long a rank may stay where it is."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common import watch
+from common.faults import VARIABLE, asked_fault, fault_at
+from common.launch import Rank
+from common.run_config import BadInputError
+from common.watch import SLOW_FACTOR, Place, Watch, hung_ones, reached
+
+HERE = Place(0, "a", 1, passed=7, point="batch", step=3, moved_at=100.0, said_at=104.0)
+OTHER = replace(HERE, rank=1, pid=2)
+
+
+def test_a_silent_rank_is_the_one_that_hangs() -> None:
+    stopped = replace(OTHER, said_at=90.0, passed=9)
+    assert hung_ones([HERE, stopped], now_s=104.5) == [stopped]
+
+
+def test_of_ranks_that_speak_those_behind_keep_the_others_waiting() -> None:
+    behind = replace(OTHER, passed=6, point="load")
+    assert hung_ones([HERE, behind], now_s=104.5) == [behind]
+
+
+def test_where_all_are_as_far_all_are_named() -> None:
+    assert hung_ones([HERE, OTHER], now_s=104.5) == [HERE, OTHER]
+
+
+@pytest.mark.parametrize(("point", "factor"), [("load", 1), ("batch", 1), ("update", 1), ("saving", SLOW_FACTOR)])
+def test_what_is_no_step_may_take_longer(point: str, factor: int) -> None:
+    assert replace(HERE, point=point).allowed_s(60.0) == 60.0 * factor
+
+
+def test_a_rank_says_where_it_is_at_once_and_ends_when_nothing_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    said: list[str] = []
+    monkeypatch.setattr(watch.os, "_exit", ended.append)
+    monkeypatch.setattr(watch, "BEAT_S", 0.05)
+    looks = Watch(tmp_path, Rank(0, 1, "cpu", "python"), 0.3, said.append)
+    reached("batch", 5)
+    place = json.loads((tmp_path / "ranks" / "rank0.json").read_text())
+    assert (place["step"], place["point"]) == (5, "batch")
+    time.sleep(0.1)
+    assert ended == []
+    time.sleep(0.5)
+    looks.end()
+    assert ended[0] == watch.HUNG_EXIT_CODE
+    assert "rank 0 (process" in said[0]
+    assert "in step 5 at 'batch' hangs" in capsys.readouterr().err
+    reached("done", 5)
+
+
+@pytest.mark.parametrize("text", ["kill 7", "kill step=x", "explode step=1", "kill point=nowhere", "kill stop=3"])
+def test_a_fault_that_is_not_one_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises((BadInputError, ValueError)):
+        asked_fault()
+
+
+def test_a_fault_comes_where_it_was_asked_for_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault_at("batch", 3)
+    monkeypatch.setenv(VARIABLE, "raise rank=0 step=3 point=batch times=2")
+    for point, step in (("batch", 2), ("update", 3), ("batch", 3)):
+        fault_at(point, step)
+    with pytest.raises(ValueError, match="on purpose, in step 3"):
+        fault_at("batch", 3)
+    fault_at("batch", 3)
