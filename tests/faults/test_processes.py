@@ -16,6 +16,13 @@ from common.watch import HUNG_EXIT_CODE
 
 TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
 SEVERAL_RANKS = TECHNIQUES[1:]
+
+
+def ddp_first(techniques: tuple[str, ...]) -> list:
+    """All of them; in `make test` DDP alone, where they share the code that is tested."""
+    return [each if each == "ddp" else pytest.param(each, marks=pytest.mark.slow) for each in techniques]
+
+
 NOTICED_S, ENDED_S, GONE_S, FIRST_STEP_S = 2, 5, 5, 30
 STEP_TIMEOUT_S, HUNG_S = 6, 10
 """Of the runs that hang here; and how much later than that they must be over."""
@@ -92,7 +99,7 @@ def test_nobody_outlives_a_kernel(start: Callable, outcomes: object, tmp_path: P
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(11, "stop"), (12, "hang")])
-@pytest.mark.parametrize("technique", SEVERAL_RANKS)
+@pytest.mark.parametrize("technique", ddp_first(SEVERAL_RANKS))
 def test_a_rank_that_hangs_is_named_and_all_are_ended(
     start: Callable, outcomes: object, technique: str, fault: int, kind: str
 ) -> None:
@@ -117,6 +124,7 @@ def test_one_process_that_hangs_ends_itself(start: Callable) -> None:
     assert "rank 0" in run.record["error"]
 
 
+@pytest.mark.slow
 def test_without_a_time_out_it_would_go_on_hanging(start: Callable) -> None:
     """The negative control."""
     run = start("ddp", fault="hang rank=1 step=4 point=batch")
@@ -126,7 +134,7 @@ def test_without_a_time_out_it_would_go_on_hanging(start: Callable) -> None:
     assert len(run.alive()) == 2
 
 
-@pytest.mark.parametrize("technique", SEVERAL_RANKS)
+@pytest.mark.parametrize("technique", ddp_first(SEVERAL_RANKS))
 def test_the_first_failure_is_the_one_that_is_reported(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique, fault="raise rank=1 step=4 point=batch")
     run.wait_for_checkpoint(3)
@@ -141,7 +149,7 @@ def test_the_first_failure_is_the_one_that_is_reported(start: Callable, outcomes
     outcomes.keep(10, technique, "rank 1's error is in the record", ended_s=ended_s)
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("technique", ddp_first(TECHNIQUES))
 def test_a_loss_that_is_no_number_stops_all_before_the_step(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique, fault=f"nan rank={0 if technique == 'single' else 1} step=4 point=batch")
     assert run.end(120) != 0
@@ -152,7 +160,7 @@ def test_a_loss_that_is_no_number_stops_all_before_the_step(start: Callable, out
     outcomes.keep(23, technique, "the step is not taken, nothing is saved")
 
 
-@pytest.mark.parametrize("technique", ["single", "ddp"])
+@pytest.mark.parametrize("technique", ddp_first(("single", "ddp")))
 def test_out_of_memory_says_what_was_tried_and_what_fits(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique, fault=f"oom rank={0 if technique == 'single' else 1} step=4 point=batch")
     assert run.end(120) != 0

@@ -201,6 +201,7 @@ def test_three_hosts_train_the_model_of_one(hosts: Callable[..., Place], loopbac
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_a_link_that_is_away_for_20_s_delays_the_run(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     place = hosts(2)
     first, second = place.start_all(2)
@@ -215,6 +216,7 @@ def test_a_link_that_is_away_for_20_s_delays_the_run(hosts: Callable[..., Place]
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_a_host_that_comes_10_s_late_is_waited_for(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     place = hosts(2)
     first = place.start(0, *static(0, 2, join_s=60))
@@ -236,6 +238,7 @@ def torchrun(host: VirtualHost) -> list[str]:
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_two_hosts_go_on_when_torchrun_loses_the_third(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     """From the last checkpoint, and with the same steps: one takes over the lost one's part of the rows."""
     place = hosts(3)
@@ -310,6 +313,7 @@ def test_a_port_that_is_taken_is_refused_on_every_host(hosts: Callable[..., Plac
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_a_host_that_never_comes_is_named_on_every_host(hosts: Callable[..., Place]) -> None:
     place = hosts(2)
     for rank in range(2):
@@ -319,6 +323,7 @@ def test_a_host_that_never_comes_is_named_on_every_host(hosts: Callable[..., Pla
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_two_hosts_with_one_rank_are_refused(hosts: Callable[..., Place]) -> None:
     place = hosts(3)
     for host, rank in enumerate((0, 1, 1)):

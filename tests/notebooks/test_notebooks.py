@@ -23,6 +23,8 @@ ACROSS = [path for path in NOTEBOOKS if path.parts[-3].startswith("3.2_") and pa
 """Copies of a notebook that starts three worlds, and takes minutes; only the copy for the CPU is run."""
 COMPARING = [path for path in NOTEBOOKS if path.stem.endswith("_compare")]  # they show what was run before
 FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_") and path not in (*PLANNING, *COMPARING)]
+FIRST = ("lora_finetuning_complete.ipynb", "lora_finetuning_with_ddp_nblaunch.ipynb")
+"""One notebook that runs here, and one that starts ranks."""
 EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
 """What makes a GPU folder's notebook run here: another device and model, and nothing else."""
 CELL_BY_CELL = ("complete", "finetuning", "mp")
@@ -49,10 +51,10 @@ def test_there_are_notebooks() -> None:
     }
 
 
-def with_gpu_folders_slow() -> list:
-    """Every notebook; those of GPU folders only in `make test-all`."""
+def with_most_slow() -> list:
+    """Every notebook; all but the first technique's only in `make test-all`."""
     return [
-        pytest.param(path, id=name, marks=[] if path in FOR_CPU else [pytest.mark.slow])
+        pytest.param(path, id=name, marks=[] if path.name in FIRST and path in FOR_CPU else [pytest.mark.slow])
         for path, name in zip(NOTEBOOKS, IDS, strict=True)
         if path not in (*PLANNING, *COMPARING, *ACROSS)
     ]
@@ -89,7 +91,7 @@ def parameters_for(path: Path, tmp_path: Path) -> dict:
     return parameters
 
 
-@pytest.mark.parametrize("path", with_gpu_folders_slow())
+@pytest.mark.parametrize("path", with_most_slow())
 def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
     parameters = parameters_for(path, tmp_path)
     papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)

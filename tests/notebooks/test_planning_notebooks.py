@@ -91,6 +91,7 @@ def test_the_strategies_are_the_planners_in_its_order(tmp_path: Path) -> None:
     assert pictures(notebook) == 3
 
 
+@pytest.mark.slow
 def test_the_closed_form_is_near_the_dry_run_and_the_preflight_passes(tmp_path: Path) -> None:
     notebook = executed("dry_run_and_preflight", tmp_path, model="llama-3.2-1b", gpu="RTX A5000 24GB", seq_len=512)
     text = shown(notebook)

@@ -175,6 +175,7 @@ def test_tensor_parallel_really_divides(divided: Runs) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["python", "accelerate"])
+@pytest.mark.slow
 def test_ranks_are_started_as_the_setting_has_them(
     run_workflow: Callable[..., Any], encoders: dict[str, str], launcher: str
 ) -> None:

@@ -56,6 +56,7 @@ def test_sgd_weights_and_losses_equal_one_devices(run_workflow: Callable) -> Non
     assert largest_difference(weights["one"], weights["other"]) > 1e-4
 
 
+@pytest.mark.slow
 def test_adamw_losses_equal_one_devices_over_20_steps(run_workflow: Callable) -> None:
     settings = (*EVERY_STEP, "--learning_rate", "1e-3", "--max_steps", "20", "--report_share", "0.05")
     one = run_workflow("python", *settings, "--batch_size", "16", name="one")

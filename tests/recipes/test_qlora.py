@@ -26,6 +26,7 @@ def logits_of(model: torch.nn.Module, folder: Path) -> torch.Tensor:
         return model.eval()(ids).logits
 
 
+@pytest.mark.slow
 def test_two_ranks_train_what_one_does_and_both_merges_load_as_plain_models(
     run_workflow: Callable, tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ def test_the_large_model_s_pipeline_has_a_bar_and_the_small_one_none(
         assert values[f"pipeline, embedded_base, {rows} rows, 1F1B: speed-up over naive model parallel"] == 1.6
 
 
+@pytest.mark.slow
 def test_two_ranks_step_by_step_through_a_pipeline(capfd: pytest.CaptureFixture) -> None:
     found = pipeline.entries(quick=True)
     assert all(entry.value > 0 for entry in found)
@@ -144,6 +145,7 @@ def test_the_command_line_knows_every_tool() -> None:
     assert tuple(TOOLS) == TOOL_NAMES
 
 
+@pytest.mark.slow
 def test_ours_and_a_bare_loop_run_a_few_steps() -> None:
     command = [sys.executable, "-m", "bench", "training", "--quick", "--technique", "lora"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)

@@ -126,6 +126,7 @@ def test_a_pipeline_of_two_stages_passes_and_each_has_its_row(tmp_path: Path) ->
     assert output.splitlines()[-1].startswith("passed: ")
 
 
+@pytest.mark.slow
 def test_a_sharded_run_passes_and_each_rank_has_its_part(tmp_path: Path) -> None:
     output = preflight_process(tmp_path, "2.6_full_finetuning_with_fsdp/run_0_cpu_x2")
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
@@ -165,6 +166,7 @@ def test_full_fine_tuning_passes(folder: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("technique", "parallel"), [("lora", "ddp"), ("full", "tp"), ("lora", "tp"), ("full", "pp"), ("lora", "pp")]
 )
+@pytest.mark.slow
 def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: Path) -> None:
     small = ("--batch_size", "8", "--evaluation_batch_size", "8")
     output = preflight_process(tmp_path, CLASSIFICATION, "--technique", technique, "--parallel", parallel, *small)
@@ -182,6 +184,7 @@ def test_a_classifier_passes_on_rows_of_a_length(technique: str, capsys: pytest.
     assert said.splitlines()[-1].startswith("passed: ")
 
 
+@pytest.mark.slow
 def test_a_summarizer_passes_on_two_ranks(tmp_path: Path) -> None:
     small = ("--batch_size", "4", "--evaluation_batch_size", "4")
     output = preflight_process(tmp_path, SUMMARIZATION, *small)
