@@ -181,6 +181,8 @@ def start_rank(run: RunConfig) -> Rank:
     if on_cpu:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it does so itself
         torch.set_num_threads(1)  # a CPU "device" is one thread: then one rank against two is a fair comparison
+    if run.world_size > 1 and was_restarted() and not torch.distributed.is_initialized():
+        _join_anew(run)
     group = {"backend": BACKENDS[run.device], "timeout": timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)}
     state = PartialState(cpu=on_cpu, **(group if run.world_size > 1 else {}))
     if run.world_size > 1:
@@ -203,6 +205,28 @@ def start_rank(run: RunConfig) -> Rank:
         if run.parallel == "mp"
         else (),
         is_process=detect_launcher() != "notebook",
+    )
+
+
+def was_restarted() -> bool:
+    """Whether torchrun has started the ranks again, after one was lost."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _join_anew(run: RunConfig) -> None:
+    """Join a world of ranks that were started again, in a part of torchrun's store of its own.
+
+    The store still has the addresses of the ranks before, and gloo would look for those.
+    """
+    from torch.distributed import PrefixStore, TCPStore, init_process_group
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    init_process_group(
+        BACKENDS[run.device],
+        store=PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
+        rank=int(os.environ["RANK"]),
+        world_size=run.world_size,
+        timeout=timedelta(seconds=SLOW_FACTOR * run.step_timeout_s),
     )
 
 

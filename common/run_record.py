@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from common import hardware
 from common.failures import RunStoppedError, is_of_the_network, status_of
-from common.launch import Rank
+from common.launch import Rank, was_restarted
 from common.run_config import LAST, REPOSITORY, BadInputError, RunConfig
 from common.secrets import hide_secrets, without_secrets
 from common.watch import BEATS, Watch, reached
@@ -317,11 +317,6 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
                 "`python -m common.dry_run` shows the step part by part (the planner's --explain of shards and 4 bits)"
             )
     return lines
-
-
-def was_restarted() -> bool:
-    """Whether torchrun has started the ranks again, after one was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _make_way(folder: Path) -> None:
