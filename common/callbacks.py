@@ -137,14 +137,14 @@ class ProgressReport(TrainerCallback):
     def __init__(self, rank: Rank, figures: str = "text") -> None:
         """Silent on other ranks than 0; `figures`: `text`, or `json` for one object a line."""
         self.is_main, self.figures = rank.is_main, figures
-        self.start_s = 0.0
+        self.start_s, self.first_step = 0.0, 0
         self.training_loss = float("nan")
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Start the clock."""
-        self.start_s = time.perf_counter()
+        self.start_s, self.first_step = time.perf_counter(), 0
         if self.is_main:
             print(f"{state.max_steps} steps, {args.num_train_epochs:g} epochs")
 
@@ -152,6 +152,7 @@ class ProgressReport(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Have the last steps logged, too, where their number is no multiple of the interval."""
+        self.first_step = self.first_step or state.global_step
         control.should_log = control.should_log or state.global_step == state.max_steps
 
     def on_log(
@@ -173,7 +174,8 @@ class ProgressReport(TrainerCallback):
                 {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1), **validation}
             )
             return
-        left_s = elapsed_s / state.global_step * (state.max_steps - state.global_step)
+        done = state.global_step - self.first_step + 1  # of this start; others may have been before
+        left_s = elapsed_s / done * (state.max_steps - state.global_step)
         accuracy = f", accuracy {logs[ACCURACY]:.3f}" if ACCURACY in logs else ""
         print(
             f"step {state.global_step}/{state.max_steps}: loss {self.training_loss:.4f}, "

@@ -18,6 +18,7 @@ from common.checkpoints import (
     steps_at,
     verify_once,
 )
+from common.models import silent
 from common.run_config import BadInputError
 from common.run_record import RunLog
 from common.sharding import byte_count, local_part, optimizer_bytes
@@ -125,6 +126,11 @@ class CheckpointedTrainer(Trainer):
             best = self.goes_on_from.with_name(f"checkpoint-{self.state.best_global_step}")
             self.state.best_model_checkpoint = str(best)
         return begin
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Without a warning about embeddings that stand in the checkpoint once, as they are tied."""
+        with silent("transformers.trainer"):
+            super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         """Only if its bytes are those that were written."""

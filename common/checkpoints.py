@@ -281,6 +281,7 @@ def about_run(run: RunConfig, rows: int) -> dict[str, Any]:
     return {
         "technique": technique_of(run),
         "parallel": run.parallel,
+        "loop": "trainer" if run.loop == "trainer" else "plain",
         "ranks": run.world_size,
         "rows_per_step": run.effective_batch_size,
         "rows": rows,
@@ -332,6 +333,11 @@ def check_goes_on(run: RunConfig, rows: int, folder: Path, about: Mapping[str, A
     if about["parallel"] != own["parallel"] and not _replicas(about["parallel"], own["parallel"]):
         raise BadInputError(
             f"{of_another} of {about['parallel']}, but parallel is {run.parallel}: pass --parallel {about['parallel']}."
+        )
+    if about["loop"] != own["loop"]:
+        raise BadInputError(
+            f"{of_another} of another loop ({about['loop']}), which this workflow cannot read: pass another "
+            "--run_name, or take the workflow that wrote it."
         )
     if about["technique"] != own["technique"]:
         raise BadInputError(

@@ -635,7 +635,8 @@ def run_each(scripts: Sequence[Path], run: RunConfig, overrides: Sequence[str]) 
 
     for number, script in enumerate(scripts, 1):
         print(f"\n== way {number} of {len(scripts)}: {script.name}", flush=True)
-        stream_command(ranks_command(run, script.name, overrides))
+        named = ["--run_name", f"{run.run_name}-{script.stem.rpartition('_')[2]}"] if run.run_name else []
+        stream_command(ranks_command(run, script.name, [*overrides, *named]))
     print(f"\n{results_text(results_in(run.results_folder('').resolve()))}")
 
 

@@ -20,6 +20,7 @@ from common.report_rows import (
     model_of,
     over_seeds,
     planned_memory,
+    training_time,
 )
 from common.run_config import CLASSIFIED_WITH, RunConfig
 from common.run_record import Record
@@ -106,7 +107,7 @@ def _compared(runs: list[Record], records: list[Record]) -> Row:
         "Seeds": str(len(runs)),
         "Best accuracy": over_seeds([run["best_accuracy"] for run in runs], "{:.4f}"),
         "Training's peak memory per device (GiB)": _training_peaks(first),
-        "Training time": clock(first["train_time_s"]),
+        "Training time": training_time(first),
         "Speed-up": f"{speedup:.2f}x" if speedup else NO_BASELINE,
         "Idle share per stage": " / ".join(f"{stage['idle_share']:.0%}" for stage in first.get("stages", [])) or "-",
     }

@@ -7,12 +7,12 @@ import pandas as pd
 from common.report_rows import (
     NOT_RUN,
     Row,
-    clock,
     completed,
     devices_of,
     model_of,
     over_seeds,
     planned_memory,
+    training_time,
 )
 from common.run_config import SUMMARIZED_WITH, RunConfig
 from common.run_record import Record
@@ -96,7 +96,7 @@ def _loop(runs: list[Record]) -> Row:
         **scores,
         "To the letter": f"{before['exact_share']:.0%} -> {after['exact_share']:.0%}",
         "Validation loss": f"{first['best_validation_loss']:.4f}",
-        "Training time": clock(first["train_time_s"]),
+        "Training time": training_time(first),
         "Tokens per second": f"{first['tokens_per_s']:,.0f}",
         "Training's peak, planned / measured (GiB)": planned_memory(first),
         "Command": f"`{first['command']}`",

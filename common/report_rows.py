@@ -83,6 +83,12 @@ def kind_of(result: dict[str, Any]) -> Kind:
     return result["technique"], result["parallel"]
 
 
+def training_time(record: Record) -> str:
+    """How long training took; of a run that went on from a checkpoint, since then."""
+    before = record.get("checkpoints", {}).get("went_on_from")
+    return clock(record["train_time_s"]) + (f" (since {before})" if before else "")
+
+
 def clock(seconds: float) -> str:
     """`1:02:03` or `2:03`: hours, minutes and seconds, rounded."""
     minutes, rest = divmod(round(seconds), 60)
@@ -296,7 +302,7 @@ def measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Row
         **hardware_factors(record, baseline),
         "Batch size": f"{record['config']['batch_size']} x{data_parallel_ranks(record)}",
         "Steps": str(record["steps"]),
-        "Training time": clock(record["train_time_s"]),
+        "Training time": training_time(record),
         "Of that, validation and checkpoints": clock(record["reporting_s"]),
         "Training speedup factor": f"{speedup:.2f}x" if speedup else NOT_RUN,
         "Machine's ceiling": "1x" if record["parallel"] == "single" else ceiling_of(record, ceiling),

@@ -48,6 +48,7 @@ PP = {"parallel": "pp", "micro_batches": 4}
         ({"epochs": 1}, {}, "a checkpoint after step 3, and this run has 3"),
         ({"seed": 43}, {}, "with 42 as seed, but this run has 43"),
         ({}, {"rows": 95}, "with 95 training rows, but this run has 96"),
+        ({}, {"loop": "plain"}, "of another loop .plain., which this workflow cannot read"),
         ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --par"),
         ({"parallel": "zero3", "devices": 4, "batch_size": 8}, {"parallel": "zero3"},
          "a checkpoint of 2 ranks, but there are 4, and the parts of zero3 fit no other number: pass --devices 2"),

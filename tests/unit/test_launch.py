@@ -166,6 +166,10 @@ def test_a_folder_with_several_workflows_runs_each_and_prints_their_table(
         f"== way {number} of 3: {name}" for number, name in enumerate(names, 1)
     ]
     assert said.count("plain loop, torch.distributed") == 1
+    started.clear()
+    monkeypatch.setattr(sys, "argv", ["launch", "--results_root", str(tmp_path), "--run_name", "mine"])
+    launch.main()
+    assert [command[-1] for command in started] == ["mine-accelerate", "mine-machines", "mine-torchrun"]
 
 
 def test_a_workflow_refuses_another_ones_loop(monkeypatch: pytest.MonkeyPatch) -> None:
