@@ -36,7 +36,7 @@ from common.run_config import (
     parse_overrides,
 )
 from common.secrets import hide_secrets, without_secrets
-from common.watch import SLOW_FACTOR, die_with_parent
+from common.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
 
 BAD_INPUT_EXIT_CODE = 2
 TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
@@ -235,7 +235,7 @@ def end_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     die_with_parent()
-    if os.getppid() == 1:  # it was gone before
+    if parent_is_gone():  # before the kernel was told
         sys.exit("error: this rank's launcher is gone.")
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_TO_END))

@@ -38,10 +38,19 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 """Found now: between a fork and what follows it nothing may be looked up."""
 
 
+_imported_by, _imported_under = os.getpid(), os.getppid()
+
+
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent goes, however that is killed; Linux alone can."""
     if _libc:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def parent_is_gone() -> bool:
+    """Whether the process that started this one, or forked it, has gone already."""
+    expected = _imported_under if os.getpid() == _imported_by else _imported_by
+    return os.getppid() != expected
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Who keeps the others waiting, and for how long a rank may stay where it is."""
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from common import watch
 from common.faults import VARIABLE, asked_fault, fault_at
 from common.launch import Rank
 from common.run_config import BadInputError
-from common.watch import SLOW_FACTOR, Place, Watch, hung_ones, reached
+from common.watch import SLOW_FACTOR, Place, Watch, hung_ones, parent_is_gone, reached
 
 HERE = Place(0, "a", 1, passed=7, point="batch", step=3, moved_at=100.0, said_at=104.0)
 OTHER = replace(HERE, rank=1, pid=2)
@@ -55,6 +56,19 @@ def test_a_rank_says_where_it_is_at_once_and_ends_when_nothing_moves(
     assert "rank 0 (process" in said[0]
     assert "in step 5 at 'batch' hangs" in capsys.readouterr().err
     reached("done", 5)
+
+
+def test_a_parent_that_is_there_is_not_gone_not_even_of_a_fork() -> None:
+    assert not parent_is_gone()
+    child = os.fork()
+    if not child:
+        os._exit(int(parent_is_gone()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_parent_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch.os, "getppid", lambda: 1)
+    assert parent_is_gone()
 
 
 @pytest.mark.parametrize("text", ["kill 7", "kill step=x", "explode step=1", "kill point=nowhere", "kill stop=3"])
