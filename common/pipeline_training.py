@@ -120,9 +120,13 @@ class PipelineTrainer(LoopTrainer):
     def stage_figures(self) -> dict[str, object]:
         """For the record: each stage's seconds of work, and its share of the steps' time in which it waited.
 
+        None of a run that went on from its last step, and took none.
+
         Raises:
             RuntimeError: a stage computed nothing.
         """
+        if self.state.global_step == self.first_step:
+            return {"stages": None}
         busy_s, _ = self.pipeline.clock.busy_and_total_s()
         stages = [{"stage": stage, "busy_s": busy_s} for stage, busy_s in enumerate(gather_object([busy_s]))]
         for stage, idle_share in zip(stages, self.idle_shares(), strict=True):

@@ -69,6 +69,8 @@ def test_nobody_outlives_the_agent(start: Callable, outcomes: object, how: signa
 
 
 NOTEBOOK = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel has it, whoever started the tests
 from common.launch import stream_command, torchrun_command
 stream_command(torchrun_command({script!r}, 2, *{overrides!r}))
 """
@@ -182,6 +184,16 @@ def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: obj
     first.end(10)
     assert start("ddp").end(120) == 0, "a lock goes with its process"
     outcomes.keep(15, "ddp", "the second is refused")
+
+
+@pytest.mark.parametrize("technique", ddp_first(TECHNIQUES))
+def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, technique: str) -> None:
+    assert start(technique).end(120) == 0
+    again = start(technique, "--resume_from", "last")
+    assert again.end(120) == 0, again.output[-3000:]
+    assert "goes on after step 10" in again.output
+    assert again.record["status"] == "completed"
+    assert again.record["validation_losses"][-1][0] == 10
 
 
 def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(
