@@ -4,6 +4,7 @@ From a run folder, whatever its number of ranks:
     python -m common.launch --batch_size 8
 """
 
+import atexit
 import importlib
 import os
 import re
@@ -47,6 +48,8 @@ END_S = 2.0
 LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 SPEAK_FIRST_S = 2.0
 """Other ranks leave after rank 0 has spoken: their launcher ends all ranks once the first is gone."""
+LAST_WORKS_S = 0.2
+"""What a process group's threads have to let go of their last works; they need some thousandths of a second."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
 
@@ -181,6 +184,9 @@ def start_rank(run: RunConfig) -> Rank:
     if on_cpu:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it does so itself
         torch.set_num_threads(1)  # a CPU "device" is one thread: then one rank against two is a fair comparison
+    if run.world_size > 1:
+        atexit.unregister(_let_groups_finish)
+        atexit.register(_let_groups_finish)
     if run.world_size > 1 and was_restarted() and not torch.distributed.is_initialized():
         _join_anew(run)
     group = {"backend": BACKENDS[run.device], "timeout": timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)}
@@ -206,6 +212,16 @@ def start_rank(run: RunConfig) -> Rank:
         else (),
         is_process=detect_launcher() != "notebook",
     )
+
+
+def _let_groups_finish() -> None:
+    """Wait a moment before Python ends, in which the process groups' threads let go of their last works.
+
+    FSDP's meshes, DeepSpeed and default arguments of PyTorch's own functions hold groups to the very end, and their
+    threads with them. One that drops a work's tensor just as Python begins to end is ended by Python in the midst of
+    C++, which ends the rank by SIGABRT: on a busy machine, now and then, after everything was saved.
+    """
+    time.sleep(LAST_WORKS_S)
 
 
 def was_restarted() -> bool:

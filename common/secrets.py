@@ -3,12 +3,15 @@
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
 LEAST_LENGTH = 8
 """Shorter values, such as `TOKENIZERS_PARALLELISM=false`, are none."""
 HIDDEN = "***"
+TELLING = ("filename", "filename2", "strerror", "msg", "reason", "name", "path")
+"""Of Python's own errors, what they tell beside their arguments."""
 
 
 def secrets_here() -> dict[str, str]:
@@ -29,9 +32,15 @@ def hide_secrets(error: BaseException | None) -> None:
     """Take them out of an error, and of those that it came from, wherever it is shown."""
     while error is not None:
         error.args = tuple(without_secrets(part) if isinstance(part, str) else part for part in error.args)
-        if without_secrets(str(error)) != str(error):  # of a class that tells more than its arguments
+        for name in (*TELLING, *vars(error)):
+            value = getattr(error, name, None)
+            if isinstance(value, str):
+                with suppress(AttributeError):
+                    setattr(error, name, without_secrets(value))
+        if without_secrets(str(error)) != str(error):  # of a class that finds more to tell
             error.args = (without_secrets(str(error)),)
-            error.__class__ = type(type(error).__name__, (type(error),), {"__str__": lambda self: str(self.args[0])})
+            with suppress(TypeError):  # Python's own classes, which tell what was hidden above, stay what they are
+                error.__class__ = type(type(error).__name__, (type(error),), {"__str__": lambda self: self.args[0]})
         error = error.__cause__ or error.__context__
 
 

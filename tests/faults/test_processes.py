@@ -1,5 +1,6 @@
 """Ranks and launchers that are killed, stopped, or fail: the job ends soon, says why, leaves nobody, and can go on."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import psutil
 import pytest
 
 from common.checkpoints import newest_whole, verify
-from common.launch import stream_command
+from common.launch import stream_command, torchrun_command
+from common.run_config import REPOSITORY
 from common.watch import HUNG_EXIT_CODE
 
 TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
@@ -68,7 +70,16 @@ def test_nobody_outlives_the_agent(start: Callable, outcomes: object, how: signa
     outcomes.keep(29, "ddp", f"{how.name} of torchrun: 0 processes left", gone_s, gone_s, 0)
 
 
+def test_a_rank_whose_last_works_end_late_ends_well() -> None:
+    worker = Path(__file__).with_name("last_works_worker.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = torchrun_command(str(worker), 2)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 NOTEBOOK = """
+import os
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel has it, whoever started the tests
 from common.launch import stream_command, torchrun_command

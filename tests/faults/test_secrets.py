@@ -13,7 +13,7 @@ import pytest
 
 from common.print_prefix import printing_with_prefix
 from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.secrets import hide_secrets, secrets_here, without_secrets
+from common.secrets import HIDDEN, hide_secrets, secrets_here, without_secrets
 
 SECRETS = {"HF_TOKEN": "hf_not-a-real-one-0123456789", "WANDB_API_KEY": "0123456789abcdef-not-real"}
 
@@ -46,13 +46,24 @@ class TellingError(Exception):
         return f"401 for {os.environ['HF_TOKEN']}"
 
 
-@pytest.mark.parametrize("error", [ValueError(f"no {SECRETS['HF_TOKEN']}"), TellingError("x"), OSError(2, "no", "x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(f"no {SECRETS['HF_TOKEN']}"),
+        TellingError("x"),
+        FileNotFoundError(2, "no such file", f"/{SECRETS['HF_TOKEN']}/x"),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, SECRETS["HF_TOKEN"]),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_an_error_loses_its_secrets_and_stays_what_it_is(error: Exception) -> None:
-    outer = RuntimeError("outer")
+    kind, outer = type(error), RuntimeError("outer")
     outer.__cause__ = error
+    assert SECRETS["HF_TOKEN"] in str(error)
     hide_secrets(outer)
     assert SECRETS["HF_TOKEN"] not in str(error)
-    assert isinstance(outer.__cause__, type(error).__mro__[0])
+    assert HIDDEN in str(error)
+    assert isinstance(error, kind)
 
 
 def test_printed_lines_lose_them(capsys: pytest.CaptureFixture[str]) -> None:
