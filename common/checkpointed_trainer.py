@@ -19,7 +19,7 @@ from common.checkpoints import (
     verify_once,
 )
 from common.models import silent
-from common.run_config import BadInputError
+from common.run_config import LAST, BadInputError
 from common.run_record import RunLog
 from common.sharding import byte_count, local_part, optimizer_bytes
 
@@ -61,7 +61,7 @@ class CheckpointedTrainer(Trainer):
         with committing(folder, self.about, Writes(self.bytes_to_write(), self.writes)) as partial:
             self.write_checkpoint(partial)
         if self.writes:
-            rotate(folder.parent, {folder.name, f"checkpoint-{best}"})
+            rotate(folder.parent, {folder.name} | ({f"checkpoint-{best}"} if best else set()))
 
     def write_checkpoint(self, folder: Path) -> None:
         """Write all that training goes on from; called on every rank."""
@@ -100,14 +100,18 @@ class CheckpointedTrainer(Trainer):
         self.goes_on_from, self.first_step = folder, steps_at(folder)
 
     def checkpoint_to_go_on_from(self, log: RunLog) -> Path | None:
-        """The one that the run names, or its newest whole one; None: it starts at the beginning."""
-        if not log.goes_on:
-            return Path(log.run.resume_from).expanduser() if log.run.resume_from else None
-        newest = newest_whole(Path(self.args.output_dir)) if self.args.process_index == 0 else None
-        newest = gather_object([newest])[0]
-        if newest is None and self.args.process_index == 0:
+        """Its newest whole one, where the run goes on, or else the one that it names; None: the beginning."""
+        newest = self.newest_of_all(log) if log.goes_on else None
+        if newest is None and log.run.resume_from not in ("", LAST):
+            return Path(log.run.resume_from).expanduser()
+        if newest is None and log.goes_on and self.args.process_index == 0:
             print("there is no checkpoint to go on from: training starts at the beginning")
         return newest
+
+    def newest_of_all(self, log: RunLog) -> Path | None:
+        """The newest whole checkpoint of this results folder, the same on every rank."""
+        newest = newest_whole(Path(self.args.output_dir)) if self.args.process_index == 0 else None
+        return gather_object([newest])[0]
 
     def _check_random_numbers(self, folder: Path, ranks_then: int) -> None:
         """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""

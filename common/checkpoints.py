@@ -245,6 +245,7 @@ def verify_once(folder: Path, is_main: bool) -> dict[str, Any]:
         DamagedCheckpointError: see `verify`.
     """
     found: dict[str, Any] = {}
+    reached("verifying", steps_at(folder))
     if is_main:
         try:
             found = {"about": verify(folder)}

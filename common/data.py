@@ -8,7 +8,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,12 @@ class Splits:
     train: list[Row]
     validation: list[Row]
     test: list[Row]
+    held_out: bool = False
+    """Whether the test rows were taken from the training rows."""
 
     def map(self, change: Callable[[list[Row]], list[Row]]) -> "Splits":
         """Each split changed in the same way."""
-        return Splits(change(self.train), change(self.validation), change(self.test))
+        return Splits(change(self.train), change(self.validation), change(self.test), self.held_out)
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,12 @@ def load_splits(run: RunConfig) -> Splits:
         splits = splits.map(without_empty)
     from common.data_checks import check_rows_apart  # here: it imports this module
 
-    splits = check_rows_apart(splits, run, held_out=is_one_file(run.data, kind))
-    splits = Splits(
-        _first(splits.train, run.train_rows),
-        _first(splits.validation, run.validation_rows),
-        _first(splits.test, run.test_rows),
+    splits = check_rows_apart(splits, run)
+    splits = replace(
+        splits,
+        train=_first(splits.train, run.train_rows),
+        validation=_first(splits.validation, run.validation_rows),
+        test=_first(splits.test, run.test_rows),
     )
     if run.task == "classification":
         from common.labelled_data import with_classes  # here: it imports this module
@@ -132,7 +135,7 @@ def _first(rows: list[Row], count: int) -> list[Row]:
 
 def _read_files(source: str, kind: RowKind) -> Splits:
     """The three files of a folder, or one file divided; `source` is a path or a URL."""
-    if is_one_file(source, kind):
+    if urlsplit(source).path.endswith(kind.suffixes):  # a URL may go on with ?download=true
         return hold_out({"train": kind.read(source)}, source)
     folder = source.rstrip("/")
     there = (suffix for suffix in kind.suffixes if _is_there(f"{folder}/{SPLIT_NAMES[0]}{suffix}"))
@@ -142,11 +145,6 @@ def _read_files(source: str, kind: RowKind) -> Splits:
     if _is_there(short) and not _is_there(files["validation"]):
         files["validation"] = short
     return Splits(*(kind.read(file) for file in files.values()))
-
-
-def is_one_file(source: str, kind: RowKind) -> bool:
-    """Whether the data are one file, of which test rows are held out; a URL may go on with ?download=true."""
-    return urlsplit(source).path.endswith(kind.suffixes)
 
 
 def _is_there(file: str) -> bool:
@@ -200,8 +198,9 @@ def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:
     if missing:
         random.Random(HOLD_OUT_SEED).shuffle(rows)
     count = max(1, round(len(rows) * HOLD_OUT_SHARE))
-    held_out = {name: rows[number * count : (number + 1) * count] for number, name in enumerate(missing)}
-    return Splits(rows[len(missing) * count :], *({**splits, **held_out}[name] for name in SPLIT_NAMES[1:]))
+    taken = {name: rows[number * count : (number + 1) * count] for number, name in enumerate(missing)}
+    others = {**splits, **taken}
+    return Splits(rows[len(missing) * count :], others["validation"], others["test"], held_out="test" in missing)
 
 
 def read_messages(source: str | Path) -> list[Row]:

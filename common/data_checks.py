@@ -13,10 +13,10 @@ SHOWN = 5
 """Of the rows that a sentence complains about."""
 
 
-def check_rows_apart(splits: Splits, run: RunConfig, held_out: bool = False) -> Splits:
+def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     """The rows, each with an id of its own in its split; none of training is a test row, or it is said.
 
-    `held_out`: the test rows were taken from the training rows, some of which stand twice, which is said and no more.
+    Where test rows were taken from the training rows, some of which stand twice, it is said and no more.
 
     Raises:
         BadInputError: with the ids, or the numbers of the rows.
@@ -27,7 +27,7 @@ def check_rows_apart(splits: Splits, run: RunConfig, held_out: bool = False) -> 
     shared = [number for number, row in enumerate(splits.train, 1) if _digest(row) in kept]
     if not shared:
         return splits
-    if run.shared_rows == "auto" and (held_out or run.task != "chat"):
+    if run.shared_rows == "auto" and (splits.held_out or run.task != "chat"):
         say_once(
             f"WARNING: {len(shared):,} of {len(splits.train):,} training rows are test rows, too, and make the test "
             "look better than it is: --shared_rows skip leaves them out of training"
@@ -87,8 +87,8 @@ def summary_of(train: list[Tokens], validation: list[Tokens], run: RunConfig) ->
 
 def say_summary(read: dict[str, int], run: RunConfig) -> str:
     """One line."""
-    cut = read["rows_at_max_length"]
-    limit = f"{cut:,} are cut at {run.max_length}" if cut else f"none comes to max_length, {run.max_length}"
+    full = read["rows_at_max_length"]
+    limit = f"{full:,} fill max_length, {run.max_length}, and may be cut" if full else f"none fills {run.max_length}"
     return (
         f"data: {read['training_rows']:,} training rows of {read['training_tokens']:,} tokens, the longest has "
         f"{read['longest_tokens']:,}, {limit}; {read['validation_rows']:,} validation rows"

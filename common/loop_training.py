@@ -20,6 +20,7 @@ from common.data import Tokens, labels_in, without_labels
 from common.launch import Rank
 from common.sharding import local_part
 from common.training import CountingTrainer
+from common.watch import reached
 
 Batch = dict[str, torch.Tensor]
 
@@ -160,9 +161,11 @@ class StepLoop(CountingTrainer, ABC):
 
     def evaluate(self, *_: object, **__: object) -> dict[str, float]:
         """The metrics of all validation rows, such as the mean loss."""
-        batches = self.validation_batches(list(self.eval_dataset))
-        sums = torch.stack([self.sums_of(batch) for batch in batches]).sum(0)
-        metrics = self.objective.metrics(self.sum_over_ranks(sums))
+        sums = []
+        for batch in self.validation_batches(list(self.eval_dataset)):
+            sums.append(self.sums_of(batch))
+            reached("validation", self.state.global_step)
+        metrics = self.objective.metrics(self.sum_over_ranks(torch.stack(sums).sum(0)))
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -200,7 +203,8 @@ class StepLoop(CountingTrainer, ABC):
         before = TrainerState.load_from_json(str(folder / STATE_FILE))
         for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step"):
             setattr(self.state, name, getattr(before, name))
-        self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{before.best_global_step}"))
+        if before.best_global_step:
+            self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{before.best_global_step}"))
         self.logged_step = self.state.global_step
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps that were taken then
             for _ in range(self.first_step):

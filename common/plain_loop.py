@@ -74,10 +74,8 @@ class PlainLoop(StepLoop):
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
 
-    def checkpoint_to_go_on_from(self, log: RunLog) -> Path | None:
+    def newest_of_all(self, log: RunLog) -> Path | None:
         """As with one disk; of several the newest that any has, on every disk afterwards."""
-        if not log.goes_on:
-            return super().checkpoint_to_go_on_from(log)
         kept = newest_whole(Path(self.args.output_dir)) if self.writes else None
         of_ranks = gather_object([(steps_at(kept) if kept else 0, self.writes)])
         newest = max(steps for steps, _ in of_ranks)

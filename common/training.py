@@ -101,6 +101,12 @@ class CountingTrainer(CheckpointedTrainer):
         with self.reporting():
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
+        """A validation batch, after which it is seen that there was one."""
+        found = super().prediction_step(*args, **kwargs)
+        reached("validation", self.state.global_step)
+        return found
+
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """What follows a step, and may take longer than one."""

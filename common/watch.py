@@ -7,6 +7,7 @@ stopped says nothing any more; one that sleeps has passed fewer points than thos
 import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -26,7 +27,10 @@ BEAT_S = 1.0
 SILENT_S = 5.0
 """A rank whose thread has said nothing for so long was stopped, or its machine is gone."""
 SLOW_FACTOR = 10
-"""What is no training step (loading, saving, validation, evaluation) may take so many times as long."""
+"""So many times as long as a step may take what stands between steps, and an exchange between ranks."""
+SLOW_POINTS = ("validation", "saving", "verifying")
+"""Between steps: a batch of validation, or a checkpoint. What comes before training and after it, such as a download
+or the final evaluation, takes as long as it takes."""
 STEP_POINTS = ("load", "batch", "update")
 """The points of a training step, where the time-out is that of a step: rows are asked for, and there; gradients are
 there. A rank that hangs in a pass keeps others waiting in theirs, and all are named."""
@@ -64,13 +68,14 @@ class Place:
     """Points that it has passed since its start; ranks that work together pass as many."""
     point: str = "start"
     step: int = 0
-    moved_at: float = 0.0
-    """When it came there, in seconds since the epoch; as the next one."""
     said_at: float = 0.0
+    """When it last said so, in seconds since the epoch."""
 
     def allowed_s(self, step_timeout_s: float) -> float:
         """How long it may stay there."""
-        return step_timeout_s * (1 if self.point in STEP_POINTS else SLOW_FACTOR)
+        if self.point in STEP_POINTS:
+            return step_timeout_s
+        return SLOW_FACTOR * step_timeout_s if self.point in SLOW_POINTS else math.inf
 
     def __str__(self) -> str:
         """For a sentence."""
@@ -83,12 +88,14 @@ class _Beat:
     def __init__(self) -> None:
         """Nobody listens yet."""
         self.place = Place(0, socket.gethostname(), os.getpid())
+        self.moved_s = time.monotonic()
+        """When it came there, by a clock that nobody sets."""
         self.file: int | None = None
         self.lock = threading.Lock()
 
     def start(self, path: Path, rank: int) -> None:
         """From now on it is said in a file."""
-        self.place = Place(rank, socket.gethostname(), os.getpid(), moved_at=time.time())
+        self.place, self.moved_s = Place(rank, socket.gethostname(), os.getpid()), time.monotonic()
         self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         self.say()
 
@@ -105,7 +112,8 @@ _beat = _Beat()
 
 def reached(point: str, step: int) -> None:
     """This rank has come to a point of its work."""
-    _beat.say(point=point, step=step, passed=_beat.place.passed + 1, moved_at=time.time())
+    _beat.moved_s = time.monotonic()
+    _beat.say(point=point, step=step, passed=_beat.place.passed + 1)
 
 
 def hung_ones(places: list[Place], now_s: float) -> list[Place]:
@@ -135,7 +143,7 @@ class Watch:
             with contextlib.suppress(OSError):  # a full disk ends the run where it writes
                 _beat.say()
             here, places = _beat.place, self._places()
-            waited_s = time.time() - here.moved_at
+            waited_s = time.monotonic() - _beat.moved_s
             # who does not see all of them, on disks apart, lets their exchange run into its own time-out first
             patience_s = 0 if len(places) == self.rank.world_size else 2 * SILENT_S
             if waited_s > here.allowed_s(self.step_timeout_s) + patience_s:

@@ -89,6 +89,7 @@ def test_of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows(run_confi
     first, again = (load_splits(replace(run_config, data=str(path))) for _ in range(2))
     assert [len(split) for split in (first.train, first.validation, first.test)] == [32, 4, 4]
     assert first == again
+    assert first.held_out
     assert ids(first.train) | ids(first.validation) | ids(first.test) == ids(rows_of(40))
 
 
@@ -122,6 +123,10 @@ def test_a_hub_dataset_is_read_and_its_missing_splits_held_out(
     monkeypatch.setattr("datasets.load_dataset", lambda name: found)
     splits = load_splits(run)
     assert [len(split) for split in (splits.train, splits.validation, splits.test)] == [18, 2, 5]
+    assert not splits.held_out, "its test rows are its own"
+    alone = DatasetDict({"train": Dataset.from_list(rows_of(20))})
+    monkeypatch.setattr("datasets.load_dataset", lambda name: alone)
+    assert load_splits(run).held_out
     monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"test": found["test"]}))
     with pytest.raises(BadInputError, match=r"has test \(5 rows\): give its train split"):
         load_splits(run)

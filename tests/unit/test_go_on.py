@@ -1,12 +1,25 @@
 """What checkpoint a run can go on from."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import TrainingArguments
 
-from common.checkpoints import MANIFEST_FILE, DamagedCheckpointError, about_run, check_checkpoint, write_manifest
+from common.checkpointed_trainer import CheckpointedTrainer
+from common.checkpoints import (
+    MANIFEST_FILE,
+    DamagedCheckpointError,
+    about_run,
+    check_checkpoint,
+    found_in,
+    write_manifest,
+)
+from common.launch import end_rank
 from common.run_config import BadInputError, RunConfig
 
 ROWS = 96
@@ -72,3 +85,50 @@ def test_no_checkpoint_and_one_in_the_way_are_refused(tmp_path: Path) -> None:
         _check(replace(run, resume_from=own))
     _check(replace(run, resume_from=own, run_name="other"))
     _check(replace(run, resume_from="last"))
+
+
+# -- which one
+
+
+class Rows(torch.nn.Module):
+    """A model of one weight, whose loss is its product with a row's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.weight * number).mean()}
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[CheckpointedTrainer]:
+    """Four steps with a checkpoint after each, and no validation: so none is the best."""
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "checkpoints"), max_steps=4, per_device_train_batch_size=1, save_steps=1,
+        save_strategy="steps", use_cpu=True, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"number": float(number)} for number in range(4)]
+    trainer = CheckpointedTrainer(model=Rows(), args=arguments, train_dataset=rows)
+    trainer.about = about_run(RunConfig(), len(rows))
+    yield trainer
+    end_rank()
+
+
+def test_without_a_best_checkpoint_the_newest_alone_is_kept(trainer: CheckpointedTrainer) -> None:
+    trainer.train()
+    assert [folder.name for folder in found_in(Path(trainer.args.output_dir))] == ["checkpoint-4"]
+
+
+def test_a_run_started_again_before_its_first_checkpoint_goes_on_from_the_one_it_names(
+    trainer: CheckpointedTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named, log = tmp_path / "other" / "checkpoint-3", SimpleNamespace(goes_on=True, run=RunConfig(resume_from="last"))
+    assert trainer.checkpoint_to_go_on_from(log) is None
+    assert "there is no checkpoint to go on from: training starts at the beginning" in capsys.readouterr().out
+    log.run = RunConfig(resume_from=str(named))
+    assert trainer.checkpoint_to_go_on_from(log) == named
+    trainer.train()
+    assert trainer.checkpoint_to_go_on_from(log).name == "checkpoint-4", "its own, once there is one"
+    log.goes_on = False
+    assert trainer.checkpoint_to_go_on_from(log) == named

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from common import watch
 from common.faults import VARIABLE, asked_fault, fault_at
 from common.launch import Rank
 from common.run_config import BadInputError
-from common.watch import SLOW_FACTOR, Place, Watch, hung_ones, parent_is_gone, reached
+from common.watch import SLOW_FACTOR, SLOW_POINTS, STEP_POINTS, Place, Watch, hung_ones, parent_is_gone, reached
 
-HERE = Place(0, "a", 1, passed=7, point="batch", step=3, moved_at=100.0, said_at=104.0)
+HERE = Place(0, "a", 1, passed=7, point="batch", step=3, said_at=104.0)
 OTHER = replace(HERE, rank=1, pid=2)
 
 
@@ -32,8 +33,11 @@ def test_where_all_are_as_far_all_are_named() -> None:
     assert hung_ones([HERE, OTHER], now_s=104.5) == [HERE, OTHER]
 
 
-@pytest.mark.parametrize(("point", "factor"), [("load", 1), ("batch", 1), ("update", 1), ("saving", SLOW_FACTOR)])
-def test_what_is_no_step_may_take_longer(point: str, factor: int) -> None:
+@pytest.mark.parametrize(
+    ("point", "factor"),
+    [*((point, 1) for point in STEP_POINTS), *((point, SLOW_FACTOR) for point in SLOW_POINTS), ("load model", inf)],
+)
+def test_what_is_no_step_may_take_longer(point: str, factor: float) -> None:
     assert replace(HERE, point=point).allowed_s(60.0) == 60.0 * factor
 
 
