@@ -48,6 +48,7 @@ FAULTS = {
 }
 ELSEWHERE = (
     (3, "all", "cannot be: every save is done before the next step", "common/checkpoints.py"),
+    (11, "single", "cannot be seen: nobody else is there; SIGCONT lets it go on", "common/watch.py"),
     (13, "machines", "refused; launchers look for another", "tests/network/test_machines.py"),
     (14, "machines", "refused in time, with what to try", "tests/network/test_machines.py"),
     (26, "mp, pp", "refused before anything is loaded", "tests/unit/test_device_maps.py"),
@@ -62,7 +63,7 @@ def faults(_: list[Record]) -> pd.DataFrame:
     if not measured:
         return pd.DataFrame()
     keys = ("fault", "technique", "outcome", "noticed_s", "ended_s", "lost_steps", "test")
-    others = [dict(zip(keys, (*line[:3], None, None, 0, line[3]), strict=True)) for line in ELSEWHERE]
+    others = [dict(zip(keys, (*line[:3], None, None, None, line[3]), strict=True)) for line in ELSEWHERE]
     return pd.DataFrame([_line(row) for row in sorted([*measured, *others], key=lambda row: row["fault"])])
 
 
@@ -75,7 +76,7 @@ def _line(row: dict[str, object]) -> dict[str, str]:
         "Outcome": str(row["outcome"]),
         "Noticed (s)": _seconds(row["noticed_s"]),
         "Ended (s)": _seconds(row["ended_s"]),
-        "Steps lost": str(row["lost_steps"]),
+        "Steps lost": "" if row["lost_steps"] is None else str(row["lost_steps"]),
         "Where": f"[{test}]({row['test']})",
     }
 

@@ -145,8 +145,8 @@ class RunConfig:
     link: str = _setting("", "With loop machines: what joins them, for the record, such as 100 Mbit/s.")
     step_timeout_s: float = _setting(
         600.0,
-        "Seconds that a training step may take before the ranks that hang are named and all are ended; what is no step "
-        "(loading, saving, validation) may take ten times as long.",
+        "Seconds that a training step may take before the ranks that hang are named and all are ended; a batch of "
+        "validation, a checkpoint and an exchange between ranks may take ten times as long.",
     )
 
     batch_size: int = _setting(16, "Training rows per rank and step, before accumulation.")

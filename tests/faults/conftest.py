@@ -175,15 +175,17 @@ class Outcomes:
         outcome: str,
         noticed_s: float | None = None,
         ended_s: float | None = None,
-        lost_steps: int = 0,
+        lost_steps: int | None = None,
     ) -> None:
-        """One line for each fault, technique and outcome, with the most of each figure; seconds from the fault on."""
-        key, figures = (fault, technique, outcome), {"noticed_s": noticed_s, "ended_s": ended_s}
-        rounded = {name: None if value is None else round(value, 1) for name, value in figures.items()}
-        before = self.rows.get(key, {})
-        most = {name: max(filter(None, (value, before.get(name))), default=value) for name, value in rounded.items()}
-        lost = max(lost_steps, int(str(before.get("lost_steps", 0))))
-        self.rows[key] = {**dict(zip(KEYS, key, strict=True)), **most, "lost_steps": lost, "test": self.test}
+        """One line for each fault, technique and outcome, with the most of each figure; seconds from the fault on.
+
+        None: it was not measured.
+        """
+        key, seconds = (fault, technique, outcome), {"noticed_s": noticed_s, "ended_s": ended_s}
+        rounded = {name: None if value is None else round(value, 1) for name, value in seconds.items()}
+        figures, before = {**rounded, "lost_steps": lost_steps}, self.rows.get(key, {})
+        most = {name: max(filter(None, (value, before.get(name))), default=value) for name, value in figures.items()}
+        self.rows[key] = {**dict(zip(KEYS, key, strict=True)), **most, "test": self.test}
 
 
 @pytest.fixture

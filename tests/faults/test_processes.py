@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from common.checkpoints import newest_whole, verify
-from common.launch import stream_command, torchrun_command
+from common.launch import BAD_INPUT_EXIT_CODE, stream_command, torchrun_command
 from common.run_config import REPOSITORY
 from common.watch import HUNG_EXIT_CODE
 
@@ -60,14 +60,15 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nobody_outlives_the_agent(start: Callable, outcomes: object, how: signal.Signals) -> None:
-    run = start("ddp")
+@pytest.mark.parametrize("technique", ddp_first(SEVERAL_RANKS))
+def test_nobody_outlives_the_agent(start: Callable, outcomes: object, technique: str, how: signal.Signals) -> None:
+    run = start(technique)
     run.wait_for_checkpoint(1)
     run.process.send_signal(how)
     gone_s = run.wait_until(lambda: not run.alive(), GONE_S)
     assert run.process.wait(GONE_S) != 0
     assert verify(newest_whole(run.results / "checkpoints"))
-    outcomes.keep(29, "ddp", f"{how.name} of torchrun: 0 processes left", gone_s, gone_s, 0)
+    outcomes.keep(29, technique, f"{how.name} of torchrun: 0 processes left", ended_s=gone_s)
 
 
 def test_a_rank_whose_last_works_end_late_ends_well() -> None:
@@ -107,8 +108,8 @@ def test_nobody_outlives_a_kernel(start: Callable, outcomes: object, tmp_path: P
     assert kernel.wait(GONE_S) != 0
     if how == signal.SIGINT:
         assert run.record["status"] == "interrupted"
-    outcomes.keep(28 if how == signal.SIGINT else 29, "ddp", f"{how.name} of the kernel: 0 processes left", gone_s,
-                  gone_s, 0)  # fmt: skip
+    fault = 28 if how == signal.SIGINT else 29
+    outcomes.keep(fault, "ddp", f"{how.name} of the kernel: 0 processes left", ended_s=gone_s)
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(11, "stop"), (12, "hang")])
@@ -120,21 +121,29 @@ def test_a_rank_that_hangs_is_named_and_all_are_ended(
     run.wait_for_checkpoint(3)
     run.wait_until(lambda: run.place(1)["step"] == 4, 10)
     hung_s = time.monotonic()
-    assert run.end(STEP_TIMEOUT_S + HUNG_S) != 0
+    run.wait_until(lambda: "Nothing moved" in run.output, STEP_TIMEOUT_S + HUNG_S)
+    noticed_s = time.monotonic() - hung_s
+    assert run.end(STEP_TIMEOUT_S + HUNG_S - noticed_s) != 0
     ended_s = time.monotonic() - hung_s
     run.wait_until(lambda: not run.alive(), 1)
     assert f"rank 1 (process {run.seen[1].pid} on" in run.output
     assert "in step 4 at 'load' hangs" in run.output
     assert "rank 1" in run.record["error"]
     assert run.newest_step() == 3
-    outcomes.keep(fault, technique, "rank 1 is named; ended", STEP_TIMEOUT_S, ended_s, 0)
+    said = f"rank 1 is named; ended, with a time-out of {STEP_TIMEOUT_S} s"
+    outcomes.keep(fault, technique, said, noticed_s, ended_s, 4 - 1 - run.newest_step())
 
 
-def test_one_process_that_hangs_ends_itself(start: Callable) -> None:
+def test_one_process_that_hangs_ends_itself(start: Callable, outcomes: object) -> None:
     run = start("single", "--step_timeout_s", str(STEP_TIMEOUT_S), fault="hang step=4 point=batch")
     run.wait_for_checkpoint(3)
+    run.wait_until(lambda: run.place(0)["step"] == 4, 10)
+    hung_s = time.monotonic()
     assert run.end(STEP_TIMEOUT_S + HUNG_S) == HUNG_EXIT_CODE
+    ended_s = time.monotonic() - hung_s
     assert "rank 0" in run.record["error"]
+    said = f"ends itself, with a time-out of {STEP_TIMEOUT_S} s"
+    outcomes.keep(12, "single", said, ended_s=ended_s, lost_steps=4 - 1 - run.newest_step())
 
 
 @pytest.mark.slow
@@ -183,18 +192,19 @@ def test_out_of_memory_says_what_was_tried_and_what_fits(start: Callable, outcom
     outcomes.keep(24, technique, "recorded, with the batch that fits")
 
 
-def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: object) -> None:
-    first = start("ddp", fault="hang rank=0 step=2 point=batch")
+@pytest.mark.parametrize("technique", ddp_first(("single", "ddp")))
+def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: object, technique: str) -> None:
+    first = start(technique, fault="hang rank=0 step=2 point=batch")
     first.wait_for_checkpoint(1)
-    second = start("ddp")
-    assert second.end(60) == 1, "torchrun's own exit code"
+    second = start(technique)
+    assert second.end(60) == (1 if technique == "ddp" else BAD_INPUT_EXIT_CODE), "torchrun has an exit code of its own"
     assert "Another run is writing to the results folder run" in second.output
     assert first.process.poll() is None
     assert first.newest_step() == 1
     first.kill()
     first.end(10)
-    assert start("ddp").end(120) == 0, "a lock goes with its process"
-    outcomes.keep(15, "ddp", "the second is refused")
+    assert start(technique).end(120) == 0, "a lock goes with its process"
+    outcomes.keep(15, technique, "the second is refused")
 
 
 @pytest.mark.parametrize("technique", ddp_first(TECHNIQUES))
@@ -214,7 +224,7 @@ def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(
     assert run.end(180) == 0, run.output[-3000:]
     assert run.record["status"] == "completed"
     assert run.record["checkpoints"]["went_on_from"] == "checkpoint-4"
-    outcomes.keep(1, "ddp", "torchrun --max_restarts: goes on by itself")
+    outcomes.keep(1, "ddp", "torchrun --max_restarts: goes on by itself", lost_steps=5 - 1 - 4)
 
 
 def test_a_command_that_the_system_killed_is_said_to_be(outcomes: object) -> None:
