@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 from transformers import TrainerState
+from transformers.trainer_callback import ExportableState
 
 from common.checkpoints import STATE_FILE, verify_once
 from common.data import Tokens, labels_in, without_labels
@@ -194,6 +195,9 @@ class StepLoop(CountingTrainer, ABC):
         """Weights and optimizer, every rank's random numbers, and the history."""
         self.save_weights(folder)
         self._save_rng_state(str(folder))
+        for each in (*self.callback_handler.callbacks, self.control):
+            if isinstance(each, ExportableState):
+                self.state.stateful_callbacks[type(each).__name__] = each.state()
         if self.writes:
             self.state.save_to_json(str(folder / STATE_FILE))
 
@@ -201,8 +205,10 @@ class StepLoop(CountingTrainer, ABC):
         """Go on after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""
         self.load_weights(folder)
         before = TrainerState.load_from_json(str(folder / STATE_FILE))
-        for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step"):
+        kept = ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "stateful_callbacks")
+        for name in kept:
             setattr(self.state, name, getattr(before, name))
+        self._load_callback_state()  # how long an early stop has waited
         if before.best_global_step:
             self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{before.best_global_step}"))
         self.logged_step = self.state.global_step

@@ -217,6 +217,18 @@ def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, techniqu
     assert again.record["validation_losses"][-1][0] == 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", ["ddp", "pp"])
+def test_an_early_stop_goes_on_counting(start: Callable, technique: str) -> None:
+    """Weights that do not change: the first validation is the best, and the fourth worse one is that of step 5."""
+    settings = ("--early_stop", "4", "--learning_rate", "1e-30")
+    assert start(technique, *settings, fault="kill rank=1 step=4 point=batch").end(120) != 0
+    again = start(technique, *settings, "--resume_from", "last")
+    assert again.end(120) == 0, again.output[-3000:]
+    assert again.record["checkpoints"]["went_on_from"] == "checkpoint-3"
+    assert again.record["validation_losses"][-1][0] == 5
+
+
 def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(
     start: Callable, outcomes: object, tmp_path: Path
 ) -> None:
