@@ -221,6 +221,7 @@ def _let_groups_finish() -> None:
     threads with them. One that drops a work's tensor just as Python begins to end is ended by Python in the midst of
     C++, which ends the rank by SIGABRT: on a busy machine, now and then, after everything was saved.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all was said: whoever is told to end now may go at once
     time.sleep(LAST_WORKS_S)
 
 

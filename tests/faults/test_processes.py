@@ -168,6 +168,7 @@ def test_the_first_failure_is_the_one_that_is_reported(start: Callable, outcomes
     assert (record["failed_rank"], record["failed_step"]) == (1, 3)
     assert "a fault on purpose, in step 4" in record["error"]
     assert run.alive() == []
+    assert "Exception ignored" not in run.output, "whoever is told to end while it ends has said all"
     outcomes.keep(10, technique, "rank 1's error is in the record", ended_s=ended_s)
 
 
