@@ -1,7 +1,10 @@
 """What tests share: the embedded base, small runs, and run folders as real processes."""
 
-import json
 import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported, which reads it once
+
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,8 +20,6 @@ from common.launch import accelerate_command, free_port, torchrun_command
 from common.models import EMBEDDED_SUMMARIZER
 from common.run_config import REPOSITORY, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
-
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"

@@ -30,7 +30,7 @@ STEP_TIMEOUT_S, HUNG_S = 6, 10
 """Of the runs that hang here; and how much later than that they must be over."""
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("technique", ddp_first(TECHNIQUES))
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique)
     run.wait_for_checkpoint(3)

@@ -9,8 +9,8 @@ import pytest
 
 from common.checkpoints import BAD, newest_whole, steps_at
 
-KILLS = int(os.environ.get("KILLS", "10"))
-"""Of all techniques together; `make soak` does 100."""
+KILLS = int(os.environ.get("KILLS", "25"))
+"""Of all techniques together: 10 of them in `make test`, which has two techniques; `make soak` does 100."""
 SEED = int(os.environ.get("KILLS_SEED", time.time_ns() % 1_000_000))
 """In the name of each test, so that a failure can be had again."""
 TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
@@ -18,7 +18,9 @@ ENDED_S, FINISHED_S = 5, 120
 STEPS = 10
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize(
+    "technique", ["single", "ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in TECHNIQUES[2:])]
+)
 @pytest.mark.parametrize("seed", [SEED])
 def test_a_run_survives_any_kill(
     start: Callable, largest_difference: Callable, outcomes: object, technique: str, seed: int

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,12 @@ MORE = {
 """Adapters where there are any, as they have dropout."""
 
 
-def _jobs(workflows: dict[str, tuple[str, int, tuple[str, ...]]], ranks: int) -> list[Job]:
-    """Of every technique with so many ranks."""
-    of_so_many = {name: flow for name, flow in workflows.items() if flow[1] == ranks}
-    return [Job(place, name, (*overrides, *MORE[name])) for name, (place, _, overrides) in of_so_many.items()]
+IN_MAKE_TEST, IN_TEST_ALL = ("single", "ddp"), ("fsdp", "pp", "machines")
+
+
+def _job(workflows: dict[str, tuple[str, int, tuple[str, ...]]], technique: str) -> Job:
+    place, _, overrides = workflows[technique]
+    return Job(place, technique, (*overrides, *MORE[technique]))
 
 
 def _work(folder: Path, jobs: list[Job], ranks: int) -> None:
@@ -71,20 +74,33 @@ def _work(folder: Path, jobs: list[Job], ranks: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, workflows: dict) -> Path:
+def results_of(tmp_path_factory: pytest.TempPathFactory, workflows: dict) -> Callable[[str], Path]:
+    """Where a technique's runs are; those that start as many ranks, and as seldom, are done together."""
     folder = tmp_path_factory.mktemp("resume")
-    one = _jobs(workflows, 1)
-    forgetful = replace(one[0], name="forgetful", faults=[STOPS["within an epoch"]], forgets="_load_rng_state")
-    _work(folder, [*one, forgetful], 1)
-    _work(folder, _jobs(workflows, 2), 2)
-    return folder / "results"
+
+    @cache
+    def done(techniques: tuple[str, ...], ranks: int) -> None:
+        jobs = [_job(workflows, technique) for technique in techniques]
+        if "single" in techniques:
+            faults = [STOPS["within an epoch"]]
+            jobs.append(replace(jobs[0], name="forgetful", faults=faults, forgets="_load_rng_state"))
+        _work(folder, jobs, ranks)
+
+    def found(technique: str) -> Path:
+        done((technique,) if technique in IN_MAKE_TEST else IN_TEST_ALL, workflows[technique][1])
+        return folder / "results"
+
+    return found
 
 
 @pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("technique", ["single", "ddp", "fsdp", "pp", "machines"])
+@pytest.mark.parametrize(
+    "technique", [*IN_MAKE_TEST, *(pytest.param(each, marks=pytest.mark.slow) for each in IN_TEST_ALL)]
+)
 def test_a_run_that_goes_on_ends_where_a_straight_one_does(
-    results: Path, largest_difference: Callable, outcomes: object, technique: str, stop: str
+    results_of: Callable, largest_difference: Callable, outcomes: object, technique: str, stop: str
 ) -> None:
+    results = results_of(technique)
     number = list(STOPS).index(stop)
     folders = [results / f"{technique}-{name}" / "checkpoints" / f"checkpoint-{STEPS}" for name in ("straight", number)]
     assert (folders[0] / MANIFEST_FILE).exists()
@@ -95,17 +111,19 @@ def test_a_run_that_goes_on_ends_where_a_straight_one_does(
     outcomes.keep(9, technique, f"stopped {stop}: ends as a straight run, difference 0")
 
 
-def test_without_the_random_numbers_it_would_not(results: Path, largest_difference: Callable) -> None:
-    folders = [results / f"forgetful-{name}" / "checkpoints" / f"checkpoint-{STEPS}" for name in ("straight", 0)]
+def test_without_the_random_numbers_it_would_not(results_of: Callable, largest_difference: Callable) -> None:
+    folders = [
+        results_of("single") / f"forgetful-{name}" / "checkpoints" / f"checkpoint-{STEPS}" for name in ("straight", 0)
+    ]
     assert largest_difference(*folders) > 1e-6
 
 
 def test_without_a_ranks_random_numbers_or_with_other_rows_a_run_does_not_go_on(
-    results: Path, tmp_path: Path, workflows: dict, outcomes: object
+    results_of: Callable, tmp_path: Path, workflows: dict, outcomes: object
 ) -> None:
     """And as many rows on another number of ranks do; `tests/recipes/test_sharding.py` has them divided anew."""
     kept = tmp_path / "checkpoint-10"
-    shutil.copytree(results / "single-straight" / "checkpoints" / kept.name, kept)
+    shutil.copytree(results_of("single") / "single-straight" / "checkpoints" / kept.name, kept)
     about = read_manifest(kept)["about"]
     (kept / "rng_state.pth").unlink()
     (kept / MANIFEST_FILE).unlink()

@@ -192,6 +192,7 @@ def test_two_processes_on_loopback_train_one_model(loopback: list[Worker]) -> No
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_three_hosts_train_the_model_of_one(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     place = hosts(3)
     place.start_all(3)
@@ -257,7 +258,7 @@ def test_two_hosts_go_on_when_torchrun_loses_the_third(hosts: Callable[..., Plac
 
 
 @needs_hosts
-@pytest.mark.parametrize(("count", "lost"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize(("count", "lost"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_a_killed_host_ends_the_others(hosts: Callable[..., Place], count: int, lost: int) -> None:
     place = hosts(count)
     members = place.start_all(count)
@@ -272,6 +273,7 @@ def test_a_killed_host_ends_the_others(hosts: Callable[..., Place], count: int, 
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_a_host_that_falls_silent_ends_the_others_in_time(hosts: Callable[..., Place]) -> None:
     place = hosts(2)
     members = place.start_all(2, "--step_timeout_s", "5")
@@ -336,6 +338,7 @@ def test_two_hosts_with_one_rank_are_refused(hosts: Callable[..., Place]) -> Non
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_a_host_with_fewer_rows_is_refused_on_every_host(hosts: Callable[..., Place], tmp_path: Path) -> None:
     other = tmp_path / "data"
     shutil.copytree(DATA, other)
@@ -350,6 +353,7 @@ def test_a_host_with_fewer_rows_is_refused_on_every_host(hosts: Callable[..., Pl
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_a_host_with_another_library_is_refused_on_every_host(hosts: Callable[..., Place], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "from importlib import metadata\n"

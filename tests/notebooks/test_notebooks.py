@@ -132,7 +132,11 @@ def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
     assert said.count("image/png") == 2  # curves, confusion
 
 
-@pytest.mark.parametrize("path", FOR_CPU, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[] if path.name in FIRST else [pytest.mark.slow]) for path in FOR_CPU],
+    ids=lambda path: path.stem,
+)
 def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Path) -> None:
     wrong = {"batch_size": 0}
     parameters = {**SMALL, **(wrong if "batch_size = " in parameters_cell(path) else {"settings": wrong})}

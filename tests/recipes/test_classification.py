@@ -26,6 +26,7 @@ from transformers import (
 from common.minilm import minilm_folder
 from common.run_config import REPOSITORY
 
+pytestmark = pytest.mark.slow
 FOLDER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 ROWS = ("--train_rows", "65", "--validation_rows", "33", "--test_rows", "9", "--report_to", "none")
 SGD = ("--optimizer", "sgd", "--learning_rate", "0.05", "--max_steps", "5", "--report_share", "0.2")
@@ -175,7 +176,6 @@ def test_tensor_parallel_really_divides(divided: Runs) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["python", "accelerate"])
-@pytest.mark.slow
 def test_ranks_are_started_as_the_setting_has_them(
     run_workflow: Callable[..., Any], encoders: dict[str, str], launcher: str
 ) -> None:

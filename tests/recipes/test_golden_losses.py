@@ -18,7 +18,9 @@ GOLDEN_FULL_TRAINING_LOSSES = [8.887214, 8.167221, 7.371103, 6.773857, 5.437977,
 GOLDEN_FULL_VALIDATION_LOSSES = [8.514771, 7.318025, 6.385015, 5.787826, 5.478553, 5.397408]
 
 
-@pytest.mark.parametrize(("launcher", "batch_size"), [("python", "16"), ("torchrun", "8")])
+@pytest.mark.parametrize(
+    ("launcher", "batch_size"), [("python", "16"), pytest.param("torchrun", "8", marks=pytest.mark.slow)]
+)
 def test_the_first_losses_are_the_golden_ones(run_workflow: Callable, launcher: str, batch_size: str) -> None:
     recipe = ("--batch_size", batch_size, "--lora_dropout", "0", "--max_steps", "6", "--report_share", "0.16")
     done = run_workflow(launcher, "--train_rows", "819", *recipe)
@@ -29,7 +31,9 @@ def test_the_first_losses_are_the_golden_ones(run_workflow: Callable, launcher: 
     assert validation == pytest.approx(GOLDEN_VALIDATION_LOSSES, rel=1e-4)
 
 
-@pytest.mark.parametrize(("launcher", "micro_batches"), [("python", "1"), ("torchrun", "8")])
+@pytest.mark.parametrize(
+    ("launcher", "micro_batches"), [("python", "1"), pytest.param("torchrun", "8", marks=pytest.mark.slow)]
+)
 def test_the_first_losses_of_full_finetuning_are_the_golden_ones(
     run_workflow: Callable, launcher: str, micro_batches: str
 ) -> None:

@@ -26,7 +26,9 @@ def bad_data(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("launcher", "named"), [("torchrun", "torchrun"), ("accelerate", "acclaunch")])
+@pytest.mark.parametrize(
+    ("launcher", "named"), [("torchrun", "torchrun"), pytest.param("accelerate", "acclaunch", marks=pytest.mark.slow)]
+)
 def test_ddp_runs_on_two_ranks_that_share_the_rows(run_workflow: Callable, launcher: str, named: str) -> None:
     done = run_workflow(launcher)
     assert done.exit_code == 0, done.output

@@ -138,6 +138,7 @@ def greedy(model: torch.nn.Module, tokenizer: object, question: str) -> str:
     return tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
+@pytest.mark.slow
 def test_a_workflow_tells_the_truth_about_its_stages_and_saves_a_plain_model(run_workflow: Callable) -> None:
     done = run_workflow("torchrun", "--batch_size", "16", "--epochs", "4", "--report_share", "0.25", folder=PP)
     assert done.exit_code == 0, done.output

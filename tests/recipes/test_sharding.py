@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from common.run_config import REPOSITORY
 
+pytestmark = pytest.mark.slow
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
@@ -107,7 +108,6 @@ def test_fsdp_computes_what_one_device_computes(one_device: Runs, fsdp: Runs, na
 
 @needs_deepspeed
 @pytest.mark.parametrize("name", ZERO)
-@pytest.mark.slow
 def test_each_zero_stage_computes_what_one_device_computes(one_device: Runs, zero: Runs, name: str) -> None:
     check_equal(one_device[ZERO[name][0]], zero[name], name)
 
@@ -181,7 +181,6 @@ def first_part(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[.
     return checkpoint
 
 
-@pytest.mark.slow
 def test_shards_of_two_ranks_go_on_with_three(first_part: Callable[[str], Path], run_several: Callable) -> None:
     checkpoint = first_part("fsdp")
     assert checkpoint.name == "checkpoint-8"
@@ -199,7 +198,6 @@ def test_shards_of_two_ranks_go_on_with_three(first_part: Callable[[str], Path],
 
 
 @needs_deepspeed
-@pytest.mark.slow
 def test_deepspeed_goes_on_from_its_own_parts(first_part: Callable[[str], Path], run_several: Callable) -> None:
     """What follows a checkpoint is what follows without one: optimizer states and schedule are taken along."""
     checkpoint = first_part("zero3")
@@ -212,7 +210,6 @@ def test_deepspeed_goes_on_from_its_own_parts(first_part: Callable[[str], Path],
         assert zero.losses(kind) == pytest.approx(fsdp.losses(kind), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_half_the_way_and_the_rest_is_the_whole_way(tmp_path: Path, run_several: Callable) -> None:
     """The first part stops early by what its folder keeps: the checkpoint of a whole run's half."""
     whole = (*EIGHT_STEPS, *TWO_RANKS, "--scheduler", "constant")

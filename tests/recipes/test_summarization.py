@@ -16,6 +16,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from common.run_config import REPOSITORY
 
+pytestmark = pytest.mark.slow
 FOLDER = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"
 WAYS = ("torchrun", "accelerate", "machines")
 ROWS = ("--train_rows", "65", "--validation_rows", "33", "--test_rows", "9", "--report_to", "none", "--batch_size", "8")

@@ -116,6 +116,7 @@ def test_two_ranks_pass_and_each_has_its_row(tmp_path: Path) -> None:
     assert "156 steps" in output  # 819 rows by 2 x 8 x 2, six times
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_two_stages_passes_and_each_has_its_row(tmp_path: Path) -> None:
     output = preflight_process(tmp_path, PP)
     assert "layers on each stage: 2, 2" in output
