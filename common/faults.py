@@ -23,8 +23,8 @@ VARIABLE = "FAULT"
 HANG_S = 3600.0
 KINDS = ("kill", "stop", "hang", "raise", "oom", "full", "nan")
 """SIGKILL; SIGSTOP; a sleep; an exception; no memory; no space; a weight, and so the loss, that is no number."""
-POINTS = ("load", "batch", "update", "validation", "written", "flushed", "listed", "renamed", "rotated")
-"""In the order of a step; the last five are a checkpoint's."""
+POINTS = ("start", "load", "batch", "update", "validation", "written", "flushed", "listed", "renamed", "rotated")
+"""A rank's start; then in the order of a step; the last five are a checkpoint's."""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from common.device_maps import device_name
 from common.failures import RunStoppedError, is_of_the_network, said_by
+from common.faults import fault_at
 from common.hardware import find_gpu, gpu_of_device, gpus
 from common.print_prefix import printing_with_prefix, rank_prefix
 from common.run_config import (
@@ -38,6 +39,9 @@ from common.run_config import (
 )
 from common.secrets import hide_secrets, without_secrets
 from common.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
+
+if TYPE_CHECKING:
+    import torch
 
 BAD_INPUT_EXIT_CODE = 2
 TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
@@ -164,11 +168,13 @@ def start_rank(run: RunConfig) -> Rank:
 
     Raises:
         BadInputError: the world has another size than the run asks for.
+        RunStoppedError: another rank did not start in time.
         RuntimeError: the process group came up with another size, backend or type than asked for.
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts GPUs as the driver's tools do
     check_world(run)
     end_with_launcher()
+    fault_at("start", 0)
     name_deepspeeds_device()
     if run.device == "cuda" and run.world_size == 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(run.devices)))
@@ -187,6 +193,7 @@ def start_rank(run: RunConfig) -> Rank:
     if run.world_size > 1:
         atexit.unregister(_let_groups_finish)
         atexit.register(_let_groups_finish)
+        _wait_for_ranks(run)
     if run.world_size > 1 and was_restarted() and not torch.distributed.is_initialized():
         _join_anew(run)
     group = {"backend": BACKENDS[run.device], "timeout": timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)}
@@ -230,17 +237,46 @@ def was_restarted() -> bool:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
-def _join_anew(run: RunConfig) -> None:
-    """Join a world of ranks that were started again, in a part of torchrun's store of its own.
-
-    The store still has the addresses of the ranks before, and gloo would look for those.
-    """
-    from torch.distributed import PrefixStore, TCPStore, init_process_group
+def _store_of_this_start() -> "torch.distributed.Store":
+    """Of torchrun's store a part of its own for each start of the ranks: it keeps what they say to the end."""
+    from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _wait_for_ranks(run: RunConfig) -> None:
+    """Wait until every rank is there, where torchrun, or what is built on it, started them.
+
+    Raises:
+        RunStoppedError: with those that did not come.
+    """
+    from torch.distributed import DistStoreError, is_initialized
+
+    if is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    store, here = _store_of_this_start(), [f"rank{number}" for number in range(run.world_size)]
+    store.set(here[int(os.environ["RANK"])], "is there")
+    try:
+        store.wait(here, timedelta(seconds=run.start_timeout_s))
+    except DistStoreError:
+        missing = ", ".join(str(number) for number, name in enumerate(here) if not store.check([name]))
+        raise RunStoppedError(
+            f"Rank {missing} did not start within {run.start_timeout_s:g} s (start_timeout_s): its output says why; "
+            "where importing takes longer, pass a longer --start_timeout_s."
+        ) from None
+
+
+def _join_anew(run: RunConfig) -> None:
+    """Join a world of ranks that were started again.
+
+    Torchrun's store still has the addresses of the ranks before, and gloo would look for those.
+    """
+    from torch.distributed import init_process_group
+
     init_process_group(
         BACKENDS[run.device],
-        store=PrefixStore(f"start-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store),
+        store=_store_of_this_start(),
         rank=int(os.environ["RANK"]),
         world_size=run.world_size,
         timeout=timedelta(seconds=SLOW_FACTOR * run.step_timeout_s),

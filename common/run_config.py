@@ -143,6 +143,9 @@ class RunConfig:
     )
     bucket_mib: float = _setting(25.0, "With loop machines: gradients that are sent at once, in MiB.")
     link: str = _setting("", "With loop machines: what joins them, for the record, such as 100 Mbit/s.")
+    start_timeout_s: float = _setting(
+        300.0, "Seconds that ranks wait for each other at their start, before those that are missing are named."
+    )
     step_timeout_s: float = _setting(
         600.0,
         "Seconds that a training step may take before the ranks that hang are named and all are ended; a batch of "
@@ -218,7 +221,7 @@ class RunConfig:
             value = getattr(self, name)
             if value < low:
                 raise BadInputError(f"{name} is {value}, but must be at least {low}: pass --{name} {max(low, 1)}.")
-        for name in ("report_share", "bucket_mib", "step_timeout_s"):
+        for name in ("report_share", "bucket_mib", "start_timeout_s", "step_timeout_s"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise BadInputError(

@@ -20,9 +20,9 @@ TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
 SEVERAL_RANKS = TECHNIQUES[1:]
 
 
-def ddp_first(techniques: tuple[str, ...]) -> list:
-    """All of them; in `make test` DDP alone, where they share the code that is tested."""
-    return [each if each == "ddp" else pytest.param(each, marks=pytest.mark.slow) for each in techniques]
+def first(fast: str, techniques: tuple[str, ...]) -> list:
+    """All of them; in `make test` one alone, where they share the code that is tested."""
+    return [each if each == fast else pytest.param(each, marks=pytest.mark.slow) for each in techniques]
 
 
 NOTICED_S, ENDED_S, GONE_S, FIRST_STEP_S = 2, 5, 5, 30
@@ -30,7 +30,7 @@ STEP_TIMEOUT_S, HUNG_S = 6, 10
 """Of the runs that hang here; and how much later than that they must be over."""
 
 
-@pytest.mark.parametrize("technique", ddp_first(TECHNIQUES))
+@pytest.mark.parametrize("technique", first("ddp", TECHNIQUES))
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique)
     run.wait_for_checkpoint(3)
@@ -60,7 +60,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("technique", ddp_first(SEVERAL_RANKS))
+@pytest.mark.parametrize("technique", first("ddp", SEVERAL_RANKS))
 def test_nobody_outlives_the_agent(start: Callable, outcomes: object, technique: str, how: signal.Signals) -> None:
     run = start(technique)
     run.wait_for_checkpoint(1)
@@ -113,7 +113,7 @@ def test_nobody_outlives_a_kernel(start: Callable, outcomes: object, tmp_path: P
 
 
 @pytest.mark.parametrize(("fault", "kind"), [(11, "stop"), (12, "hang")])
-@pytest.mark.parametrize("technique", ddp_first(SEVERAL_RANKS))
+@pytest.mark.parametrize("technique", first("ddp", SEVERAL_RANKS))
 def test_a_rank_that_hangs_is_named_and_all_are_ended(
     start: Callable, outcomes: object, technique: str, fault: int, kind: str
 ) -> None:
@@ -132,6 +132,16 @@ def test_a_rank_that_hangs_is_named_and_all_are_ended(
     assert run.newest_step() == 3
     said = f"rank 1 is named; ended, with a time-out of {STEP_TIMEOUT_S} s"
     outcomes.keep(fault, technique, said, noticed_s, ended_s, 4 - 1 - run.newest_step())
+
+
+@pytest.mark.parametrize("technique", first("ddp", ("ddp", "fsdp", "pp")))
+def test_a_rank_that_does_not_start_is_named(start: Callable, outcomes: object, technique: str) -> None:
+    """Machines that do not come have a time-out of their own (`tests/network/test_machines.py`)."""
+    run = start(technique, "--start_timeout_s", str(STEP_TIMEOUT_S), fault="hang rank=1 point=start")
+    assert run.end(60) != 0
+    assert f"Rank 1 did not start within {STEP_TIMEOUT_S} s (start_timeout_s)" in run.output
+    assert not (run.results / "run_record.json").exists()
+    outcomes.keep(12, technique, f"in its start: rank 1 is named, with a time-out of {STEP_TIMEOUT_S} s")
 
 
 def test_one_process_that_hangs_ends_itself(start: Callable, outcomes: object) -> None:
@@ -156,7 +166,7 @@ def test_without_a_time_out_it_would_go_on_hanging(start: Callable) -> None:
     assert len(run.alive()) == 2
 
 
-@pytest.mark.parametrize("technique", ddp_first(SEVERAL_RANKS))
+@pytest.mark.parametrize("technique", first("ddp", SEVERAL_RANKS))
 def test_the_first_failure_is_the_one_that_is_reported(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique, fault="raise rank=1 step=4 point=batch")
     run.wait_for_checkpoint(3)
@@ -172,7 +182,7 @@ def test_the_first_failure_is_the_one_that_is_reported(start: Callable, outcomes
     outcomes.keep(10, technique, "rank 1's error is in the record", ended_s=ended_s)
 
 
-@pytest.mark.parametrize("technique", ddp_first(TECHNIQUES))
+@pytest.mark.parametrize("technique", first("ddp", TECHNIQUES))
 def test_a_loss_that_is_no_number_stops_all_before_the_step(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique, fault=f"nan rank={0 if technique == 'single' else 1} step=4 point=batch")
     assert run.end(120) != 0
@@ -183,7 +193,7 @@ def test_a_loss_that_is_no_number_stops_all_before_the_step(start: Callable, out
     outcomes.keep(23, technique, "the step is not taken, nothing is saved")
 
 
-@pytest.mark.parametrize("technique", ddp_first(("single", "ddp")))
+@pytest.mark.parametrize("technique", first("ddp", ("single", "ddp")))
 def test_out_of_memory_says_what_was_tried_and_what_fits(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique, fault=f"oom rank={0 if technique == 'single' else 1} step=4 point=batch")
     assert run.end(120) != 0
@@ -193,7 +203,7 @@ def test_out_of_memory_says_what_was_tried_and_what_fits(start: Callable, outcom
     outcomes.keep(24, technique, "recorded, with the batch that fits")
 
 
-@pytest.mark.parametrize("technique", ddp_first(("single", "ddp")))
+@pytest.mark.parametrize("technique", first("single", ("single", "ddp")))
 def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: object, technique: str) -> None:
     first = start(technique, fault="hang rank=0 step=2 point=batch")
     first.wait_for_checkpoint(1)
@@ -208,7 +218,7 @@ def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: obj
     outcomes.keep(15, technique, "the second is refused")
 
 
-@pytest.mark.parametrize("technique", ddp_first(TECHNIQUES))
+@pytest.mark.parametrize("technique", first("single", TECHNIQUES))
 def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, technique: str) -> None:
     assert start(technique).end(120) == 0
     again = start(technique, "--resume_from", "last")

@@ -48,7 +48,7 @@ MORE = {
 """Adapters where there are any, as they have dropout."""
 
 
-IN_MAKE_TEST, IN_TEST_ALL = ("single", "ddp"), ("fsdp", "pp", "machines")
+IN_MAKE_TEST, IN_TEST_ALL = ("single",), ("ddp", "fsdp", "pp", "machines")
 
 
 def _job(workflows: dict[str, tuple[str, int, tuple[str, ...]]], technique: str) -> Job:

@@ -285,6 +285,7 @@ def test_a_host_that_falls_silent_ends_the_others_in_time(hosts: Callable[..., P
 
 
 @needs_hosts
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("master", "reason"),
     [("10.77.0.9", "No route to host"), ("10.77.0.2", "Connection refused")],
@@ -300,6 +301,7 @@ def test_a_wrong_master_is_refused_on_every_host(hosts: Callable[..., Place], ma
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_refused_on_every_host(hosts: Callable[..., Place], tmp_path: Path) -> None:
     """By somebody who listens, and never answers."""
     place = hosts(2)

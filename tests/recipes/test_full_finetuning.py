@@ -32,6 +32,7 @@ def check_model_folder(folder: Path) -> None:
         assert (tuned(ids).logits - base(ids).logits).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_model_parallel_trains_what_one_device_trains(run_workflow: Callable, tmp_path: Path) -> None:
     one = run_workflow("python", folder=FULL, name="one")
     divided = run_workflow("python", folder=MP, name="divided")

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.run_config import REPOSITORY
 
+pytestmark = pytest.mark.slow
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
@@ -138,7 +139,6 @@ def greedy(model: torch.nn.Module, tokenizer: object, question: str) -> str:
     return tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
 
-@pytest.mark.slow
 def test_a_workflow_tells_the_truth_about_its_stages_and_saves_a_plain_model(run_workflow: Callable) -> None:
     done = run_workflow("torchrun", "--batch_size", "16", "--epochs", "4", "--report_share", "0.25", folder=PP)
     assert done.exit_code == 0, done.output
