@@ -58,6 +58,21 @@ def workflows() -> dict[str, tuple[str, int, tuple[str, ...]]]:
     return WORKFLOWS
 
 
+def _listeners() -> list:
+    return [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+
+
+@pytest.fixture
+def left_behind() -> Callable[[set[int]], list[object]]:
+    """Which of these ports are still listened on, and what shared memory there is that was not there before."""
+    before = set(os.listdir("/dev/shm"))
+
+    def left(ports: set[int]) -> list[object]:
+        return [*(ports & {each.laddr.port for each in _listeners()}), *(set(os.listdir("/dev/shm")) - before)]
+
+    return left
+
+
 @dataclass
 class Run:
     """A workflow as processes of their own."""
@@ -119,6 +134,11 @@ class Run:
     def alive(self) -> list[int]:
         """Ranks whose processes are still there."""
         return [rank for rank, process in self.seen.items() if process.is_running() and process.status() != "zombie"]
+
+    def ports(self) -> set[int]:
+        """On which its launcher, or what that started, listens now."""
+        own = {self.process.pid, *(each.pid for each in psutil.Process(self.process.pid).children(recursive=True))}
+        return {each.laddr.port for each in _listeners() if each.pid in own}
 
     def kill(self) -> None:
         for process in (*psutil.Process(self.process.pid).children(recursive=True), self.process):

@@ -61,13 +61,19 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("technique", first("ddp", SEVERAL_RANKS))
-def test_nobody_outlives_the_agent(start: Callable, outcomes: object, technique: str, how: signal.Signals) -> None:
+def test_nobody_outlives_the_agent(
+    start: Callable, outcomes: object, left_behind: Callable, technique: str, how: signal.Signals
+) -> None:
     run = start(technique)
     run.wait_for_checkpoint(1)
+    ports = run.ports()
+    assert ports, "torchrun's store, and gloo's"
+    assert ports <= set(left_behind(ports)), "the control: while it runs they are there"
     run.process.send_signal(how)
     gone_s = run.wait_until(lambda: not run.alive(), GONE_S)
     assert run.process.wait(GONE_S) != 0
     assert verify(newest_whole(run.results / "checkpoints"))
+    assert left_behind(ports) == []
     outcomes.keep(29, technique, f"{how.name} of torchrun: 0 processes left", ended_s=gone_s)
 
 
@@ -89,7 +95,9 @@ stream_command(torchrun_command({script!r}, 2, *{overrides!r}))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_nobody_outlives_a_kernel(start: Callable, outcomes: object, tmp_path: Path, how: signal.Signals) -> None:
+def test_nobody_outlives_a_kernel(
+    start: Callable, outcomes: object, left_behind: Callable, tmp_path: Path, how: signal.Signals
+) -> None:
     """A process that starts ranks as a notebook's cell does; killed, or its cell interrupted."""
     run = start("ddp", name="never")  # for its place and settings
     run.kill()
@@ -102,12 +110,13 @@ def test_nobody_outlives_a_kernel(start: Callable, outcomes: object, tmp_path: P
         kernel = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=log, stderr=log)
     run.results, run.log, run.process, run.seen = run.results.parent / "cell", tmp_path / "cell.log", kernel, {}
     run.wait_for_checkpoint(1)
-    below = psutil.Process(kernel.pid).children(recursive=True)
+    below, ports = psutil.Process(kernel.pid).children(recursive=True), run.ports()
     kernel.send_signal(how)
     gone_s = run.wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in below), GONE_S)
     assert kernel.wait(GONE_S) != 0
     if how == signal.SIGINT:
         assert run.record["status"] == "interrupted"
+    assert left_behind(ports) == []
     fault = 28 if how == signal.SIGINT else 29
     outcomes.keep(fault, "ddp", f"{how.name} of the kernel: 0 processes left", ended_s=gone_s)
 
