@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -58,8 +59,14 @@ def workflows() -> dict[str, tuple[str, int, tuple[str, ...]]]:
     return WORKFLOWS
 
 
-def _listeners() -> list:
-    return [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+def _is_listened_on(port: int) -> bool:
+    with socket.socket(socket.AF_INET6) as ours:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # but for connections that have just ended
+        try:
+            ours.bind(("", port))
+        except OSError:
+            return True
+    return False
 
 
 @pytest.fixture
@@ -68,7 +75,7 @@ def left_behind() -> Callable[[set[int]], list[object]]:
     before = set(os.listdir("/dev/shm"))
 
     def left(ports: set[int]) -> list[object]:
-        return [*(ports & {each.laddr.port for each in _listeners()}), *(set(os.listdir("/dev/shm")) - before)]
+        return [*filter(_is_listened_on, ports), *(set(os.listdir("/dev/shm")) - before)]
 
     return left
 
@@ -137,8 +144,11 @@ class Run:
 
     def ports(self) -> set[int]:
         """On which its launcher, or what that started, listens now."""
-        own = {self.process.pid, *(each.pid for each in psutil.Process(self.process.pid).children(recursive=True))}
-        return {each.laddr.port for each in _listeners() if each.pid in own}
+        launcher = psutil.Process(self.process.pid)
+        open_ones = [
+            one for each in (launcher, *launcher.children(recursive=True)) for one in each.net_connections("tcp")
+        ]
+        return {one.laddr.port for one in open_ones if one.status == psutil.CONN_LISTEN}
 
     def kill(self) -> None:
         for process in (*psutil.Process(self.process.pid).children(recursive=True), self.process):

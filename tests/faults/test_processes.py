@@ -73,7 +73,7 @@ def test_nobody_outlives_the_agent(
     gone_s = run.wait_until(lambda: not run.alive(), GONE_S)
     assert run.process.wait(GONE_S) != 0
     assert verify(newest_whole(run.results / "checkpoints"))
-    assert left_behind(ports) == []
+    run.wait_until(lambda: left_behind(ports) == [], GONE_S)
     outcomes.keep(29, technique, f"{how.name} of torchrun: 0 processes left", ended_s=gone_s)
 
 
@@ -116,7 +116,7 @@ def test_nobody_outlives_a_kernel(
     assert kernel.wait(GONE_S) != 0
     if how == signal.SIGINT:
         assert run.record["status"] == "interrupted"
-    assert left_behind(ports) == []
+    run.wait_until(lambda: left_behind(ports) == [], GONE_S)
     fault = 28 if how == signal.SIGINT else 29
     outcomes.keep(fault, "ddp", f"{how.name} of the kernel: 0 processes left", ended_s=gone_s)
 
