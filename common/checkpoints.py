@@ -298,25 +298,32 @@ def technique_of(run: RunConfig) -> str:
 def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     """Refuse a checkpoint that cannot be gone on from, by its list alone: its bytes are read when training begins.
 
-    `rows`: to train on.
+    `rows`: to train on. Of the run's own checkpoints (`last`) the newest is looked at, if it can be read.
 
     Raises:
         BadInputError: see `check_goes_on`; or nothing is left to train, or this run would move its folder away.
     """
-    from common.run_record import default_run_name  # here: it imports this module
+    from common.run_record import completed, default_run_name  # here: it imports this module
 
-    if run.resume_from == LAST:
+    own_name = run.run_name or default_run_name(run, launcher)
+    own, is_own = run.results_folder(own_name), run.resume_from == LAST
+    if is_own and not found_in(own / "checkpoints"):
         return
-    folder, own_name = Path(run.resume_from).expanduser(), run.run_name or default_run_name(run, launcher)
-    about = read_manifest(folder)["about"]
+    folder = found_in(own / "checkpoints")[0] if is_own else Path(run.resume_from).expanduser()
+    try:
+        about = read_manifest(folder)["about"]
+    except DamagedCheckpointError:
+        if is_own:  # which is told, and kept aside, when it comes to that
+            return
+        raise
     steps = run.max_steps if run.max_steps > 0 else run.epochs * -(-rows // run.effective_batch_size)
     check_goes_on(run, about["rows"] if run.cut_off_share else rows, folder, about)
-    if steps_at(folder) >= steps:
+    if steps_at(folder) >= steps and (completed(own) or not is_own):
         raise BadInputError(
             f"resume_from is {folder}, a checkpoint after step {steps_at(folder)}, and this run has {steps}: nothing "
             "is left to train; raise --epochs or --max_steps."
         )
-    if folder.resolve().is_relative_to(run.results_folder(own_name).resolve()):
+    if not is_own and folder.resolve().is_relative_to(own.resolve()):
         raise BadInputError(
             f"resume_from lies in the results of a run called {own_name}, as this one would be: pass --resume_from "
             f"{LAST} to go on with that run, or another --run_name."

@@ -196,6 +196,9 @@ def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:
         there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
         raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows.")
     if missing:
+        from common.data_checks import check_ids  # here: it imports this module
+
+        check_ids(source, rows)
         random.Random(HOLD_OUT_SEED).shuffle(rows)
     count = max(1, round(len(rows) * HOLD_OUT_SHARE))
     taken = {name: rows[number * count : (number + 1) * count] for number, name in enumerate(missing)}

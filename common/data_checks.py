@@ -22,7 +22,7 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
         BadInputError: with the ids, or the numbers of the rows.
     """
     for name, rows in zip(SPLIT_NAMES, (splits.train, splits.validation, splits.test), strict=True):
-        _check_ids(name, rows)
+        check_ids(name, rows)
     kept = {_digest(row) for row in splits.test}
     shared = [number for number, row in enumerate(splits.train, 1) if _digest(row) in kept]
     if not shared:
@@ -44,8 +44,12 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     return replace(splits, train=[row for number, row in enumerate(splits.train, 1) if number not in gone])
 
 
-def _check_ids(split: str, rows: list[Row]) -> None:
-    """Refuse ids that stand twice."""
+def check_ids(split: str, rows: list[Row]) -> None:
+    """Refuse ids that stand twice, in a split or in the file that splits are taken from.
+
+    Raises:
+        BadInputError: with the rows, counted from 1.
+    """
     numbers: dict[str, int] = {}
     for number, row in enumerate(rows, 1):
         if "id" in row and numbers.setdefault(str(row["id"]), number) != number:

@@ -1,6 +1,10 @@
 """How runs fail: what ended one, whether it went wrong here or with another rank, and how it is said in one line."""
 
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class RunStoppedError(RuntimeError):
@@ -9,6 +13,22 @@ class RunStoppedError(RuntimeError):
 
 class LeftBehindError(Exception):
     """Work took too long, and may go on without end in a thread of its own."""
+
+
+@contextmanager
+def told_later() -> Iterator[None]:
+    """A SIGTERM waits until this is left, such as one that comes while a failure is written down."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    told: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    if told:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def is_of_the_network(error: BaseException) -> bool:

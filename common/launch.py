@@ -30,6 +30,7 @@ from common.hardware import find_gpu, gpu_of_device, gpus
 from common.print_prefix import printing_with_prefix, rank_prefix
 from common.run_config import (
     CLASSIFIED_WITH,
+    LAST,
     REPOSITORY,
     SHARDED,
     SUMMARIZED_WITH,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     import torch
 
 BAD_INPUT_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+TOLD_ALONE = f"error: this run was told to end (SIGTERM); --resume_from {LAST} goes on from its newest checkpoint."
 TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 """Exit codes of what SIGKILL ended: Python's, and a shell's."""
@@ -347,9 +350,15 @@ def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: Run
 @contextmanager
 def ended_by_one_sentence() -> Iterator[None]:
     """A user's mistake ends in one sentence and exit code 2, what stops a run in one and exit code 1."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
     try:
         with secrets_hidden():
             yield
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: interrupted; --resume_from {LAST} goes on from the newest checkpoint.", file=sys.stderr)
+        sys.exit(INTERRUPTED_EXIT_CODE)
     except BadInputError as mistake:
         exit_with(mistake)
     except RunStoppedError as stopped:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from common.hardware import gpu_of_device
 from common.run_config import REPOSITORY, RunConfig
-from common.run_record import PREVIOUS, RECORD_NAME, Record, load_record
+from common.run_record import PREVIOUS, RECORD_NAME, UNFINISHED, Record, load_record
 from common.siblings import run_folders
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
@@ -69,7 +69,7 @@ def results_of_this_machine(root: Path = REPOSITORY) -> list[Record]:
 def results_in(folder: Path) -> list[Record]:
     """The records of the last runs that wrote into one `results` folder."""
     found = folder.glob(f"*/{RECORD_NAME}")
-    return [load_record(path) for path in found if not path.parent.name.endswith(PREVIOUS)]
+    return [load_record(path) for path in found if not path.parent.name.endswith((PREVIOUS, UNFINISHED))]
 
 
 def published_results(*kinds: Kind) -> list[dict[str, Any]]:

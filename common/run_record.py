@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from common import hardware
-from common.failures import RunStoppedError, is_of_the_network, status_of
+from common.failures import RunStoppedError, is_of_the_network, said_by, status_of, told_later
 from common.launch import Rank, was_restarted
 from common.run_config import LAST, REPOSITORY, BadInputError, RunConfig
 from common.secrets import hide_secrets, without_secrets
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
-PREVIOUS = ".previous"
+PREVIOUS, UNFINISHED = ".previous", ".unfinished"
 PLAN_TOLERANCE = 0.1
 """Share by which a device's peak may be off its plan before the run says so."""
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
@@ -45,9 +45,9 @@ class RunLog:
     """Collects what a run measures, and writes its record: also when a phase fails.
 
     Made on every rank of a run; making it gives the run an empty results folder. An earlier run of the same name moves
-    to `<run name>.previous`, replacing what was there, unless it did not complete: then it goes, and what was there
-    stays. A phase left by an exception writes a record with status `oom`,
-    `interrupted` or `failed`.
+    to `<run name>.previous`, replacing what was there, unless it did not complete: then what was there stays, and with
+    checkpoints it moves to `<run name>.unfinished`, without it goes. A phase left by an exception writes a record with
+    status `oom`, `interrupted` or `failed`.
     """
 
     def __init__(self, run: RunConfig, rank: Rank, goes_on: bool = False) -> None:
@@ -113,8 +113,9 @@ class RunLog:
         try:
             yield
         except BaseException as error:  # an interrupt is a way to end, too
-            hide_secrets(error)
-            self.failed(error, name)
+            with told_later():
+                hide_secrets(error)
+                self.failed(error, name)
             if status_of(error) == "oom":
                 raise RunStoppedError(self._out_of_memory(name)) from error
             raise
@@ -130,6 +131,11 @@ class RunLog:
             "failed_step": self.step() if self.step else None,
             "error": f"{type(error).__name__}: {error}",
         }
+        if is_of_the_network(error):
+            figures |= {
+                "failed_rank": None,
+                "error": f"another rank is gone, as rank {self.rank.rank} saw ({said_by(error)}): its output says why",
+            }
         self.stop()
         self._keep_failure(status_of(error), figures, follows=is_of_the_network(error) or isinstance(error, SystemExit))
 
@@ -322,14 +328,25 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
 def _make_way(folder: Path) -> None:
     """Move an earlier run aside; a failed one does not push out a completed one."""
     previous = folder.with_name(folder.name + PREVIOUS)
-    if previous.exists() and not _completed(folder):
-        shutil.rmtree(folder)
+    if previous.exists() and not completed(folder):
+        checkpoints = sorted(path.name for path in folder.glob("checkpoints/checkpoint-*"))
+        unfinished = folder.with_name(folder.name + UNFINISHED)
+        if checkpoints:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            folder.rename(unfinished)
+            print(
+                f"an unfinished run of this name ({', '.join(checkpoints)}) is kept as {unfinished.name}; with "
+                f"--resume_from {LAST} this run would have gone on with it"
+            )
+        else:
+            shutil.rmtree(folder)
         return
     shutil.rmtree(previous, ignore_errors=True)
     folder.rename(previous)
 
 
-def _completed(folder: Path) -> bool:
+def completed(folder: Path) -> bool:
+    """Whether a results folder has the record of a completed run."""
     try:
         return load_record(folder / RECORD_NAME)["status"] == "completed"
     except BadInputError:

@@ -45,6 +45,9 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
     ended_s = time.monotonic() - killed_s
     assert ended_s < ENDED_S
     assert run.alive() == []
+    if run.ranks > 1:  # seen by another rank, unless the launcher told that one first
+        said = {"failed": "another rank is gone", "interrupted": "was told to end (SIGTERM)"}
+        assert said[run.record["status"]] in run.record["error"]
     kept = newest_whole(run.results / "checkpoints")
     assert kept is not None
     done = int(kept.name.partition("-")[2])
@@ -229,12 +232,41 @@ def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: obj
 
 @pytest.mark.parametrize("technique", first("single", TECHNIQUES))
 def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, technique: str) -> None:
-    assert start(technique).end(120) == 0
+    run = start(technique)
+    assert run.end(120) == 0
+    (run.results / "run_record.json").unlink()  # as if it had been killed before it was written
     again = start(technique, "--resume_from", "last")
     assert again.end(120) == 0, again.output[-3000:]
     assert "goes on after step 10" in again.output
     assert again.record["status"] == "completed"
     assert again.record["validation_losses"][-1][0] == 10
+
+
+def test_a_refused_resume_leaves_the_record_of_a_completed_run(start: Callable) -> None:
+    run = start("single")
+    assert run.end(120) == 0
+    before = run.record
+    for setting, said in ((("--train_rows", "64"), "65 training rows, but this run has 64"), ((), "nothing is left")):
+        again = start("single", *setting, "--resume_from", "last")
+        assert again.end(60) == BAD_INPUT_EXIT_CODE
+        assert said in again.output
+        assert run.record == before
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [(signal.SIGTERM, 1, "was told to end (SIGTERM)"), (signal.SIGINT, 130, "error: interrupted; --resume_from last")],
+)
+def test_a_run_that_is_told_to_end_says_so_and_leaves_a_record(
+    start: Callable, how: signal.Signals, code: int, said: str
+) -> None:
+    run = start("single")
+    run.wait_for_checkpoint(1)
+    run.process.send_signal(how)
+    assert run.end(ENDED_S) == code
+    assert said in run.output
+    assert "Traceback" not in run.output
+    assert run.record["status"] == "interrupted"
 
 
 @pytest.mark.slow

@@ -93,6 +93,16 @@ def test_of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows(run_confi
     assert ids(first.train) | ids(first.validation) | ids(first.test) == ids(rows_of(40))
 
 
+def test_an_id_that_stands_twice_in_one_file_is_refused_by_its_rows_there(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    path, rows = tmp_path / "all.jsonl", rows_of(40)
+    rows[29]["id"] = rows[3]["id"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(BadInputError, match=r"stands twice in .*all\.jsonl, in its rows 4 and 30"):
+        load_splits(replace(run_config, data=str(path)))
+
+
 def test_a_url_may_go_on_after_the_files_name(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("common.data.read_messages", lambda source: asked.append(source) or rows_of(9))

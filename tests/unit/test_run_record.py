@@ -1,6 +1,8 @@
 """A run writes its record also when a phase fails; only records are kept."""
 
 import json
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +51,20 @@ def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(
     (third / "model.txt").write_text("third, which fails")
     assert list(RunLog(run, RANK).folder.iterdir()) == []
     assert (previous / "model.txt").read_text() == "second"
+    assert not third.with_name(third.name + ".unfinished").exists()
+
+
+def test_checkpoints_of_an_unfinished_run_are_kept_and_it_is_said(
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = replace(run_config, results_root=str(tmp_path), run_name="mine")
+    RunLog(run, RANK).complete()
+    checkpoint = RunLog(run, RANK).folder / "checkpoints" / "checkpoint-7"
+    checkpoint.mkdir(parents=True)
+    assert list(RunLog(run, RANK).folder.iterdir()) == []
+    assert "an unfinished run of this name (checkpoint-7) is kept as mine.unfinished" in capsys.readouterr().out
+    assert (tmp_path / "results" / "mine.unfinished" / "checkpoints" / "checkpoint-7").is_dir()
+    assert (tmp_path / "results" / "mine.previous" / RECORD_NAME).is_file()
 
 
 def test_a_record_names_a_folder_elsewhere_without_its_path(run_config: RunConfig, tmp_path: Path) -> None:
@@ -135,3 +151,19 @@ def test_every_device_of_a_rank_has_its_memory_and_its_plan(
     assert [each["peak_allocated_gib"] for each in memory] == [4.0, 5.0, 9.0]  # before training
     warnings = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert ["cuda:2" in line and "+20%" in line for line in warnings] == [True]
+
+
+def test_a_sigterm_while_a_failure_is_written_down_waits_until_it_is(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = RunLog(replace(run_config, results_root=str(tmp_path)), RANK)
+    stop = log.stop
+    monkeypatch.setattr(log, "stop", lambda: (signal.raise_signal(signal.SIGTERM), stop()))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    try:
+        with pytest.raises(SystemExit), log.phase("training"):
+            raise ValueError("the first failure")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    record = load_record(log.folder / RECORD_NAME)
+    assert (record["status"], record["error"]) == ("failed", "ValueError: the first failure")
