@@ -13,6 +13,7 @@ from common.checkpoints import (
     Writes,
     check_goes_on,
     committing,
+    found_in,
     newest_whole,
     rotate,
     steps_at,
@@ -54,14 +55,15 @@ class CheckpointedTrainer(Trainer):
     # -- writing
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
-        """Keep this step, whole, then remove all but the best checkpoint and this one."""
+        """Keep this step, whole, then remove all but the best checkpoint, this one and the one before."""
         folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
         if best:
             self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
         with committing(folder, self.about, Writes(self.bytes_to_write(), self.writes)) as partial:
             self.write_checkpoint(partial)
         if self.writes:
-            rotate(folder.parent, {folder.name} | ({f"checkpoint-{best}"} if best else set()))
+            newest = {each.name for each in found_in(folder.parent)[:2]}  # should one be damaged there is another
+            rotate(folder.parent, newest | ({f"checkpoint-{best}"} if best else set()))
 
     def write_checkpoint(self, folder: Path) -> None:
         """Write all that training goes on from; called on every rank."""

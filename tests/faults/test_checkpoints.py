@@ -172,7 +172,7 @@ def test_any_truncation_is_caught(whole: Path, outcomes: object, data: st.DataOb
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(DamagedCheckpointError, match=path.name):
         verify(copy)
-    outcomes.keep(4, "all", "named and kept aside; the one before is used, if there is one")
+    outcomes.keep(4, "all", "named and kept aside, the one before is used")
 
 
 def test_a_missing_and_a_further_file_are_caught(whole: Path) -> None:

@@ -242,6 +242,18 @@ def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, techniqu
     assert again.record["validation_losses"][-1][0] == 10
 
 
+def test_of_a_damaged_newest_checkpoint_the_one_before_is_gone_on_from(start: Callable) -> None:
+    run = start("single", fault="kill step=5 point=batch")
+    assert run.end(120) != 0
+    damaged = run.results / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    again = start("single", "--resume_from", "last")
+    assert again.end(120) == 0, again.output[-3000:]
+    assert "checkpoint-4 is damaged: adapter_model.safetensors has 100 of" in again.output
+    assert again.record["checkpoints"]["went_on_from"] == "checkpoint-3"
+    assert (run.results / "checkpoints" / "checkpoint-4.bad").is_dir()
+
+
 def test_a_refused_resume_leaves_the_record_of_a_completed_run(start: Callable) -> None:
     run = start("single")
     assert run.end(120) == 0

@@ -115,9 +115,9 @@ def trainer(tmp_path: Path) -> Iterator[CheckpointedTrainer]:
     end_rank()
 
 
-def test_without_a_best_checkpoint_the_newest_alone_is_kept(trainer: CheckpointedTrainer) -> None:
+def test_without_a_best_checkpoint_the_two_newest_are_kept(trainer: CheckpointedTrainer) -> None:
     trainer.train()
-    assert [folder.name for folder in found_in(Path(trainer.args.output_dir))] == ["checkpoint-4"]
+    assert [folder.name for folder in found_in(Path(trainer.args.output_dir))] == ["checkpoint-4", "checkpoint-3"]
 
 
 def test_a_run_started_again_before_its_first_checkpoint_goes_on_from_the_one_it_names(
