@@ -303,7 +303,7 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     Raises:
         BadInputError: see `check_goes_on`; or nothing is left to train, or this run would move its folder away.
     """
-    from common.run_record import completed, default_run_name  # here: it imports this module
+    from common.run_record import default_run_name  # here: it imports this module
 
     own_name = run.run_name or default_run_name(run, launcher)
     own, is_own = run.results_folder(own_name), run.resume_from == LAST
@@ -318,7 +318,7 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
         raise
     steps = run.max_steps if run.max_steps > 0 else run.epochs * -(-rows // run.effective_batch_size)
     check_goes_on(run, about["rows"] if run.cut_off_share else rows, folder, about)
-    if steps_at(folder) >= steps and (completed(own) or not is_own):
+    if steps_at(folder) >= steps and not is_own:
         raise BadInputError(
             f"resume_from is {folder}, a checkpoint after step {steps_at(folder)}, and this run has {steps}: nothing "
             "is left to train; raise --epochs or --max_steps."

@@ -328,7 +328,7 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
 def _make_way(folder: Path) -> None:
     """Move an earlier run aside; a failed one does not push out a completed one."""
     previous = folder.with_name(folder.name + PREVIOUS)
-    if previous.exists() and not completed(folder):
+    if previous.exists() and not _completed(folder):
         checkpoints = sorted(path.name for path in folder.glob("checkpoints/checkpoint-*"))
         unfinished = folder.with_name(folder.name + UNFINISHED)
         if checkpoints:
@@ -345,8 +345,7 @@ def _make_way(folder: Path) -> None:
     folder.rename(previous)
 
 
-def completed(folder: Path) -> bool:
-    """Whether a results folder has the record of a completed run."""
+def _completed(folder: Path) -> bool:
     try:
         return load_record(folder / RECORD_NAME)["status"] == "completed"
     except BadInputError:
