@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 
 from common.checkpoints import (
     STATE_FILE,
+    DamagedCheckpointError,
     Writes,
     check_goes_on,
     committing,
@@ -57,7 +58,7 @@ class CheckpointedTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
         """Keep this step, whole, then remove all but the best checkpoint, this one and the one before."""
         folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
-        if best:
+        if best and best > self.first_step:
             self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
         with committing(folder, self.about, Writes(self.bytes_to_write(), self.writes)) as partial:
             self.write_checkpoint(partial)
@@ -126,12 +127,29 @@ class CheckpointedTrainer(Trainer):
             print(f"{folder.name} is of {ranks_then} ranks: rows stay in order, but dropout will be another.")
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """The best checkpoint before stands beside the one that is gone on from."""
         begin = super()._init_training_state(*args, **kwargs)
-        if self.goes_on_from and self.state.best_global_step:
-            best = self.goes_on_from.with_name(f"checkpoint-{self.state.best_global_step}")
-            self.state.best_model_checkpoint = str(best)
+        if self.goes_on_from:
+            self.take_best_along(self.goes_on_from)
         return begin
+
+    def take_best_along(self, folder: Path) -> None:
+        """Find the best checkpoint so far: beside the one that is gone on from, or where its run had it from.
+
+        One that is gone or damaged is forgotten, with a word, at the start rather than when training has ended.
+        """
+        if not self.state.best_global_step:
+            return
+        best, is_main = folder.with_name(f"checkpoint-{self.state.best_global_step}"), self.args.process_index == 0
+        if not best.is_dir():
+            best = Path(TrainerState.load_from_json(str(folder / STATE_FILE)).best_model_checkpoint)
+        try:
+            if best != folder:
+                verify_once(best, is_main)
+            self.state.best_model_checkpoint = str(best)
+        except DamagedCheckpointError:
+            if is_main:
+                print(f"the best checkpoint so far, {best}, is gone or damaged: the next steps' best takes its place")
+            self.state.best_model_checkpoint = self.state.best_global_step = self.state.best_metric = None
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Without a warning about embeddings that stand in the checkpoint once, as they are tied."""

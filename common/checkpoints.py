@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -298,7 +298,7 @@ def technique_of(run: RunConfig) -> str:
 def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     """Refuse a checkpoint that cannot be gone on from, by its list alone: its bytes are read when training begins.
 
-    `rows`: to train on. Of the run's own checkpoints (`last`) the newest is looked at, if it can be read.
+    `rows`: to train on.
 
     Raises:
         BadInputError: see `check_goes_on`; or nothing is left to train, or this run would move its folder away.
@@ -306,28 +306,35 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     from common.run_record import default_run_name  # here: it imports this module
 
     own_name = run.run_name or default_run_name(run, launcher)
-    own, is_own = run.results_folder(own_name), run.resume_from == LAST
-    if is_own and not found_in(own / "checkpoints"):
+    own = run.results_folder(own_name)
+    if run.resume_from == LAST:
+        _check_newest(own / "checkpoints", run, rows)
         return
-    folder = found_in(own / "checkpoints")[0] if is_own else Path(run.resume_from).expanduser()
-    try:
-        about = read_manifest(folder)["about"]
-    except DamagedCheckpointError:
-        if is_own:  # which is told, and kept aside, when it comes to that
-            return
-        raise
+    folder = Path(run.resume_from).expanduser()
+    _check_listed(folder, run, rows)
     steps = run.max_steps if run.max_steps > 0 else run.epochs * -(-rows // run.effective_batch_size)
-    check_goes_on(run, about["rows"] if run.cut_off_share else rows, folder, about)
-    if steps_at(folder) >= steps and not is_own:
+    if steps_at(folder) >= steps:
         raise BadInputError(
             f"resume_from is {folder}, a checkpoint after step {steps_at(folder)}, and this run has {steps}: nothing "
             "is left to train; raise --epochs or --max_steps."
         )
-    if not is_own and folder.resolve().is_relative_to(own.resolve()):
+    if folder.resolve().is_relative_to(own.resolve()):
         raise BadInputError(
             f"resume_from lies in the results of a run called {own_name}, as this one would be: pass --resume_from "
             f"{LAST} to go on with that run, or another --run_name."
         )
+
+
+def _check_newest(checkpoints: Path, run: RunConfig, rows: int) -> None:
+    """Look at a run's own newest one, if there is any; a damaged one is named and kept aside when training begins."""
+    for folder in found_in(checkpoints)[:1]:
+        with suppress(DamagedCheckpointError):
+            _check_listed(folder, run, rows)
+
+
+def _check_listed(folder: Path, run: RunConfig, rows: int) -> None:
+    about = read_manifest(folder)["about"]
+    check_goes_on(run, about["rows"] if run.cut_off_share else rows, folder, about)
 
 
 def check_goes_on(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any]) -> None:

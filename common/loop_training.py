@@ -195,7 +195,7 @@ class StepLoop(CountingTrainer, ABC):
         """Weights and optimizer, every rank's random numbers, and the history."""
         self.save_weights(folder)
         self._save_rng_state(str(folder))
-        for each in (*self.callback_handler.callbacks, self.control):
+        for each in self.callback_handler.callbacks:  # not `self.control`: what has stopped may be told to train longer
             if isinstance(each, ExportableState):
                 self.state.stateful_callbacks[type(each).__name__] = each.state()
         if self.writes:
@@ -209,8 +209,7 @@ class StepLoop(CountingTrainer, ABC):
         for name in kept:
             setattr(self.state, name, getattr(before, name))
         self._load_callback_state()  # how long an early stop has waited
-        if before.best_global_step:
-            self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{before.best_global_step}"))
+        self.take_best_along(folder)
         self.logged_step = self.state.global_step
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # it misses the steps that were taken then
             for _ in range(self.first_step):

@@ -89,7 +89,6 @@ def test_a_rank_whose_last_works_end_late_ends_well() -> None:
 
 
 NOTEBOOK = """
-import os
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel has it, whoever started the tests
 from common.launch import stream_command, torchrun_command

@@ -1,8 +1,11 @@
 """The truth checks fail when they should."""
 
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.utils.data import DistributedSampler
@@ -84,36 +87,67 @@ class OneRank(TensorParallelTrainer):
         return of_ranks
 
 
+LOOPS = pytest.mark.parametrize("loop", ["the Trainer's", "ours"])
+
+
+@pytest.fixture
+def trainer_of(tmp_path: Path) -> Iterator[Callable[..., CountingTrainer]]:
+    """A trainer with one of the two loops and a tiny classifier, four steps an epoch; what differs is told."""
+
+    def make(loop: str, **settings: Any) -> CountingTrainer:
+        run = RunConfig(
+            task="classification",
+            technique="full",
+            target_modules="all",
+            batch_size=4,
+            model="all-minilm-l6-v2",
+            report_share=0.1,
+            report_to="none",
+            results_root=str(tmp_path),
+            **settings,
+        )
+        rank, tokenizer = Rank(0, 1, "cpu", "python"), AutoTokenizer.from_pretrained(minilm_folder())
+        rows = tokens_of([{"text": "a ticket " * n, "class": n % 2} for n in range(16)], tokenizer, run)
+        model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **TINY))
+        trainer_class = CountingTrainer if loop == "the Trainer's" else partial(OneRank, rank=rank)
+        return make_trainer(model, tokenizer, rows, rows[:5], RunLog(run, rank), trainer_class=trainer_class)
+
+    yield make
+    end_rank()
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("loop", ["the Trainer's", "ours"])
+@LOOPS
 @pytest.mark.parametrize(("early_stop", "steps"), [(2, 3), (0, 8)])
 def test_training_ends_after_validations_without_a_better_model(
-    tmp_path: Path, loop: str, early_stop: int, steps: int
+    trainer_of: Callable[..., CountingTrainer], loop: str, early_stop: int, steps: int
 ) -> None:
     """A rate that changes nothing: the first validation of the eight is the best."""
-    run = RunConfig(
-        task="classification",
-        technique="full",
-        target_modules="all",
-        learning_rate=1e-12,
-        batch_size=4,
-        epochs=2,
-        model="all-minilm-l6-v2",
-        report_share=0.1,
-        early_stop=early_stop,
-        report_to="none",
-        results_root=str(tmp_path),
-    )
-    rank, tokenizer = Rank(0, 1, "cpu", "python"), AutoTokenizer.from_pretrained(minilm_folder())
-    rows = tokens_of([{"text": "a ticket " * n, "class": n % 2} for n in range(16)], tokenizer, run)
-    model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **TINY))
-    trainer_class = CountingTrainer if loop == "the Trainer's" else partial(OneRank, rank=rank)
-    try:
-        trainer = make_trainer(model, tokenizer, rows, rows[:5], RunLog(run, rank), trainer_class=trainer_class)
-        trainer.train()
-        assert trainer.state.global_step == steps
-        assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
-        (share,) = check_training(trainer, rank)
-        assert share["samples"] == 4 * steps
-    finally:
-        end_rank()
+    trainer = trainer_of(loop, learning_rate=1e-12, epochs=2, early_stop=early_stop)
+    trainer.train()
+    assert trainer.state.global_step == steps
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    (share,) = check_training(trainer, Rank(0, 1, "cpu", "python"))
+    assert share["samples"] == 4 * steps
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
+@pytest.mark.parametrize("best", ["there", "gone", "damaged"])
+def test_what_was_trained_to_its_end_can_be_trained_longer(
+    trainer_of: Callable[..., CountingTrainer], loop: str, best: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a run of another name; no later model is better than the first one's best, or the next one is."""
+    short = trainer_of(loop, learning_rate=1e-12, epochs=1)
+    short.train()
+    checkpoint, first = (Path(short.args.output_dir) / name for name in ("checkpoint-4", "checkpoint-1"))
+    if best == "gone":
+        shutil.rmtree(first)
+    if best == "damaged":
+        (first / "trainer_state.json").write_text("{}")
+    longer = trainer_of(loop, learning_rate=1e-12, epochs=2, run_name="longer", resume_from=str(checkpoint))
+    longer.train()
+    assert longer.state.global_step == 8
+    assert ("checkpoint-1, is gone or damaged" in capsys.readouterr().out) == (best != "there")
+    own = Path(longer.args.output_dir) / "checkpoint-5"
+    assert Path(longer.state.best_model_checkpoint) == (first if best == "there" else own)
