@@ -146,7 +146,7 @@ class ProgressReport(TrainerCallback):
         """Start the clock."""
         self.start_s, self.first_step = time.perf_counter(), 0
         if self.is_main:
-            print(f"{state.max_steps} steps, {args.num_train_epochs:g} epochs")
+            print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

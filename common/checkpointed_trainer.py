@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
-from transformers import Trainer, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerState
 
 from common.checkpoints import (
     STATE_FILE,
@@ -126,9 +126,10 @@ class CheckpointedTrainer(Trainer):
         if ranks_then != ranks and is_main:
             print(f"{folder.name} is of {ranks_then} ranks: rows stay in order, but dropout will be another.")
 
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        begin = super()._init_training_state(*args, **kwargs)
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        begin = super()._init_training_state(max_steps, *args, **kwargs)
         if self.goes_on_from:
+            self.state.compute_steps(self.args, max_steps)  # when to report is this run's own setting
             self.take_best_along(self.goes_on_from)
         return begin
 
@@ -150,6 +151,15 @@ class CheckpointedTrainer(Trainer):
             if is_main:
                 print(f"the best checkpoint so far, {best}, is gone or damaged: the next steps' best takes its place")
             self.state.best_model_checkpoint = self.state.best_global_step = self.state.best_metric = None
+
+    def _load_callback_state(self) -> None:
+        """How long an early stop has waited; how long it is to wait is this run's own setting."""
+        early_stops = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        patiences = [each.early_stopping_patience for each in early_stops]
+        super()._load_callback_state()  # puts new ones in their place
+        early_stops = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        for each, patience in zip(early_stops, patiences, strict=True):
+            each.early_stopping_patience = patience
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Without a warning about embeddings that stand in the checkpoint once, as they are tied."""

@@ -89,7 +89,8 @@ def test_a_step_of_the_warm_up_at_rate_0_is_not_measured() -> None:
 def report_progress(rank: int, figures: str, *logs: dict[str, float]) -> None:
     """What a rank prints of step 5 of 20, prefix and all."""
     report, control = ProgressReport(Rank(rank, 2, "cpu", "torchrun"), figures), TrainerControl()
-    arguments, state = TrainingArguments(use_cpu=True, report_to="none"), TrainerState(global_step=5, max_steps=20)
+    arguments = TrainingArguments(use_cpu=True, report_to="none")
+    state = TrainerState(global_step=5, max_steps=20, num_train_epochs=2)
     with printing_with_prefix(f"[RANK{rank}:CPU]"):
         report.on_train_begin(arguments, state, control)
         for each in logs:
@@ -102,11 +103,11 @@ TRAINED, VALIDATED = {"loss": 0.5, "grad_norm": 2.0}, {"eval_mean_loss": 0.25, "
 def test_progress_is_told_to_readers_or_as_lines_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     report_progress(0, "text", TRAINED, VALIDATED)
     start, line = capsys.readouterr().out.splitlines()
-    assert start == "[RANK0:CPU] 20 steps, 3 epochs"
+    assert start == "[RANK0:CPU] 20 steps, 2 epochs"
     assert line == "[RANK0:CPU] step 5/20: loss 0.5000, validation loss 0.2500; 0 s, about 0 s left"
     report_progress(0, "json", TRAINED, VALIDATED, {**VALIDATED, "eval_accuracy": 0.75})
     start, *lines = capsys.readouterr().out.splitlines()
-    assert start == "[RANK0:CPU] 20 steps, 3 epochs"
+    assert start == "[RANK0:CPU] 20 steps, 2 epochs"
     first, second = (json.loads(line) for line in lines)  # whole lines, without a prefix
     assert first == {"step": 5, "loss": 0.5, "elapsed_s": 0.0, "eval_mean_loss": 0.25}
     assert second == {**first, "eval_accuracy": 0.75}

@@ -151,3 +151,18 @@ def test_what_was_trained_to_its_end_can_be_trained_longer(
     assert ("checkpoint-1, is gone or damaged" in capsys.readouterr().out) == (best != "there")
     own = Path(longer.args.output_dir) / "checkpoint-5"
     assert Path(longer.state.best_model_checkpoint) == (first if best == "there" else own)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
+def test_when_to_report_and_how_long_to_wait_are_the_settings_of_the_run_that_goes_on(
+    trainer_of: Callable[..., CountingTrainer], loop: str
+) -> None:
+    """Three validations without a better model before, one after each step, and two after, one after two steps each."""
+    short = trainer_of(loop, learning_rate=1e-12, epochs=1, early_stop=3)
+    short.train()
+    checkpoint = Path(short.args.output_dir) / "checkpoint-4"
+    settings = {"run_name": "longer", "resume_from": str(checkpoint), "early_stop": 5}
+    longer = trainer_of(loop, learning_rate=1e-12, epochs=3, **settings)
+    longer.train()
+    assert longer.state.global_step == 8
