@@ -27,6 +27,8 @@ from common.report_faults import OUTCOMES
 from common.run_config import REPOSITORY
 from common.sharded_training import SHARDS
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background can interrupt, too
+
 KEYS = ("fault", "technique", "outcome")
 KEEP = "KEEP_OUTCOMES"
 """Set by `make soak`: the outcomes are kept, for the README."""

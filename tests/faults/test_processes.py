@@ -89,8 +89,6 @@ def test_a_rank_whose_last_works_end_late_ends_well() -> None:
 
 
 NOTEBOOK = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel has it, whoever started the tests
 from common.launch import stream_command, torchrun_command
 stream_command(torchrun_command({script!r}, 2, *{overrides!r}))
 """
