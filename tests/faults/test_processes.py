@@ -239,6 +239,7 @@ def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, techniqu
     assert again.record["validation_losses"][-1][0] == 10
 
 
+@pytest.mark.slow
 def test_of_a_damaged_newest_checkpoint_the_one_before_is_gone_on_from(start: Callable) -> None:
     run = start("single", fault="kill step=5 point=batch")
     assert run.end(120) != 0

@@ -76,7 +76,11 @@ def test_all_weights_are_trained_where_that_is_asked(run_workflow: Callable) -> 
     ("overrides", "said"),
     [
         (("--stages", "9"), "has 4 layers, too few for 9 stages"),
-        (("--device_map", "cuda7.json"), "on 'cuda:7', but the devices of this run are 0, 1"),
+        pytest.param(
+            ("--device_map", "cuda7.json"),
+            "on 'cuda:7', but the devices of this run are 0, 1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -96,7 +96,7 @@ def test_two_ranks_where_one_is_asked_for_fail(run_workflow: Callable) -> None:
     assert not done.results.exists()
 
 
-@pytest.mark.parametrize("launcher", ["python", "make run"])
+@pytest.mark.parametrize("launcher", ["python", pytest.param("make run", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -79,6 +79,7 @@ def test_double_quantization_and_8_bit_states_train_too(run_workflow: Callable) 
     assert done.record["quantization"]["bits_per_quantized_weight"] < 4.45
 
 
+@pytest.mark.slow
 def test_without_room_the_quantized_base_judges_and_merging_is_done_all_the_same(
     run_workflow: Callable, tmp_path: Path
 ) -> None:
