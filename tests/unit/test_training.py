@@ -1,4 +1,4 @@
-"""The truth checks fail when they should."""
+"""The truth checks fail when they should; both loops stop, and go on, alike."""
 
 import shutil
 from collections.abc import Callable, Iterator
