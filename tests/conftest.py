@@ -1,8 +1,10 @@
-"""What tests share: the embedded base, small runs, and run folders as real processes."""
+"""What tests share: the embedded base, small runs, and run folders as processes of their own."""
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported, which reads it once
+# before the libraries are imported, which read these once: no network, one thread for a device, DeepSpeed on the CPU
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import json
 import subprocess
@@ -20,10 +22,20 @@ from common.launch import accelerate_command, free_port, torchrun_command
 from common.models import EMBEDDED_SUMMARIZER
 from common.run_config import REPOSITORY, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
+from tests.forked import run_forked
 
+STARTS_RANKS = ("start", "results_of", "run_several", "hosts", "loopback")
+"""Fixtures of tests that start several processes."""
 SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
 SMALL = ("--train_rows", "65", "--test_rows", "9", "--epochs", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests that start ranks on one worker: two of them at once would be four processes on two cores."""
+    for item in items:
+        if any(name in item.fixturenames for name in STARTS_RANKS):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @dataclass(frozen=True)
@@ -41,9 +53,14 @@ class Finished:
 
 @pytest.fixture
 def run_workflow(tmp_path: Path) -> Callable[..., Finished]:
-    """Run 2.1's or 2.2's workflow by a launcher, with overrides, writing below `tmp_path`."""
+    """Run 2.1's or 2.2's workflow by a launcher, with overrides, writing below `tmp_path`.
 
-    def run(launcher: str, *overrides: str, folder: Path | None = None, name: str = "test") -> Finished:
+    As a fork of a server that has the libraries loaded, or with `is_forked=False` as a user's shell would start it.
+    """
+
+    def run(
+        launcher: str, *overrides: str, folder: Path | None = None, name: str = "test", is_forked: bool = True
+    ) -> Finished:
         folder = folder or (SINGLE if launcher == "python" else DDP)
         script = next(folder.glob("my_workflow_*.py")).name
         arguments = [*SMALL, *overrides, "--results_root", str(tmp_path), "--run_name", name]
@@ -53,17 +70,15 @@ def run_workflow(tmp_path: Path) -> Callable[..., Finished]:
             "torchrun": torchrun_command(script, 2, *arguments),
             "accelerate": accelerate_command(script, "my_accelerate_config.yaml", *arguments),
         }[launcher]
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        return Finished(done.returncode, done.stdout, tmp_path / "results" / name)
+        log = tmp_path / f"{name}.log"
+        if is_forked:
+            code = run_forked(command, folder, os.environ, log, timeout=300)
+        else:
+            with log.open("ab") as output:
+                code = subprocess.run(
+                    command, cwd=folder, stdout=output, stderr=output, timeout=300, check=False
+                ).returncode
+        return Finished(code, log.read_text(errors="replace"), tmp_path / "results" / name)
 
     return run
 
@@ -105,16 +120,10 @@ def run_several() -> Callable[..., dict[str, Trained]]:
         command = [sys.executable, script] if ranks == 1 else torchrun_command(script, ranks)
         folders = dict.fromkeys(str(place.parent if place.suffix else place) for place, _ in runs.values())
         importable = [str(REPOSITORY), *folders]
-        done = subprocess.run(
-            [*command, str(folder / "jobs.json")],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(importable)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
+        log = folder / "jobs.log"
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(importable)}
+        code = run_forked([*command, str(folder / "jobs.json")], folder, env, log, timeout=600)
+        assert code == 0, log.read_text(errors="replace")
         return {name: Trained(folder / "results" / names[name]) for name in runs}
 
     return run

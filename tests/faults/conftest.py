@@ -26,6 +26,7 @@ from common.launch import torchrun_command
 from common.report_faults import OUTCOMES
 from common.run_config import REPOSITORY
 from common.sharded_training import SHARDS
+from tests.forked import Forked
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background can interrupt, too
 
@@ -86,7 +87,7 @@ def left_behind() -> Callable[[set[int]], list[object]]:
 class Run:
     """A workflow as processes of their own."""
 
-    process: subprocess.Popen
+    process: Forked | subprocess.Popen
     results: Path
     log: Path
     ranks: int
@@ -175,14 +176,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             command = torchrun_command(place.name, ranks, *arguments)
             command.insert(command.index("--nproc_per_node"), f"--max_restarts={restarts}")
         log = tmp_path / f"{name}-{len(runs)}.log"
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command,
-                cwd=place.parent,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **({VARIABLE: fault} if fault else {})},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
+        log.touch()
+        process = Forked(command, place.parent, {**os.environ, **({VARIABLE: fault} if fault else {})}, log)
         runs.append(Run(process, tmp_path / "results" / name, log, ranks))
         return runs[-1]
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +14,7 @@ import pytest
 from common.checkpoints import MANIFEST_FILE, read_manifest, write_manifest
 from common.launch import free_port, torchrun_command
 from common.run_config import REPOSITORY
+from tests.forked import run_forked
 
 STEPS = 10
 STOPS = {
@@ -61,16 +61,10 @@ def _work(folder: Path, jobs: list[Job], ranks: int) -> None:
     script = str(REPOSITORY / "tests" / "faults" / "resume_worker.py")
     command = [sys.executable, script] if ranks == 1 else torchrun_command(script, ranks)
     places = [str(REPOSITORY / Path(job.place).parent) for job in jobs]
-    done = subprocess.run(
-        [*command, str(folder / "jobs.json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *places])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *places])}
+    log = folder / "jobs.log"
+    code = run_forked([*command, str(folder / "jobs.json")], folder, env, log, timeout=600)
+    assert code == 0, log.read_text(errors="replace")[-8000:]
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +126,9 @@ def test_without_a_ranks_random_numbers_or_with_other_rows_a_run_does_not_go_on(
     command = [sys.executable, Path(place).name, *own, "--epochs", "3", *MORE["single"], "--resume_from", str(kept)]
     refusals = {"lacks rng_state.pth": (), "of steps of 16 rows, but this run's have 8": ("--batch_size", "4")}
     for said, more in refusals.items():
-        done = subprocess.run(
-            [*command, *more, "--results_root", str(tmp_path)],
-            cwd=(REPOSITORY / place).parent, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 2
-        assert said in done.stderr
+        log = tmp_path / "refused.log"
+        refused = [*command, *more, "--results_root", str(tmp_path)]
+        assert run_forked(refused, (REPOSITORY / place).parent, os.environ, log, timeout=60) == 2
+        assert said in log.read_text()
     outcomes.keep(6, "all", "an exact resume is refused")
     outcomes.keep(8, "all", "the same rows in the same steps, or refused")

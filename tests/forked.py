@@ -1,0 +1,195 @@
+"""Start Python programs as forks of a server that has imported the large libraries already.
+
+Importing PyTorch, Transformers and PEFT takes seconds of every start, and the tests start hundreds of processes. A
+program that is started here is a process of its own, with its own signals, exit code and children, but it begins where
+its imports of those libraries would have ended; modules of this repository are imported anew. Ranks that it starts by
+torchrun are forks in the same way. All forks share one seed of Python's hashes, which real processes do not: the tests
+that prove a launcher start real processes (`tests/recipes/test_launchers.py`).
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+LIBRARIES = (
+    "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint",
+    "torch.distributed.tensor.parallel", "torch.utils.tensorboard", "torch.optim", "accelerate.commands.launch",
+    "transformers.trainer_seq2seq", "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.bert.modeling_bert", "transformers.models.roberta.modeling_roberta",
+    "transformers.models.bart.modeling_bart", "transformers.integrations.integration_utils", "peft", "datasets",
+    "evaluate", "pandas", "matplotlib.pyplot", "rouge_score.rouge_scorer", "sklearn.metrics", "scipy.optimize",
+)  # fmt: skip
+"""What workflows import, here or there; without `common`, whose modules look at the process that imports them."""
+
+MOST_FILES = 4096
+EXECUTE_PARAMETERS = list(signature(subprocess.Popen._execute_child).parameters)[2:]
+"""What Popen passes on after `self` and the command: pipes, folder, environment and the rest."""
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload([*LIBRARIES, "tests.forked"])
+
+
+class Forked:
+    """A program that runs, with what the tests use of `subprocess.Popen`."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
+        """Start `command`, this Python with a script or a module; its output goes to the end of `log`."""
+        self.args = list(command)
+        self._process = _server.Process(target=_begin, args=(self.args, str(cwd), dict(env), str(log)))
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, or minus the signal that ended it; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """Return `returncode`."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+        """
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process, unless it has ended."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def run_forked(command: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path, timeout: float) -> int:
+    """Run `command` to its end; return its exit code.
+
+    Raises:
+        subprocess.TimeoutExpired: it was killed, with all that it started, after `timeout` seconds.
+    """
+    program = Forked(command, cwd, env, log)
+    try:
+        return program.wait(timeout)
+    except subprocess.TimeoutExpired as late:
+        program.kill()  # its ranks die with it
+        raise subprocess.TimeoutExpired(list(command), timeout, output=log.read_text(errors="replace")) from late
+
+
+class ForkingPopen(subprocess.Popen):
+    """`subprocess.Popen` that forks this process where the command is this Python with a script or a module."""
+
+    def _execute_child(self, args: Any, *others: Any) -> None:
+        command = [args] if isinstance(args, str) else [str(each) for each in args]
+        wanted = SimpleNamespace(**dict(zip(EXECUTE_PARAMETERS, others, strict=True)))
+        if wanted.shell or command[0] != sys.executable or "-c" in command[:3]:
+            super()._execute_child(args, *others)
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run_in_child(command, wanted)
+        self._child_created = True
+        for end in {wanted.p2cread, wanted.c2pwrite, wanted.errwrite} - {-1}:
+            os.close(end)
+
+
+def _run_in_child(command: list[str], wanted: SimpleNamespace) -> NoReturn:
+    """Do in the fork what `Popen` was asked for, then run the command."""
+    for source, target in ((wanted.p2cread, 0), (wanted.c2pwrite, 1), (wanted.errwrite, 2)):
+        if source != -1:
+            os.dup2(source, target)
+    os.closerange(3, MOST_FILES)  # as `close_fds`: else a killed agent's ports stay open
+    if wanted.start_new_session:
+        os.setsid()
+    if wanted.preexec_fn:
+        wanted.preexec_fn()
+    _run(command, wanted.cwd or os.getcwd(), os.environ if wanted.env is None else wanted.env)
+
+
+def _begin(command: list[str], cwd: str, env: dict[str, str], log: str) -> NoReturn:
+    """Become the program; called in a fork of the server."""
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    _run(command, cwd, env)
+
+
+def _run(command: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
+    """Run a Python command as this process, from its environment to its exit code."""
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    values = dict(env)
+    os.environ.clear()
+    os.environ.update(values)
+    subprocess.Popen = ForkingPopen
+    sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"].Popen = ForkingPopen
+    os.execv = lambda _, arguments: _run(list(arguments), os.getcwd(), os.environ)
+    sys.stdout.reconfigure(line_buffering=True)
+    code = _exit_code_of(command[2:] if command[1] == "-u" else command[1:])
+    threading._shutdown()  # what Python does at its end: other threads, functions that were registered, output
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _exit_code_of(arguments: list[str]) -> int:
+    """Run a script, or with `-m` a module, as Python would; return the exit code that it asks for."""
+    try:
+        _run_as_main(arguments)
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _run_as_main(arguments: list[str]) -> None:
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [each for each in paths if each]
+    if arguments[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
