@@ -22,6 +22,7 @@ import pandas as pd
 
 from common import (
     report_classification,
+    report_equivalence,
     report_faults,
     report_full,
     report_loops,
@@ -276,6 +277,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     **report_classification.TABLES,
     **report_loops.TABLES,
     **report_summarization.TABLES,
+    **report_equivalence.TABLES,
     **report_faults.TABLES,
 }
 

@@ -28,7 +28,7 @@ STARTS_RANKS = ("start", "results_of", "run_several", "hosts", "loopback")
 """Fixtures of tests that start several processes."""
 SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
-SMALL = ("--train_rows", "65", "--test_rows", "9", "--epochs", "1")
+SMALL = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--epochs", "1", "--max_new_tokens", "8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

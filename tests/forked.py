@@ -8,10 +8,13 @@ that prove a launcher start real processes (`tests/recipes/test_launchers.py`).
 """
 
 import atexit
+import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,22 +22,29 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from common.virtual_hosts import VirtualHost
 
 LIBRARIES = (
     "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint",
-    "torch.distributed.tensor.parallel", "torch.utils.tensorboard", "torch.optim", "accelerate.commands.launch",
-    "transformers.trainer_seq2seq", "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.modeling_auto",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.tensor.parallel",
+    "torch.utils.tensorboard", "torch.optim", "accelerate.commands.launch", "transformers.trainer_seq2seq",
+    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto",
     "transformers.models.bert.modeling_bert", "transformers.models.roberta.modeling_roberta",
     "transformers.models.bart.modeling_bart", "transformers.integrations.integration_utils", "peft", "datasets",
     "evaluate", "pandas", "matplotlib.pyplot", "rouge_score.rouge_scorer", "sklearn.metrics", "scipy.optimize",
+    "nbformat", "tabulate", "transformers.training_args_seq2seq", "peft.tuners.lora.bnb",
+    "peft.utils.transformers_weight_conversion",
 )  # fmt: skip
 """What workflows import, here or there; without `common`, whose modules look at the process that imports them."""
 
 MOST_FILES = 4096
+CLONE_NEWUTS, CLONE_NEWNET = 0x0400_0000, 0x4000_0000
 EXECUTE_PARAMETERS = list(signature(subprocess.Popen._execute_child).parameters)[2:]
 """What Popen passes on after `self` and the command: pipes, folder, environment and the rest."""
 
@@ -45,10 +55,15 @@ _server.set_forkserver_preload([*LIBRARIES, "tests.forked"])
 class Forked:
     """A program that runs, with what the tests use of `subprocess.Popen`."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
-        """Start `command`, this Python with a script or a module; its output goes to the end of `log`."""
+    def __init__(
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path, host: "VirtualHost | None" = None
+    ) -> None:
+        """Start `command`, this Python with a script or a module, here or on a virtual host.
+
+        Its output goes to the end of `log`.
+        """
         self.args = list(command)
-        self._process = _server.Process(target=_begin, args=(self.args, str(cwd), dict(env), str(log)))
+        self._process = _server.Process(target=_begin, args=(self.args, str(cwd), dict(env), str(log), host))
         self._process.start()
         self.pid = self._process.pid
 
@@ -133,12 +148,26 @@ def _run_in_child(command: list[str], wanted: SimpleNamespace) -> NoReturn:
     _run(command, wanted.cwd or os.getcwd(), os.environ if wanted.env is None else wanted.env)
 
 
-def _begin(command: list[str], cwd: str, env: dict[str, str], log: str) -> NoReturn:
+def _begin(command: list[str], cwd: str, env: dict[str, str], log: str, host: "VirtualHost | None") -> NoReturn:
     """Become the program; called in a fork of the server."""
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # else the server outlives the tests for as long as this does
+    forkserver._forkserver._forkserver_alive_fd = None
+    if host:
+        _enter(host)
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     _run(command, cwd, env)
+
+
+def _enter(host: "VirtualHost") -> None:
+    """As `VirtualHost.start` has a command begin: in the host's network, under its name, in a session of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{host.namespace}") as namespace:
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"cannot enter {host.namespace}")
+    socket.sethostname(f"host{host.number}")
+    os.setsid()
 
 
 def _run(command: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
@@ -146,12 +175,16 @@ def _run(command: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.freeze()  # what the server has imported is not looked through, nor copied, at each collection
+    multiprocessing.set_start_method(None, force=True)  # the system's own again: the server's keeps semaphores' names
     os.chdir(cwd)
     values = dict(env)
     os.environ.clear()
     os.environ.update(values)
     subprocess.Popen = ForkingPopen
     sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"].Popen = ForkingPopen
+    # the name of an event, for which torchrun else looks through every module, eighteen times
+    sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = lambda: "step"
     os.execv = lambda _, arguments: _run(list(arguments), os.getcwd(), os.environ)
     sys.stdout.reconfigure(line_buffering=True)
     code = _exit_code_of(command[2:] if command[1] == "-u" else command[1:])

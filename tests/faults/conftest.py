@@ -2,14 +2,16 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of ten steps that keeps each of them."""
 STEPS = 10
+SHORT = Path(__file__).with_name("short_workflow.py")
 
 
 HISTORY = "training_args.bin"
@@ -162,29 +165,71 @@ class Run:
                 pass
 
 
+def _start(
+    folder: Path,
+    technique: str,
+    overrides: Sequence[str] = (),
+    fault: str = "",
+    name: str = "run",
+    restarts: int = 0,
+    is_forked: bool = True,
+) -> Run:
+    """Start a technique's run as a fork, cut short after its training; or just as a user's shell would start it."""
+    workflow, ranks, own = WORKFLOWS[technique]
+    place = REPOSITORY / workflow
+    arguments = [*own, "--results_root", str(folder), "--run_name", name, *overrides]
+    script, *arguments = [str(SHORT), place.name, *arguments] if is_forked else [place.name, *arguments]
+    command = [sys.executable, script, *arguments]
+    if ranks > 1:
+        command = torchrun_command(script, ranks, *arguments)
+        command.insert(command.index("--nproc_per_node"), f"--max_restarts={restarts}")
+    log = folder / f"{name}-{len(list(folder.glob('*.log')))}.log"
+    log.touch()
+    env = {**os.environ, **({VARIABLE: fault} if fault else {})}
+    if is_forked:
+        process = Forked(command, place.parent, env, log)
+    else:
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, cwd=place.parent, env=env, stdout=output, stderr=output)
+    return Run(process, folder / "results" / name, log, ranks)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Start a technique's run with a fault; what is left of it is killed in the end."""
     runs: list[Run] = []
 
-    def start_run(technique: str, *overrides: str, fault: str = "", name: str = "run", restarts: int = 0) -> Run:
-        workflow, ranks, own = WORKFLOWS[technique]
-        place = REPOSITORY / workflow
-        arguments = [*own, "--results_root", str(tmp_path), "--run_name", name, *overrides]
-        command = [sys.executable, place.name, *arguments]
-        if ranks > 1:
-            command = torchrun_command(place.name, ranks, *arguments)
-            command.insert(command.index("--nproc_per_node"), f"--max_restarts={restarts}")
-        log = tmp_path / f"{name}-{len(runs)}.log"
-        log.touch()
-        process = Forked(command, place.parent, {**os.environ, **({VARIABLE: fault} if fault else {})}, log)
-        runs.append(Run(process, tmp_path / "results" / name, log, ranks))
+    def start_run(technique: str, *overrides: str, **others: Any) -> Run:
+        runs.append(_start(tmp_path, technique, overrides, **others))
         return runs[-1]
 
     yield start_run
     for run in runs:
         if run.process.poll() is None:
             run.kill()
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The results of a technique's run that nothing happened to, made once."""
+
+    @cache
+    def results_of(technique: str) -> Path:
+        run = _start(tmp_path_factory.mktemp("straight"), technique)
+        try:
+            assert run.end(120) == 0, run.output[-3000:]
+        finally:
+            if run.process.poll() is None:
+                run.kill()
+        return run.results
+
+    return results_of
+
+
+@pytest.fixture
+def completed(straight: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of those results, where `start` would go on."""
+    return lambda technique: Path(shutil.copytree(straight(technique), tmp_path / "results" / "run"))
 
 
 @dataclass

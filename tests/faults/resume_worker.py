@@ -1,7 +1,8 @@
 """Each job's workflow straight through, then stopped at each of its faults and gone on with, in the same processes.
 
 python (or torchrun) resume_worker.py JOBS.json: a list of objects with `place`, `name`, `overrides`, `faults`, `ports`,
-and `forgets`: the name of what a resumed run leaves out, for a negative control.
+and `forgets`: the name of what a resumed run leaves out, for a negative control, which has no straight
+run of its own.
 """
 
 import importlib
@@ -14,6 +15,7 @@ from common import faults
 from common.launch import end_rank
 from common.run_config import RunConfig, parse_overrides
 from common.training import CountingTrainer
+from tests.faults.short_workflow import cut_short
 
 
 def run(module: object, run_config: RunConfig, port: int, fault: str = "") -> None:
@@ -43,7 +45,8 @@ def work(job: dict, results_root: str) -> None:
             [*job["overrides"], "--results_root", results_root, "--run_name", f"{job['name']}-{name}", *more],
         )
 
-    run(module, settings("straight"), next(ports))
+    if not job["forgets"]:
+        run(module, settings("straight"), next(ports))
     for number, fault in enumerate(job["faults"]):
         run(module, settings(str(number)), next(ports), fault)
         for name in resumed:
@@ -54,6 +57,7 @@ def work(job: dict, results_root: str) -> None:
 
 
 if __name__ == "__main__":
+    cut_short()
     jobs = Path(sys.argv[1])
     for each in json.loads(jobs.read_text()):
         work(each, str(jobs.parent))

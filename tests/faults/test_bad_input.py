@@ -185,7 +185,7 @@ def test_a_kernel_that_dies_or_hangs_ends_papermill_and_keeps_the_notebook(
     out = tmp_path / "out.ipynb"
     with pytest.raises(ends_with):
         papermill.execute_notebook(
-            _notebook(tmp_path / "in.ipynb", cell), out, execution_timeout=5, progress_bar=False, autosave_cell_every=0
+            _notebook(tmp_path / "in.ipynb", cell), out, execution_timeout=2, progress_bar=False, autosave_cell_every=0
         )
     assert "before" in str(nbformat.read(out, 4).cells[0].outputs)
     outcomes.keep(30, "notebooks", "ends with an error; what was done is kept")

@@ -26,8 +26,10 @@ def first(fast: str, techniques: tuple[str, ...]) -> list:
 
 
 NOTICED_S, ENDED_S, GONE_S, FIRST_STEP_S = 2, 5, 5, 30
-STEP_TIMEOUT_S, HUNG_S = 6, 10
+STEP_TIMEOUT_S, HUNG_S = 4, 10
 """Of the runs that hang here; and how much later than that they must be over."""
+SILENCE_IS_SEEN_S = 6
+"""A time-out after which a rank that was stopped has said nothing for longer than `common.watch.SILENT_S`."""
 
 
 @pytest.mark.parametrize("technique", first("ddp", TECHNIQUES))
@@ -67,7 +69,8 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
 def test_nobody_outlives_the_agent(
     start: Callable, outcomes: object, left_behind: Callable, technique: str, how: signal.Signals
 ) -> None:
-    run = start(technique)
+    """One of them with processes as a shell starts them; so are those of `test_nobody_outlives_a_kernel`."""
+    run = start(technique, is_forked=(technique, how) != ("fsdp", signal.SIGKILL))
     run.wait_for_checkpoint(1)
     ports = run.ports()
     assert ports, "torchrun's store, and gloo's"
@@ -80,6 +83,7 @@ def test_nobody_outlives_the_agent(
     outcomes.keep(29, technique, f"{how.name} of torchrun: 0 processes left", ended_s=gone_s)
 
 
+@pytest.mark.xdist_group("ranks")
 def test_a_rank_whose_last_works_end_late_ends_well() -> None:
     worker = Path(__file__).with_name("last_works_worker.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -99,7 +103,7 @@ def test_nobody_outlives_a_kernel(
     start: Callable, outcomes: object, left_behind: Callable, tmp_path: Path, how: signal.Signals
 ) -> None:
     """A process that starts ranks as a notebook's cell does; killed, or its cell interrupted."""
-    run = start("ddp", name="never")  # for its place and settings
+    run = start("ddp", name="never", is_forked=False)  # for its place and settings
     run.kill()
     command = run.process.args
     script = next(number for number, word in enumerate(command) if str(word).endswith(".py"))
@@ -126,20 +130,21 @@ def test_nobody_outlives_a_kernel(
 def test_a_rank_that_hangs_is_named_and_all_are_ended(
     start: Callable, outcomes: object, technique: str, fault: int, kind: str
 ) -> None:
-    run = start(technique, "--step_timeout_s", str(STEP_TIMEOUT_S), fault=f"{kind} rank=1 step=4 point=batch")
+    timeout_s = SILENCE_IS_SEEN_S if kind == "stop" else STEP_TIMEOUT_S
+    run = start(technique, "--step_timeout_s", str(timeout_s), fault=f"{kind} rank=1 step=4 point=batch")
     run.wait_for_checkpoint(3)
     run.wait_until(lambda: run.place(1)["step"] == 4, 10)
     hung_s = time.monotonic()
-    run.wait_until(lambda: "Nothing moved" in run.output, STEP_TIMEOUT_S + HUNG_S)
+    run.wait_until(lambda: "Nothing moved" in run.output, timeout_s + HUNG_S)
     noticed_s = time.monotonic() - hung_s
-    assert run.end(STEP_TIMEOUT_S + HUNG_S - noticed_s) != 0
+    assert run.end(timeout_s + HUNG_S - noticed_s) != 0
     ended_s = time.monotonic() - hung_s
     run.wait_until(lambda: not run.alive(), 1)
     assert f"rank 1 (process {run.seen[1].pid} on" in run.output
     assert "in step 4 at 'load' hangs" in run.output
     assert "rank 1" in run.record["error"]
     assert run.newest_step() == 3
-    said = f"rank 1 is named; ended, with a time-out of {STEP_TIMEOUT_S} s"
+    said = f"rank 1 is named; ended, with a time-out of {timeout_s} s"
     outcomes.keep(fault, technique, said, noticed_s, ended_s, 4 - 1 - run.newest_step())
 
 
@@ -228,10 +233,8 @@ def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: obj
 
 
 @pytest.mark.parametrize("technique", first("single", TECHNIQUES))
-def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, technique: str) -> None:
-    run = start(technique)
-    assert run.end(120) == 0
-    (run.results / "run_record.json").unlink()  # as if it had been killed before it was written
+def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, completed: Callable, technique: str) -> None:
+    (completed(technique) / "run_record.json").unlink()  # as if it had been killed before it was written
     again = start(technique, "--resume_from", "last")
     assert again.end(120) == 0, again.output[-3000:]
     assert "goes on after step 10" in again.output
@@ -252,14 +255,14 @@ def test_of_a_damaged_newest_checkpoint_the_one_before_is_gone_on_from(start: Ca
     assert (run.results / "checkpoints" / "checkpoint-4.bad").is_dir()
 
 
-def test_a_refused_resume_leaves_the_record_of_a_completed_run(start: Callable) -> None:
-    run = start("single")
-    assert run.end(120) == 0
-    before = run.record
+def test_a_refused_resume_leaves_the_record_of_a_completed_run(start: Callable, completed: Callable) -> None:
+    record = completed("single") / "run_record.json"
+    before = record.read_bytes()
     again = start("single", "--train_rows", "64", "--resume_from", "last")
     assert again.end(60) == BAD_INPUT_EXIT_CODE
     assert "65 training rows, but this run has 64" in again.output
-    assert run.record == before
+    assert again.record["status"] == "completed"
+    assert record.read_bytes() == before
 
 
 @pytest.mark.parametrize(

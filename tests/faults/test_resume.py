@@ -106,9 +106,8 @@ def test_a_run_that_goes_on_ends_where_a_straight_one_does(
 
 
 def test_without_the_random_numbers_it_would_not(results_of: Callable, largest_difference: Callable) -> None:
-    folders = [
-        results_of("single") / f"forgetful-{name}" / "checkpoints" / f"checkpoint-{STEPS}" for name in ("straight", 0)
-    ]
+    results = results_of("single")
+    folders = [results / name / "checkpoints" / f"checkpoint-{STEPS}" for name in ("single-straight", "forgetful-0")]
     assert largest_difference(*folders) > 1e-6
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from common.print_prefix import printing_with_prefix
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.secrets import HIDDEN, hide_secrets, secrets_here, without_secrets
+from tests.forked import run_forked
 
 SECRETS = {"HF_TOKEN": "hf_not-a-real-one-0123456789", "WANDB_API_KEY": "0123456789abcdef-not-real"}
 
@@ -92,17 +92,12 @@ def _files_with_secrets(folder: Path) -> list[str]:
 
 def test_a_run_that_fails_with_a_token_shows_it_nowhere(tmp_path: Path, outcomes: object) -> None:
     folder = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
-    done = subprocess.run(
-        [sys.executable, "-c", WORKFLOW, "--results_root", str(tmp_path), "--run_name", "run"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}:{folder}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "cannot log in with ***" in done.stderr
-    assert not any(value in done.stdout + done.stderr for value in SECRETS.values())
+    script, log = tmp_path / "workflow.py", tmp_path / "log"
+    script.write_text(WORKFLOW)
+    command = [sys.executable, str(script), "--results_root", str(tmp_path), "--run_name", "run"]
+    around = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{folder}"}
+    assert run_forked(command, folder, around, log, timeout=60) == 1
+    assert "cannot log in with ***" in log.read_text()
     assert json.loads((tmp_path / "results" / "run" / "run_record.json").read_text())["status"] == "failed"
     assert _files_with_secrets(tmp_path) == []
     outcomes.keep(34, "all", "0 secret bytes in record, log and notebook")

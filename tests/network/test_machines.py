@@ -25,6 +25,7 @@ from common.rendezvous import PORT
 from common.run_config import REPOSITORY
 from common.run_record import RECORD_NAME, Record, load_record
 from common.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, namespaces_refused, virtual_network
+from tests.forked import Forked
 
 SCRIPT = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"
 DATA = REPOSITORY / "assets" / "chat_summaries"
@@ -50,7 +51,7 @@ needs_hosts = pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: 
 class Worker:
     """A process of the workflow, or of what starts it."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked | subprocess.Popen[bytes]
     disk: Path
 
     @property
@@ -92,17 +93,25 @@ class Place:
     workers: list[Worker] = field(default_factory=list)
 
     def start(
-        self, host: int, *overrides: str, launcher: Sequence[str] = (sys.executable,), **environment: str
+        self,
+        host: int,
+        *overrides: str,
+        launcher: Sequence[str] = (sys.executable,),
+        is_forked: bool = True,
+        **environment: str,
     ) -> Worker:
+        """Start a worker as a fork; or as a process that begins anew, with this environment from its first line."""
         disk = self.folder / f"disk{len(self.workers)}"
         disk.mkdir()
         command = [*launcher, SCRIPT.name, *RUN, "--model", self.model, "--results_root", str(disk), *overrides]
         around = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
-        if self.network:
-            process = self.network.hosts[host].start(command, disk / "log", around, SCRIPT.parent)
-        else:
-            with (disk / "log").open("wb") as log:
-                process = subprocess.Popen(command, cwd=SCRIPT.parent, env=around, stdout=log, stderr=log)
+        on = self.network.hosts[host] if self.network else None
+        (disk / "log").touch()
+        process = (
+            Forked(command, SCRIPT.parent, around, disk / "log", on)
+            if is_forked
+            else on.start(command, disk / "log", around, SCRIPT.parent)
+        )
         self.workers.append(Worker(process, disk))
         return self.workers[-1]
 
@@ -164,12 +173,15 @@ def check_finished(workers: Sequence[Worker], like: Worker) -> None:
         assert [step for step, _ in first[kind]] == list(range(1, STEPS + 1))
         assert first[kind] == [[step, pytest.approx(loss, rel=1e-5)] for step, loss in reference[kind]]
     assert first["effective_batch_size"] == reference["effective_batch_size"] == 4 * PARTITIONS
+    learnt, expected = workers[0].weights(), like.weights()
     for worker in workers:
         assert worker.record["status"] == "completed"
         assert (worker.results / "model" / "model.safetensors").is_file()
-        for name, weight in workers[0].weights().items():
-            assert torch.equal(worker.weights()[name], weight)
-            assert (like.weights()[name] - weight).abs().max() < 1e-4
+        own = worker.weights()
+        assert own.keys() == learnt.keys() == expected.keys()
+        for name, weight in learnt.items():
+            assert torch.equal(own[name], weight)
+            assert (expected[name] - weight).abs().max() < 1e-4
 
 
 def check_refused(workers: Sequence[Worker], *said: str) -> None:
@@ -364,8 +376,8 @@ def test_a_host_with_another_library_is_refused_on_every_host(hosts: Callable[..
         "metadata.version = lambda name: '5.99.0' if name == 'transformers' else real(name)\n"
     )
     place = hosts(2)
-    place.start(0, *static(0, 2))
-    place.start(1, *static(1, 2), PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    place.start(0, *static(0, 2), is_forked=False)
+    place.start(1, *static(1, 2), is_forked=False, PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
     place.finish(START_S)
     check_refused(place.workers, "has versions transformers 5.", "but rank 1 (host1) has transformers 5.99.0")
 

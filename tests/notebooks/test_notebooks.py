@@ -15,9 +15,11 @@ from common.run_config import REPOSITORY
 from common.run_record import RECORD_NAME, Record, load_record
 
 NOTEBOOKS = sorted(REPOSITORY.glob("[0-9].[0-9]_*/run_*/*.ipynb"))
+SOURCES = list({(path.parts[-3], path.name): path for path in reversed(NOTEBOOKS)}.values())[::-1]
+"""Each technique's first ones; that the rest have the same cells is proved in tests/unit/test_siblings.py."""
 LONGEST_CELL_LINES = 25
-SMALL = {"train_rows": 65, "test_rows": 9, "epochs": 1}
-IDS = [f"{path.parent.name}-{path.stem}" for path in NOTEBOOKS]
+ROWS = 33
+SMALL = {"train_rows": ROWS, "test_rows": 5, "epochs": 1}
 PLANNING = [path for path in NOTEBOOKS if path.parts[-3].startswith("1.1_")]  # they train nothing; they have own tests
 ACROSS = [path for path in NOTEBOOKS if path.parts[-3].startswith("3.2_") and path.parent.name[:5] != "run_0"]
 """Copies of a notebook that starts three worlds, and takes minutes; only the copy for the CPU is run."""
@@ -27,8 +29,24 @@ FIRST = ("lora_finetuning_complete.ipynb", "lora_finetuning_with_ddp_nblaunch.ip
 """One notebook that runs here, and one that starts ranks."""
 EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
 """What makes a GPU folder's notebook run here: another device and model, and nothing else."""
-CELL_BY_CELL = ("complete", "finetuning", "mp")
+CELL_BY_CELL = ("complete", "finetuning", "mp", "compare")
 """Last words of the notebooks that start no ranks."""
+
+
+def id_of(path: Path) -> str:
+    return f"{path.parent.name}-{path.stem}"
+
+
+def marks_of(path: Path, slow: bool) -> list[pytest.MarkDecorator]:
+    """One notebook that starts ranks at a time."""
+    ranks = [] if path.stem.split("_")[-1] in CELL_BY_CELL else [pytest.mark.xdist_group("ranks")]
+    return [*ranks, *([pytest.mark.slow] if slow else [])]
+
+
+def fork_its_kernel(path: Path, request: pytest.FixtureRequest) -> None:
+    """Unless Accelerate's `notebook_launcher` is in it: it refuses a process in which bitsandbytes was imported."""
+    if not path.stem.endswith("_nblaunch"):
+        request.getfixturevalue("forked_kernels")
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
@@ -54,8 +72,8 @@ def test_there_are_notebooks() -> None:
 def with_most_slow() -> list:
     """Every notebook; all but the first technique's only in `make test-all`."""
     return [
-        pytest.param(path, id=name, marks=[] if path.name in FIRST and path in FOR_CPU else [pytest.mark.slow])
-        for path, name in zip(NOTEBOOKS, IDS, strict=True)
+        pytest.param(path, id=id_of(path), marks=marks_of(path, slow=path.name not in FIRST or path not in FOR_CPU))
+        for path in NOTEBOOKS
         if path not in (*PLANNING, *COMPARING, *ACROSS)
     ]
 
@@ -68,10 +86,10 @@ def parameters_for(path: Path, tmp_path: Path) -> dict:
     """A small run; a GPU folder's on two CPU devices, with the embedded default in place of its model."""
     parameters = {**SMALL, "results_root": str(tmp_path)}
     if "classification" in path.stem:
-        parameters = {"train_rows": 65, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
+        parameters = {"train_rows": ROWS, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
         parameters["settings"] = {"epochs": 1}
     if "summarization" in path.stem:
-        parameters = {"train_rows": 65, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
+        parameters = {"train_rows": ROWS, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
         parameters["settings"] = {"epochs": 1, "max_new_tokens": 12}
     if "zero" in path.stem:
         parameters["steps"] = -1  # all of the epoch's
@@ -92,7 +110,8 @@ def parameters_for(path: Path, tmp_path: Path) -> dict:
 
 
 @pytest.mark.parametrize("path", with_most_slow())
-def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
+def test_the_notebook_runs(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    fork_its_kernel(path, request)
     parameters = parameters_for(path, tmp_path)
     papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
     records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
@@ -105,7 +124,7 @@ def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
 
 def check_record(record: Record, path: Path) -> None:
     assert record["status"] == "completed"
-    assert sum(share["samples"] for share in record["world"][: data_parallel_ranks(record)]) == 65
+    assert sum(share["samples"] for share in record["world"][: data_parallel_ranks(record)]) == ROWS
     last_word = path.stem.split("_")[-1]
     assert record["launcher"] == ("notebook" if last_word in CELL_BY_CELL else last_word)
     assert record["run_folder"] == str(path.parent.relative_to(REPOSITORY))
@@ -124,7 +143,11 @@ def pictures_of(path: Path) -> set[str]:
     return {"losses.png", "scores.png", "memory.png", *(more[word] for word in words & more.keys())}
 
 
-@pytest.mark.parametrize("path", COMPARING, ids=lambda path: path.parent.name)
+@pytest.mark.usefixtures("forked_kernels")
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.parent.name, marks=marks_of(path, slow=path not in SOURCES)) for path in COMPARING],
+)
 def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
     papermill.execute_notebook(path, tmp_path / "out.ipynb", cwd=path.parent, progress_bar=False)
     said = (tmp_path / "out.ipynb").read_text()
@@ -133,11 +156,12 @@ def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[] if path.name in FIRST else [pytest.mark.slow]) for path in FOR_CPU],
-    ids=lambda path: path.stem,
+    "path", [pytest.param(path, id=path.stem, marks=marks_of(path, slow=path.name != FIRST[0])) for path in FOR_CPU]
 )
-def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Path) -> None:
+def test_bad_input_ends_the_notebook_with_the_sentence(
+    path: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    fork_its_kernel(path, request)
     wrong = {"batch_size": 0}
     parameters = {**SMALL, **(wrong if "batch_size = " in parameters_cell(path) else {"settings": wrong})}
     parameters["results_root"] = str(tmp_path)
@@ -148,7 +172,7 @@ def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Pat
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", SOURCES, ids=id_of)
 def test_the_first_cell_tells_versions_without_cuda_and_parameters_follow(path: Path) -> None:
     cells = code_cells(path)
     assert "version(" in cells[0].source
@@ -156,7 +180,7 @@ def test_the_first_cell_tells_versions_without_cuda_and_parameters_follow(path: 
     assert cells[1].metadata.get("tags") == ["parameters"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+@pytest.mark.parametrize("path", SOURCES, ids=id_of)
 def test_cells_are_short_and_explained(path: Path) -> None:
     cells = nbformat.read(path, as_version=4).cells
     for cell in cells:
@@ -167,11 +191,12 @@ def test_cells_are_short_and_explained(path: Path) -> None:
     assert sum(cell.cell_type == "markdown" for cell in cells) >= len(cells) // 3
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_kept_outputs_are_those_of_one_run_in_order(path: Path) -> None:
-    cells = code_cells(path)
-    counts = [cell.execution_count for cell in cells]
-    assert counts in (list(range(1, len(cells) + 1)), [None] * len(cells))
-    assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
-    assert not re.search(r"(/(home|root|Users|tmp)/|hf_[A-Za-z0-9]{20,})", json.dumps(cells))
-    assert str(REPOSITORY) not in path.read_text(encoding="utf-8")
+def test_kept_outputs_are_those_of_one_run_in_order() -> None:
+    """Of copies, too: a folder for a GPU may keep outputs of its own."""
+    for path in NOTEBOOKS:
+        cells = code_cells(path)
+        counts = [cell.execution_count for cell in cells]
+        assert counts in (list(range(1, len(cells) + 1)), [None] * len(cells)), path
+        assert not any(output.output_type == "error" for cell in cells for output in cell.outputs), path
+        assert not re.search(r"(/(home|root|Users|tmp)/|hf_[A-Za-z0-9]{20,})", json.dumps(cells)), path
+        assert str(REPOSITORY) not in path.read_text(encoding="utf-8"), path

@@ -1,9 +1,9 @@
 """The planning notebooks, run with other parameters, show what the planner says; so does their readme."""
 
 import json
+import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from common.report import PLANNER_QUESTION
 from common.run_config import REPOSITORY, RunConfig
 from common.run_record import kept_records
 from common.time_plan import calibration_from, parse_link
+from tests.forked import run_forked
 
 FOLDER = REPOSITORY / "1.1_gpu_planning"
 NOTEBOOKS = FOLDER / "run_0_cpu_x1"
@@ -52,6 +53,9 @@ def figure(pattern: str, text: str) -> str:
     found = re.search(pattern, text)
     assert found, f"{pattern} is not in the notebook's output"
     return found[1]
+
+
+pytestmark = pytest.mark.usefixtures("forked_kernels")
 
 
 def test_the_sum_by_hand_is_the_planners(tmp_path: Path) -> None:
@@ -119,20 +123,23 @@ def test_bad_input_ends_the_notebook_with_the_planners_sentence(name: str, sente
     assert sentence in str(failed.value) + (tmp_path / "out.ipynb").read_text()
 
 
-def planner(*words: str) -> str:
-    done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1), done.stderr
-    return done.stdout
+def planner(tmp_path: Path, *words: str) -> str:
+    log = tmp_path / "planner.log"
+    log.unlink(missing_ok=True)
+    exit_code = run_forked([sys.executable, *words], REPOSITORY, os.environ, log, timeout=300)
+    assert exit_code in (0, 1), log.read_text()
+    return log.read_text(encoding="utf-8")
 
 
-def test_the_readme_shows_what_its_command_answers() -> None:
+def test_the_readme_shows_what_its_command_answers(tmp_path: Path) -> None:
     text = README.read_text(encoding="utf-8")
     (command,) = re.findall(r"```\n\.venv/bin/python -m common\.planner (--model .*?)\n```", text)
     assert command == PLANNER_QUESTION, "`make tables` renders the answer to another question"
     words = ("-m", "common.planner", *shlex.split(command))
-    assert planner(*words).strip() in text
+    assert planner(tmp_path, *words).strip() in text
     usual, pure = (
-        json.loads(planner(*words, *precision, "--json"))["ranked"] for precision in ((), ("--precision", "bf16"))
+        json.loads(planner(tmp_path, *words, *precision, "--json"))["ranked"]
+        for precision in ((), ("--precision", "bf16"))
     )
     assert usual[0]["technique"] == "lora"
     assert not any(entry["per_device"][0]["fits"] for entry in usual if entry["technique"] == "full")

@@ -1,57 +1,357 @@
-"""DDP on two ranks computes what one device computes: fp32, dropout off, the same uneven and padded rows.
+"""Every technique computes the steps of one device: fp32, dropout off, the same rows, uneven and padded.
 
-65 rows at a global batch of 16 leave one row for the last step, so that one rank has none.
+33 rows at a global batch of 8 leave one for the last of five steps: of two ranks one has none then, and a pipeline
+fills its micro-batches up with rows that have no label; so do 9 validation rows. Some steps' gradients are clipped, and
+others are not: clipping alone would hide gradients that are wrong by a factor.
+
+A technique more is a line more in CASES. Of a selection, as of one test by its name, only those runs and their
+counterparts are started.
 """
 
-from collections.abc import Callable
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from common.report_equivalence import OUTCOMES, merged
 from common.run_config import REPOSITORY
-from common.run_record import Record
+from common.sharded_training import SHARDS
 
-SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
+KEEP = "KEEP_OUTCOMES"
+"""Set where the differences are to be kept, for the README."""
+LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
-ROWS = ("--train_rows", "65", "--test_rows", "9")
-EVERY_STEP = ("--lora_dropout", "0", "--epochs", "4")
-SGD = (*EVERY_STEP, "--optimizer", "sgd", "--learning_rate", "0.05", "--max_steps", "5", "--report_share", "0.2")
+QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
+FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
+SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
+PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
+CLASSIFICATION = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
+SUMMARIZATION = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"
+TORCHRUN, ACCELERATE, MACHINES = (
+    SUMMARIZATION / f"my_workflow_summarization_{way}.py" for way in ("torchrun", "accelerate", "machines")
+)
+
+SAME = ("--train_rows", "33", "--validation_rows", "9", "--test_rows", "1", "--report_to", "none",
+        "--learning_rate_scaling", "none", "--lora_dropout", "0")  # fmt: skip
+RECIPES = {
+    "SGD": ("--optimizer", "sgd", "--warmup_share", "0", "--max_steps", "5",
+            "--report_share", "0.2"),
+    "AdamW": ("--learning_rate", "1e-3", "--max_steps", "20", "--report_share", "0.05"),
+}  # fmt: skip
+STEPS = {"SGD": 5, "AdamW": 20}
+OF_TASK = {
+    "chat": ("--independent_judge", "none", "--max_new_tokens", "1"),
+    "classification": ("--test_rows", "2"),
+    "summarization": ("--max_new_tokens", "2", "--beams", "1"),
+}
+ALL = ("--target_modules", "all")
+WHOLE_BATCH = ("--batch_size", "8")
+OF_RANK = ("--batch_size", "4")
+ACCUMULATED = ("--batch_size", "2", "--accumulation_steps", "2")
+STAGES = (*WHOLE_BATCH, "--micro_batches", "4")
+STAGES_ACCUMULATED = ("--batch_size", "4", "--accumulation_steps", "2", "--micro_batches", "2")
+GPIPE = ("--schedule", "gpipe")
+OWN_WRAP = ("--wrap", "LlamaMLP,LlamaAttention", "--gradient_checkpointing", "non-reentrant")
+TWO_PARTS = ("--parallel", "single", "--devices", "1", "--partitions", "2")
+OVERLAPPED = ("--gradient_exchange", "overlapped", "--bucket_mib", "0.05")
 
 
-def losses(record: Record) -> list[float]:
-    return [loss for _, loss in record["training_losses"]]
+@dataclass(frozen=True)
+class Case:
+    """A run whose work is shared in some way, and its counterpart on one device."""
+
+    strategy: str
+    technique: str
+    place: Path
+    """A run folder, or one of its workflows."""
+    overrides: tuple[str, ...]
+    task: str = "chat"
+    note: str = ""
+    launch: str = "two_ranks"
+    """The fixture that runs it."""
+    reference: "Case | None" = None
+    sgd: tuple[str, ...] = ()
+    """Of a counterpart: its rate, and a clip that the norms of some steps' gradients are below, and others' above."""
+    recipe: str = "SGD"
+
+    def __str__(self) -> str:
+        task = "" if self.task == "chat" else self.task
+        recipe = "" if self.recipe == "SGD" else self.recipe
+        return ", ".join(filter(None, (task, self.strategy, self.technique, self.note, recipe)))
+
+    def settings(self, model: str) -> tuple[str, ...]:
+        """Of its run, which trains the tiny `model`."""
+        sgd = (self.reference or self).sgd if self.recipe == "SGD" else ()
+        return ("--model", model, *SAME, *RECIPES[self.recipe], *sgd, *OF_TASK[self.task], *self.overrides)
+
+    def with_adamw(self) -> "Case":
+        """The same with another optimizer, and more steps."""
+        return replace(self, recipe="AdamW", reference=self.reference and self.reference.with_adamw())
 
 
-def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    assert first.keys() == second.keys()
-    return max((first[name] - second[name]).abs().max().item() for name in first)
+def one_device_of(technique: str, place: Path, *overrides: str, **other: Any) -> Case:
+    return Case("one device", technique, place, overrides, launch="one_device", **other)
 
 
-def test_sgd_weights_and_losses_equal_one_devices(run_several: Callable, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    one = run_several(tmp_path / "one", {"one": (SINGLE, (*ROWS, *SGD, "--batch_size", "16"))}, 1)["one"]
-    of_two_ranks = {
-        "two": ("--batch_size", "8"),
-        "accumulated": ("--batch_size", "4", "--accumulation_steps", "2"),
-        "other": ("--batch_size", "8", "--seed", "7"),
-    }
-    runs = run_several(tmp_path, {name: (DDP, (*ROWS, *SGD, *own)) for name, own in of_two_ranks.items()}, 2)
-    assert len(one.losses("training_losses")) == 5
-    for name in ("two", "accumulated"):
-        for kind in ("training_losses", "validation_losses"):
-            assert runs[name].losses(kind) == pytest.approx(one.losses(kind), rel=1e-5)
-        assert largest_difference(one.weights(5), runs[name].weights(5)) < 1e-5
-    # The control: another order of rows is told apart.
-    assert largest_difference(one.weights(5), runs["other"].weights(5)) > 1e-4
+def clipped_above(norm: str, learning_rate: str = "0.1") -> tuple[str, ...]:
+    return ("--max_grad_norm", norm, "--learning_rate", learning_rate)
+
+
+ONE = {
+    "full": one_device_of("full", FULL, *WHOLE_BATCH, sgd=clipped_above("1")),
+    "every weight": one_device_of("full", FULL, *WHOLE_BATCH, *ALL, note="every weight", sgd=clipped_above("2.4")),
+    "lora": one_device_of("lora", LORA, *WHOLE_BATCH, sgd=clipped_above("5", "0.01")),
+    "qlora": one_device_of("qlora", QLORA, *WHOLE_BATCH, sgd=clipped_above("5", "0.01")),
+    **{
+        f"classification, {technique}": one_device_of(
+            technique, CLASSIFICATION, "--technique", technique, "--parallel", "single", *WHOLE_BATCH,
+            task="classification", sgd=clipped_above("1"),
+        )
+        for technique in ("full", "lora")
+    },
+    "summarization": one_device_of(
+        "full", TORCHRUN, *TWO_PARTS, *OF_RANK, task="summarization", sgd=clipped_above("1")
+    ),
+}  # fmt: skip
+"""What the others are compared with."""
+
+
+def chat(
+    strategy: str, technique: str, place: Path, *overrides: str, note: str = "", launch: str = "two_ranks"
+) -> Case:
+    reference = ONE["every weight" if "all" in overrides else technique]
+    return Case(strategy, technique, place, overrides, note=note, launch=launch, reference=reference)
+
+
+def sharded(strategy: str, technique: str, *overrides: str, note: str = "", launch: str = "two_ranks") -> Case:
+    return chat(strategy, technique, SHARDED, "--technique", technique, *overrides, note=note, launch=launch)
+
+
+def zero(strategy: str, technique: str, *overrides: str, note: str = "") -> Case:
+    stage = f"zero{strategy[len('ZeRO-')]}"
+    return sharded(strategy, technique, "--parallel", stage, *overrides, note=note, launch="deepspeed")
+
+
+def pipeline(strategy: str, technique: str, *overrides: str, note: str = "") -> Case:
+    return chat(strategy, technique, PP, "--technique", technique, *overrides, note=note)
+
+
+def classifying(strategy: str, technique: str, *overrides: str) -> Case:
+    settings = ("--technique", technique, "--parallel", strategy.lower(), *overrides)
+    reference = ONE[f"classification, {technique}"]
+    return Case(strategy, technique, CLASSIFICATION, settings, reference.task, reference=reference)
+
+
+def summing_up(strategy: str, place: Path, *overrides: str, note: str = "", launch: str = "two_ranks") -> Case:
+    return Case(strategy, "full", place, overrides, "summarization", note, launch, ONE["summarization"])
+
+
+CASES = [
+    sharded("DDP", "full", "--parallel", "ddp", *OF_RANK),
+    chat("DDP", "lora", DDP, *OF_RANK),
+    chat("DDP", "qlora", QLORA, "--parallel", "ddp", "--devices", "2", *OF_RANK),
+    sharded("DDP, accumulated", "full", "--parallel", "ddp", *ACCUMULATED),
+    chat("DDP, accumulated", "lora", DDP, *ACCUMULATED),
+    sharded("FSDP2", "full", *OF_RANK),
+    sharded("FSDP2", "full", *OF_RANK, *ALL, *OWN_WRAP, note="every weight, checkpointed"),
+    sharded("FSDP2", "lora", *OF_RANK),
+    sharded("FSDP2", "qlora", *OF_RANK),
+    sharded("FSDP2, accumulated", "full", *ACCUMULATED, "--prefetch", "2"),
+    sharded("FSDP2, accumulated", "lora", *ACCUMULATED),
+    *(zero(f"ZeRO-{stage}", technique, *OF_RANK) for stage in (1, 2, 3) for technique in ("full", "lora")),
+    zero("ZeRO-3, accumulated", "full", *ACCUMULATED, *ALL, note="every weight"),
+    pipeline("PP, 1F1B", "full", *STAGES),
+    pipeline("PP, 1F1B", "full", *STAGES, *ALL, note="every weight"),
+    pipeline("PP, 1F1B", "lora", *STAGES),
+    pipeline("PP, GPipe", "full", *STAGES, *GPIPE),
+    pipeline("PP, GPipe", "lora", *STAGES, *GPIPE),
+    pipeline("PP, GPipe, accumulated", "full", *STAGES_ACCUMULATED, *GPIPE),
+    *(
+        classifying(way, technique, *size)
+        for way, size in (("DDP", OF_RANK), ("PP", STAGES), ("TP", WHOLE_BATCH))
+        for technique in ("full", "lora")
+    ),
+    summing_up("Seq2SeqTrainer", TORCHRUN, *OF_RANK),
+    summing_up("plain loop, Accelerate", ACCELERATE, *OF_RANK),
+    summing_up("plain loop, torch.distributed", MACHINES, *OF_RANK),
+    summing_up("Seq2SeqTrainer, accumulated", TORCHRUN, *ACCUMULATED),
+    summing_up("plain loop, Accelerate, accumulated", ACCELERATE, *ACCUMULATED),
+    summing_up("plain loop, torch.distributed, accumulated", MACHINES, *ACCUMULATED),
+    summing_up("plain loop, torch.distributed, accumulated", MACHINES, *ACCUMULATED, *OVERLAPPED, note="overlapped"),
+    summing_up("plain loop, one device", ACCELERATE, *TWO_PARTS, *OF_RANK, launch="one_device"),
+]
+CONTROL = chat("rows in another order", "full", FULL, *WHOLE_BATCH, "--seed", "7", launch="one_device")
+OVER_20_STEPS = [
+    case.with_adamw()
+    for case in CASES
+    if not (case.note or case.technique == "qlora" or "accumulated" in case.strategy or "GPipe" in case.strategy)
+]
+Runs = dict[str, Any]
+"""What `run_several` of tests/conftest.py returns."""
+Launch = Callable[[str, int], Runs]
+Differences = dict[Case, tuple[float, float]]
+
+
+@pytest.fixture(scope="module")
+def launch(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    run_several: Callable[..., Runs],
+    tiny_models: dict[str, str],
+) -> Launch:
+    """Of the cases of the tests that this session runs, and their counterparts, those of a launch in one start."""
+    found = [item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")]
+    selected = [case for case in found if isinstance(case, Case)]
+    needed = dict.fromkeys([case.reference for case in selected if case.reference] + selected)
+
+    def launched(name: str, ranks: int) -> Runs:
+        runs = {
+            str(case): (case.place, case.settings(tiny_models[case.task])) for case in needed if case.launch == name
+        }
+        return run_several(tmp_path_factory.mktemp(name), runs, ranks)
+
+    return launched
+
+
+@pytest.fixture(scope="module")
+def one_device(launch: Launch) -> Runs:
+    return launch("one_device", 1)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(launch: Launch) -> Runs:
+    return launch("two_ranks", 2)
+
+
+@pytest.fixture(scope="module")
+def deepspeed(launch: Launch) -> Runs:
+    """In processes without the others' runs: it changes PyTorch's own functions."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("the extra DeepSpeed is not installed: `make deepspeed`")
+    return launch("deepspeed", 2)
+
+
+@pytest.fixture
+def both(case: Case, one_device: Runs, request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """The counterpart on one device, and the case."""
+    return one_device[str(case.reference)], request.getfixturevalue(case.launch)[str(case)]
+
+
+@pytest.fixture(scope="module")
+def differences() -> Iterator[Differences]:
+    """Largest ones of losses and weights, by case; kept in a file where that is asked for."""
+    found: Differences = {}
+    yield found
+    if KEEP in os.environ:
+        nothing = (None, None)
+        measured = [
+            {
+                "task": case.task,
+                "strategy": case.strategy,
+                "technique": case.technique,
+                "note": case.note,
+                "loss_difference": found.get(case, nothing)[0],
+                "weight_difference": found.get(case, nothing)[1],
+            }
+            for case in CASES
+        ]
+        OUTCOMES.write_text(json.dumps(merged(measured), indent=1) + "\n", encoding="utf-8")
+
+
+def saved_weights(run: Any) -> dict[str, torch.Tensor]:
+    """Of the best checkpoint, as it was saved for plain libraries: the adapter, or the model."""
+    adapter = run.results / "adapter"
+    files = (adapter if adapter.exists() else run.results / "model").glob("*.safetensors")
+    return {name: weight for file in files for name, weight in load_file(file).items()}
+
+
+def last_weights(run: Any) -> dict[str, torch.Tensor]:
+    """Of checkpoint-5; where ranks wrote their parts, made whole, by the names of plain libraries."""
+    checkpoint = run.results / "checkpoints" / "checkpoint-5"
+    if not (checkpoint / SHARDS).exists():
+        return run.weights(5)
+    whole = run.results / "whole.pt"
+    dcp_to_torch_save(checkpoint / SHARDS, whole)
+    weights = torch.load(whole, weights_only=True)["model"]
+    return {name.replace(".modules_to_save", "").replace(".default", ""): weight for name, weight in weights.items()}
+
+
+def weight_difference(one: Any, other: Any) -> float:
+    """After five steps; and before, where an earlier checkpoint was the best, and so was saved."""
+    mine, theirs = saved_weights(one), saved_weights(other)
+    assert mine.keys() == theirs.keys()
+    found = [largest_difference(mine, theirs)]
+    if other.record["checkpoints"]["best"] != "checkpoint-5":
+        found.append(largest_difference(last_weights(one), last_weights(other)))
+    return max(found)
+
+
+def largest_difference(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Of all that is `mine`: `theirs` may have frozen weights, too."""
+    return max((mine[name] - theirs[name]).abs().max().item() for name in mine)
+
+
+def loss_difference(one: Any, other: Any, steps: int) -> float:
+    """Relative, of the steps' losses and of the validations after each."""
+    found = []
+    for kind in ("training_losses", "validation_losses"):
+        mine, theirs = one.losses(kind), other.losses(kind)
+        assert len(mine) == len(theirs) == steps
+        found += [abs(a - b) / a for a, b in zip(mine, theirs, strict=True)]
+    return max(found)
+
+
+def check_counted(one: Any, other: Any) -> None:
+    counted = ("effective_batch_size", "steps", "trained_parameters", "flops_per_token")
+    classified = ("validation_accuracies", "best_accuracy", "quality") if "best_accuracy" in one.record else ()
+    for key in (*counted, *classified):
+        assert other.record[key] == one.record[key]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_five_sgd_steps_are_one_devices(case: Case, both: tuple[Any, Any], differences: Differences) -> None:
+    one, other = both
+    check_counted(one, other)
+    assert other.record["checkpoints"] == one.record["checkpoints"]
+    differences[case] = loss_difference(one, other, 5), weight_difference(one, other)
+    assert max(differences[case]) < 1e-5
+
+
+@pytest.mark.parametrize("case", ONE.values(), ids=str)
+def test_some_steps_are_clipped_and_some_are_not(case: Case, one_device: Runs) -> None:
+    run = one_device[str(case)]
+    history = json.loads((run.results / "checkpoints" / "checkpoint-5" / "trainer_state.json").read_text())[
+        "log_history"
+    ]
+    norms = [entry["grad_norm"] for entry in history if "grad_norm" in entry]
+    clip = run.record["config"]["max_grad_norm"]
+    assert min(norms) < 0.9 * clip < 1.1 * clip < max(norms), norms
+
+
+@pytest.mark.parametrize("case", [CONTROL], ids=str)
+def test_rows_in_another_order_are_told_apart(both: tuple[Any, Any]) -> None:
+    assert loss_difference(*both, 5) > 1e-3
+    assert weight_difference(*both) > 1e-4
+
+
+@pytest.mark.parametrize("case", [CONTROL], ids=str)
+def test_five_steps_move_the_weights(case: Case, both: tuple[Any, Any], tiny_models: dict[str, str]) -> None:
+    base = load_file(Path(tiny_models[case.task]) / "model.safetensors")
+    assert largest_difference(base, saved_weights(both[0])) > 1e-3
 
 
 @pytest.mark.slow
-def test_adamw_losses_equal_one_devices_over_20_steps(run_workflow: Callable) -> None:
-    settings = (*EVERY_STEP, "--learning_rate", "1e-3", "--max_steps", "20", "--report_share", "0.05")
-    one = run_workflow("python", *settings, "--batch_size", "16", name="one")
-    two = run_workflow("torchrun", *settings, "--batch_size", "8", name="two")
-    assert (one.exit_code, two.exit_code) == (0, 0), one.output + two.output
-    assert len(losses(one.record)) == 20
-    assert losses(two.record) == pytest.approx(losses(one.record), rel=1e-5)
-    assert losses(one.record)[-1] < losses(one.record)[0]
+@pytest.mark.parametrize("case", OVER_20_STEPS, ids=str)
+def test_losses_of_20_adamw_steps_are_one_devices(case: Case, both: tuple[Any, Any]) -> None:
+    check_counted(*both)
+    assert loss_difference(*both, 20) < 1e-5
+    first, *_, last = both[0].losses("training_losses")
+    assert last < first

@@ -12,6 +12,7 @@ from common.run_config import REPOSITORY
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
 
+ROWS = ("--train_rows", "819", "--validation_rows", "82", "--test_rows", "2", "--independent_judge", "none")
 GOLDEN_TRAINING_LOSSES = [8.887214, 8.167221, 6.539622, 5.703245, 4.177495, 4.632864]
 GOLDEN_VALIDATION_LOSSES = [8.514771, 6.480382, 5.049925, 4.399458, 4.099301, 4.022877]
 GOLDEN_FULL_TRAINING_LOSSES = [8.887214, 8.167221, 7.371103, 6.773857, 5.437977, 5.894013]
@@ -23,7 +24,7 @@ GOLDEN_FULL_VALIDATION_LOSSES = [8.514771, 7.318025, 6.385015, 5.787826, 5.47855
 )
 def test_the_first_losses_are_the_golden_ones(run_workflow: Callable, launcher: str, batch_size: str) -> None:
     recipe = ("--batch_size", batch_size, "--lora_dropout", "0", "--max_steps", "6", "--report_share", "0.16")
-    done = run_workflow(launcher, "--train_rows", "819", *recipe)
+    done = run_workflow(launcher, *ROWS, *recipe)
     assert done.exit_code == 0, done.output
     training = [loss for _, loss in done.record["training_losses"]]
     validation = [loss for _, loss in done.record["validation_losses"]]
@@ -38,9 +39,8 @@ def test_the_first_losses_of_full_finetuning_are_the_golden_ones(
     run_workflow: Callable, launcher: str, micro_batches: str
 ) -> None:
     recipe = ("--batch_size", "16", "--learning_rate", "1e-3", "--max_steps", "6", "--report_share", "0.16")
-    quick = ("--train_rows", "819", "--test_rows", "2", "--independent_judge", "none")
     folder = FULL if launcher == "python" else PP
-    done = run_workflow(launcher, *recipe, *quick, "--micro_batches", micro_batches, folder=folder)
+    done = run_workflow(launcher, *ROWS, *recipe, "--micro_batches", micro_batches, folder=folder)
     assert done.exit_code == 0, done.output
     training = [loss for _, loss in done.record["training_losses"]]
     validation = [loss for _, loss in done.record["validation_losses"]]

@@ -1,6 +1,6 @@
 """Toy models, whole and cut into stages, on every rank: losses, gradients, logits and what is saved. Run by torchrun.
 
-torchrun --nproc_per_node STAGES pipeline_worker.py FOLDER STAGES: writes FOLDER/compared.json.
+torchrun --nproc_per_node STAGES pipeline_worker.py FOLDER STAGES CASE...: writes FOLDER/compared.json.
 """
 
 import json
@@ -38,7 +38,6 @@ SIZES = {
     "initializer_range": 0.2,
 }
 DECODERS = ("Llama", "Qwen2", "Qwen3", "Mistral")
-WITH_THREE_STAGES = ("Llama, tied, 1f1b", "Qwen3, untied, 1f1b", "Roberta, gpipe", "Llama, tied, adapters")
 Differences = dict[str, float]
 
 
@@ -261,9 +260,8 @@ def main() -> None:
     folder, world_size = Path(sys.argv[1]), int(sys.argv[2])
     rank = start_rank(RunConfig(parallel="pp", devices=world_size, batch_size=ROWS, micro_batches=4))
     compared = {}
-    chosen = {name: case for name, case in cases().items() if world_size == 2 or name in WITH_THREE_STAGES}
-    for number, (name, case) in enumerate(chosen.items()):
-        stages = gather_object([compare(case, folder / str(number), rank)])
+    for number, name in enumerate(sys.argv[3:]):
+        stages = gather_object([compare(cases()[name], folder / str(number), rank)])
         compared[name] = stages
     if rank.is_main:
         (folder / "compared.json").write_text(json.dumps(compared))

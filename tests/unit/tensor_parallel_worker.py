@@ -1,6 +1,6 @@
 """Toy classifiers, whole and divided over two ranks: logits, losses, weights and what is saved. Run by torchrun.
 
-torchrun --nproc_per_node 2 tensor_parallel_worker.py FOLDER: writes FOLDER/compared.json.
+torchrun --nproc_per_node 2 tensor_parallel_worker.py FOLDER CASE...: writes FOLDER/compared.json.
 """
 
 import json
@@ -261,8 +261,8 @@ def main() -> None:
     rank = start_rank(RunConfig(task="classification", technique="full", parallel="tp", devices=2))
     mesh = init_device_mesh("cpu", (rank.world_size,))
     compared = {
-        name: gather_object([compare(case, mesh, folder / str(number), rank)])
-        for number, (name, case) in enumerate(cases().items())
+        name: gather_object([compare(cases()[name], mesh, folder / str(number), rank)])
+        for number, name in enumerate(sys.argv[2:])
     }
     compared["refusals"] = gather_object([refusals(mesh, rank)])
     if rank.is_main:

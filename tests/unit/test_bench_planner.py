@@ -143,7 +143,7 @@ def test_the_grid_is_large_and_each_of_its_points_is_a_job() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"technique": "full", "target_modules": "all"},
         {"technique": "full"},
         {"technique": "full", "parallel": "pp", "devices": 2, "micro_batches": 2, "device": "cuda", "gpu": "a6000"},

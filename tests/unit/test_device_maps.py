@@ -252,8 +252,10 @@ def test_wrong_maps_are_refused_in_a_sentence(device_map: dict, devices: int, se
         ({"": 0, "model.layers.3": 1, "model.layers.0.mlp.act_fn": 0}, 2),
     ],
 )
-def test_right_maps_pass(device_map: dict, devices: int) -> None:
+def test_right_maps_pass_and_none_with_an_entry_of_no_weight(device_map: dict, devices: int) -> None:
     check_device_map(device_map, NAMES, PAIRS, devices)
+    with pytest.raises(BadInputError, match=r"no\.such\.layer"):
+        check_device_map({**device_map, "no.such.layer": device_map.get("", 0)}, NAMES, PAIRS, devices)
 
 
 def test_layers_of_an_encoder_and_of_a_decoder_are_told_apart() -> None:

@@ -1,8 +1,8 @@
 """The dry run counts what a real step allocates, whatever the depth, and the closed form says the same."""
 
 import json
+import os
 import re
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -38,6 +38,7 @@ from common.placement import place_stages
 from common.planner import architecture_of_run, job_of_run
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.siblings import literal_of
+from tests.forked import run_forked
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -76,7 +77,8 @@ def test_fake_tensors_take_what_real_ones_take(
     technique: str, checkpointing: str, shape: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tracker sees the same in a real step as in a fake one, and PyTorch's own profiler the same peak."""
-    run = RunConfig(technique=technique, model=shape(), weights="random", gradient_checkpointing=checkpointing)
+    model = shape(num_hidden_layers=3)  # a first, a middle and a last one
+    run = RunConfig(technique=technique, model=model, weights="random", gradient_checkpointing=checkpointing)
     config = any_shape_config(run.model)
     fake = fake_step(run, config, BATCH, as_on_gpu=False)
 
@@ -120,22 +122,29 @@ def test_the_extrapolation_depends_on_the_layers(shape: Callable[..., str]) -> N
     assert 1.6 < twelve / six < 2
 
 
-GRID = [
-    (model, technique, targets, precision, checkpointing, batch)
-    for model in ("llama-3.1-8b", "roberta-large", "bart-large-cnn")
-    for technique, targets in (("lora", "all-linear"), ("full", "all"), ("full", "all-linear"))
-    for precision, checkpointing, batch in (
-        ("bf16", "none", BatchShape(2, 512, 511)),
-        ("bf16-mixed", "non-reentrant", BatchShape(4, 256, 100, padded=True)),
-    )
-]
-GRID += [
-    ("llama-3.1-8b", "full", "q_proj,v_proj", "bf16", "none", BatchShape(2, 512, 511)),
-    ("llama-3.1-8b", "full", "gate_proj,up_proj,down_proj", "bf16-mixed", "none", BatchShape(2, 512, 511)),
-]
+PLAIN = ("bf16", "none", BatchShape(2, 512, 511))
+PADDED = ("bf16-mixed", "non-reentrant", BatchShape(4, 256, 100, padded=True))
 
 
-@pytest.mark.parametrize(("model", "technique", "targets", "precision", "checkpointing", "batch"), GRID)
+def grid() -> list:
+    """Each model with each choice of weights; for `make test` with one of the two ways to compute, in turn.
+
+    There the linear layers alone are trained of one model only.
+    """
+    models = ("llama-3.1-8b", "roberta-large", "bart-large-cnn")
+    weights = (("lora", "all-linear"), ("full", "all"), ("full", "all-linear"))
+    points = [
+        pytest.param(model, *trained, *way, marks=[pytest.mark.slow] if (i + j + k) % 2 or (j == 2 and i) else [])
+        for i, model in enumerate(models)
+        for j, trained in enumerate(weights)
+        for k, way in enumerate((PLAIN, PADDED))
+    ]
+    attention = ("llama-3.1-8b", "full", "q_proj,v_proj", *PLAIN)
+    mlp = ("llama-3.1-8b", "full", "gate_proj,up_proj,down_proj", "bf16-mixed", "none", BatchShape(2, 512, 511))
+    return [*points, attention, pytest.param(*mlp, marks=[pytest.mark.slow])]
+
+
+@pytest.mark.parametrize(("model", "technique", "targets", "precision", "checkpointing", "batch"), grid())
 def test_the_closed_form_says_the_same(
     model: str, technique: str, targets: str, precision: str, checkpointing: str, batch: BatchShape
 ) -> None:
@@ -156,9 +165,10 @@ def test_the_closed_form_says_the_same(
 @pytest.mark.parametrize(
     ("settings", "batch"),
     [
-        ({"precision": "fp32"}, BatchShape(8, 1024, 8, target_length=8)),
-        ({"precision": "bf16-mixed"}, BatchShape(2, 256, 512, target_length=512)),
-        ({"precision": "fp32", "parallel": "ddp", "devices": 4}, BatchShape(4, 1024, 128, target_length=128)),
+        pytest.param({"precision": "fp32"}, BatchShape(8, 1024, 8, target_length=8), marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16-mixed"}, BatchShape(2, 256, 512, target_length=512), marks=pytest.mark.slow),
+        pytest.param({"precision": "fp32", "parallel": "ddp", "devices": 4},
+                     BatchShape(4, 1024, 128, target_length=128), marks=pytest.mark.slow),
         ({"precision": "fp32", "gradient_checkpointing": "non-reentrant", "parallel": "ddp", "devices": 4},
          BatchShape(16, 1024, 128, padded=True, target_length=128)),
     ],
@@ -187,9 +197,15 @@ def test_the_closed_form_says_the_same_of_texts_with_summaries(settings: dict, b
 CLASSIFIED = BatchShape(rows=8, length=128, labelled=1, padded=True, classes=6)
 
 
-@pytest.mark.parametrize("technique", ["lora", "full"])
-@pytest.mark.parametrize("model", ["all-minilm-l6-v2", "roberta-large"])
-@pytest.mark.parametrize("way", [{}, {"parallel": "ddp", "devices": 2}])
+@pytest.mark.parametrize(
+    ("technique", "model", "way"),
+    [
+        pytest.param(technique, model, way, marks=[] if i == j == k else [pytest.mark.slow])
+        for i, technique in enumerate(("lora", "full"))
+        for j, model in enumerate(("all-minilm-l6-v2", "roberta-large"))
+        for k, way in enumerate(({}, {"parallel": "ddp", "devices": 2}))
+    ],
+)
 def test_the_closed_form_says_the_same_of_a_classifier(model: str, technique: str, way: dict) -> None:
     on_cpu = replace(classifier(technique, model), **way)
     on_gpu = replace(on_cpu, device="cuda", gpu="A100 80GB SXM")
@@ -200,7 +216,7 @@ def test_the_closed_form_says_the_same_of_a_classifier(model: str, technique: st
         assert closed.allocated_gib == pytest.approx(fake.peak_gib, rel=0.05), (run.device, run.precision)
 
 
-@pytest.mark.parametrize("technique", ["lora", "full"])
+@pytest.mark.parametrize("technique", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_classifier_s_stages_are_as_planned(technique: str) -> None:
     way = {"parallel": "pp", "devices": 2, "batch_size": 8, "micro_batches": 4, "device_map": "even"}
     run = replace(classifier(technique, "roberta-large"), **way, device="cuda", gpu="A100 80GB SXM")
@@ -260,18 +276,22 @@ TWO_GPUS = {"parallel": "mp", "devices": 2, "device": "cuda", "gpu": "RTX A6000 
 
 
 def test_stages_that_one_device_holds_are_not_divided(shape: Callable[..., str]) -> None:
-    run = RunConfig(model=shape(), weights="random")
+    run = RunConfig(model=shape(num_hidden_layers=2), weights="random")
     marked = replace(run, parallel="mp", stages=2)
     assert dry_run(marked, BATCH).peak_gib == dry_run(run, BATCH).peak_gib
 
 
 @pytest.mark.parametrize("way", [PIPELINE, TWO_GPUS])
-def test_the_fullest_device_speaks_for_a_divided_model(way: dict, shape: Callable[..., str]) -> None:
-    run = RunConfig(technique="full", model=shape(vocab_size=8192), device_map="even", **way)
+def test_the_fullest_device_speaks_for_a_divided_model(
+    way: dict, shape: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shape(vocab_size=8192, num_hidden_layers=4)
+    run = RunConfig(technique="full", model=model, device_map="even", **way)
     devices = dry_runs_of_shares(run, BATCH)
     weights = [device.timeline["load"]["weights"] for device in devices]
     whole = dry_run(replace(run, parallel="single", devices=1, device="cpu", gpu="", micro_batches=1), BATCH)
     assert sum(weights) == pytest.approx(whole.timeline["load"]["weights"], rel=0.001)
+    monkeypatch.setattr(dry_run_room, "dry_runs_of_shares", lambda *_: devices)
     assert dry_run(run, BATCH).peak_gib == max(device.peak_gib for device in devices)
     assert devices[0].peak["logits"] == 0 < devices[1].peak["logits"]
     assert not torch.distributed.is_initialized()
@@ -303,8 +323,15 @@ def test_a_stage_of_fake_tensors_takes_what_real_ones_take(
         assert total(real[segment]) == pytest.approx(total(fake[segment]), rel=0.01), segment
 
 
-@pytest.mark.parametrize("way", [PIPELINE, TWO_GPUS])
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    ("way", "number"),
+    [
+        (PIPELINE, 1),
+        (TWO_GPUS, 0),
+        pytest.param(PIPELINE, 0, marks=pytest.mark.slow),
+        pytest.param(TWO_GPUS, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_two_small_depths_tell_a_larger_share(way: dict, number: int, shape: Callable[..., str]) -> None:
     run = RunConfig(technique="full", model=shape(num_hidden_layers=12), precision="bf16", **way)
     share = Share((6,), number == 0, number == 1)
@@ -320,29 +347,34 @@ def test_a_stage_holds_what_its_schedule_has_in_flight(shape: Callable[..., str]
     asked = RunConfig(technique="full", model=shape(), device_map="even", lora_dropout=0.0, **PIPELINE)
     batch = BatchShape(rows=4, length=256, labelled=1)  # next to no logits
     segment = "forward: layers, last layer"
+    devices = {schedule: dry_runs_of_shares(replace(asked, schedule=schedule), batch) for schedule in ("1f1b", "gpipe")}
     held = {
         (schedule, number): device.timeline[segment]["activations"]
-        for schedule in ("1f1b", "gpipe")
-        for number, device in enumerate(dry_runs_of_shares(replace(asked, schedule=schedule), batch))
+        for schedule, both in devices.items()
+        for number, device in enumerate(both)
     }
     assert held["gpipe", 0] / held["1f1b", 0] == pytest.approx(4 / 2, rel=0.1)
     assert held["gpipe", 1] / held["1f1b", 1] == pytest.approx(4 / 1, rel=0.1)
-    for device in dry_runs_of_shares(asked, batch):
+    for device in devices[asked.schedule]:
         received = batch.tokens * 128 * 4
         inputs = 3 * batch.tokens * 8
         assert received <= device.timeline[segment]["buffers"] <= received + inputs + 4096
 
 
-@pytest.mark.parametrize("technique", ["lora", "full"])
+DIVIDED = [
+    ("full", "llama-3.2-1b", {"schedule": "1f1b", "gradient_checkpointing": "non-reentrant"}, BatchShape(4, 512, 511)),
+    ("full", "llama-3.2-1b", {"schedule": "gpipe", "precision": "bf16-mixed"}, BatchShape(4, 512, 100, padded=True)),
+    ("full", "roberta-large", {"schedule": "gpipe", "precision": "bf16-mixed"}, BatchShape(8, 256, 255)),
+    ("lora", "llama-3.2-1b", {**TWO_GPUS, "micro_batches": 1}, BatchShape(2, 512, 511)),
+    ("full", "llama-3.1-8b", {**TWO_GPUS, "micro_batches": 1, "precision": "bf16-mixed"}, BatchShape(2, 512, 511)),
+]
+"""With the other technique in `make test-all`."""
+OTHER = {"full": "lora", "lora": "full"}
+
+
 @pytest.mark.parametrize(
-    ("model", "settings", "batch"),
-    [
-        ("llama-3.2-1b", {"schedule": "1f1b", "gradient_checkpointing": "non-reentrant"}, BatchShape(4, 512, 511)),
-        ("llama-3.2-1b", {"schedule": "gpipe", "precision": "bf16-mixed"}, BatchShape(4, 512, 100, padded=True)),
-        ("roberta-large", {"schedule": "gpipe", "precision": "bf16-mixed"}, BatchShape(8, 256, 255)),
-        ("llama-3.2-1b", {**TWO_GPUS, "micro_batches": 1}, BatchShape(2, 512, 511)),
-        ("llama-3.1-8b", {**TWO_GPUS, "micro_batches": 1, "precision": "bf16-mixed"}, BatchShape(2, 512, 511)),
-    ],
+    ("technique", "model", "settings", "batch"),
+    [*DIVIDED, *(pytest.param(OTHER[one], *others, marks=pytest.mark.slow) for one, *others in DIVIDED)],
 )
 def test_the_closed_form_says_the_same_of_each_device(
     technique: str, model: str, settings: dict, batch: BatchShape
@@ -380,19 +412,26 @@ def test_a_pipeline_keeps_few_schedules_and_the_latest(
 
 def test_dropout_and_attention_are_as_on_a_gpu(shape: Callable[..., str]) -> None:
     """A CPU keeps a mask as wide as its input, a GPU one byte per element."""
-    run = RunConfig(technique="lora", model=shape(), weights="random", lora_dropout=0.1)
+    run = RunConfig(technique="lora", model=shape(num_hidden_layers=2), weights="random", lora_dropout=0.1)
     config = any_shape_config(run.model)
     gpu, cpu = (fake_step(run, config, BATCH, as_on_gpu=on_gpu) for on_gpu in (True, False))
     segment = "backward: head and loss"
     assert gpu[segment]["activations"] < 0.95 * cpu[segment]["activations"]
 
 
-def test_a_run_folder_s_dry_run() -> None:
-    command = [sys.executable, "-m", "common.dry_run", "2.1_lora_finetuning/run_0_cpu_x1", "--batch_size", "8"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert "8 rows of 39 tokens" in done.stdout
-    assert "peak of allocated memory: 0.0" in done.stdout
-    assert "on CPU, 1 thread: fits" in done.stdout
+def dry_run_process(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    log = tmp_path / "dry_run.log"
+    command = [sys.executable, "-m", "common.dry_run", *arguments]
+    return run_forked(command, REPOSITORY, os.environ, log, timeout=300), log.read_text()
+
+
+def test_a_run_folder_s_dry_run(tmp_path: Path) -> None:
+    exit_code, said = dry_run_process(tmp_path, "2.1_lora_finetuning/run_0_cpu_x1", "--batch_size", "8")
+    assert exit_code == 0, said
+    assert "8 rows of 39 tokens" in said
+    assert "peak of allocated memory: 0.0" in said
+    assert "on CPU, 1 thread: fits" in said
 
 
 def test_a_pipeline_s_dry_run_tells_each_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -439,13 +478,11 @@ def test_the_dry_run_of_summaries_has_their_length_beside_the_texts_own(
         assert "on CPU, 1 thread: fits" in out
 
 
-def test_what_is_no_run_folder_ends_in_one_sentence() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "common.dry_run", "nowhere"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: nowhere is no run folder, as it has 0 files my_workflow_*.py")
-    assert "Traceback" not in done.stderr
+def test_what_is_no_run_folder_ends_in_one_sentence(tmp_path: Path) -> None:
+    exit_code, said = dry_run_process(tmp_path, "nowhere")
+    assert exit_code == 2
+    assert said.startswith("error: nowhere is no run folder, as it has 0 files my_workflow_*.py")
+    assert len(said.splitlines()) == 1
 
 
 def test_stacks_of_unequal_depth_are_refused(shape: Callable[..., str]) -> None:

@@ -41,11 +41,16 @@ def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(tmp_path: P
     run = replace(FSDP, resume_from=_checkpoint(tmp_path))
     _check(run)
     _check(replace(run, devices=4, batch_size=8))
+    with pytest.raises(BadInputError, match="steps of 32 rows, but this run's have 64"):
+        _check(replace(run, devices=4))
 
 
 def test_one_device_and_replicas_go_on_from_each_other(tmp_path: Path) -> None:
     ddp = RunConfig(parallel="ddp", devices=2, batch_size=8)
-    _check(RunConfig(resume_from=_checkpoint(tmp_path, ddp)))
+    one_device = RunConfig(resume_from=_checkpoint(tmp_path, ddp))
+    _check(one_device)
+    with pytest.raises(BadInputError, match="steps of 16 rows, but this run's have 8"):
+        _check(replace(one_device, batch_size=8))
 
 
 PP = {"parallel": "pp", "micro_batches": 4}

@@ -8,10 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from common.hardware import CATALOGUE, MACHINES, Gpu, Machine, find_gpu, find_machine, gpu_of_device, visible_gpus
+from common.hardware import CATALOGUE, MACHINES, Machine, find_gpu, find_machine, gpu_of_device, visible_gpus
 from common.run_config import REPOSITORY, BadInputError
-
-by_name = pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +51,9 @@ def test_names_as_users_write_them(asked: str, name: str) -> None:
     assert find_gpu(asked).name == name
 
 
-@by_name
-def test_every_row_is_found_by_its_own_name(gpu: Gpu) -> None:
-    assert find_gpu(gpu.name) is gpu
+def test_every_row_is_found_by_its_own_name() -> None:
+    for gpu in CATALOGUE:
+        assert find_gpu(gpu.name) is gpu
 
 
 @pytest.mark.parametrize(
@@ -155,39 +153,40 @@ def test_rates_are_dense(name: str, precision: str, tflops: float | None) -> Non
     assert find_gpu(name).tflops_dense[precision] == tflops
 
 
-@by_name
-def test_rates_fit_together(gpu: Gpu) -> None:
-    rates = gpu.tflops_dense
-    assert list(rates) == ["fp32", "tf32", "bf16", "fp16"]
-    assert rates["fp32"] is not None
-    assert rates["fp16"] is not None
-    clock_ghz = rates["fp32"] * 1e3 / (2 * gpu.cuda_cores)  # one multiply-add per core and cycle
-    assert 1.4 < clock_ghz < 2.6
-    assert (rates["bf16"] is None) == (rates["tf32"] is None)
-    if rates["bf16"] is not None and rates["tf32"] is not None:
-        assert rates["bf16"] == rates["fp16"]
-        assert rates["tf32"] == pytest.approx(rates["bf16"] / 2, rel=0.012)  # catches one sparse figure of the two
-    assert rates["fp16"] <= 16.2 * rates["fp32"]
+def test_rates_fit_together() -> None:
+    for gpu in CATALOGUE:
+        rates = gpu.tflops_dense
+        assert list(rates) == ["fp32", "tf32", "bf16", "fp16"], gpu.name
+        assert rates["fp32"] is not None, gpu.name
+        assert rates["fp16"] is not None, gpu.name
+        clock_ghz = rates["fp32"] * 1e3 / (2 * gpu.cuda_cores)  # one multiply-add per core and cycle
+        assert 1.4 < clock_ghz < 2.6, gpu.name
+        assert (rates["bf16"] is None) == (rates["tf32"] is None), gpu.name
+        if rates["bf16"] is not None and rates["tf32"] is not None:
+            assert rates["bf16"] == rates["fp16"], gpu.name
+            half = pytest.approx(rates["bf16"] / 2, rel=0.012)  # catches one sparse figure of the two
+            assert rates["tf32"] == half, gpu.name
+        assert rates["fp16"] <= 16.2 * rates["fp32"], gpu.name
 
 
-@by_name
-def test_memory_is_a_little_below_the_name(gpu: Gpu) -> None:
-    named = re.search(r"(\d+)GB", gpu.name)
-    assert named is not None
-    assert 0.9 * int(named[1]) < gpu.memory_gib < int(named[1])
+def test_memory_is_a_little_below_the_name() -> None:
+    for gpu in CATALOGUE:
+        named = re.search(r"(\d+)GB", gpu.name)
+        assert named is not None, gpu.name
+        assert 0.9 * int(named[1]) < gpu.memory_gib < int(named[1]), gpu.name
 
 
-@by_name
-def test_every_row_has_its_sources(gpu: Gpu) -> None:
-    assert gpu.source.startswith("https://")
-    assert gpu.link.startswith(("NVLink", "PCIe"))
-    assert gpu.nvlink_gb_per_s is not None or not gpu.nvlink_bridge
-    price = (gpu.usd_per_hour, gpu.price_date, gpu.price_source)
-    assert all(part is None for part in price) or all(part is not None for part in price)
-    if gpu.price_date is not None and gpu.price_source is not None and gpu.usd_per_hour is not None:
-        assert "https://" in gpu.price_source
-        assert date(2026, 1, 1) <= date.fromisoformat((gpu.price_date + "-01")[:10])
-        assert 0.1 < gpu.usd_per_hour < 10
+def test_every_row_has_its_sources() -> None:
+    for gpu in CATALOGUE:
+        assert gpu.source.startswith("https://"), gpu.name
+        assert gpu.link.startswith(("NVLink", "PCIe")), gpu.name
+        assert gpu.nvlink_gb_per_s is not None or not gpu.nvlink_bridge, gpu.name
+        price = (gpu.usd_per_hour, gpu.price_date, gpu.price_source)
+        assert all(part is None for part in price) or all(part is not None for part in price), gpu.name
+        if gpu.price_date is not None and gpu.price_source is not None and gpu.usd_per_hour is not None:
+            assert "https://" in gpu.price_source, gpu.name
+            assert date(2026, 1, 1) <= date.fromisoformat((gpu.price_date + "-01")[:10]), gpu.name
+            assert 0.1 < gpu.usd_per_hour < 10, gpu.name
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
@@ -221,7 +220,7 @@ def test_names_are_unique_and_bandwidth_grows_with_the_generation() -> None:
 
 def test_the_catalogue_needs_no_torch() -> None:
     code = "import sys, common.hardware as h; h.find_gpu('a6000'); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A world of another size is refused; device maps are each rank's own."""
 
+import os
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from common.device_maps import device_name, whole_model_on
 from common.launch import check_folder, check_gpus, check_inputs, check_world, free_port, stream_command, workflows_of
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.siblings import literal_of
+from tests.forked import run_forked
 
 
 def test_two_ranks_asked_and_one_started_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +129,7 @@ def test_fewer_rows_than_ranks_are_refused(run_config: RunConfig) -> None:
         check_inputs(RunConfig(parallel="ddp", devices=2, train_rows=1))
 
 
-def test_a_folder_trains_its_own_technique_or_nothing(run_config: RunConfig) -> None:
+def test_a_folder_trains_its_own_technique_or_nothing(run_config: RunConfig, tmp_path: Path) -> None:
     """`--technique full` trained adapters in 2.1, and its record said full."""
     folder = "2.1_lora_finetuning/run_0_cpu_x1"
     check_folder(replace(run_config, run_folder=folder))
@@ -139,9 +140,9 @@ def test_a_folder_trains_its_own_technique_or_nothing(run_config: RunConfig) -> 
     with pytest.raises(BadInputError, match=r"parallel is mp, but the workflow of 2\.1.* is for lora with single"):
         check_folder(replace(run_config, run_folder=folder, parallel="mp", stages=2))
     command = [sys.executable, "my_workflow_lora_finetuning.py", "--technique", "full"]
-    done = subprocess.run(command, cwd=REPOSITORY / folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: technique is full")
+    log = tmp_path / "workflow.log"
+    assert run_forked(command, REPOSITORY / folder, os.environ, log, timeout=300) == 2
+    assert log.read_text().startswith("error: technique is full")
 
 
 def test_a_folder_with_several_workflows_runs_each_and_prints_their_table(

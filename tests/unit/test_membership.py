@@ -93,6 +93,9 @@ def test_places_may_differ() -> None:
     run = replace(RUN, model="~/mine", data="/data", results_root="/scratch", resume_from="/old/checkpoint-4")
     there = member_of(Meeting("10.0.0.1", 29500, 1, 3, "a test"), run, ROWS)
     check_members_agree([member(0), there])
+    otherwise = member_of(Meeting("10.0.0.1", 29500, 1, 3, "a test"), replace(run, seed=7), ROWS)
+    with pytest.raises(BadInputError, match=r"has settings seed 42, but .* has seed 7;"):
+        check_members_agree([member(0), otherwise])
 
 
 def test_work_that_does_not_end_is_left_behind() -> None:

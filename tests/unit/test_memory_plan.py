@@ -320,7 +320,7 @@ def test_an_unknown_target_names_those_that_there_are() -> None:
 ENCODERS = ["all-minilm-l6-v2", "roberta-large"]
 QUERY_VALUE = ("query", "value")
 CLASSES = 5
-TEXTS = BatchShape(32, 64, 1, padded=True, classes=CLASSES)
+TEXTS = BatchShape(16, 64, 1, padded=True, classes=CLASSES)
 
 
 def classifier(model: str) -> torch.nn.Module:

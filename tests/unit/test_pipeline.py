@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import os
-import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +17,20 @@ from common.pipeline import PassClock, PassThrough, cut
 from common.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
 from common.pipeline_training import PipelineTrainer
 from common.run_config import REPOSITORY
+from tests.forked import run_forked
 
 _spec = importlib.util.spec_from_file_location("pipeline_worker", Path(__file__).with_name("pipeline_worker.py"))
 pipeline_worker = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(pipeline_worker)
-WITH_THREE_STAGES, cases = pipeline_worker.WITH_THREE_STAGES, pipeline_worker.cases
+cases = pipeline_worker.cases
+
+THREE_STAGES = ("Llama, tied, 1f1b", "Qwen3, untied, 1f1b", "Roberta, gpipe", "Llama, tied, adapters")
+FIRST = {
+    2: ("Llama, untied, gpipe", "Roberta, 1f1b", "Llama, tied, recomputed", "Llama, tied, random",
+        "Llama, tied, adapters on q_proj", "Qwen3, tied, 1f1b"),
+    3: ("Llama, tied, 1f1b", "Roberta, gpipe"),
+}  # fmt: skip
+"""By the number of stages, what `make test` sees: each model kind, schedule and way to train once."""
 
 Compared = dict[str, list[dict[str, float]]]
 ROUNDING = 1e-6
@@ -30,29 +39,38 @@ ROUNDING = 1e-6
 # -- stages against the whole model, in worlds of two and three ranks
 
 
-def compare(folder: Path, stages: int) -> Compared:
-    worker = str(Path(__file__).with_name("pipeline_worker.py"))
-    done = subprocess.run(
-        torchrun_command(worker, stages, str(folder), str(stages)),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+def compare(folder: Path, stages: int, names: Iterable[str]) -> Compared:
+    worker, log = str(Path(__file__).with_name("pipeline_worker.py")), folder / "worker.log"
+    command = torchrun_command(worker, stages, str(folder), str(stages), *names)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    exit_code = run_forked(command, folder, environment, log, timeout=300)
+    assert exit_code == 0, log.read_text(errors="replace")
     return json.loads((folder / "compared.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Compared]:
-    return {stages: compare(tmp_path_factory.mktemp(f"stages{stages}"), stages) for stages in (2, 3)}
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Compared]:
+    """The cases of the tests that this session runs."""
+    items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
+    asked = [item.callspec.params for item in items if "compared" in item.fixturenames]
+    names = {stages: dict.fromkeys(each["name"] for each in asked if each["stages"] == stages) for stages in (2, 3)}
+    return {
+        stages: compare(tmp_path_factory.mktemp(f"stages{stages}"), stages, some)
+        for stages, some in names.items()
+        if some
+    }
 
 
-@pytest.mark.parametrize(
-    ("stages", "name"), [*((2, name) for name in cases()), *((3, name) for name in WITH_THREE_STAGES)]
-)
+def every_case() -> list:
+    return [
+        pytest.param(stages, name, marks=[] if name in FIRST[stages] else [pytest.mark.slow])
+        for stages, names in ((2, cases()), (3, THREE_STAGES))
+        for name in names
+    ]
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(("stages", "name"), every_case())
 def test_stages_compute_what_the_whole_model_computes(compared: dict[int, Compared], stages: int, name: str) -> None:
     by_stage = compared[stages][name]
     assert len(by_stage) == stages
@@ -71,9 +89,8 @@ def test_stages_compute_what_the_whole_model_computes(compared: dict[int, Compar
     assert all(difference > 0.1 for difference in controls) if is_tied else controls == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("stages", "name"), [*((2, name) for name in cases()), *((3, name) for name in WITH_THREE_STAGES)]
-)
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(("stages", "name"), every_case())
 def test_stages_are_saved_as_one_model_and_hold_a_part_each(
     compared: dict[int, Compared], stages: int, name: str
 ) -> None:

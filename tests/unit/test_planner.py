@@ -1,9 +1,9 @@
 """The planner's answers: its contract, its reasons, its refusals, and its speed."""
 
 import json
+import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,11 +160,12 @@ def test_a_gpu_by_hand(asked) -> None:  # noqa: ANN001
 def test_the_answer_takes_less_than_a_second_and_no_torch() -> None:
     command = [sys.executable, "-m", "common.planner", "--model", "llama-3.1-8b", "--gpu", "a6000", "--gpus", "4"]
     seconds = []
-    for _ in range(3):
-        start_s = time.perf_counter()
+    for _ in range(2):
+        before = os.times()
         subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-        seconds.append(time.perf_counter() - start_s)
-    assert min(seconds) < 1
+        after = os.times()  # of a processor: other tests share the machine
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))
+    assert 0 < min(seconds) < 1
     light = "import sys, common.planner; print('torch' in sys.modules, 'pandas' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", light], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -1,7 +1,6 @@
 """A preflight tries the run's own step on the longest batch, says what it measured, and stops what cannot pass."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from common.models import load_tokenizer
 from common.planner import Plan, plan_run
 from common.preflight import Measured, Rows, main, measure_all
 from common.run_config import REPOSITORY, BadInputError, RunConfig
+from tests.forked import run_forked
 
 SINGLE, DDP = "2.1_lora_finetuning/run_0_cpu_x1", "2.2_lora_finetuning_with_ddp/run_0_cpu_x2"
 FULL, MP = "2.4_full_finetuning/run_0_cpu_x1", "2.5_full_finetuning_with_mp/run_0_cpu_x1"
@@ -63,21 +63,16 @@ def preflight_process(tmp_path: Path, *arguments: str) -> str:
     work.mkdir()
     temporary.mkdir()
     before = files_of(REPOSITORY / arguments[0])
-    done = subprocess.run(
-        [sys.executable, "-m", "common.preflight", *arguments],
-        cwd=work,
-        env={**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    log = tmp_path / "preflight.log"
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "common.preflight", *arguments]
+    exit_code = run_forked(command, work, environment, log, timeout=300)
+    output = log.read_text(errors="replace")
+    assert exit_code == 0, output
     assert files_of(REPOSITORY / arguments[0]) == before
     assert list(work.iterdir()) == []
     assert [path for path in temporary.iterdir() if path.name.startswith("preflight-")] == []
-    return done.stdout
+    return output
 
 
 # -- as a process
@@ -108,6 +103,7 @@ def ranks_and_devices(output: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
 def test_two_ranks_pass_and_each_has_its_row(tmp_path: Path) -> None:
     output = preflight_process(tmp_path, DDP, "--accumulation_steps", "2")
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
@@ -117,6 +113,7 @@ def test_two_ranks_pass_and_each_has_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
 def test_a_pipeline_of_two_stages_passes_and_each_has_its_row(tmp_path: Path) -> None:
     output = preflight_process(tmp_path, PP)
     assert "layers on each stage: 2, 2" in output
@@ -128,6 +125,7 @@ def test_a_pipeline_of_two_stages_passes_and_each_has_its_row(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
 def test_a_sharded_run_passes_and_each_rank_has_its_part(tmp_path: Path) -> None:
     output = preflight_process(tmp_path, "2.6_full_finetuning_with_fsdp/run_0_cpu_x2")
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
@@ -137,6 +135,7 @@ def test_a_sharded_run_passes_and_each_rank_has_its_part(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
 def test_adapters_on_a_pipeline_pass_with_accumulation_and_checkpointing(tmp_path: Path) -> None:
     asked = ("--technique", "lora", "--gradient_checkpointing", "non-reentrant", "--schedule", "gpipe")
     output = preflight_process(tmp_path, PP, *asked, "--accumulation_steps", "2", "--batch_size", "32")
@@ -168,6 +167,7 @@ def test_full_fine_tuning_passes(folder: str, capsys: pytest.CaptureFixture[str]
     ("technique", "parallel"), [("lora", "ddp"), ("full", "tp"), ("lora", "tp"), ("full", "pp"), ("lora", "pp")]
 )
 @pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
 def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: Path) -> None:
     small = ("--batch_size", "8", "--evaluation_batch_size", "8")
     output = preflight_process(tmp_path, CLASSIFICATION, "--technique", technique, "--parallel", parallel, *small)
@@ -186,6 +186,7 @@ def test_a_classifier_passes_on_rows_of_a_length(technique: str, capsys: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
 def test_a_summarizer_passes_on_two_ranks(tmp_path: Path) -> None:
     small = ("--batch_size", "4", "--evaluation_batch_size", "4")
     output = preflight_process(tmp_path, SUMMARIZATION, *small)
@@ -244,17 +245,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert len(spoken.err.splitlines()) == 1
 
 
-def test_a_bad_folder_is_refused_without_a_traceback() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "common.preflight", "nowhere"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "error: " in done.stderr
+def test_a_bad_folder_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "preflight.log"
+    command = [sys.executable, "-m", "common.preflight", "nowhere"]
+    assert run_forked(command, REPOSITORY, os.environ, log, timeout=300) == 2
+    said = log.read_text()
+    assert said.startswith("error: ")
+    assert len(said.splitlines()) == 1
 
 
 def test_a_row_cut_by_another_models_tokenizer_has_a_way_out(run: RunConfig) -> None:

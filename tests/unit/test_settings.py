@@ -91,6 +91,7 @@ def test_the_table_of_all_has_no_other_runs(
     mine = {"run_folder": workflow.RUN.run_folder, "run_name": "python-full-single-seed42"}
     others = [{**mine, "run_folder": "elsewhere"}, {**mine, "run_name": "other-data"}]
     shown = []
+    monkeypatch.setattr("common.settings.check_inputs", lambda _: None)
     monkeypatch.setattr("common.settings.stream_command", lambda *_, **__: None)
     monkeypatch.setattr("common.settings.results_of_this_machine", lambda: [mine, *others])
     monkeypatch.setattr("common.settings.results_text", lambda records: shown.extend(records) or "")

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from common.tensor_parallel import (
     separate_groups,
     split_table,
 )
+from tests.forked import run_forked
 
 _spec = importlib.util.spec_from_file_location(
     "tensor_parallel_worker", Path(__file__).with_name("tensor_parallel_worker.py")
@@ -30,28 +30,33 @@ worker = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(worker)
 
 RANKS = 2
+FIRST = ("Bert, full", "Roberta, adapters", "Bert, adapters on all")
+CASES = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.slow]) for name in worker.cases()]
+)
+"""For `make test` each kind of model, and each place of adapters, once."""
 
 
 # -- divided models against whole ones, in a world of two ranks
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    """The cases of the tests that this session runs, and the refusals."""
+    items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
+    names = dict.fromkeys(item.callspec.params["name"] for item in items if "name" in item.callspec.params)
     folder = tmp_path_factory.mktemp("tensor_parallel")
-    done = subprocess.run(
-        torchrun_command(str(Path(__file__).with_name("tensor_parallel_worker.py")), RANKS, str(folder)),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    log = folder / "worker.log"
+    worker_path = str(Path(__file__).with_name("tensor_parallel_worker.py"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    command = torchrun_command(worker_path, RANKS, str(folder), *names)
+    exit_code = run_forked(command, folder, environment, log, timeout=300)
+    assert exit_code == 0, log.read_text(errors="replace")
     return json.loads((folder / "compared.json").read_text())
 
 
-@pytest.mark.parametrize("name", worker.cases())
+@pytest.mark.xdist_group("ranks")
+@CASES
 def test_divided_models_compute_what_whole_ones_do(compared: dict[str, list], name: str) -> None:
     assert len(compared[name]) == RANKS
     for found in compared[name]:
@@ -60,7 +65,8 @@ def test_divided_models_compute_what_whole_ones_do(compared: dict[str, list], na
         assert found["without a gradient"] == 0
 
 
-@pytest.mark.parametrize("name", worker.cases())
+@pytest.mark.xdist_group("ranks")
+@CASES
 def test_divided_models_learn_what_whole_ones_do(compared: dict[str, list], name: str) -> None:
     for found in compared[name]:
         for optimizer in worker.STEPS:
@@ -71,7 +77,8 @@ def test_divided_models_learn_what_whole_ones_do(compared: dict[str, list], name
         assert found["sgd: way"] > 1e-2
 
 
-@pytest.mark.parametrize("name", worker.cases())
+@pytest.mark.xdist_group("ranks")
+@CASES
 def test_divided_models_are_saved_whole_and_load_as_plain_ones(compared: dict[str, list], name: str) -> None:
     for found in compared[name]:
         assert found["saved"] <= 1e-6
@@ -79,7 +86,8 @@ def test_divided_models_are_saved_whole_and_load_as_plain_ones(compared: dict[st
         assert found["held of the rest"] == 1
 
 
-@pytest.mark.parametrize("name", worker.cases())
+@pytest.mark.xdist_group("ranks")
+@CASES
 def test_hidden_states_and_their_gradients_are_summed_twice_a_layer(compared: dict[str, list], name: str) -> None:
     """With adapters the first layer's attention needs none of its input, and what adapters make is summed, too."""
     _, targets = worker.cases()[name]
@@ -93,6 +101,7 @@ def test_hidden_states_and_their_gradients_are_summed_twice_a_layer(compared: di
         assert (found["forward bytes"], found["backward bytes"]) == (forward, backward)
 
 
+@pytest.mark.xdist_group("ranks")
 def test_ranks_seeded_alike_agree_and_others_are_refused(compared: dict[str, list]) -> None:
     for found in compared["refusals"]:
         about = {name: words for name, words in found.items() if name.startswith("seeded")}
@@ -101,6 +110,7 @@ def test_ranks_seeded_alike_agree_and_others_are_refused(compared: dict[str, lis
             assert ("its copies differ by up to" in words) is name.startswith("seeded otherwise"), name
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(
     ("what", "words"),
     [

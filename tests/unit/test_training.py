@@ -31,6 +31,8 @@ def test_rows_used_once_per_epoch_pass() -> None:
     check_rows_seen([[0, 2], [1, 3]], row_count=4, row_uses=4)
     check_rows_seen([[0, 2, 1, 3], [1, 3, 2, 0]], row_count=4, row_uses=8)
     check_rows_seen([[0], [2]], row_count=4, row_uses=2)
+    with pytest.raises(RuntimeError, match="4 rows were used, but the steps had room for 8"):
+        check_rows_seen([[0, 2], [1, 3]], row_count=4, row_uses=8)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_no_checkpointing_is_none(run_config: RunConfig, tmp_path: Path) -> None
     assert not training_arguments(run_config, tmp_path).gradient_checkpointing
 
 
-TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 
 
 class OneRank(TensorParallelTrainer):

@@ -1,0 +1,793 @@
+"""The chosen faults of `tests.mutants`: each breaks one promise, and names the tests that have to see it.
+
+A fault stands in its file exactly once (`before`); who redesigns that place moves the fault along.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change for the worse, and who has to see it."""
+
+    promise: str
+    """What goes wrong, in words; the name of the fault."""
+    file: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+    """The cheapest first."""
+    kind: str = ""
+    """Of a drawn fault: what was changed. Empty: it was chosen."""
+    needs: str = ""
+    """A package without which its tests are skipped."""
+
+    def applied_to(self, text: str) -> str:
+        """The file's text with the fault."""
+        return text.replace(self.before, self.after)
+
+
+def _unit(name: str, *tests: str) -> tuple[str, ...]:
+    return tuple(f"tests/unit/test_{name}.py::test_{test}" for test in tests)
+
+
+def _faults(name: str, *tests: str) -> tuple[str, ...]:
+    return tuple(f"tests/faults/test_{name}.py::test_{test}" for test in tests)
+
+
+def _recipes(name: str, *tests: str) -> tuple[str, ...]:
+    return tuple(f"tests/recipes/test_{name}.py::test_{test}" for test in tests)
+
+
+DDP_EQUALS_ONE = _recipes("equivalence", "sgd_weights_and_losses_equal_one_devices")
+GOLDEN = _recipes("golden_losses", "the_first_losses_are_the_golden_ones[python-16]")
+FSDP_EQUALS_ONE = _recipes("sharding", "fsdp_computes_what_one_device_computes")
+ZERO_EQUALS_ONE = _recipes("sharding", "each_zero_stage_computes_what_one_device_computes")
+PP_EQUALS_ONE = _recipes("pipeline", "losses_and_weights_equal_one_devices")
+
+DATA = (
+    Fault(
+        "a row is dropped: the last step of an epoch, which is not full",
+        "common/data.py",
+        "        if in_full_steps < len(order):\n",
+        "        if in_full_steps > len(order):\n",
+        _unit("data", "every_row_is_drawn_once_per_epoch_whatever_the_world"),
+    ),
+    Fault(
+        "a row is seen twice: two ranks take the same share",
+        "common/data.py",
+        "return rows[self.rank :: self.world_size] or [NO_ROW]",
+        "return rows[max(0, self.rank - 1) :: self.world_size] or [NO_ROW]",
+        _unit("data", "every_row_is_drawn_once_per_epoch_whatever_the_world"),
+    ),
+    Fault(
+        "rows that are used twice, or never, pass the check after training",
+        "common/training.py",
+        "    if times_used.total() != row_uses:\n",
+        "    if times_used.total() < 0:\n",
+        _unit("training", "rows_skipped_or_repeated_are_refused", "pytorchs_sampler_would_be_refused"),
+    ),
+    Fault(
+        "the order of the rows is the same in every epoch",
+        "common/data.py",
+        "        order = torch.randperm(len(self.lengths), generator=generator).tolist()\n"
+        "        size = self.batch_size * self.world_size * self.accumulation_steps\n",
+        "        order = list(range(len(self.lengths)))\n"
+        "        size = self.batch_size * self.world_size * self.accumulation_steps\n",
+        _unit("data", "epochs_and_seeds_change_the_order", "batches_hold_rows_of_like_lengths_in_random_order"),
+    ),
+    Fault(
+        "the question is learnt, too",
+        "common/data.py",
+        "labels = [token if answer else IGNORED_LABEL for token, answer in zip(ids, is_answer, strict=True)]",
+        "labels = list(ids)",
+        _unit("data", "labels_stand_on_the_answer_and_its_end_only"),
+    ),
+    Fault(
+        "padding is learnt",
+        "common/data.py",
+        "label_pad_token_id=IGNORED_LABEL)",
+        "label_pad_token_id=tokenizer.pad_token_id)",
+        _unit("data", "padding_is_neither_seen_nor_learnt"),
+    ),
+    Fault(
+        "padding is counted among the tokens of a run",
+        "common/callbacks.py",
+        'self.tokens += int(inputs["attention_mask"][is_row].sum())',
+        'self.tokens += inputs["attention_mask"][is_row].numel()',
+        _unit("callbacks", "rows_that_fill_a_batch_up_are_no_work"),
+    ),
+    Fault(
+        "rows that are held out for the test are trained on as well",
+        "common/data.py",
+        "return Splits(rows[len(missing) * count :], ",
+        "return Splits(rows, ",
+        _unit("data", "of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows"),
+    ),
+    Fault(
+        "a test row among the training rows is not noticed",
+        "common/data_checks.py",
+        "    if not shared:\n        return splits\n",
+        "    return splits\n",
+        _faults("bad_input", "a_test_row_that_is_learnt_is_refused_whatever_its_case_and_spacing"),
+    ),
+    Fault(
+        "an id that stands twice is not noticed",
+        "common/data_checks.py",
+        'numbers.setdefault(str(row["id"]), number) != number',
+        'numbers.setdefault(str(row["id"]), number) > number',
+        _faults("bad_input", "an_id_that_stands_twice_is_refused"),
+    ),
+    Fault(
+        "parts of the rows, one for each machine, leave rows out",
+        "common/data.py",
+        "return [order[part::parts] for part in range(parts)]",
+        "return [order[part::parts][: row_count // parts] for part in range(parts)]",
+        _unit("data", "partitions_are_shuffled_of_equal_sizes_and_follow_from_the_seed"),
+    ),
+    Fault(
+        "classes are numbered in the order of the rows, another one for each file",
+        "common/labelled_data.py",
+        'return sorted({row["label"] for row in splits.train})',
+        'return list(dict.fromkeys(row["label"] for row in splits.train))',
+        _unit("labelled_data", "labels_that_are_numbers_are_texts_in_alphabetical_order"),
+    ),
+)
+
+LOSS = (
+    Fault(
+        "the loss is averaged per rank, not over the tokens of all",
+        "common/training.py",
+        "        ddp_find_unused_parameters=False,\n",
+        "        ddp_find_unused_parameters=False,\n        average_tokens_across_devices=False,\n",
+        DDP_EQUALS_ONE,
+    ),
+    Fault(
+        "a summary's loss is averaged per share, not over the whole step",
+        "common/summarization.py",
+        "    return losses / divisor\n",
+        "    return losses / (labels != IGNORED_LABEL).sum()\n",
+        _unit("summarization", "losses_of_uneven_shares_add_up_to_the_whole_batchs_mean"),
+    ),
+    Fault(
+        "a classifier's loss is averaged per share, not over the whole step",
+        "common/classification.py",
+        'ignore_index=IGNORED_LABEL, reduction="sum") / divisor',
+        'ignore_index=IGNORED_LABEL, reduction="mean")',
+        _unit("classification", "losses_of_uneven_shares_add_up_to_the_mean_of_the_whole"),
+    ),
+    Fault(
+        "logits are left out where only some rows of a batch have a label",
+        "common/training.py",
+        "positions = (targets != IGNORED_LABEL).any(0)",
+        "positions = (targets != IGNORED_LABEL).all(0)",
+        GOLDEN,
+    ),
+    Fault(
+        "the validation loss is divided by rows, not by tokens",
+        "common/training.py",
+        "    return torch.stack([losses.sum(1), (targets != IGNORED_LABEL).sum(1)], dim=1)\n",
+        "    return torch.stack([losses.sum(1), (targets != IGNORED_LABEL).any(1).float()], dim=1)\n",
+        GOLDEN,
+    ),
+    Fault(
+        "a row that fills a batch up counts in the accuracy",
+        "common/classification.py",
+        "has_label = labels != IGNORED_LABEL",
+        "has_label = torch.ones_like(labels, dtype=torch.bool)",
+        _unit("classification", "a_row_without_a_label_counts_nowhere"),
+    ),
+    Fault(
+        "accumulation is left out: each micro-batch is a step",
+        "common/training.py",
+        "gradient_accumulation_steps=run.accumulation_steps,",
+        "gradient_accumulation_steps=1,",
+        DDP_EQUALS_ONE,
+    ),
+    Fault(
+        "a learning rate that is to grow with the ranks does not",
+        "common/run_config.py",
+        '"linear": self.data_parallel_ranks}',
+        '"linear": 1}',
+        _unit("run_config", "the_learning_rate_grows_with_the_ranks_as_asked"),
+    ),
+    Fault(
+        "the scheduler is stepped twice for each step",
+        "common/loop_training.py",
+        "        self.lr_scheduler.step()\n        self.state.global_step += 1\n",
+        "        self.lr_scheduler.step()\n        self.lr_scheduler.step()\n        self.state.global_step += 1\n",
+        _unit("training", "training_ends_after_validations_without_a_better_model"),
+    ),
+    Fault(
+        "an early stop waits for one validation more",
+        "common/training.py",
+        "EarlyStoppingCallback(run.early_stop)",
+        "EarlyStoppingCallback(run.early_stop + 1)",
+        _unit("training", "training_ends_after_validations_without_a_better_model"),
+    ),
+    Fault(
+        "the best checkpoint is the one with the worst loss",
+        "common/training.py",
+        "greater_is_better=OBJECTIVES[run.task].higher_is_better,",
+        "greater_is_better=not OBJECTIVES[run.task].higher_is_better,",
+        FSDP_EQUALS_ONE,
+    ),
+)
+
+SEVERAL_RANKS = (
+    Fault(
+        "FSDP: gradients are brought together after the wrong micro-batch",
+        "common/sharded_training.py",
+        "self.model.set_requires_gradient_sync(is_last)",
+        "self.model.set_requires_gradient_sync(not is_last)",
+        FSDP_EQUALS_ONE,
+    ),
+    Fault(
+        "FSDP: each rank clips by the norm of its own shards",
+        "common/sharded_training.py",
+        "        dist.all_reduce(squares)\n",
+        "",
+        FSDP_EQUALS_ONE,
+    ),
+    Fault(
+        "FSDP: one shard of the trained model is not gathered",
+        "common/sharding.py",
+        "return weight.full_tensor() if isinstance(weight, DTensor) else weight",
+        "return weight.to_local() if isinstance(weight, DTensor) else weight",
+        FSDP_EQUALS_ONE,
+    ),
+    Fault(
+        "DDP by hand: gradients stay on their own rank",
+        "common/sharded_training.py",
+        "with nullcontext() if is_last else self.replica.no_sync():",
+        "with self.replica.no_sync():",
+        FSDP_EQUALS_ONE,
+    ),
+    Fault(
+        "a model that is whole on every rank passes for a sharded one",
+        "common/sharding.py",
+        "    if whole:\n        raise RuntimeError(\n",
+        "    if not weights:\n        raise RuntimeError(\n",
+        _unit("sharding", "a_whole_model_is_no_sharded_one"),
+    ),
+    Fault(
+        "ZeRO: gradients are divided by the ranks once too often",
+        "common/zero_training.py",
+        "self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)",
+        "self.engine.backward(loss, scale_wrt_gas=False)",
+        ZERO_EQUALS_ONE,
+        needs="deepspeed",
+    ),
+    Fault(
+        "ZeRO: DeepSpeed does not clip",
+        "common/deepspeed_config.py",
+        '"gradient_clipping": run.max_grad_norm,',
+        '"gradient_clipping": 0.0,',
+        _unit("sharding", "deepspeed_is_told_the_stage_and_the_run_s_own_settings"),
+    ),
+    Fault(
+        "pipeline: a stage is skipped, as its layers are taken for another's",
+        "common/pipeline.py",
+        "if holder != stage and not is_shared:",
+        "if holder != 0 and not is_shared:",
+        _unit("pipeline", "cutting_keeps_names_and_values_of_what_stays"),
+    ),
+    Fault(
+        "pipeline: each micro-batch weighs the same, however many tokens it has",
+        "common/pipeline.py",
+        'ignore_index=IGNORED_LABEL, reduction="sum") / self.loss_divisor',
+        'ignore_index=IGNORED_LABEL, reduction="mean")',
+        _unit("pipeline", "stages_compute_what_the_whole_model_computes"),
+    ),
+    Fault(
+        "pipeline: 1F1B is GPipe",
+        "common/pipeline.py",
+        '{"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}',
+        '{"1f1b": ScheduleGPipe, "gpipe": ScheduleGPipe}',
+        _unit("dry_run", "a_stage_holds_what_its_schedule_has_in_flight"),
+    ),
+    Fault(
+        "pipeline: rows that fill a batch up are learnt, and counted, twice",
+        "common/pipeline_training.py",
+        "[without_labels(rows[-1])] * missing",
+        "[rows[-1]] * missing",
+        _unit("pipeline", "a_batch_is_filled_up_with_rows_without_labels"),
+    ),
+    Fault(
+        "pipeline: the two copies of tied embeddings go apart",
+        "common/pipeline_training.py",
+        "            weight.grad = sum_of_first_and_last(weight.grad, self.rank)\n",
+        "            pass\n",
+        PP_EQUALS_ONE,
+    ),
+    Fault(
+        "pipeline: each stage clips by the norm of its own gradients",
+        "common/pipeline_training.py",
+        "        dist.all_reduce(squares)\n",
+        "",
+        PP_EQUALS_ONE,
+    ),
+    Fault(
+        "pipeline: one stage's adapters are not saved",
+        "common/pipeline_training.py",
+        "for part in parts for name, weight in part.items()}",
+        "for part in parts[:1] for name, weight in part.items()}",
+        _unit("pipeline", "stages_are_saved_as_one_model_and_hold_a_part_each"),
+    ),
+    Fault(
+        "pipeline: one stage's part of the model is not in its list",
+        "common/pipeline_training.py",
+        '"weight_map": {name: file_name for file_name, names, _ in parts for name in names},',
+        '"weight_map": {name: file_name for file_name, names, _ in parts[:-1] for name in names},',
+        _unit("pipeline", "stages_are_saved_as_one_model_and_hold_a_part_each"),
+    ),
+    Fault(
+        "tensor parallel: each rank clips by the norm of its own part",
+        "common/tensor_parallel.py",
+        "        dist.all_reduce(squares, group=divided[0].device_mesh.get_group())\n",
+        "        pass\n",
+        _unit("tensor_parallel", "divided_models_learn_what_whole_ones_do"),
+    ),
+    Fault(
+        "tensor parallel: ranks whose weights went apart are not noticed",
+        "common/tensor_parallel.py",
+        "if not difference <= AGREEMENT:",
+        "if difference < 0:",
+        _unit("tensor_parallel", "ranks_seeded_alike_agree_and_others_are_refused"),
+    ),
+    Fault(
+        "several machines: gradients stay on their own machine",
+        "common/gradient_exchange.py",
+        "        dist.all_reduce(flat)\n",
+        "",
+        ("tests/network/test_machines.py::test_two_processes_on_loopback_train_one_model",),
+    ),
+    Fault(
+        "several machines: overlapped gradients are divided by the ranks once too often",
+        "common/gradient_exchange.py",
+        "factor = self.ranks if self.overlaps else 1",
+        "factor = 1",
+        _recipes("summarization", "gradients_sent_during_the_backward_pass_are_the_same"),
+    ),
+    Fault(
+        "several machines: other training rows on one of them are not noticed",
+        "common/membership.py",
+        'for what in ("versions", "settings", "rows", "data"):',
+        'for what in ("versions", "settings", "rows"):',
+        _unit("membership", "who_differs_is_named"),
+    ),
+    Fault(
+        "several machines: one that does not come is not noticed",
+        "common/membership.py",
+        "    missing = sorted(set(range(world_size)) - set(ranks))\n",
+        "    missing = []\n",
+        _unit("membership", "who_is_missing_is_named_to_all"),
+    ),
+    Fault(
+        "several machines: they begin with different weights",
+        "common/gradient_exchange.py",
+        "if len({digest for _, digest in found}) > 1:",
+        "if len({digest for _, digest in found}) > 2:",
+        _unit("membership", "other_weights_are_refused"),
+    ),
+    Fault(
+        "several machines: members of a Valohai task are ranked as texts, 10 before 9",
+        "common/rendezvous.py",
+        "key=int if all(map(_is_number, addresses)) else str",
+        "key=str",
+        _unit("rendezvous", "members_rank_by_their_ids"),
+    ),
+    Fault(
+        "each rank works on the first GPU",
+        "common/device_maps.py",
+        'f"{kind}:{local_rank}"',
+        'f"{kind}:0"',
+        _unit("device_maps", "devices_are_named_as_torch_does"),
+    ),
+    Fault(
+        "fewer ranks than the run asks for are not noticed",
+        "common/launch.py",
+        "    if started != run.world_size:\n",
+        "    if started > run.world_size:\n",
+        _unit("launch", "two_ranks_asked_and_one_started_is_refused"),
+    ),
+    Fault(
+        "a rank on a second machine names a GPU that it does not work on",
+        "common/print_prefix.py",
+        "GPU{index or 0}]",
+        "GPU{rank}]",
+        _unit("print_prefix", "prefix_names_rank_and_device"),
+    ),
+)
+
+CHECKPOINTS = (
+    Fault(
+        "the last file of a checkpoint is not in its list",
+        "common/checkpoints.py",
+        '        for path in sorted(folder.rglob("*"))\n',
+        '        for path in sorted(folder.rglob("*"))[:-1]\n',
+        _faults("checkpoints", "what_is_committed_is_whole_and_says_what_it_is_of"),
+    ),
+    Fault(
+        "the bytes of a checkpoint are not compared with its list",
+        "common/checkpoints.py",
+        '        if _digest(path) != file["sha256"]:\n',
+        '        if not file["sha256"]:\n',
+        _faults("checkpoints", "any_flipped_byte_is_caught"),
+    ),
+    Fault(
+        "a file that is missing from a checkpoint is not noticed",
+        "common/checkpoints.py",
+        "        if name not in there:\n            raise",
+        "        if name not in there:\n            continue\n        if name not in there:\n            raise",
+        _faults("checkpoints", "a_missing_and_a_further_file_are_caught"),
+    ),
+    Fault(
+        "the checkpoint before is removed before the new one is whole",
+        "common/checkpoints.py",
+        "        shutil.rmtree(partial.parent, ignore_errors=True)\n        partial.mkdir(parents=True)\n",
+        "        remove(found_in(folder.parent))\n        partial.mkdir(parents=True, exist_ok=True)\n",
+        _faults("checkpoints", "killed_at_any_write_the_checkpoint_before_is_used"),
+    ),
+    Fault(
+        "the best checkpoint is removed when others follow",
+        "common/checkpointed_trainer.py",
+        'newest | ({f"checkpoint-{best}"} if best else set())',
+        "newest",
+        _unit("training", "training_ends_after_validations_without_a_better_model"),
+    ),
+    Fault(
+        "a damaged checkpoint is gone on from",
+        "common/checkpoints.py",
+        "        else:\n            return folder\n    return None\n",
+        "        return folder\n    return None\n",
+        _faults("checkpoints", "a_damaged_one_is_named_and_kept_aside_and_the_one_before_is_used"),
+    ),
+    Fault(
+        "a checkpoint of steps with other rows is gone on from",
+        "common/checkpoints.py",
+        'if about["rows_per_step"] != own["rows_per_step"]:',
+        'if about["rows_per_step"] < 0:',
+        _unit("go_on", "a_checkpoint_of_another_run_is_refused"),
+    ),
+    Fault(
+        "a run goes on without its random numbers",
+        "common/checkpointed_trainer.py",
+        "if ranks_then == ranks and missing:",
+        "if ranks_then != ranks and missing:",
+        _faults("resume", "without_a_ranks_random_numbers_or_with_other_rows_a_run_does_not_go_on"),
+    ),
+    Fault(
+        "a pipeline that goes on forgets its optimizer",
+        "common/pipeline_training.py",
+        "        self.optimizer.load_state_dict(states)\n",
+        "",
+        _faults("resume", "a_run_that_goes_on_ends_where_a_straight_one_does[pp-within an epoch]"),
+    ),
+    Fault(
+        "a loop that goes on draws other random numbers",
+        "common/loop_training.py",
+        "        self._load_rng_state(str(folder))\n",
+        "",
+        _faults("resume", "a_run_that_goes_on_ends_where_a_straight_one_does[pp-within an epoch]"),
+    ),
+    Fault(
+        "a pickle in a list of shards is executed",
+        "common/safe_loading.py",
+        "                _Unpickler(file).load()\n",
+        "                pickle.load(file)\n",
+        _faults("checkpoints", "a_hostile_pickle_runs_nowhere"),
+    ),
+    Fault(
+        "what was saved is not compared with what was trained",
+        "common/models.py",
+        "    if not difference <= tolerance:\n",
+        "    if difference < 0:\n",
+        _unit("models", "unequal_logits_are_refused"),
+    ),
+    Fault(
+        "the adapter is not merged into the saved model",
+        "common/training.py",
+        "        reloaded.merge_and_unload().save_pretrained(merged_folder)\n",
+        "        reloaded.unload().save_pretrained(merged_folder)\n",
+        GOLDEN,
+    ),
+)
+
+PLANS = (
+    Fault(
+        "memory plan: gradients are left out",
+        "common/memory_plan.py",
+        'return [] if self.job.parallel == "ddp" else self._gradients(self.trained, "gradients")',
+        "return []",
+        _unit("memory_plan", "sixteen_bytes_per_trained_weight_as_in_the_seed"),
+    ),
+    Fault(
+        "memory plan: one of Adam's two states is left out",
+        "common/memory_plan.py",
+        "state_bytes = 2 * (4 if keeps_copy else job.trained_bytes)",
+        "state_bytes = 1 * (4 if keeps_copy else job.trained_bytes)",
+        _unit("memory_plan", "pure_bf16_takes_eight_bytes_and_fp32_sixteen"),
+    ),
+    Fault(
+        "memory plan: the MLP's activations are left out",
+        "common/memory_plan.py",
+        "*self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]",
+        "*self._linear_inputs(stack), *self._attention(stack)]",
+        _unit("dry_run", "the_closed_form_says_the_same"),
+    ),
+    Fault(
+        "memory plan: of a row's logits those of one position are counted",
+        "common/memory_plan.py",
+        "return self.batch.rows * self.batch.labelled if chooses else",
+        "return self.batch.rows if chooses else",
+        _unit("dry_run", "the_closed_form_says_the_same"),
+    ),
+    Fault(
+        "memory plan: DDP's buckets are left out",
+        "common/memory_plan.py",
+        '        if job.parallel == "ddp":\n            return [Term("gradients"',
+        '        if job.parallel == "ddp" and not gradient_bytes:\n            return [Term("gradients"',
+        _unit("dry_run", "ddp_keeps_all_gradients_all_the_time"),
+    ),
+    Fault(
+        "memory plan: a stage holds one micro-batch at a time",
+        "common/memory_plan.py",
+        "        return min(self.micro_batches, waiting)\n",
+        "        return 1\n",
+        _unit("memory_plan", "micro_batches_in_flight", "gpipe_holds_every_micro_batch_on_every_stage"),
+    ),
+    Fault(
+        "memory plan: the overhead of eager attention is left out",
+        "common/gpu_overhead.py",
+        'EAGER_SCORE_BYTES = 4\n"""Per',
+        'EAGER_SCORE_BYTES = 0\n"""Per',
+        _unit("memory_plan", "tensor_parallel_divides_layers_and_leaves_hidden_states_whole"),
+    ),
+    Fault(
+        "planner: what does not fit is said to fit",
+        "common/planner.py",
+        "            memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices,",
+        "            memory.peak_gib >= gpu.memory_gib for memory, gpu in zip(self.devices,",
+        _unit("planner", "what_does_not_fit_ends_with_1_and_advice"),
+    ),
+    Fault(
+        "planner: the largest batch is one row too large",
+        "common/planner.py",
+        "    return low * step\n",
+        "    return high * step\n",
+        _unit("planner", "the_largest_batch_fits_and_one_row_more_does_not"),
+    ),
+    Fault(
+        "time plan: a ring's all-reduce sends half of what it does",
+        "common/time_plan.py",
+        "return 2 * around * trained * ",
+        "return around * trained * ",
+        _unit("time_plan", "what_a_ring_sends"),
+    ),
+    Fault(
+        "time plan: the bubble of a pipeline is left out",
+        "common/time_plan.py",
+        "bubble_s = (stages - 1) / micro_batches * slowest if",
+        "bubble_s = 0.0 if",
+        _unit("time_plan", "one_after_the_other_takes_as_long_as_one_and_micro_batches_less"),
+    ),
+    Fault(
+        "cost: the rent of one GPU is taken for that of all",
+        "common/time_plan.py",
+        "sum(prices) / SECONDS_PER_HOUR",
+        "prices[0] / SECONDS_PER_HOUR",
+        _unit("planner", "rows_of_ddp_are_each_rank_s"),
+    ),
+    Fault(
+        "device maps: tied embeddings and head are put on two devices",
+        "common/device_maps.py",
+        '("first", "last") if architecture.tied and job.parallel == "mp" else ("apart",)',
+        '("apart",)',
+        _unit("device_maps", "tied_embeddings_and_head_share_a_device_in_one_process"),
+    ),
+    Fault(
+        "device maps: a layer may be torn apart",
+        "common/device_maps.py",
+        "        if device != its_device:\n",
+        "        if device < 0:\n",
+        _unit("device_maps", "wrong_maps_are_refused_in_a_sentence"),
+    ),
+    Fault(
+        "catalogue: a card's memory is the vendor's GB, taken for GiB",
+        "common/hardware.py",
+        "        memory_gib=47.43,\n        cuda_cores=10_752,\n",
+        "        memory_gib=48.0,\n        cuda_cores=10_752,\n",
+        _unit("hardware", "memory_is_a_little_below_the_name"),
+    ),
+    Fault(
+        "catalogue: a rate is the sparse one, twice the real",
+        "common/hardware.py",
+        "tflops_dense=_tflops(38.7, 77.4, 154.8, 154.8),",
+        "tflops_dense=_tflops(38.7, 154.8, 309.7, 309.7),",
+        _unit("hardware", "rates_are_dense", "rates_fit_together"),
+    ),
+    Fault(
+        "dry run: memory that is freed is counted for ever",
+        "common/dry_run.py",
+        "            weakref.finalize(storage, self._free, entry)\n",
+        "",
+        _unit("dry_run", "the_tracker_forgets_what_is_freed"),
+    ),
+    Fault(
+        "preflight: the first step, which warms up, is timed",
+        "common/preflight.py",
+        "zip(self.ends_s, self.ends_s[1:], strict=False))",
+        "zip([0.0, *self.ends_s], self.ends_s, strict=False))",
+        _unit("preflight", "the_first_step_is_not_timed"),
+    ),
+    Fault(
+        "quantization: double quantization is not done",
+        "common/quantization.py",
+        'bnb_4bit_use_double_quant=run.quantization == "nf4-double",',
+        "bnb_4bit_use_double_quant=False,",
+        _unit("quantization", "the_planner_counts_the_bytes_that_are_stored"),
+    ),
+)
+
+REPORTS = (
+    Fault(
+        "a cell of a table is typed, not taken from the record",
+        "common/report.py",
+        '                "Rows per device and step": str(record["config"]["batch_size"]),\n',
+        '                "Rows per device and step": "8",\n',
+        ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
+    ),
+    Fault(
+        "a typed figure stays in a README",
+        "common/report.py",
+        'lambda found: found[1] + rendered(found["name"], records) + found[3], text)',
+        "lambda found: found[0], text)",
+        _unit("report", "a_typed_figure_is_overwritten_by_the_records"),
+    ),
+    Fault(
+        "a README that is out of date passes",
+        "common/report.py",
+        "    return int(options.check and bool(stale))\n",
+        "    return 0\n",
+        _unit("report", "tables_check_exits_with_1_when_a_readme_is_out_of_date"),
+    ),
+    Fault(
+        "runs of different work are compared",
+        "common/report_rows.py",
+        "if workload(candidate) == workload(record) and rows(candidate) == rows(record)",
+        "if rows(candidate) == rows(record)",
+        _unit("report", "runs_of_other_work_are_not_compared", "runs_on_other_machines_are_not_compared"),
+    ),
+    Fault(
+        "a run that failed is called completed",
+        "common/failures.py",
+        '    return "failed"\n',
+        '    return "completed"\n',
+        _unit("run_record", "a_failed_phase_leaves_a_record_with_its_status"),
+    ),
+    Fault(
+        "a run that failed pushes a completed one out",
+        "common/run_record.py",
+        "    if previous.exists() and not _completed(folder):\n",
+        "    if previous.exists() and _completed(folder):\n",
+        _unit("run_record", "a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before"),
+    ),
+    Fault(
+        "a peak far beyond its plan is not said",
+        "common/run_record.py",
+        "abs(peak_gib / planned_gib - 1) > PLAN_TOLERANCE",
+        "abs(peak_gib / planned_gib - 1) > 10 * PLAN_TOLERANCE",
+        _unit("run_record", "a_peak_beyond_its_plan_is_said_aloud"),
+    ),
+    Fault(
+        "updates that round away are called updates",
+        "common/callbacks.py",
+        "int((after != before).sum())",
+        "int((after == after).sum())",
+        _unit("callbacks", "bfloat16_loses_most_of_small_updates_and_fp32_none"),
+    ),
+    Fault(
+        "a short question is answered from behind its padding",
+        "common/evaluation.py",
+        'tokenizer.pad(prompts, padding_side="left", ',
+        'tokenizer.pad(prompts, padding_side="right", ',
+        _unit("evaluation", "batched_answers_equal_one_row_at_a_time"),
+    ),
+    Fault(
+        "a judge's score depends on the padding",
+        "common/evaluation.py",
+        "return torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1).clamp(min=1)",
+        "return hidden.mean(1)",
+        _unit("evaluation", "scores_are_distances_that_padding_does_not_move"),
+    ),
+    Fault(
+        "a sibling run folder that is no copy passes",
+        "common/siblings.py",
+        'if not path.is_file() or path.read_text("utf-8") != text}',
+        "if not path.is_file()}",
+        _unit("siblings", "a_changed_line_a_cell_and_a_number_of_processes_are_found_and_mended"),
+    ),
+)
+
+PROCESSES = (
+    Fault(
+        "a token is printed",
+        "common/print_prefix.py",
+        "without_secrets(plain.getvalue())",
+        "plain.getvalue()",
+        _faults("secrets", "printed_lines_lose_them"),
+    ),
+    Fault(
+        "a token stays in the error that an error came from",
+        "common/secrets.py",
+        "        error = error.__cause__ or error.__context__\n",
+        "        error = None\n",
+        _faults("secrets", "an_error_loses_its_secrets_and_stays_what_it_is"),
+    ),
+    Fault(
+        "a setting with a password in it is kept in the record",
+        "common/secrets.py",
+        '    return "a password" if password else None\n',
+        "    return None\n",
+        _faults("secrets", "a_setting_with_a_secret_is_refused_without_saying_it"),
+    ),
+    Fault(
+        "a process outlives its launcher",
+        "common/watch.py",
+        "        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n",
+        "        pass\n",
+        _faults("processes", "nobody_outlives_the_agent"),
+    ),
+    Fault(
+        "a rank that hangs is not noticed",
+        "common/watch.py",
+        "if waited_s > here.allowed_s(self.step_timeout_s) + patience_s:",
+        "if waited_s < 0:",
+        _unit("watch", "a_rank_says_where_it_is_at_once_and_ends_when_nothing_moves"),
+    ),
+    Fault(
+        "of ranks that wait, those that wait are named, not the one that hangs",
+        "common/watch.py",
+        "if place.passed < max(place.passed for place in places)]",
+        "if place.passed > min(place.passed for place in places)]",
+        _unit("watch", "of_ranks_that_speak_those_behind_keep_the_others_waiting"),
+    ),
+    Fault(
+        "a run that hung ends with exit code 0",
+        "common/watch.py",
+        "        os._exit(HUNG_EXIT_CODE)\n",
+        "        os._exit(0)\n",
+        _unit("watch", "a_rank_says_where_it_is_at_once_and_ends_when_nothing_moves"),
+    ),
+    Fault(
+        "a user's mistake ends with exit code 1",
+        "common/launch.py",
+        "    sys.exit(BAD_INPUT_EXIT_CODE)\n",
+        "    sys.exit(1)\n",
+        _recipes("launchers", "bad_input_is_one_sentence_and_exit_code_2[overrides0-batch_size is 0-python]"),
+    ),
+    Fault(
+        "gradients that are no numbers reach the weights",
+        "common/training.py",
+        "if not self.args.fp16 and not math.isfinite(norm):",
+        "if self.args.fp16 and not math.isfinite(norm):",
+        _faults("processes", "a_loss_that_is_no_number_stops_all_before_the_step[ddp]"),
+    ),
+    Fault(
+        "two runs write into one results folder",
+        "common/run_record.py",
+        "            except Timeout:\n                taken = True\n",
+        "            except Timeout:\n                taken = False\n",
+        _faults("processes", "a_results_folder_has_one_owner_at_a_time[single]"),
+    ),
+    Fault(
+        "a command that fails is hidden",
+        "common/launch.py",
+        "    if process.returncode != 0:\n",
+        "    if process.returncode < 0:\n",
+        _unit("launch", "a_failing_command_is_not_hidden"),
+    ),
+)
+
+CHOSEN = (*DATA, *LOSS, *SEVERAL_RANKS, *CHECKPOINTS, *PLANS, *REPORTS, *PROCESSES)

@@ -1,0 +1,39 @@
+"""Notebooks' kernels as forks of a server that has the libraries loaded."""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forked import Forked
+
+KERNEL = Path(__file__).with_name("forked_kernel.py")
+SESSION_WITHIN_S = 60
+
+
+class ForkedKernel(Forked):
+    """A kernel that Jupyter's provisioner takes for one of its own."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, arguments: list[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
+        """Start it, and wait until it leads a session: its process group is the one that Jupyter will kill."""
+        super().__init__([sys.executable, str(KERNEL), *arguments], cwd, env, log)
+        latest = time.monotonic() + SESSION_WITHIN_S
+        while os.getpgid(self.pid) != self.pid:
+            assert time.monotonic() < latest, log.read_text(errors="replace")
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def forked_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start kernels as forks."""
+
+    def launch(command: list[str], env: Mapping[str, str], cwd: str = ".", **_: Any) -> ForkedKernel:
+        return ForkedKernel(command[command.index("-f") :], Path(cwd).absolute(), env, tmp_path / "kernel.log")
+
+    monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", launch)
