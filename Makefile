@@ -10,7 +10,7 @@ DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
 FULL := 2.4_full_finetuning/run_0_cpu_x1
 NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
 # Two workers, and what starts several ranks on one of them, so that at most three processes share the cores.
-PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 
 .PHONY: demo install deepspeed test test-all mutants soak lint lab run record tables tables-check notebooks siblings bench
 .DEFAULT_GOAL := demo

@@ -1,10 +1,13 @@
 """What tests share: the embedded base, small runs, and run folders as processes of their own."""
 
 import os
+import re
+import time
 
 # before the libraries are imported, which read these once: no network, one thread for a device, DeepSpeed on the CPU
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("KILLS_SEED", str(time.time_ns() % 1_000_000))  # one for all workers: it names tests
 
 import json
 import subprocess
@@ -12,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,18 +28,30 @@ from common.run_config import REPOSITORY, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
 from tests.forked import run_forked
 
-STARTS_RANKS = ("start", "results_of", "run_several", "hosts", "loopback")
-"""Fixtures of tests that start several processes."""
+STARTS_RANKS = re.compile(
+    r"faults/test_(processes|random_kills|resume)|network/|unit/test_(pipeline|tensor_parallel)\.py|two_ranks|4_bit_numbers"
+    r"|recipes/test_(equivalence|sharding|pipeline|classification|summarization)|recipes/.*(torchrun|accelerate|make.run)"
+    r"|test_the_notebook_runs.*(ddp|fsdp|zero|pp|classification|summarization)"
+)
+"""Names of tests that start several processes."""
 SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
 SMALL = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--epochs", "1", "--max_new_tokens", "8")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that start ranks on one worker: two of them at once would be four processes on two cores."""
-    for item in items:
-        if any(name in item.fixturenames for name in STARTS_RANKS):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep tests that start ranks on one worker: two of them at once would be four processes on two cores.
+
+    By names, as xdist's own groups are lost with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling  # here: a single test needs no xdist
+
+    class RanksOnOneWorker(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if STARTS_RANKS.search(nodeid) and "single" not in nodeid else nodeid
+
+    return RanksOnOneWorker(config, log)
 
 
 @dataclass(frozen=True)

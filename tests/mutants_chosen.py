@@ -737,7 +737,7 @@ PROCESSES = (
         "common/watch.py",
         "        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n",
         "        pass\n",
-        _faults("processes", "nobody_outlives_the_agent"),
+        _faults("processes", "nobody_outlives_the_agent[ddp-9]"),
     ),
     Fault(
         "a rank that hangs is not noticed",

@@ -83,7 +83,6 @@ def test_nobody_outlives_the_agent(
     outcomes.keep(29, technique, f"{how.name} of torchrun: 0 processes left", ended_s=gone_s)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_rank_whose_last_works_end_late_ends_well() -> None:
     worker = Path(__file__).with_name("last_works_worker.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}

@@ -9,17 +9,19 @@ import pytest
 
 from common.checkpoints import BAD, newest_whole, steps_at
 
-KILLS = int(os.environ.get("KILLS", "10"))
-"""Of all techniques together: 4 of them in `make test`, which has two techniques; `make soak` does 100."""
-SEED = int(os.environ.get("KILLS_SEED", time.time_ns() % 1_000_000))
+KILLS = int(os.environ.get("KILLS", "0"))
+"""Of all techniques together; `make soak` does 100. 0: a few, `IN_MAKE_TEST` and `IN_TEST_ALL` of each technique."""
+IN_MAKE_TEST, IN_TEST_ALL = 2, 4
+SEED = int(os.environ["KILLS_SEED"])
 """In the name of each test, so that a failure can be had again."""
-TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
+FAST = ("single", "ddp")
+TECHNIQUES = (*FAST, "fsdp", "pp", "machines")
 ENDED_S, FINISHED_S = 5, 120
 STEPS = 10
 
 
 @pytest.mark.parametrize(
-    "technique", ["single", "ddp", *(pytest.param(each, marks=pytest.mark.slow) for each in TECHNIQUES[2:])]
+    "technique", [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in TECHNIQUES[len(FAST) :])]
 )
 @pytest.mark.parametrize("seed", [SEED])
 def test_a_run_survives_any_kill(
@@ -27,7 +29,7 @@ def test_a_run_survives_any_kill(
 ) -> None:
     chance = random.Random(f"{seed} {technique}")
     ended_s, lost, number = 0.0, 0, 0
-    kills = -(-KILLS // len(TECHNIQUES))
+    kills = -(-KILLS // len(TECHNIQUES)) or (IN_MAKE_TEST if technique in FAST else IN_TEST_ALL)
     for kill in range(kills):
         run = start(technique, "--resume_from", "last", name=f"run{number}")
         checkpoints = run.results / "checkpoints"

@@ -334,8 +334,8 @@ def test_a_port_that_is_taken_is_refused_on_every_host(hosts: Callable[..., Plac
 def test_a_host_that_never_comes_is_named_on_every_host(hosts: Callable[..., Place]) -> None:
     place = hosts(2)
     for rank in range(2):
-        place.start(rank, *static(rank, 3, join_s=15))
-    place.finish(START_S + 15)
+        place.start(rank, *static(rank, 3, join_s=8))
+    place.finish(START_S + 8)
     check_refused(place.workers, "2 of 3 members came in time; missing: rank 2", "--join_timeout_s")
 
 
@@ -344,8 +344,8 @@ def test_a_host_that_never_comes_is_named_on_every_host(hosts: Callable[..., Pla
 def test_two_hosts_with_one_rank_are_refused(hosts: Callable[..., Place]) -> None:
     place = hosts(3)
     for host, rank in enumerate((0, 1, 1)):
-        place.start(host, *static(rank, 3, join_s=15))
-    place.finish(START_S + 15)
+        place.start(host, *static(rank, 3, join_s=8))
+    place.finish(START_S + 8)
     missing = [worker for worker in place.workers if "missing: rank 2" in worker.error]
     check_refused(missing, "2 of 3 members came in time")
     (second,) = set(place.workers) - set(missing)

@@ -37,10 +37,8 @@ def id_of(path: Path) -> str:
     return f"{path.parent.name}-{path.stem}"
 
 
-def marks_of(path: Path, slow: bool) -> list[pytest.MarkDecorator]:
-    """One notebook that starts ranks at a time."""
-    ranks = [] if path.stem.split("_")[-1] in CELL_BY_CELL else [pytest.mark.xdist_group("ranks")]
-    return [*ranks, *([pytest.mark.slow] if slow else [])]
+def marks_of(slow: bool) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] if slow else []
 
 
 def fork_its_kernel(path: Path, request: pytest.FixtureRequest) -> None:
@@ -72,7 +70,7 @@ def test_there_are_notebooks() -> None:
 def with_most_slow() -> list:
     """Every notebook; all but the first technique's only in `make test-all`."""
     return [
-        pytest.param(path, id=id_of(path), marks=marks_of(path, slow=path.name not in FIRST or path not in FOR_CPU))
+        pytest.param(path, id=id_of(path), marks=marks_of(slow=path.name not in FIRST or path not in FOR_CPU))
         for path in NOTEBOOKS
         if path not in (*PLANNING, *COMPARING, *ACROSS)
     ]
@@ -146,7 +144,7 @@ def pictures_of(path: Path) -> set[str]:
 @pytest.mark.usefixtures("forked_kernels")
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.parent.name, marks=marks_of(path, slow=path not in SOURCES)) for path in COMPARING],
+    [pytest.param(path, id=path.parent.name, marks=marks_of(slow=path not in SOURCES)) for path in COMPARING],
 )
 def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
     papermill.execute_notebook(path, tmp_path / "out.ipynb", cwd=path.parent, progress_bar=False)
@@ -156,7 +154,7 @@ def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem, marks=marks_of(path, slow=path.name != FIRST[0])) for path in FOR_CPU]
+    "path", [pytest.param(path, id=path.stem, marks=marks_of(slow=path.name != FIRST[0])) for path in FOR_CPU]
 )
 def test_bad_input_ends_the_notebook_with_the_sentence(
     path: Path, tmp_path: Path, request: pytest.FixtureRequest

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import (
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     BertConfig,
     BertModel,
@@ -16,9 +17,12 @@ from common.minilm import minilm_folder
 from common.run_config import REPOSITORY
 
 BASE = REPOSITORY / "assets" / "embedded_base"
-TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-"""Of matrices that 4 bits can hold in whole blocks of 64; two layers, for two stages."""
-TINY_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+        "initializer_range": 0.1}  # fmt: skip
+"""Of matrices that 4 bits can hold in whole blocks of 64; two layers, for two stages. With the libraries' own 0.02 for
+the weights nearly all would go past layers of this size, and a mistake in them would hardly be seen."""
+TINY_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+                "initializer_range": 0.2}  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -51,6 +55,20 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tiny_chat_model: str, encoders: dict[str, str], tiny_summarizer: str) -> dict[str, str]:
-    """By task, the folder of a tiny model."""
-    return {"chat": tiny_chat_model, "classification": encoders["bert"], "summarization": tiny_summarizer}
+def strong_summarizer(tmp_path_factory: pytest.TempPathFactory, tiny_summarizer: str) -> str:
+    """The tiny BART with weights as large as the other tiny models have, for the same reason."""
+    model, folder = AutoModelForSeq2SeqLM.from_pretrained(tiny_summarizer), tmp_path_factory.mktemp("strong-bart")
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module is not model.lm_head:
+                module.weight *= TINY_ENCODER["initializer_range"] / model.config.init_std
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_summarizer).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tiny_chat_model: str, encoders: dict[str, str], strong_summarizer: str) -> dict[str, str]:
+    """By task, the folder of a tiny model; and by its name, of another one."""
+    of_tasks = {"chat": tiny_chat_model, "classification": encoders["bert"], "summarization": strong_summarizer}
+    return {**of_tasks, "roberta": encoders["roberta"]}

@@ -1,8 +1,8 @@
 """Every technique computes the steps of one device: fp32, dropout off, the same rows, uneven and padded.
 
 33 rows at a global batch of 8 leave one for the last of five steps: of two ranks one has none then, and a pipeline
-fills its micro-batches up with rows that have no label; so do 9 validation rows. Some steps' gradients are clipped, and
-others are not: clipping alone would hide gradients that are wrong by a factor.
+fills its micro-batches up with rows that have no label; so do 9 validation rows at 4 rows of a rank. Some steps'
+gradients are clipped, and others are not: clipping alone would hide gradients that are wrong by a factor.
 
 A technique more is a line more in CASES. Of a selection, as of one test by its name, only those runs and their
 counterparts are started.
@@ -39,14 +39,12 @@ TORCHRUN, ACCELERATE, MACHINES = (
     SUMMARIZATION / f"my_workflow_summarization_{way}.py" for way in ("torchrun", "accelerate", "machines")
 )
 
-SAME = ("--train_rows", "33", "--validation_rows", "9", "--test_rows", "1", "--report_to", "none",
-        "--learning_rate_scaling", "none", "--lora_dropout", "0")  # fmt: skip
+SAME = ("--train_rows", "33", "--validation_rows", "9", "--evaluation_batch_size", "4", "--test_rows", "1",
+        "--report_to", "none", "--learning_rate_scaling", "none", "--lora_dropout", "0")  # fmt: skip
 RECIPES = {
-    "SGD": ("--optimizer", "sgd", "--warmup_share", "0", "--max_steps", "5",
-            "--report_share", "0.2"),
+    "SGD": ("--optimizer", "sgd", "--warmup_share", "0", "--max_steps", "5", "--report_share", "0.2"),
     "AdamW": ("--learning_rate", "1e-3", "--max_steps", "20", "--report_share", "0.05"),
-}  # fmt: skip
-STEPS = {"SGD": 5, "AdamW": 20}
+}
 OF_TASK = {
     "chat": ("--independent_judge", "none", "--max_new_tokens", "1"),
     "classification": ("--test_rows", "2"),
@@ -75,6 +73,8 @@ class Case:
     overrides: tuple[str, ...]
     task: str = "chat"
     note: str = ""
+    model: str = ""
+    """Of the tiny models, where it is not the task's own."""
     launch: str = "two_ranks"
     """The fixture that runs it."""
     reference: "Case | None" = None
@@ -101,24 +101,24 @@ def one_device_of(technique: str, place: Path, *overrides: str, **other: Any) ->
     return Case("one device", technique, place, overrides, launch="one_device", **other)
 
 
-def clipped_above(norm: str, learning_rate: str = "0.1") -> tuple[str, ...]:
-    return ("--max_grad_norm", norm, "--learning_rate", learning_rate)
+def sgd(clip: str, learning_rate: str) -> tuple[str, ...]:
+    return ("--max_grad_norm", clip, "--learning_rate", learning_rate)
 
 
 ONE = {
-    "full": one_device_of("full", FULL, *WHOLE_BATCH, sgd=clipped_above("1")),
-    "every weight": one_device_of("full", FULL, *WHOLE_BATCH, *ALL, note="every weight", sgd=clipped_above("2.4")),
-    "lora": one_device_of("lora", LORA, *WHOLE_BATCH, sgd=clipped_above("5", "0.01")),
-    "qlora": one_device_of("qlora", QLORA, *WHOLE_BATCH, sgd=clipped_above("5", "0.01")),
+    "full": one_device_of("full", FULL, *WHOLE_BATCH, sgd=sgd("2.9", "0.05")),
+    "every weight": one_device_of("full", FULL, *WHOLE_BATCH, *ALL, note="every weight", sgd=sgd("3.4", "0.05")),
+    "lora": one_device_of("lora", LORA, *WHOLE_BATCH, sgd=sgd("19", "0.003")),
+    "qlora": one_device_of("qlora", QLORA, *WHOLE_BATCH, sgd=sgd("19", "0.003")),
     **{
         f"classification, {technique}": one_device_of(
             technique, CLASSIFICATION, "--technique", technique, "--parallel", "single", *WHOLE_BATCH,
-            task="classification", sgd=clipped_above("1"),
+            task="classification", sgd=sgd(clip, "0.03"),
         )
-        for technique in ("full", "lora")
+        for technique, clip in (("full", "4.3"), ("lora", "3.3"))
     },
     "summarization": one_device_of(
-        "full", TORCHRUN, *TWO_PARTS, *OF_RANK, task="summarization", sgd=clipped_above("1")
+        "full", TORCHRUN, *TWO_PARTS, *OF_RANK, task="summarization", sgd=sgd("0.92", "0.1")
     ),
 }  # fmt: skip
 """What the others are compared with."""
@@ -144,14 +144,15 @@ def pipeline(strategy: str, technique: str, *overrides: str, note: str = "") -> 
     return chat(strategy, technique, PP, "--technique", technique, *overrides, note=note)
 
 
-def classifying(strategy: str, technique: str, *overrides: str) -> Case:
-    settings = ("--technique", technique, "--parallel", strategy.lower(), *overrides)
-    reference = ONE[f"classification, {technique}"]
-    return Case(strategy, technique, CLASSIFICATION, settings, reference.task, reference=reference)
+def classifying(strategy: str, technique: str, *overrides: str, reference: Case | None = None) -> Case:
+    settings = ("--technique", technique, "--parallel", strategy.partition(",")[0].lower(), *overrides)
+    one = reference or ONE[f"classification, {technique}"]
+    return Case(strategy, technique, CLASSIFICATION, settings, one.task, one.note, one.model, reference=one)
 
 
-def summing_up(strategy: str, place: Path, *overrides: str, note: str = "", launch: str = "two_ranks") -> Case:
-    return Case(strategy, "full", place, overrides, "summarization", note, launch, ONE["summarization"])
+def summing_up(strategy: str, place: Path, *overrides: str, reference: Case | None = None, **other: str) -> Case:
+    one = reference or ONE["summarization"]
+    return Case(strategy, "full", place, overrides, one.task, **{"note": one.note, **other}, reference=one)
 
 
 CASES = [
@@ -179,6 +180,7 @@ CASES = [
         for way, size in (("DDP", OF_RANK), ("PP", STAGES), ("TP", WHOLE_BATCH))
         for technique in ("full", "lora")
     ),
+    classifying("TP, accumulated", "full", *OF_RANK, "--accumulation_steps", "2"),
     summing_up("Seq2SeqTrainer", TORCHRUN, *OF_RANK),
     summing_up("plain loop, Accelerate", ACCELERATE, *OF_RANK),
     summing_up("plain loop, torch.distributed", MACHINES, *OF_RANK),
@@ -188,6 +190,21 @@ CASES = [
     summing_up("plain loop, torch.distributed, accumulated", MACHINES, *ACCUMULATED, *OVERLAPPED, note="overlapped"),
     summing_up("plain loop, one device", ACCELERATE, *TWO_PARTS, *OF_RANK, launch="one_device"),
 ]
+ROBERTA = one_device_of(
+    "full", CLASSIFICATION, "--parallel", "single", *WHOLE_BATCH, task="classification", note="RoBERTa",
+    model="roberta", sgd=sgd("4.2", "0.03"),
+)  # fmt: skip
+THREE_PARTS = one_device_of(
+    "full", TORCHRUN, *TWO_PARTS, "--partitions", "3", *OF_RANK, task="summarization", note="three parts",
+    sgd=sgd("0.85", "0.1"),
+)  # fmt: skip
+MORE_CASES = [
+    classifying("PP", "full", *STAGES, reference=ROBERTA),
+    classifying("TP", "full", *WHOLE_BATCH, reference=ROBERTA),
+    summing_up("Seq2SeqTrainer", TORCHRUN, *OF_RANK, "--partitions", "3", reference=THREE_PARTS),
+    summing_up("plain loop, torch.distributed", MACHINES, *OF_RANK, "--partitions", "3", reference=THREE_PARTS),
+]
+"""Another model of a kind, and parts of the rows that ranks cannot share evenly."""
 CONTROL = chat("rows in another order", "full", FULL, *WHOLE_BATCH, "--seed", "7", launch="one_device")
 OVER_20_STEPS = [
     case.with_adamw()
@@ -214,7 +231,9 @@ def launch(
 
     def launched(name: str, ranks: int) -> Runs:
         runs = {
-            str(case): (case.place, case.settings(tiny_models[case.task])) for case in needed if case.launch == name
+            str(case): (case.place, case.settings(tiny_models[case.model or case.task]))
+            for case in needed
+            if case.launch == name
         }
         return run_several(tmp_path_factory.mktemp(name), runs, ranks)
 
@@ -316,7 +335,9 @@ def check_counted(one: Any, other: Any) -> None:
         assert other.record[key] == one.record[key]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
+)
 def test_five_sgd_steps_are_one_devices(case: Case, both: tuple[Any, Any], differences: Differences) -> None:
     one, other = both
     check_counted(one, other)
@@ -333,7 +354,7 @@ def test_some_steps_are_clipped_and_some_are_not(case: Case, one_device: Runs) -
     ]
     norms = [entry["grad_norm"] for entry in history if "grad_norm" in entry]
     clip = run.record["config"]["max_grad_norm"]
-    assert min(norms) < 0.9 * clip < 1.1 * clip < max(norms), norms
+    assert min(norms) < 0.95 * clip < 1.05 * clip < max(norms[:4]), norms  # the last step's rate is small
 
 
 @pytest.mark.parametrize("case", [CONTROL], ids=str)

@@ -69,7 +69,6 @@ def every_case() -> list:
     ]
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("stages", "name"), every_case())
 def test_stages_compute_what_the_whole_model_computes(compared: dict[int, Compared], stages: int, name: str) -> None:
     by_stage = compared[stages][name]
@@ -89,7 +88,6 @@ def test_stages_compute_what_the_whole_model_computes(compared: dict[int, Compar
     assert all(difference > 0.1 for difference in controls) if is_tied else controls == [0, 0]
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("stages", "name"), every_case())
 def test_stages_are_saved_as_one_model_and_hold_a_part_each(
     compared: dict[int, Compared], stages: int, name: str

@@ -103,7 +103,6 @@ def ranks_and_devices(output: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_two_ranks_pass_and_each_has_its_row(tmp_path: Path) -> None:
     output = preflight_process(tmp_path, DDP, "--accumulation_steps", "2")
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
@@ -113,7 +112,6 @@ def test_two_ranks_pass_and_each_has_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_a_pipeline_of_two_stages_passes_and_each_has_its_row(tmp_path: Path) -> None:
     output = preflight_process(tmp_path, PP)
     assert "layers on each stage: 2, 2" in output
@@ -125,7 +123,6 @@ def test_a_pipeline_of_two_stages_passes_and_each_has_its_row(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_a_sharded_run_passes_and_each_rank_has_its_part(tmp_path: Path) -> None:
     output = preflight_process(tmp_path, "2.6_full_finetuning_with_fsdp/run_0_cpu_x2")
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
@@ -135,7 +132,6 @@ def test_a_sharded_run_passes_and_each_rank_has_its_part(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_adapters_on_a_pipeline_pass_with_accumulation_and_checkpointing(tmp_path: Path) -> None:
     asked = ("--technique", "lora", "--gradient_checkpointing", "non-reentrant", "--schedule", "gpipe")
     output = preflight_process(tmp_path, PP, *asked, "--accumulation_steps", "2", "--batch_size", "32")
@@ -167,7 +163,6 @@ def test_full_fine_tuning_passes(folder: str, capsys: pytest.CaptureFixture[str]
     ("technique", "parallel"), [("lora", "ddp"), ("full", "tp"), ("lora", "tp"), ("full", "pp"), ("lora", "pp")]
 )
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: Path) -> None:
     small = ("--batch_size", "8", "--evaluation_batch_size", "8")
     output = preflight_process(tmp_path, CLASSIFICATION, "--technique", technique, "--parallel", parallel, *small)
@@ -186,7 +181,6 @@ def test_a_classifier_passes_on_rows_of_a_length(technique: str, capsys: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
 def test_a_summarizer_passes_on_two_ranks(tmp_path: Path) -> None:
     small = ("--batch_size", "4", "--evaluation_batch_size", "4")
     output = preflight_process(tmp_path, SUMMARIZATION, *small)

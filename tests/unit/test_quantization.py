@@ -171,7 +171,6 @@ def test_weights_stored_as_bf16_hold_the_same_numbers() -> None:
         assert torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))
 
 
-@pytest.mark.xdist_group("ranks")
 def test_fsdp_divides_4_bit_numbers_and_leaves_loss_and_gradients(tmp_path: Path) -> None:
     """On two CPU ranks: nothing but the memory of a GPU is missing here."""
     command = torchrun_command(str(Path(__file__).with_name("quantized_fsdp_worker.py")), 2)

@@ -55,7 +55,6 @@ def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return json.loads((folder / "compared.json").read_text())
 
 
-@pytest.mark.xdist_group("ranks")
 @CASES
 def test_divided_models_compute_what_whole_ones_do(compared: dict[str, list], name: str) -> None:
     assert len(compared[name]) == RANKS
@@ -65,7 +64,6 @@ def test_divided_models_compute_what_whole_ones_do(compared: dict[str, list], na
         assert found["without a gradient"] == 0
 
 
-@pytest.mark.xdist_group("ranks")
 @CASES
 def test_divided_models_learn_what_whole_ones_do(compared: dict[str, list], name: str) -> None:
     for found in compared[name]:
@@ -77,7 +75,6 @@ def test_divided_models_learn_what_whole_ones_do(compared: dict[str, list], name
         assert found["sgd: way"] > 1e-2
 
 
-@pytest.mark.xdist_group("ranks")
 @CASES
 def test_divided_models_are_saved_whole_and_load_as_plain_ones(compared: dict[str, list], name: str) -> None:
     for found in compared[name]:
@@ -86,7 +83,6 @@ def test_divided_models_are_saved_whole_and_load_as_plain_ones(compared: dict[st
         assert found["held of the rest"] == 1
 
 
-@pytest.mark.xdist_group("ranks")
 @CASES
 def test_hidden_states_and_their_gradients_are_summed_twice_a_layer(compared: dict[str, list], name: str) -> None:
     """With adapters the first layer's attention needs none of its input, and what adapters make is summed, too."""
@@ -101,7 +97,6 @@ def test_hidden_states_and_their_gradients_are_summed_twice_a_layer(compared: di
         assert (found["forward bytes"], found["backward bytes"]) == (forward, backward)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_ranks_seeded_alike_agree_and_others_are_refused(compared: dict[str, list]) -> None:
     for found in compared["refusals"]:
         about = {name: words for name, words in found.items() if name.startswith("seeded")}
@@ -110,7 +105,6 @@ def test_ranks_seeded_alike_agree_and_others_are_refused(compared: dict[str, lis
             assert ("its copies differ by up to" in words) is name.startswith("seeded otherwise"), name
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(
     ("what", "words"),
     [
