@@ -51,7 +51,8 @@ test: $(TESTS) ## what a change needs: every kind of test once
 	@$(PYTEST) -m "not slow" tests
 
 test-all: $(TESTS) ## all tests: recipes in full, every notebook, every technique's faults
-	@$(PYTEST) tests
+	@$(PYTEST) -m "not alone" tests
+	@$(BIN)/python -m pytest -q -m alone tests
 
 mutants: $(TESTS) ## put 100 faults into copies of the code, one at a time, and see that the tests fail
 	@$(BIN)/python -m tests.mutants

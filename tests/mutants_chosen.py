@@ -39,11 +39,13 @@ def _recipes(name: str, *tests: str) -> tuple[str, ...]:
     return tuple(f"tests/recipes/test_{name}.py::test_{test}" for test in tests)
 
 
-DDP_EQUALS_ONE = _recipes("equivalence", "sgd_weights_and_losses_equal_one_devices")
 GOLDEN = _recipes("golden_losses", "the_first_losses_are_the_golden_ones[python-16]")
-FSDP_EQUALS_ONE = _recipes("sharding", "fsdp_computes_what_one_device_computes")
-ZERO_EQUALS_ONE = _recipes("sharding", "each_zero_stage_computes_what_one_device_computes")
-PP_EQUALS_ONE = _recipes("pipeline", "losses_and_weights_equal_one_devices")
+
+
+def _equals_one_device(case: str) -> tuple[str, ...]:
+    """A case of the matrix of equal steps."""
+    return _recipes("equivalence", f"five_sgd_steps_are_one_devices[{case}]")
+
 
 DATA = (
     Fault(
@@ -140,7 +142,7 @@ LOSS = (
         "common/training.py",
         "        ddp_find_unused_parameters=False,\n",
         "        ddp_find_unused_parameters=False,\n        average_tokens_across_devices=False,\n",
-        DDP_EQUALS_ONE,
+        _equals_one_device("DDP, lora"),
     ),
     Fault(
         "a summary's loss is averaged per share, not over the whole step",
@@ -182,7 +184,7 @@ LOSS = (
         "common/training.py",
         "gradient_accumulation_steps=run.accumulation_steps,",
         "gradient_accumulation_steps=1,",
-        DDP_EQUALS_ONE,
+        _equals_one_device("DDP, accumulated, lora"),
     ),
     Fault(
         "a learning rate that is to grow with the ranks does not",
@@ -210,7 +212,7 @@ LOSS = (
         "common/training.py",
         "greater_is_better=OBJECTIVES[run.task].higher_is_better,",
         "greater_is_better=not OBJECTIVES[run.task].higher_is_better,",
-        FSDP_EQUALS_ONE,
+        _equals_one_device("FSDP2, full"),
     ),
 )
 
@@ -220,28 +222,42 @@ SEVERAL_RANKS = (
         "common/sharded_training.py",
         "self.model.set_requires_gradient_sync(is_last)",
         "self.model.set_requires_gradient_sync(not is_last)",
-        FSDP_EQUALS_ONE,
+        _equals_one_device("FSDP2, accumulated, full"),
     ),
     Fault(
         "FSDP: each rank clips by the norm of its own shards",
         "common/sharded_training.py",
         "        dist.all_reduce(squares)\n",
         "",
-        FSDP_EQUALS_ONE,
+        _equals_one_device("FSDP2, full"),
+    ),
+    Fault(
+        "FSDP: gradients are divided by the ranks once too often",
+        "common/sharded_training.py",
+        "(loss * self.rank.world_size).backward()  # FSDP takes the mean",
+        "loss.backward()  # FSDP takes the mean",
+        _equals_one_device("FSDP2, full"),
+    ),
+    Fault(
+        "DDP by hand: gradients are divided by the ranks once too often",
+        "common/sharded_training.py",
+        "(loss * self.rank.world_size).backward()  # DDP takes the mean",
+        "loss.backward()  # DDP takes the mean",
+        _equals_one_device("DDP, full"),
     ),
     Fault(
         "FSDP: one shard of the trained model is not gathered",
         "common/sharding.py",
         "return weight.full_tensor() if isinstance(weight, DTensor) else weight",
         "return weight.to_local() if isinstance(weight, DTensor) else weight",
-        FSDP_EQUALS_ONE,
+        _equals_one_device("FSDP2, full"),
     ),
     Fault(
         "DDP by hand: gradients stay on their own rank",
         "common/sharded_training.py",
         "with nullcontext() if is_last else self.replica.no_sync():",
         "with self.replica.no_sync():",
-        FSDP_EQUALS_ONE,
+        _equals_one_device("DDP, full"),
     ),
     Fault(
         "a model that is whole on every rank passes for a sharded one",
@@ -255,7 +271,7 @@ SEVERAL_RANKS = (
         "common/zero_training.py",
         "self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)",
         "self.engine.backward(loss, scale_wrt_gas=False)",
-        ZERO_EQUALS_ONE,
+        _equals_one_device("ZeRO-1, full"),
         needs="deepspeed",
     ),
     Fault(
@@ -298,14 +314,14 @@ SEVERAL_RANKS = (
         "common/pipeline_training.py",
         "            weight.grad = sum_of_first_and_last(weight.grad, self.rank)\n",
         "            pass\n",
-        PP_EQUALS_ONE,
+        _equals_one_device("PP, 1F1B, full, every weight"),
     ),
     Fault(
         "pipeline: each stage clips by the norm of its own gradients",
         "common/pipeline_training.py",
         "        dist.all_reduce(squares)\n",
         "",
-        PP_EQUALS_ONE,
+        _equals_one_device("PP, 1F1B, full"),
     ),
     Fault(
         "pipeline: one stage's adapters are not saved",
@@ -347,7 +363,7 @@ SEVERAL_RANKS = (
         "common/gradient_exchange.py",
         "factor = self.ranks if self.overlaps else 1",
         "factor = 1",
-        _recipes("summarization", "gradients_sent_during_the_backward_pass_are_the_same"),
+        _equals_one_device("summarization, plain loop, torch.distributed, accumulated, full, overlapped"),
     ),
     Fault(
         "several machines: other training rows on one of them are not noticed",

@@ -16,6 +16,7 @@ def test_a_link_has_words_and_a_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: {refusal}")
 def test_overlap_and_bf16_are_worth_it_on_100_mbit(tmp_path: Path) -> None:
     records = measure(Link(SLOW_MBIT, 0), EXCHANGES, STEPS, tmp_path)
