@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration
 
-from common.launch import accelerate_command, free_port, torchrun_command
+from common.launch import accelerate_command, torchrun_command
 from common.models import EMBEDDED_SUMMARIZER
 from common.run_config import REPOSITORY, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
@@ -128,7 +128,7 @@ def run_several() -> Callable[..., dict[str, Trained]]:
     def run(folder: Path, runs: dict[str, tuple[Path, tuple[str, ...]]], ranks: int) -> dict[str, Trained]:
         names = {name: name.replace(", ", "-").replace(" ", "-") for name in runs}
         jobs = [
-            {"place": str(place), "name": names[name], "port": free_port(), "overrides": overrides}
+            {"place": str(place), "name": names[name], "overrides": overrides}
             for name, (place, overrides) in runs.items()
         ]
         (folder / "jobs.json").write_text(json.dumps(jobs))
