@@ -65,7 +65,7 @@ soak: $(TESTS) ## 100 random kills and 10,000 fuzzed inputs; keeps what the faul
 lint: .venv/.has-lint
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-bench: .venv/.has-bench .venv/.has-notebooks ## speed against other tools, scaling, quality, the planner's error, pipelines: 50 minutes on a quiet machine
+bench: $(RUNS) .venv/.has-bench ## speed against other tools, scaling, quality, the planner's error, pipelines: 50 minutes on a quiet machine
 	@$(BIN)/python -m bench
 
 siblings: $(RUNS) ## copy each technique's first run folder to the others, but for their literals
