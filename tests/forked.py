@@ -4,7 +4,7 @@ Importing PyTorch, Transformers and PEFT takes seconds of every start, and the t
 program that is started here is a process of its own, with its own signals, exit code and children, but it begins where
 its imports of those libraries would have ended; modules of this repository are imported anew. Ranks that it starts by
 torchrun are forks in the same way. All forks share one seed of Python's hashes, which real processes do not: the tests
-that prove a launcher start real processes (`tests/recipes/test_launchers.py`).
+that check a launcher start real processes (`tests/recipes/test_launchers.py`).
 """
 
 import atexit
