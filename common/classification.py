@@ -126,9 +126,11 @@ def macro_f1(found: tuple[int, ...], meant: tuple[int, ...]) -> float:
 
 
 def macro_f1_interval(found: tuple[int, ...], meant: tuple[int, ...]) -> tuple[float, float]:
-    """Percentiles of the macro-F1 of rows drawn again and again, with replacement."""
+    """Percentiles of the macro-F1 of rows drawn again and again, with replacement; of a single row, all that can be."""
     from scipy.stats import bootstrap
 
+    if len(meant) == 1:
+        return 0.0, 1.0
     interval = bootstrap(
         (np.array(found), np.array(meant)), macro_f1, paired=True, vectorized=False, method="percentile",
         n_resamples=BOOTSTRAP_SAMPLES, confidence_level=CONFIDENCE, rng=BOOTSTRAP_SEED,

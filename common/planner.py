@@ -503,12 +503,16 @@ def explanation(plan: Plan) -> str:
 
 
 def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
-    """The job of a run folder's run; where one CPU device holds all stages, as if it were not divided."""
+    """The job of a run folder's run; where one CPU device holds all stages, as if it were not divided.
+
+    A batch is filled up until the micro-batches divide it, as training does (`PipelineTrainer.collated`).
+    """
+    filled_up = -(-batch.rows // run.micro_batches) * run.micro_batches
     targets = {"all": (), "all-linear": ALL_LINEAR if run.technique == "full" else ()}
     return Job(
         technique=run.technique,
         parallel="single" if run.parallel == "mp" and run.device == "cpu" else run.parallel,
-        batch=batch,
+        batch=replace(batch, rows=filled_up),
         devices=run.devices,
         precision=run.precision,
         quantization=run.quantization,

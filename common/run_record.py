@@ -125,6 +125,8 @@ class RunLog:
 
     def failed(self, error: BaseException, phase: str) -> None:
         """Keep how this rank ended; what went wrong first stays, and is not covered by what followed from it."""
+        if isinstance(error, GeneratorExit):  # a signal came while `phase` was entered or left, and Python closes it
+            error = SystemExit("was told to end by a signal")
         figures = {
             "failed_phase": phase,
             "failed_rank": self.rank.rank,

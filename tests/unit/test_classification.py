@@ -100,6 +100,10 @@ def test_the_interval_of_macro_f1_brackets_it_and_narrows_with_rows() -> None:
     assert macro_f1_interval(FOUND * 10, MEANT * 10) == macro_f1_interval(FOUND * 10, MEANT * 10)
 
 
+def test_of_one_row_macro_f1_is_not_known() -> None:
+    assert macro_f1_interval((1,), (1,)) == (0.0, 1.0)
+
+
 def test_the_classes_meant_are_lines_and_those_found_columns() -> None:
     assert confusion(FOUND, MEANT, 3) == [[2, 1, 0], [0, 1, 1], [0, 0, 1]]
     assert confusion((0,), (0,), 3) == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]

@@ -279,6 +279,14 @@ def test_what_fits_passes_and_what_does_not_is_refused_before_the_model_loads(
         check_placement_and_memory(run, rows, tokenizer)
 
 
+def test_fewer_rows_than_a_batch_are_filled_up_in_a_pipeline() -> None:
+    """As training fills them up: 33 rows in 8 micro-batches are 40."""
+    run = replace(PP, batch_size=64, micro_batches=8)
+    rows = load_splits(run).train[:33]
+    assert place_stages(run, BatchShape(33, 64, 63)).plan.job.batch.rows == 40
+    check_placement_and_memory(run, rows, load_tokenizer(run))
+
+
 # -- ways side by side
 
 
