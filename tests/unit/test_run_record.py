@@ -169,9 +169,7 @@ def test_a_sigterm_while_a_failure_is_written_down_waits_until_it_is(
     assert (record["status"], record["error"]) == ("failed", "ValueError: the first failure")
 
 
-def test_a_signal_between_a_phase_and_its_bookkeeping_is_an_interruption(
-    run_config: RunConfig, tmp_path: Path
-) -> None:
+def test_a_signal_between_a_phase_and_its_bookkeeping_is_an_interruption(run_config: RunConfig, tmp_path: Path) -> None:
     """Python then closes the phase that nobody leaves any more: that says nothing about what went wrong."""
     log = RunLog(replace(run_config, results_root=str(tmp_path)), RANK)
     entered = log.phase("training")
