@@ -1,0 +1,47 @@
+"""The table of equal steps: largest differences in a cell, and what was not run this time kept from before."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.report_equivalence import equivalence, merged
+
+
+def outcome(technique: str, loss: float | None, weight: float | None, note: str = "") -> dict[str, object]:
+    return {
+        "task": "chat", "strategy": "DDP", "technique": technique, "note": note,
+        "loss_difference": loss, "weight_difference": weight,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("common.report_equivalence.OUTCOMES", tmp_path / "equivalence.json")
+    return tmp_path / "equivalence.json"
+
+
+def test_a_cell_has_the_largest_loss_and_weight_of_its_cases(kept: Path) -> None:
+    rows = [outcome("full", 2e-7, 3e-9), outcome("full", 1e-7, 4e-9, "bf16"), outcome("lora", 0.0, 0.0)]
+    kept.write_text(json.dumps([*rows, outcome("qlora", None, None)]))
+    assert equivalence([]).to_dict("records") == [
+        {"Task": "chat", "Steps shared by": "DDP", "Full": "2e-07 / 4e-09", "LoRA": "0 / 0", "QLoRA": "not run"}
+    ]
+
+
+def test_a_technique_without_a_case_has_an_empty_cell(kept: Path) -> None:
+    kept.write_text(json.dumps([outcome("full", None, None)]))
+    assert equivalence([]).to_dict("records")[0] == {
+        "Task": "chat", "Steps shared by": "DDP", "Full": "not run", "LoRA": "", "QLoRA": ""
+    }  # fmt: skip
+
+
+def test_a_skipped_case_keeps_its_figures_and_a_dropped_one_goes(kept: Path) -> None:
+    kept.write_text(json.dumps([outcome("full", 1e-7, 1e-9), outcome("lora", 2e-7, 1e-9), outcome("qlora", 5e-7, 0.0)]))
+    found = merged([outcome("lora", 3.14159e-7, 0.0), outcome("full", None, None)])
+    assert found == [outcome("full", 1e-7, 1e-9), outcome("lora", 3.1e-7, 0.0)]
+
+
+def test_without_figures_from_before_a_skipped_case_was_not_run(kept: Path) -> None:
+    assert not kept.exists()
+    assert merged([outcome("full", None, None)]) == [outcome("full", None, None)]
