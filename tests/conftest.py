@@ -28,12 +28,10 @@ from common.run_config import REPOSITORY, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
 from tests.forked import run_forked
 
-STARTS_RANKS = re.compile(
-    r"faults/test_(processes|random_kills|resume)|network/|unit/test_(pipeline|tensor_parallel)\.py|two_ranks|4_bit_numbers"
-    r"|recipes/test_(equivalence|sharding|pipeline|classification|summarization)|recipes/.*(torchrun|accelerate|make.run)"
-    r"|test_the_notebook_runs.*(ddp|fsdp|zero|pp|classification|summarization)"
-)
-"""Names of tests that start several processes."""
+TIMED = re.compile(r"faults/test_(processes|random_kills)|network/")
+"""Files whose tests measure how soon something happens, and share runs."""
+SHARES_RANKS = re.compile(r"recipes/|faults/test_resume|unit/test_(pipeline|tensor_parallel)\.py")
+"""Files whose tests look at what one start of ranks computed."""
 SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
 SMALL = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--epochs", "1", "--max_new_tokens", "8")
@@ -41,17 +39,19 @@ SMALL = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep tests that start ranks on one worker: two of them at once would be four processes on two cores.
+    """Keep tests that share a start of ranks on one worker, and on one those that measure time: not both at once.
 
-    By names, as xdist's own groups are lost with pytest 9.2.
+    By names, as xdist's own groups are lost with pytest 9.2. What has the most tests comes first.
     """
     from xdist.scheduler import LoadScopeScheduling  # here: a single test needs no xdist
 
-    class RanksOnOneWorker(LoadScopeScheduling):
+    class TogetherWhatShares(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if STARTS_RANKS.search(nodeid) and "single" not in nodeid else nodeid
+            if TIMED.search(nodeid):
+                return "timed"
+            return nodeid.partition("::")[0] if SHARES_RANKS.search(nodeid) else nodeid
 
-    return RanksOnOneWorker(config, log)
+    return TogetherWhatShares(config, log)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import socket
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
 from multiprocessing import forkserver
@@ -43,6 +44,8 @@ LIBRARIES = (
 )  # fmt: skip
 """What workflows import, here or there; without `common`, whose modules look at the process that imports them."""
 
+OURS = re.compile(r"common(\.|$)|my_")
+"""Modules that each program imports anew."""
 MOST_FILES = 4096
 CLONE_NEWUTS, CLONE_NEWNET = 0x0400_0000, 0x4000_0000
 EXECUTE_PARAMETERS = list(signature(subprocess.Popen._execute_child).parameters)[2:]
@@ -119,6 +122,9 @@ def run_forked(command: Sequence[str], cwd: Path, env: Mapping[str, str], log: P
 class ForkingPopen(subprocess.Popen):
     """`subprocess.Popen` that forks this process where the command is this Python with a script or a module."""
 
+    in_child: Callable[[], None] | None = None
+    """Called in the fork first."""
+
     def _execute_child(self, args: Any, *others: Any) -> None:
         command = [args] if isinstance(args, str) else [str(each) for each in args]
         wanted = SimpleNamespace(**dict(zip(EXECUTE_PARAMETERS, others, strict=True)))
@@ -129,6 +135,8 @@ class ForkingPopen(subprocess.Popen):
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            if self.in_child:
+                self.in_child()
             _run_in_child(command, wanted)
         self._child_created = True
         for end in {wanted.p2cread, wanted.c2pwrite, wanted.errwrite} - {-1}:
@@ -178,6 +186,8 @@ def _run(command: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
     gc.freeze()  # what the server has imported is not looked through, nor copied, at each collection
     multiprocessing.set_start_method(None, force=True)  # the system's own again: the server's keeps semaphores' names
     os.chdir(cwd)
+    for name in [name for name in sys.modules if OURS.match(name)]:
+        del sys.modules[name]
     values = dict(env)
     os.environ.clear()
     os.environ.update(values)

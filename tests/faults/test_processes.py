@@ -15,6 +15,7 @@ from common.checkpoints import newest_whole, verify
 from common.launch import BAD_INPUT_EXIT_CODE, stream_command, torchrun_command
 from common.run_config import REPOSITORY
 from common.watch import HUNG_EXIT_CODE
+from tests.forked import Forked
 
 TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
 SEVERAL_RANKS = TECHNIQUES[1:]
@@ -69,7 +70,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
 def test_nobody_outlives_the_agent(
     start: Callable, outcomes: object, left_behind: Callable, technique: str, how: signal.Signals
 ) -> None:
-    """One of them with processes as a shell starts them; so are those of `test_nobody_outlives_a_kernel`."""
+    """One of them with processes as a shell starts them."""
     run = start(technique, is_forked=(technique, how) != ("fsdp", signal.SIGKILL))
     run.wait_for_checkpoint(1)
     ports = run.ports()
@@ -102,15 +103,14 @@ def test_nobody_outlives_a_kernel(
     start: Callable, outcomes: object, left_behind: Callable, tmp_path: Path, how: signal.Signals
 ) -> None:
     """A process that starts ranks as a notebook's cell does; killed, or its cell interrupted."""
-    run = start("ddp", name="never", is_forked=False)  # for its place and settings
+    run = start("ddp", name="never")  # for its place and settings
     run.kill()
     command = run.process.args
     script = next(number for number, word in enumerate(command) if str(word).endswith(".py"))
     overrides = [*command[script + 1 :], "--run_name", "cell"]
-    code = NOTEBOOK.format(script=command[script], overrides=overrides)
-    folder = next(Path(__file__).parents[2].glob("2.2_*/run_0_cpu_x2"))
-    with (tmp_path / "cell.log").open("w") as log:
-        kernel = subprocess.Popen([sys.executable, "-c", code], cwd=folder, stdout=log, stderr=log)
+    (tmp_path / "cell.py").write_text(NOTEBOOK.format(script=command[script], overrides=overrides))
+    folder = next(REPOSITORY.glob("2.2_*/run_0_cpu_x2"))
+    kernel = Forked([sys.executable, str(tmp_path / "cell.py")], folder, os.environ, tmp_path / "cell.log")
     run.results, run.log, run.process, run.seen = run.results.parent / "cell", tmp_path / "cell.log", kernel, {}
     run.wait_for_checkpoint(1)
     below, ports = psutil.Process(kernel.pid).children(recursive=True), run.ports()

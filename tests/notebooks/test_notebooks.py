@@ -42,8 +42,8 @@ def marks_of(slow: bool) -> list[pytest.MarkDecorator]:
 
 
 def fork_its_kernel(path: Path, request: pytest.FixtureRequest) -> None:
-    """Unless Accelerate's `notebook_launcher` is in it: it refuses a process in which bitsandbytes was imported."""
-    if not path.stem.endswith("_nblaunch"):
+    """And the ranks that it starts, but for the first notebook with ranks, which has a kernel and ranks as users do."""
+    if path.name != FIRST[1] or path not in FOR_CPU:
         request.getfixturevalue("forked_kernels")
 
 
