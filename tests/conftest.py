@@ -24,8 +24,9 @@ from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration
 
 from common.launch import accelerate_command, torchrun_command
 from common.models import EMBEDDED_SUMMARIZER
-from common.run_config import REPOSITORY, RunConfig
+from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
+from common.zero_training import check_deepspeed
 from tests.forked import run_forked
 
 TIMED = re.compile(r"faults/test_(processes|random_kills)|network/")
@@ -143,6 +144,15 @@ def run_several() -> Callable[..., dict[str, Trained]]:
         return {name: Trained(folder / "results" / names[name]) for name in runs}
 
     return run
+
+
+@pytest.fixture(scope="session")
+def needs_deepspeed() -> None:
+    """Skip where ZeRO cannot run, and say what is missing in the sentence that users get."""
+    try:
+        check_deepspeed()
+    except BadInputError as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="session")

@@ -482,13 +482,12 @@ def control_jobs(faults: Iterable[Fault]) -> list[Job]:
 
 def check_without_faults(faults: Iterable[Fault], copies: Sequence[Copy]) -> list[str]:
     """The control: what fails without any fault."""
-    jobs, start_s = control_jobs(faults), time.monotonic()
+    jobs, start_s, wrong = control_jobs(faults), time.monotonic(), list[str]()
     print(f"the control: the tests of {len(jobs)} files, without a fault", flush=True)
-    wrong = [
-        f"{outcome.job.name} fails without a fault:\n{outcome.log[-3000:]}"
-        for outcome in run_jobs(jobs, copies, CONTROL_S)
-        if outcome.exit_code != 0
-    ]
+    for number, outcome in enumerate(run_jobs(jobs, copies, CONTROL_S), 1):
+        print(f"{number}/{len(jobs):<4} {outcome.seconds:5.1f} s  {outcome.job.name}", flush=True)
+        if outcome.exit_code != 0:
+            wrong.append(f"{outcome.job.name} fails without a fault:\n{outcome.log[-3000:]}")
     print(f"the control took {time.monotonic() - start_s:.0f} s", flush=True)
     return wrong
 

@@ -41,8 +41,13 @@ def marks_of(slow: bool) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if slow else []
 
 
-def fork_its_kernel(path: Path, request: pytest.FixtureRequest) -> None:
-    """And the ranks that it starts, but for the first notebook with ranks, which has a kernel and ranks as users do."""
+def prepare_for(path: Path, request: pytest.FixtureRequest) -> None:
+    """Skip a notebook that cannot run here; have its kernel forked.
+
+    And the ranks that it starts, but for the first notebook with ranks, which has a kernel and ranks as users do.
+    """
+    if "zero" in path.stem:
+        request.getfixturevalue("needs_deepspeed")
     if path.name != FIRST[1] or path not in FOR_CPU:
         request.getfixturevalue("forked_kernels")
 
@@ -109,7 +114,7 @@ def parameters_for(path: Path, tmp_path: Path) -> dict:
 
 @pytest.mark.parametrize("path", with_most_slow())
 def test_the_notebook_runs(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    fork_its_kernel(path, request)
+    prepare_for(path, request)
     parameters = parameters_for(path, tmp_path)
     papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
     records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
@@ -159,7 +164,7 @@ def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
 def test_bad_input_ends_the_notebook_with_the_sentence(
     path: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    fork_its_kernel(path, request)
+    prepare_for(path, request)
     wrong = {"batch_size": 0}
     parameters = {**SMALL, **(wrong if "batch_size = " in parameters_cell(path) else {"settings": wrong})}
     parameters["results_root"] = str(tmp_path)

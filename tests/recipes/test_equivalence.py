@@ -8,7 +8,6 @@ A technique more is a line more in CASES. Of a selection, as of one test by its 
 counterparts are started.
 """
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -251,10 +250,8 @@ def two_ranks(launch: Launch) -> Runs:
 
 
 @pytest.fixture(scope="module")
-def deepspeed(launch: Launch) -> Runs:
+def deepspeed(needs_deepspeed: None, launch: Launch) -> Runs:
     """In processes without the others' runs: it changes PyTorch's own functions."""
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("the extra DeepSpeed is not installed: `make deepspeed`")
     return launch("deepspeed", 2)
 
 

@@ -3,7 +3,6 @@
 That they compute what one device computes is in test_equivalence.py.
 """
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +16,6 @@ from common.run_config import REPOSITORY
 
 pytestmark = pytest.mark.slow
 SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="the extra DeepSpeed is not installed: `make deepspeed`"
-)
 
 QUICK = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "1", "--independent_judge", "none",
          "--max_new_tokens", "1", "--report_to", "none", "--learning_rate_scaling", "none",
@@ -89,7 +85,7 @@ def test_each_rank_holds_half_of_everything_with_fsdp_and_everything_with_ddp(fs
         assert share["weights"] == share["gradients"] == 1
 
 
-@needs_deepspeed
+@pytest.mark.usefixtures("needs_deepspeed")
 def test_each_zero_stage_divides_more(zero: Runs) -> None:
     """Adam's two states, and DeepSpeed's fp32 copy: three quarters of a half, where one device would have two."""
     shares = {stage: held(zero[f"zero{stage}"])[0] for stage in (1, 2, 3)}
@@ -104,7 +100,7 @@ def test_what_is_sent_is_what_the_formula_says(fsdp: Runs) -> None:
         assert record["sent"]["bytes"] == pytest.approx(record["planned"]["sent_bytes"], rel=root_is_wrapped_too - 1)
 
 
-@needs_deepspeed
+@pytest.mark.usefixtures("needs_deepspeed")
 def test_what_deepspeed_sends_is_what_the_formula_says(zero: Runs) -> None:
     for stage, off in ((1, 1e-3), (2, 1e-3), (3, 0.06)):  # stage 3 gathers some small weights twice
         record = zero[f"zero{stage}"].record
@@ -140,7 +136,7 @@ def test_shards_of_two_ranks_go_on_with_three(
     assert sum(share["samples"] for share in three.record["world"]) < 4 * 12 + 1  # of the last four steps alone
 
 
-@needs_deepspeed
+@pytest.mark.usefixtures("needs_deepspeed")
 def test_deepspeed_goes_on_from_its_own_parts(
     zero: Runs, gone_on: Runs, tmp_path: Path, run_several: Callable[..., Runs]
 ) -> None:
