@@ -40,6 +40,7 @@ def _recipes(name: str, *tests: str) -> tuple[str, ...]:
 
 
 GOLDEN = _recipes("golden_losses", "the_first_losses_are_the_golden_ones[python-16]")
+BEST_OF_ONE_DEVICE = _recipes("equivalence", "the_best_checkpoint_is_the_best_by_validation[one device, full]")
 
 
 def _equals_one_device(case: str) -> tuple[str, ...]:
@@ -212,7 +213,7 @@ LOSS = (
         "common/training.py",
         "greater_is_better=OBJECTIVES[run.task].higher_is_better,",
         "greater_is_better=not OBJECTIVES[run.task].higher_is_better,",
-        _equals_one_device("FSDP2, full"),
+        BEST_OF_ONE_DEVICE,
     ),
 )
 

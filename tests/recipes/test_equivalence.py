@@ -352,6 +352,16 @@ def test_some_steps_are_clipped_and_some_are_not(case: Case, one_device: Runs) -
     assert min(norms) < 0.95 * clip < 1.05 * clip < max(norms[:4]), norms  # the last step's rate is small
 
 
+@pytest.mark.parametrize("case", ONE.values(), ids=str)
+def test_the_best_checkpoint_is_the_best_by_validation(case: Case, one_device: Runs) -> None:
+    record = one_device[str(case)].record
+    losses = [(loss, step) for step, loss in record["validation_losses"]]
+    accuracies = [(-accuracy, step) for step, accuracy in record.get("validation_accuracies") or []]
+    _, step = min(accuracies or losses)  # of equals the first
+    assert record["checkpoints"]["best"] == f"checkpoint-{step}"
+    assert len({value for value, _ in accuracies or losses}) > 1
+
+
 @pytest.mark.parametrize("case", [CONTROL], ids=str)
 def test_rows_in_another_order_are_told_apart(both: tuple[Any, Any]) -> None:
     assert loss_difference(*both, 5) > 1e-3
