@@ -9,7 +9,7 @@ LORA := 2.1_lora_finetuning/run_0_cpu_x1
 DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
 FULL := 2.4_full_finetuning/run_0_cpu_x1
 NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
-# Two workers, and what starts several ranks on one of them, so that at most three processes share the cores.
+# Two workers; tests/conftest.py says which tests share one.
 PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 
 .PHONY: demo install deepspeed test test-all mutants soak lint lab run record tables tables-check notebooks siblings bench
@@ -54,12 +54,13 @@ test-all: $(TESTS) ## all tests: recipes in full, every notebook, every techniqu
 	@$(PYTEST) -m "not alone" tests
 	@$(BIN)/python -m pytest -q -m alone tests
 
-mutants: $(TESTS) ## put 100 faults into copies of the code, one at a time, and see that the tests fail
+mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see that tests fail (mutation testing)
 	@$(BIN)/python -m tests.mutants
 
-soak: $(TESTS) ## 100 random kills and 10,000 fuzzed inputs; keeps what the faults came to, for the README's table
+soak: $(TESTS) ## 100 random kills and 10,000 fuzzed inputs; keeps what faults came to, and equal steps, for the README's tables
 	@rm -f tests/faults/outcomes.json
 	@KILLS=100 FUZZED_INPUTS=2000 KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/faults
+	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q -m "not slow" tests/recipes/test_equivalence.py
 	@$(BIN)/python -m common.report --write
 
 lint: .venv/.has-lint

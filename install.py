@@ -4,6 +4,7 @@ uv installs in a fraction of pip's time, from the indexes that pip is set to. Wh
 Extras are those of pyproject.toml, such as `judge`, `test` and `bench`; versions are those of constraints.txt.
 """
 
+import ast
 import os
 import shlex
 import subprocess
@@ -15,12 +16,12 @@ OLDEST = (3, 11)
 FOLDER = Path(__file__).parent
 PYTHON = FOLDER / ".venv" / "bin" / "python"
 PIP_SETTINGS = {
-    "index-url": "UV_DEFAULT_INDEX",
-    "extra-index-url": "UV_INDEX",
-    "find-links": "UV_FIND_LINKS",
-    "cert": "SSL_CERT_FILE",
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "cert": ("SSL_CERT_FILE", " "),
 }
-"""Where packages come from: pip's setting, and the variable that tells uv."""
+"""Where packages come from: pip's setting, the variable that tells uv, and what separates several there."""
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
         found = sys.version.split()[0]
         sys.exit(f"error: Python {needed} or newer is needed, this is {found}: make PYTHON=python{needed}")
     if not PYTHON.exists():
-        venv.create(PYTHON.parent.parent, with_pip=True)
+        venv.create(PYTHON.parent.parent, symlinks=True, with_pip=True)
     extras = f"[{','.join(sys.argv[1:])}]" if sys.argv[1:] else ""
     wanted = ["--constraint", str(FOLDER / "constraints.txt"), "--editable", f"{FOLDER}{extras}"]
     print(f"Installing finetuning-experiments{extras} into .venv ...", flush=True)
@@ -49,7 +50,8 @@ def indexes() -> dict[str, str]:
         name, _, value = line.partition("=")
         setting = name.rpartition(".")[2]
         if setting in PIP_SETTINGS:
-            found[PIP_SETTINGS[setting]] = " ".join(shlex.split(value))
+            variable, separator = PIP_SETTINGS[setting]
+            found[variable] = separator.join(ast.literal_eval(value).split())
     return {name: value for name, value in found.items() if name not in os.environ}
 
 

@@ -68,7 +68,7 @@ from common.settings import run_of_folder
 from common.time_plan import Cluster
 from common.training import OBJECTIVES, keeps_logits, training_arguments, with_head_on_answers
 
-SMALL_DEPTHS = (2, 4)
+SMALL_DEPTHS = (2, 3)
 ALLOCATION_BYTES = 512
 """CUDA's allocator hands out multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
 HANDING_ON = "handing on"

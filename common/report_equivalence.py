@@ -4,6 +4,7 @@ import json
 
 import pandas as pd
 
+from common.report_rows import NOT_RUN
 from common.run_config import REPOSITORY
 from common.run_record import Record
 
@@ -11,7 +12,6 @@ OUTCOMES = REPOSITORY / "tests" / "recipes" / "equivalence.json"
 """What tests/recipes/test_equivalence.py measured: a list of `task`, `strategy`, `technique`, `note`, and the largest
 `loss_difference` (relative) and `weight_difference` (absolute), or None where a case was skipped."""
 TECHNIQUES = {"full": "Full", "lora": "LoRA", "qlora": "QLoRA"}
-NOT_RUN = "not run"
 
 Outcome = dict[str, object]
 
@@ -45,7 +45,7 @@ def equivalence(_: list[Record]) -> pd.DataFrame:
     return pd.DataFrame([
         {
             "Task": task,
-            "Steps shared by": strategy,
+            "Strategy": strategy,
             **{title: _cell(techniques.get(name, [])) for name, title in TECHNIQUES.items()},
         }
         for (task, strategy), techniques in cells.items()

@@ -1,12 +1,11 @@
-"""What tests share: the embedded base, small runs, and run folders as processes of their own."""
+"""What tests share: workflows started as processes, tiny models, and which worker of pytest-xdist runs what."""
 
 import os
 import re
 import time
 
-# before the libraries are imported, which read these once: no network, one thread for a device, DeepSpeed on the CPU
+# before the libraries are imported, which read these once: no network, one thread for a device
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("KILLS_SEED", str(time.time_ns() % 1_000_000))  # one for all workers: it names tests
 
 import json
@@ -20,9 +19,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from common.launch import accelerate_command, torchrun_command
+from common.minilm import minilm_folder
 from common.models import EMBEDDED_SUMMARIZER
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
@@ -33,6 +41,9 @@ TIMED = re.compile(r"faults/test_(processes|random_kills)|network/")
 """Files whose tests measure how soon something happens, and share runs."""
 SHARES_RANKS = re.compile(r"recipes/|faults/test_resume|unit/test_(pipeline|tensor_parallel)\.py")
 """Files whose tests look at what one start of ranks computed."""
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
 SMALL = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--epochs", "1", "--max_new_tokens", "8")
@@ -40,9 +51,10 @@ SMALL = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep tests that share a start of ranks on one worker, and on one those that measure time: not both at once.
+    """Assign tests to workers: a file whose tests share one launch of ranks goes to one worker.
 
-    By names, as xdist's own groups are lost with pytest 9.2. What has the most tests comes first.
+    So do all tests that measure time, which therefore never run at once. By names, as xdist's groups are lost with
+    pytest 9.2; the largest groups come first.
     """
     from xdist.scheduler import LoadScopeScheduling  # here: a single test needs no xdist
 
@@ -53,6 +65,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::")[0] if SHARES_RANKS.search(nodeid) else nodeid
 
     return TogetherWhatShares(config, log)
+
+
+TINY_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+                "initializer_range": 0.2}  # fmt: skip
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 @dataclass(frozen=True)
@@ -72,11 +89,12 @@ class Finished:
 def run_workflow(tmp_path: Path) -> Callable[..., Finished]:
     """Run 2.1's or 2.2's workflow by a launcher, with overrides, writing below `tmp_path`.
 
-    As a fork of a server that has the libraries loaded, or with `is_forked=False` as a user's shell would start it.
+    As a fork of a server that has the libraries loaded, or with `is_forked=False` as a user's shell would start it;
+    always so where there is a GPU, as CUDA does not survive a fork.
     """
 
     def run(
-        launcher: str, *overrides: str, folder: Path | None = None, name: str = "test", is_forked: bool = True
+        launcher: str, *overrides: str, folder: Path | None = None, name: str = "test", is_forked: bool = not HAS_CUDA
     ) -> Finished:
         folder = folder or (SINGLE if launcher == "python" else DDP)
         script = next(folder.glob("my_workflow_*.py")).name
@@ -169,6 +187,20 @@ def tiny_summarizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     BartForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A tiny BERT and a tiny RoBERTa without heads, each with MiniLM's tokenizer; by their kind, the folder."""
+    tokenizer, folders = AutoTokenizer.from_pretrained(minilm_folder()), {}
+    for kind, config_class, model_class in (("bert", BertConfig, BertModel), ("roberta", RobertaConfig, RobertaModel)):
+        torch.manual_seed(0)
+        config = config_class(vocab_size=len(tokenizer), pad_token_id=0, **TINY_ENCODER, **NO_DROPOUT)
+        folder = tmp_path_factory.mktemp(kind)
+        model_class(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        folders[kind] = str(folder)
+    return folders
 
 
 @pytest.fixture

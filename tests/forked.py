@@ -3,8 +3,8 @@
 Importing PyTorch, Transformers and PEFT takes seconds of every start, and the tests start hundreds of processes. A
 program that is started here is a process of its own, with its own signals, exit code and children, but it begins where
 its imports of those libraries would have ended; modules of this repository are imported anew. Ranks that it starts by
-torchrun are forks in the same way. All forks share one seed of Python's hashes, which real processes do not: the tests
-that check a launcher start real processes (`tests/recipes/test_launchers.py`).
+torchrun are forks in the same way. All forks share one seed of Python's hashes and one state of NumPy's random numbers,
+which real processes do not: the tests that check a launcher start real processes (`tests/recipes/test_launchers.py`).
 """
 
 import atexit
@@ -66,7 +66,8 @@ class Forked:
         Its output goes to the end of `log`.
         """
         self.args = list(command)
-        self._process = _server.Process(target=_begin, args=(self.args, str(cwd), dict(env), str(log), host))
+        arguments = (self.args, str(cwd), dict(env), str(log), host)
+        self._process = _server.Process(target=_begin, args=arguments, daemon=True)  # pytest's end waits for no others
         self._process.start()
         self.pid = self._process.pid
 
@@ -108,21 +109,24 @@ class Forked:
 def run_forked(command: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path, timeout: float) -> int:
     """Run `command` to its end; return its exit code.
 
+    Whoever waits no longer kills it; its ranks die with it (`die_with_parent`).
+
     Raises:
-        subprocess.TimeoutExpired: it was killed, with all that it started, after `timeout` seconds.
+        subprocess.TimeoutExpired: it was killed after `timeout` seconds.
     """
     program = Forked(command, cwd, env, log)
     try:
         return program.wait(timeout)
     except subprocess.TimeoutExpired as late:
-        program.kill()  # its ranks die with it
         raise subprocess.TimeoutExpired(list(command), timeout, output=log.read_text(errors="replace")) from late
+    finally:
+        program.kill()
 
 
 class ForkingPopen(subprocess.Popen):
     """`subprocess.Popen` that forks this process where the command is this Python with a script or a module."""
 
-    in_child: Callable[[], None] | None = None
+    in_child: Callable[["ForkingPopen"], None] | None = None
     """Called in the fork first."""
 
     def _execute_child(self, args: Any, *others: Any) -> None:
@@ -139,8 +143,8 @@ class ForkingPopen(subprocess.Popen):
                 self.in_child()
             _run_in_child(command, wanted)
         self._child_created = True
-        for end in {wanted.p2cread, wanted.c2pwrite, wanted.errwrite} - {-1}:
-            os.close(end)
+        ends = (wanted.p2cread, wanted.p2cwrite, wanted.c2pread, wanted.c2pwrite, wanted.errread, wanted.errwrite)
+        self._close_pipe_fds(*ends)
 
 
 def _run_in_child(command: list[str], wanted: SimpleNamespace) -> NoReturn:
@@ -160,6 +164,7 @@ def _begin(command: list[str], cwd: str, env: dict[str, str], log: str, host: "V
     """Become the program; called in a fork of the server."""
     os.close(forkserver._forkserver._forkserver_alive_fd)  # else the server outlives the tests for as long as this does
     forkserver._forkserver._forkserver_alive_fd = None
+    multiprocessing.current_process()._config["daemon"] = False  # programs may start processes
     if host:
         _enter(host)
     with open(log, "ab") as file:

@@ -6,8 +6,8 @@
     python -m tests.mutants --draw 60 --seed 18 --at 385165e    write tests/mutants_drawn.json anew
 
 A chosen fault breaks a promise that somebody thought of. As chosen faults can flatter, others are drawn by chance: an
-operator, a number, a statement. Of these the file says which tests catch them; those without tests were caught by none
-when they were drawn.
+operator, a number, a statement. Of these the file says which tests catch them; those without tests were caught by none,
+and are not run.
 
 Each fault is put into a copy, where its tests run up to the first failure. The libraries are imported once, in the
 process that forks all others. Exit code 0: every fault is caught that has to be; 1: one is not; 2: a fault's place is
@@ -40,6 +40,7 @@ from typing import Any, NoReturn
 import psutil
 from tabulate import tabulate
 
+from tests.forked import LIBRARIES
 from tests.mutants_chosen import CHOSEN, Fault
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")  # before the libraries are imported, which read them once
@@ -47,14 +48,6 @@ os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # else every process looks t
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWN_FILE = ROOT / "tests" / "mutants_drawn.json"
-LIBRARIES = (
-    "accelerate", "datasets", "hypothesis", "nbformat", "pandas", "peft", "pytest", "scipy.stats", "sklearn.metrics",
-    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel", "transformers.models.bart.modeling_bart",
-    "transformers.models.bert.modeling_bert", "transformers.models.llama.modeling_llama",
-    "transformers.models.roberta.modeling_roberta", "transformers.trainer", "transformers.trainer_seq2seq",
-)  # fmt: skip
-"""What tests import, but for the project's own modules: each fault's process takes them along."""
 MARK = "MUTANT"
 """A variable of the environment, by which the processes that a fault leaves behind are found."""
 FAULT_S, CONTROL_S = 180, 900
@@ -518,6 +511,9 @@ def main() -> int:
     """Run what is asked for; the exit code."""
     options, start_s = parser().parse_args(), time.monotonic()
     if options.draw:
+        if DRAWN_FILE.exists():
+            print(f"error: {DRAWN_FILE.name} has what catches the faults in it: remove it first", file=sys.stderr)
+            return 2
         draw(options.draw, options.seed, options.at)
         return 0
 
@@ -528,13 +524,14 @@ def main() -> int:
     drawn = [fault for fault in ([] if options.chosen else drawn_faults()) if is_asked(fault)]
     faults = [*chosen, *drawn]
     names = [fault.promise for fault in faults]
-    wrong = check_places(faults) + [f"{name!r} names two faults" for name in {*names} if names.count(name) > 1]
+    wrong = [] if faults else [f"no fault has {options.only!r} in its name or file"]
+    wrong += check_places(faults) + [f"{name!r} names two faults" for name in {*names} if names.count(name) > 1]
     if wrong:
         print("\n".join(f"error: {line}" for line in wrong), file=sys.stderr)
         return 2
     absent = {fault.promise for fault in faults if fault.needs and find_spec(fault.needs) is None}
     to_run = [fault for fault in faults if fault.tests and fault.promise not in absent]
-    for library in LIBRARIES:
+    for library in (*LIBRARIES, "hypothesis", "pytest"):  # each fault's process takes them along
         importlib.import_module(library)
     gc.freeze()  # what is there now no forked process needs to look through
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -560,7 +557,7 @@ def said(
         if fault.promise in absent:
             return [fault.promise, f"not run: {fault.needs} is not installed", ""]
         if not fault.tests:
-            return [fault.promise, "by no test when it was drawn", ""]
+            return [fault.promise, "not run: no test caught it", ""]
         outcome = by_name[fault.promise]
         return [fault.promise, str(outcome), f"{outcome.seconds:.1f}"]
 

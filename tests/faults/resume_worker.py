@@ -1,8 +1,7 @@
 """Each job's workflow straight through, then stopped at each of its faults and gone on with, in the same processes.
 
-python (or torchrun) resume_worker.py JOBS.json: a list of objects with `place`, `name`, `overrides`, `faults`, `ports`,
-and `forgets`: the name of what a resumed run leaves out, for a negative control, which has no straight
-run of its own.
+python (or torchrun) resume_worker.py JOBS.json: a list of objects with `place`, `name`, `overrides`, `faults`, and
+`forgets`: the name of what a resumed run leaves out, for a negative control, which has no straight run of its own.
 """
 
 import importlib
@@ -15,11 +14,12 @@ from common import faults
 from common.launch import end_rank
 from common.run_config import RunConfig, parse_overrides
 from common.training import CountingTrainer
-from tests.faults.short_workflow import cut_short
+from tests.faults.short_workflow import cut_short, find_port
 
 
-def run(module: object, run_config: RunConfig, port: int, fault: str = "") -> None:
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["MASTER_PORT"] = "False", str(port)
+def run(module: object, run_config: RunConfig, fault: str = "") -> None:
+    resumed = "-resumed" if run_config.resume_from else ""
+    find_port(Path(run_config.results_root) / f"port-{run_config.run_name}{resumed}")
     if fault:
         os.environ[faults.VARIABLE] = fault
     try:
@@ -36,7 +36,6 @@ def run(module: object, run_config: RunConfig, port: int, fault: str = "") -> No
 
 def work(job: dict, results_root: str) -> None:
     module = importlib.import_module(Path(job["place"]).stem)
-    ports = iter(job["ports"])
     resumed = {} if not job["forgets"] else {job["forgets"]: getattr(CountingTrainer, job["forgets"])}
 
     def settings(name: str, *more: str) -> RunConfig:
@@ -46,12 +45,12 @@ def work(job: dict, results_root: str) -> None:
         )
 
     if not job["forgets"]:
-        run(module, settings("straight"), next(ports))
+        run(module, settings("straight"))
     for number, fault in enumerate(job["faults"]):
-        run(module, settings(str(number)), next(ports), fault)
+        run(module, settings(str(number)), fault)
         for name in resumed:
             setattr(CountingTrainer, name, lambda *_, **__: None)
-        run(module, settings(str(number), "--resume_from", "last"), next(ports))
+        run(module, settings(str(number), "--resume_from", "last"))
         for name, own in resumed.items():
             setattr(CountingTrainer, name, own)
 

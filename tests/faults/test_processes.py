@@ -70,7 +70,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
 def test_nobody_outlives_the_agent(
     start: Callable, outcomes: object, left_behind: Callable, technique: str, how: signal.Signals
 ) -> None:
-    """One of them with processes as a shell starts them. A rank hangs, so that the run cannot end by itself."""
+    """Rank 1 hangs, so that the run cannot end by itself. One case has real processes instead of forks."""
     is_forked = (technique, how) != ("fsdp", signal.SIGKILL)
     run = start(technique, fault="hang rank=1 step=2 point=batch", is_forked=is_forked)
     run.wait_for_checkpoint(1)

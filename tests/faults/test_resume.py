@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoints import MANIFEST_FILE, read_manifest, write_manifest
-from common.launch import free_port, torchrun_command
+from common.launch import torchrun_command
 from common.run_config import REPOSITORY
 from tests.forked import run_forked
 
@@ -32,7 +32,6 @@ class Job:
     overrides: tuple[str, ...]
     faults: list[str] = field(default_factory=lambda: list(STOPS.values()))
     forgets: str = ""
-    ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(2 * len(STOPS) + 1)])
 
 
 ACCUMULATES = ("--accumulation_steps", "2", "--batch_size")

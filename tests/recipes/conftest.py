@@ -5,25 +5,18 @@ import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    BertConfig,
-    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
-    RobertaConfig,
-    RobertaModel,
 )
 
-from common.minilm import minilm_folder
 from common.run_config import REPOSITORY
+from tests.conftest import TINY_ENCODER
 
 BASE = REPOSITORY / "assets" / "embedded_base"
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
         "initializer_range": 0.1}  # fmt: skip
-"""Of matrices that 4 bits can hold in whole blocks of 64; two layers, for two stages. With the libraries' own 0.02 for
-the weights nearly all would go past layers of this size, and a mistake in them would hardly be seen."""
-TINY_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-                "initializer_range": 0.2}  # fmt: skip
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+"""Sizes are multiples of bitsandbytes' blocks of 64; two layers, one for each stage of a pipeline. With the libraries'
+`initializer_range` of 0.02 a model of this size is little but its residual stream, and a wrong gradient hardly seen."""
 
 
 @pytest.fixture(scope="session")
@@ -38,20 +31,6 @@ def tiny_chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="session")
-def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A tiny BERT and a tiny RoBERTa without heads, each with MiniLM's tokenizer; by their kind, the folder."""
-    tokenizer, folders = AutoTokenizer.from_pretrained(minilm_folder()), {}
-    for kind, config_class, model_class in (("bert", BertConfig, BertModel), ("roberta", RobertaConfig, RobertaModel)):
-        torch.manual_seed(0)
-        config = config_class(vocab_size=len(tokenizer), pad_token_id=0, **TINY_ENCODER, **NO_DROPOUT)
-        folder = tmp_path_factory.mktemp(kind)
-        model_class(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        folders[kind] = str(folder)
-    return folders
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """The benchmark's bars judge, its clock interpolates, and a little of it runs."""
 
 import json
-import subprocess
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -14,8 +15,17 @@ from bench.entries import measured, save, update
 from bench.tools import TOOLS
 from bench.training import Outcome
 from common.run_config import REPOSITORY
+from tests.forked import run_forked
 
 KEYS = {"name", "value", "unit", "bar", "holds", "command", "bar_is"}
+
+
+def run_quickly(folder: Path, *words: str) -> tuple[list[dict], str]:
+    """The entries that a part of the benchmark prints, and all that it says."""
+    command, log = [sys.executable, "-m", "bench", *words, "--quick"], folder / "log"
+    code, said = run_forked(command, REPOSITORY, os.environ, log, timeout=300), log.read_text()
+    assert code == 0, said
+    return json.JSONDecoder().raw_decode(said, said.index("[\n"))[0], said
 
 
 def test_a_bar_is_the_most_or_least_that_a_value_has_to_be() -> None:
@@ -131,11 +141,10 @@ def test_the_large_model_s_pipeline_has_a_bar_and_the_small_one_none(
 
 
 @pytest.mark.slow
-def test_two_ranks_step_by_step_through_a_pipeline(capfd: pytest.CaptureFixture) -> None:
-    found = pipeline.entries(quick=True)
-    assert all(entry.value > 0 for entry in found)
-    said = capfd.readouterr().err.splitlines()
-    assert [line.partition(":")[0] for line in said if "a step" in line] == [
+def test_two_ranks_step_by_step_through_a_pipeline(tmp_path: Path) -> None:
+    found, said = run_quickly(tmp_path, "pipeline")
+    assert all(entry["value"] > 0 for entry in found)
+    assert re.findall("^(.*): .*a step", said, re.MULTILINE) == [
         "assets/embedded_base, 64 rows, warm-up",
         "assets/embedded_base, 64 rows, round 1 of 1",
     ]
@@ -146,11 +155,8 @@ def test_the_command_line_knows_every_tool() -> None:
 
 
 @pytest.mark.slow
-def test_ours_and_a_bare_loop_run_a_few_steps() -> None:
-    command = [sys.executable, "-m", "bench", "training", "--quick", "--technique", "lora"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def test_ours_and_a_bare_loop_run_a_few_steps(tmp_path: Path) -> None:
+    found, _ = run_quickly(tmp_path, "training", "--technique", "lora")
     assert all(entry.keys() == KEYS for entry in found)
     tokens = [entry["value"] for entry in found if entry["unit"] == "tokens per s"]
     assert len(tokens) == 2

@@ -25,14 +25,14 @@ def test_a_cell_has_the_largest_loss_and_weight_of_its_cases(kept: Path) -> None
     rows = [outcome("full", 2e-7, 3e-9), outcome("full", 1e-7, 4e-9, "bf16"), outcome("lora", 0.0, 0.0)]
     kept.write_text(json.dumps([*rows, outcome("qlora", None, None)]))
     assert equivalence([]).to_dict("records") == [
-        {"Task": "chat", "Steps shared by": "DDP", "Full": "2e-07 / 4e-09", "LoRA": "0 / 0", "QLoRA": "not run"}
+        {"Task": "chat", "Strategy": "DDP", "Full": "2e-07 / 4e-09", "LoRA": "0 / 0", "QLoRA": "not run"}
     ]
 
 
 def test_a_technique_without_a_case_has_an_empty_cell(kept: Path) -> None:
     kept.write_text(json.dumps([outcome("full", None, None)]))
     assert equivalence([]).to_dict("records")[0] == {
-        "Task": "chat", "Steps shared by": "DDP", "Full": "not run", "LoRA": "", "QLoRA": ""
+        "Task": "chat", "Strategy": "DDP", "Full": "not run", "LoRA": "", "QLoRA": ""
     }  # fmt: skip
 
 
