@@ -10,6 +10,7 @@ which real processes do not: the tests that check a launcher start real processe
 import atexit
 import ctypes
 import gc
+import importlib
 import multiprocessing
 import os
 import re
@@ -46,6 +47,8 @@ LIBRARIES = (
 
 OURS = re.compile(r"common(\.|$)|my_")
 """Modules that each program imports anew."""
+CUT_SHORT = "CUT_SHORT"
+"""A variable of the environment: the program, and ranks that it starts, measure and flush less."""
 MOST_FILES = 4096
 CLONE_NEWUTS, CLONE_NEWNET = 0x0400_0000, 0x4000_0000
 EXECUTE_PARAMETERS = list(signature(subprocess.Popen._execute_child).parameters)[2:]
@@ -202,6 +205,8 @@ def _run(command: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
     sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = lambda: "step"
     os.execv = lambda _, arguments: _run(list(arguments), os.getcwd(), os.environ)
     sys.stdout.reconfigure(line_buffering=True)
+    if CUT_SHORT in values:
+        importlib.import_module("tests.faults.short_workflow").cut_short()
     code = _exit_code_of(command[2:] if command[1] == "-u" else command[1:])
     threading._shutdown()  # what Python does at its end: other threads, functions that were registered, output
     atexit._run_exitfuncs()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.forked import Forked
+from tests.forked import CUT_SHORT, Forked
 
 KERNEL = Path(__file__).with_name("forked_kernel.py")
 SESSION_WITHIN_S = 60
@@ -34,6 +34,8 @@ def forked_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start kernels as forks."""
 
     def launch(command: list[str], env: Mapping[str, str], cwd: str = ".", **_: Any) -> ForkedKernel:
-        return ForkedKernel(command[command.index("-f") :], Path(cwd).absolute(), env, tmp_path / "kernel.log")
+        return ForkedKernel(
+            command[command.index("-f") :], Path(cwd).absolute(), {**env, CUT_SHORT: "1"}, tmp_path / "kernel.log"
+        )
 
     monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", launch)

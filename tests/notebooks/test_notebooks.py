@@ -41,13 +41,13 @@ def marks_of(slow: bool) -> list[pytest.MarkDecorator]:
 
 
 def prepare_for(path: Path, request: pytest.FixtureRequest) -> None:
-    """Skip a notebook whose DeepSpeed is missing. Kernel and ranks are forks, but for `notebook_launcher` on the CPU.
+    """Skip a notebook whose DeepSpeed is missing. Kernel and ranks are forks, but for the first `notebook_launcher`.
 
-    That refuses a kernel in which bitsandbytes was imported, as it is in a fork.
+    That refuses a kernel in which bitsandbytes was imported, as it is in a fork, and is told that it is not.
     """
     if "zero" in path.stem:
         request.getfixturevalue("needs_deepspeed")
-    if path not in FOR_CPU or not path.stem.endswith("_nblaunch"):
+    if path.name != FIRST[1] or path not in FOR_CPU:
         request.getfixturevalue("forked_kernels")
 
 
