@@ -52,7 +52,7 @@ test: $(TESTS) ## what a change needs: every kind of test once
 
 test-all: $(TESTS) ## all tests: recipes in full, every notebook, every technique's faults
 	@$(PYTEST) -m "not alone" tests
-	@$(BIN)/python -m pytest -q -m alone tests
+	@$(BIN)/python -m pytest -q -m alone tests/network
 
 mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see that tests fail (mutation testing)
 	@$(BIN)/python -m tests.mutants

@@ -40,14 +40,14 @@ def marks_of(slow: bool) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if slow else []
 
 
-def prepare_for(path: Path, request: pytest.FixtureRequest) -> None:
+def prepare_for(path: Path, request: pytest.FixtureRequest, is_refused: bool = False) -> None:
     """Skip a notebook whose DeepSpeed is missing. Kernel and ranks are forks, but for the first `notebook_launcher`.
 
     That refuses a kernel in which bitsandbytes was imported, as it is in a fork, and is told that it is not.
     """
     if "zero" in path.stem:
         request.getfixturevalue("needs_deepspeed")
-    if path.name != FIRST[1] or path not in FOR_CPU:
+    if is_refused or path.name != FIRST[1] or path not in FOR_CPU:
         request.getfixturevalue("forked_kernels")
 
 
@@ -165,7 +165,7 @@ def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
 def test_bad_input_ends_the_notebook_with_the_sentence(
     path: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    prepare_for(path, request)
+    prepare_for(path, request, is_refused=True)
     wrong = {"batch_size": 0}
     parameters = {**SMALL, **(wrong if "batch_size = " in parameters_cell(path) else {"settings": wrong})}
     parameters["results_root"] = str(tmp_path)
