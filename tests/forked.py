@@ -206,7 +206,7 @@ def _run(command: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
     os.execv = lambda _, arguments: _run(list(arguments), os.getcwd(), os.environ)
     sys.stdout.reconfigure(line_buffering=True)
     if CUT_SHORT in values:
-        importlib.import_module("tests.faults.short_workflow").cut_short()
+        importlib.import_module("tests.short_runs").cut_short()
     code = _exit_code_of(command[2:] if command[1] == "-u" else command[1:])
     threading._shutdown()  # what Python does at its end: other threads, functions that were registered, output
     atexit._run_exitfuncs()

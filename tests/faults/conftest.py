@@ -28,7 +28,7 @@ from common.launch import torchrun_command
 from common.report_faults import OUTCOMES
 from common.run_config import REPOSITORY
 from common.sharded_training import SHARDS
-from tests.forked import Forked
+from tests.forked import CUT_SHORT, Forked
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background can interrupt, too
 
@@ -52,7 +52,6 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of ten steps that keeps each of them."""
 STEPS = 10
-SHORT = Path(__file__).with_name("short_workflow.py")
 
 
 HISTORY = "training_args.bin"
@@ -178,16 +177,15 @@ def _start(
     workflow, ranks, own = WORKFLOWS[technique]
     place = REPOSITORY / workflow
     arguments = [*own, "--results_root", str(folder), "--run_name", name, *overrides]
-    script, *arguments = [str(SHORT), place.name, *arguments] if is_forked else [place.name, *arguments]
-    command = [sys.executable, script, *arguments]
+    command = [sys.executable, place.name, *arguments]
     if ranks > 1:
-        command = torchrun_command(script, ranks, *arguments)
+        command = torchrun_command(place.name, ranks, *arguments)
         command.insert(command.index("--nproc_per_node"), f"--max_restarts={restarts}")
     log = folder / f"{name}-{len(list(folder.glob('*.log')))}.log"
     log.touch()
     env = {**os.environ, **({VARIABLE: fault} if fault else {})}
     if is_forked:
-        process = Forked(command, place.parent, env, log)
+        process = Forked(command, place.parent, {**env, CUT_SHORT: "1"}, log)
     else:
         with log.open("ab") as output:
             process = subprocess.Popen(command, cwd=place.parent, env=env, stdout=output, stderr=output)

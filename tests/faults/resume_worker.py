@@ -14,7 +14,7 @@ from common import faults
 from common.launch import end_rank
 from common.run_config import RunConfig, parse_overrides
 from common.training import CountingTrainer
-from tests.faults.short_workflow import cut_short, find_port
+from tests.short_runs import cut_short, find_port
 
 
 def run(module: object, run_config: RunConfig, fault: str = "") -> None:

@@ -15,7 +15,7 @@ from common.checkpoints import newest_whole, verify
 from common.launch import BAD_INPUT_EXIT_CODE, stream_command, torchrun_command
 from common.run_config import REPOSITORY
 from common.watch import HUNG_EXIT_CODE
-from tests.forked import Forked
+from tests.forked import CUT_SHORT, Forked
 
 TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
 SEVERAL_RANKS = TECHNIQUES[1:]
@@ -111,7 +111,8 @@ def test_nobody_outlives_a_kernel(
     overrides = [*command[script + 1 :], "--run_name", "cell"]
     (tmp_path / "cell.py").write_text(NOTEBOOK.format(script=command[script], overrides=overrides))
     folder = next(REPOSITORY.glob("2.2_*/run_0_cpu_x2"))
-    kernel = Forked([sys.executable, str(tmp_path / "cell.py")], folder, os.environ, tmp_path / "cell.log")
+    env = {**os.environ, CUT_SHORT: "1"}
+    kernel = Forked([sys.executable, str(tmp_path / "cell.py")], folder, env, tmp_path / "cell.log")
     run.results, run.log, run.process, run.seen = run.results.parent / "cell", tmp_path / "cell.log", kernel, {}
     run.wait_for_checkpoint(1)
     below, ports = psutil.Process(kernel.pid).children(recursive=True), run.ports()

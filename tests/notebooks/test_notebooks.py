@@ -40,15 +40,10 @@ def marks_of(slow: bool) -> list[pytest.MarkDecorator]:
     return [pytest.mark.slow] if slow else []
 
 
-def prepare_for(path: Path, request: pytest.FixtureRequest, is_refused: bool = False) -> None:
-    """Skip a notebook whose DeepSpeed is missing. Kernel and ranks are forks, but for the first `notebook_launcher`.
-
-    That refuses a kernel in which bitsandbytes was imported, as it is in a fork, and is told that it is not.
-    """
-    if "zero" in path.stem:
+@pytest.fixture
+def what_it_needs(path: Path, request: pytest.FixtureRequest) -> None:
+    if "zero" in id_of(path):  # of a notebook, or of its folder
         request.getfixturevalue("needs_deepspeed")
-    if is_refused or path.name != FIRST[1] or path not in FOR_CPU:
-        request.getfixturevalue("forked_kernels")
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
@@ -111,11 +106,14 @@ def parameters_for(path: Path, tmp_path: Path, encoder: str) -> dict:
     return parameters
 
 
+@pytest.mark.usefixtures("what_it_needs")
 @pytest.mark.parametrize("path", with_most_slow())
 def test_the_notebook_runs(
     path: Path, tmp_path: Path, encoders: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
-    prepare_for(path, request)
+    """Kernel and ranks are forks, but for the first `notebook_launcher`, which has processes as users do."""
+    if path.name != FIRST[1] or path not in FOR_CPU:
+        request.getfixturevalue("forked_kernels")
     parameters = parameters_for(path, tmp_path, encoders["bert"])
     papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
     records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
@@ -159,13 +157,11 @@ def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
     assert said.count("image/png") == 2  # curves, confusion
 
 
+@pytest.mark.usefixtures("what_it_needs", "forked_kernels")
 @pytest.mark.parametrize(
     "path", [pytest.param(path, id=path.stem, marks=marks_of(slow=path.name != FIRST[0])) for path in FOR_CPU]
 )
-def test_bad_input_ends_the_notebook_with_the_sentence(
-    path: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    prepare_for(path, request, is_refused=True)
+def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Path) -> None:
     wrong = {"batch_size": 0}
     parameters = {**SMALL, **(wrong if "batch_size = " in parameters_cell(path) else {"settings": wrong})}
     parameters["results_root"] = str(tmp_path)

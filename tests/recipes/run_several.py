@@ -14,7 +14,7 @@ from pathlib import Path
 from common.launch import end_rank
 from common.run_config import parse_overrides
 from common.settings import run_of_arguments
-from tests.faults.short_workflow import cut_short, find_port
+from tests.short_runs import cut_short, find_port
 
 
 def run(place: str, name: str, overrides: list[str], results_root: str) -> None:

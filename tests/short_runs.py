@@ -1,13 +1,8 @@
-"""Run a workflow as its script does, but with short measurements after its training, and without waiting for the disk.
-
-python (or torchrun) short_workflow.py my_workflow_....py [its overrides]: from the run folder.
-"""
+"""What the programs of tests change in themselves: shorter measurements, and a port for each of several runs."""
 
 import gc
 import importlib
 import os
-import runpy
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -37,10 +32,3 @@ def find_port(file: Path) -> None:
     while not file.exists():  # torchrun ends whoever waits for a rank that is gone
         time.sleep(0.01)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"], os.environ["MASTER_PORT"] = "False", file.read_text()
-
-
-if __name__ == "__main__":
-    cut_short()
-    sys.argv = sys.argv[1:]
-    sys.path[0] = os.getcwd()
-    runpy.run_path(sys.argv[0], run_name="__main__")
