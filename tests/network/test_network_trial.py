@@ -1,11 +1,13 @@
 """On a slow link, sending gradients while the backward pass goes on must be worth it."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from common.network_trial import BAR, EXCHANGES, SLOW_MBIT, STEPS, Link, gain, measure, table
-from common.virtual_hosts import namespaces_refused
+from common.virtual_hosts import VirtualHost, namespaces_refused
+from tests.forked import Forked
 
 refusal = namespaces_refused()
 
@@ -15,8 +17,19 @@ def test_a_link_has_words_and_a_name() -> None:
     assert (str(Link(0, 50)), Link(0, 50).name) == ("not limited, 50 ms", "not-limited-50ms")
 
 
+@pytest.fixture
+def forks_on_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the hosts' programs as forks: their steps are measured, not their imports."""
+
+    def start(host: VirtualHost, command: list[str], log: Path, environment: dict[str, str], cwd: Path) -> Forked:
+        return Forked(command, cwd, {**os.environ, **environment}, log, host)
+
+    monkeypatch.setattr(VirtualHost, "start", start)
+
+
 @pytest.mark.slow
 @pytest.mark.alone
+@pytest.mark.usefixtures("forks_on_hosts")
 @pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: {refusal}")
 def test_overlap_and_bf16_are_worth_it_on_100_mbit(tmp_path: Path) -> None:
     records = measure(Link(SLOW_MBIT, 0), EXCHANGES, STEPS, tmp_path)
