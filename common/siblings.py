@@ -16,8 +16,6 @@ import re
 import sys
 from pathlib import Path
 
-import nbformat
-
 from common.deepspeed_config import deepspeed_config
 from common.launch import LITERAL, literal_file_of
 from common.memory_plan import ZERO
@@ -159,6 +157,8 @@ def parameters_for(run: RunConfig, cell: str) -> str:
 
 def _notebook_for(run: RunConfig, source: Path, sibling: Path) -> str:
     """The source's cells with the sibling's parameters, and its own outputs where the cells are the same."""
+    import nbformat  # here: it takes a second, and every run imports this module
+
     notebook = nbformat.read(source, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
