@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from common.data import IGNORED_LABEL, NO_ROW
@@ -46,7 +48,10 @@ class WorkDone:
 
 
 class FirstStepReport(TrainerCallback):
-    """After step 1: this rank's memory, and its mini-batch, so that a reader sees that ranks get different rows."""
+    """After step 1: the memory of each of this rank's devices, and its mini-batch.
+
+    So that a reader sees that ranks get different rows.
+    """
 
     def __init__(self, rank: Rank, work: WorkDone, tokenizer: PreTrainedTokenizerBase) -> None:
         """`work` is what the trainer counts into."""
@@ -58,8 +63,12 @@ class FirstStepReport(TrainerCallback):
         """Print the report once."""
         if state.global_step != 1:
             return
-        memory = read_memory(self.rank.device)
-        print(f"memory: now {memory.now_gib:.2f} GiB, peak {memory.peak_gib:.2f} GiB, total {memory.total_gib:.1f} GiB")
+        for device in self.rank.devices:
+            memory, where = read_memory(device), f" on {device}" if self.rank.further_devices else ""
+            print(
+                f"memory{where}: now {memory.now_gib:.2f} GiB, peak {memory.peak_gib:.2f} GiB, "
+                f"total {memory.total_gib:.1f} GiB"
+            )
         batch = self.work.first_batch
         rows, padded_length = batch["input_ids"].shape
         text = self.tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0].bool()])
@@ -117,6 +126,34 @@ class UpdateReport(TrainerCallback):
         shares = [share for _, share in self.changed_share_by_step]
         mean = sum(shares) / len(shares) if shares else None
         return {"updated_share": mean, "updated_share_by_step": self.changed_share_by_step}
+
+
+class SkippedSteps(TrainerCallback):
+    """The steps whose fp16 gradients overflowed: Accelerate skips optimizer and schedule then, and scales losses less.
+
+    A run that goes on begins with those that its checkpoint's run skipped, by how far the schedule was behind.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        """`accelerator`: the Trainer's."""
+        self.accelerator, self.steps = accelerator, 0
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        lr_scheduler: LRScheduler,
+        **kwargs: object,
+    ) -> None:
+        """Count those before."""
+        self.steps = state.global_step - lr_scheduler.last_epoch
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Count this one, if it was none."""
+        self.steps += self.accelerator.optimizer_step_was_skipped
 
 
 def _samples(model: torch.nn.Module) -> list[torch.Tensor]:

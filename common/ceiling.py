@@ -97,4 +97,4 @@ def _bare_steps(
         optimizer.step()
         optimizer.zero_grad()
     if device != "cpu":
-        torch.cuda.synchronize(device)
+        torch.accelerator.synchronize(device)

@@ -12,7 +12,8 @@ Shuffled: the score that the reference of *another* question gets. A score near 
 import csv
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -39,6 +40,9 @@ class Judge:
     """`base`, `tuned` or `minilm`."""
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    judging: Callable[[], AbstractContextManager] = nullcontext
+    """Entered while it judges: with a tuned model's `disable_adapter` that model is the base again, and no second one
+    takes memory."""
 
     def scores(self, answers: list[str], references: list[str]) -> list[float]:
         """1 - cosine of each answer and its reference; 1 for an empty answer."""
@@ -64,7 +68,8 @@ class Judge:
             return_tensors="pt",
         ).to(self.model.device)
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state.float()
+        with self.judging():
+            hidden = self.model.base_model(**inputs, use_cache=False).last_hidden_state.float()
         has_text = torch.tensor([bool(text) for text in texts], device=hidden.device).view(-1, 1, 1)
         mask = inputs["attention_mask"].to(hidden.device).unsqueeze(-1) * has_text  # layers may end on another device
         return torch.where(mask.bool(), hidden, 0.0).sum(1) / mask.sum(1).clamp(min=1)

@@ -6,6 +6,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+NCCL_LOST_RANK = ("ncclRemoteError", "ncclSystemError", "timeout", "Timeout", "timed out", "was aborted")
+"""What NCCL, and PyTorch around it, say where another rank is gone (ncclResult_t in nccl.h; ProcessGroupNCCL.cpp)."""
+
 
 class RunStoppedError(RuntimeError):
     """What ended a run that was asked for rightly, told in one sentence: what happened, and the next step."""
@@ -32,9 +35,14 @@ def told_later() -> Iterator[None]:
 
 
 def is_of_the_network(error: BaseException) -> bool:
-    """Whether an error comes from the exchange with other ranks, one of which is gone; gloo's have no class."""
-    from torch.distributed import DistError  # here: reports need no torch
+    """Whether an error comes from the exchange with other ranks, one of which is gone; gloo's have no class.
 
+    NCCL has one class for all that it meets: its own out-of-memory, or two ranks on one GPU, are no lost rank.
+    """
+    from torch.distributed import DistBackendError, DistError  # here: reports need no torch
+
+    if isinstance(error, DistBackendError):
+        return any(words in str(error) for words in NCCL_LOST_RANK)
     return isinstance(error, (DistError, LeftBehindError)) or "gloo" in str(error).lower()
 
 
@@ -49,6 +57,9 @@ def status_of(error: BaseException) -> str:
     """What a run that ended with `error` is called."""
     if isinstance(error, KeyboardInterrupt | SystemExit):  # the latter: told to end by SIGTERM
         return "interrupted"
+    is_of_nccl = type(error).__name__ == "DistBackendError"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "oom"
+    if is_of_nccl and "out of memory" in str(error):  # of its buffers
         return "oom"
     return "failed"

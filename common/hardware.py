@@ -1,20 +1,26 @@
 """The devices at hand, their memory, and a catalogue of GPUs to plan with. Reading any of it never starts CUDA."""
 
+import ctypes
 import difflib
 import os
 import platform
 import re
 import resource
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from common.run_config import BadInputError
 
 GIB = 2**30
+CUDA_DRIVER = "libcuda.so.1"
+"""The driver's library, which any machine with an NVIDIA driver has, and a container that was given its GPUs."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,10 @@ def read_memory(device: str) -> MemoryReading:
     import torch  # here: reading the CPU's memory needs no torch
 
     return MemoryReading(
-        now_gib=torch.cuda.memory_allocated(device) / GIB,
-        peak_gib=torch.cuda.max_memory_allocated(device) / GIB,
-        peak_reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
-        total_gib=torch.cuda.get_device_properties(device).total_memory / GIB,
+        now_gib=torch.accelerator.memory_allocated(device) / GIB,
+        peak_gib=torch.accelerator.max_memory_allocated(device) / GIB,
+        peak_reserved_gib=torch.accelerator.max_memory_reserved(device) / GIB,
+        total_gib=torch.accelerator.get_memory_info(device)[1] / GIB,
     )
 
 
@@ -51,7 +57,7 @@ def forget_peak(device: str) -> None:
     """Have a GPU's peak start again from what is allocated now."""
     import torch  # here: as above
 
-    torch.cuda.reset_peak_memory_stats(device)
+    torch.accelerator.reset_peak_memory_stats(device)
 
 
 def cpu_name() -> str:
@@ -63,36 +69,83 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def visible_gpus(names_by_uuid: Mapping[str, str], visible: str | None) -> list[str]:
-    """The names of the GPUs that `CUDA_VISIBLE_DEVICES` leaves: numbers in the order of the bus, or starts of UUIDs."""
+def visible_gpus(
+    names_by_uuid: Mapping[str, str], visible: str | None, slices_by_uuid: Mapping[str, Mapping[str, str]] | None = None
+) -> list[str]:
+    """The names of the GPUs that `CUDA_VISIBLE_DEVICES` leaves, as CUDA reads it.
+
+    An entry is a number in the order of the bus, the start of a UUID, or a MIG slice's UUID; what follows an entry that
+    is none of these is not seen. `slices_by_uuid` has the MIG slices of each GPU that is divided: without a slice's
+    name CUDA sees the first one. (CUDA C++ Programming Guide, "CUDA Environment Variables"; NVIDIA MIG User Guide.)
+    """
+    slices_by_uuid = slices_by_uuid or {}
+    seen = {uuid: next(iter(slices_by_uuid.get(uuid, {}).values()), name) for uuid, name in names_by_uuid.items()}
     if visible is None:
-        return list(names_by_uuid.values())
+        return list(seen.values())
+    of_slices = {uuid: name for slices in slices_by_uuid.values() for uuid, name in slices.items()}
     chosen = []
-    for entry in filter(None, visible.split(",")):
-        if entry.strip().isdecimal():
-            chosen += list(names_by_uuid.values())[int(entry) : int(entry) + 1]
+    for entry in map(str.strip, visible.split(",")):
+        if entry.isdecimal():
+            found = list(seen.values())[int(entry) : int(entry) + 1]
         else:
-            chosen += [name for uuid, name in names_by_uuid.items() if uuid.startswith(entry.strip())]
+            found = [name for uuid, name in {**seen, **of_slices}.items() if entry and uuid.startswith(entry)]
+        if not found:
+            break
+        chosen += found
     return chosen
 
 
 def gpus() -> tuple[str, list[str]]:
     """Driver version and names of the visible NVIDIA GPUs, by NVML: no CUDA context is made, so ranks can still fork.
 
-    Both are empty on a machine without an NVIDIA driver.
+    In a container without NVML, CUDA is asked in a process of its own; the driver's version is empty then. Both are
+    empty on a machine without an NVIDIA driver.
     """
     import pynvml
 
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return "", []
+        return "", list(_gpus_by_cuda(visible))
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        found = {pynvml.nvmlDeviceGetUUID(handle): pynvml.nvmlDeviceGetName(handle) for handle in handles}
-        return pynvml.nvmlSystemGetDriverVersion(), visible_gpus(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        names = {pynvml.nvmlDeviceGetUUID(handle): pynvml.nvmlDeviceGetName(handle) for handle in handles}
+        slices = {uuid: _slices(handle) for uuid, handle in zip(names, handles, strict=True)}
+        return pynvml.nvmlSystemGetDriverVersion(), visible_gpus(names, visible, slices)
     finally:
         pynvml.nvmlShutdown()
+
+
+def _slices(handle: Any) -> dict[str, str]:
+    """The MIG slices of a GPU by their UUIDs, by NVML; none of one that is not divided."""
+    import pynvml
+
+    try:
+        if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_DISABLE:
+            return {}
+    except pynvml.NVMLError:  # of a kind that cannot be divided
+        return {}
+    found = {}
+    for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        except pynvml.NVMLError:  # a place that no slice takes
+            continue
+        found[pynvml.nvmlDeviceGetUUID(part)] = pynvml.nvmlDeviceGetName(part)
+    return found
+
+
+@cache
+def _gpus_by_cuda(visible: str | None) -> tuple[str, ...]:
+    """The names of the GPUs that CUDA sees with this `CUDA_VISIBLE_DEVICES`, where there is a driver."""
+    try:
+        ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        return ()
+    asked = "import torch; print(*map(torch.cuda.get_device_name, range(torch.cuda.device_count())), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
+    return tuple(filter(None, done.stdout.splitlines()))
 
 
 @dataclass(frozen=True)

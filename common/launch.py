@@ -144,10 +144,9 @@ def check_gpus(run: RunConfig) -> None:
             "without one use a run folder for the CPU (run_0_cpu_...)."
         )
     if found < needed:
-        raise BadInputError(
-            f"This run asks for {needed} GPU(s), but {found} can be seen: use {command_for(found)}, "
-            "or choose another run folder."
-        )
+        from common.offers import offer  # here: it imports the planner, which imports this module
+
+        raise BadInputError(f"This run asks for {needed} GPU(s), but {found} can be seen: {offer(run, gpus()[1])}.")
     gpu = gpu_of_device(gpus()[1][0])
     if gpu and gpu.tflops_dense[run.arithmetic] is None:
         raise BadInputError(f"precision is {run.precision}, which {gpu.name} does not compute: pass --precision fp32.")
@@ -160,12 +159,6 @@ def devices_here(run: RunConfig) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if run.loop == "machines" else run.devices))
 
 
-def command_for(devices: int) -> str:
-    """The command that runs a folder's workflow on so many devices, one rank each."""
-    start = f"torchrun --nproc_per_node {devices}" if devices > 1 else "python"
-    return f"`{start} my_workflow_<technique>.py --devices {devices}`"
-
-
 def start_rank(run: RunConfig) -> Rank:
     """Join the world as this process's rank: one thread on CPU, its own device on GPUs.
 
@@ -174,15 +167,11 @@ def start_rank(run: RunConfig) -> Rank:
         RunStoppedError: another rank did not start in time.
         RuntimeError: the process group came up with another size, backend or type than asked for.
     """
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA counts GPUs as the driver's tools do
     check_world(run)
     end_with_launcher()
     fault_at("start", 0)
     name_deepspeeds_device()
-    if run.device == "cuda" and run.world_size == 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(run.devices)))
-        # else the Trainer spreads over every GPU that it sees
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: run.devices])
+    leave_deepspeed_to_the_run(run)
 
     import torch
     from accelerate import PartialState
@@ -209,6 +198,8 @@ def start_rank(run: RunConfig) -> Rank:
     if on_cpu:
         torch.set_num_threads(1)  # again: PartialState takes every core for a CPU world
         disable_progress_bar()  # weights of a CPU run load in a moment
+    elif run.offload == "cpu":  # the optimizer works on the host, where torchrun gives a rank one thread
+        torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     set_seed(run.seed)
     if not on_cpu and run.gpu and state.is_main_process and gpu_of_device(gpus()[1][0]) != find_gpu(run.gpu):
         print(f"note: this run folder was made for {run.gpu}; it runs on {gpus()[1][0]}")
@@ -233,6 +224,11 @@ def _let_groups_finish() -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all was said: whoever is told to end now may go at once
     time.sleep(LAST_WORKS_S)
+
+
+def threads_per_rank(ranks_here: int) -> int:
+    """This machine's threads, divided among its ranks."""
+    return max(1, (os.cpu_count() or 1) // ranks_here)
 
 
 def was_restarted() -> bool:
@@ -300,6 +296,12 @@ def end_with_launcher() -> None:
 def accelerate_shards() -> bool:
     """Whether `accelerate launch` was given a file with FSDP: then Accelerate divides the model (on GPUs alone)."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and bool(gpus()[1])
+
+
+def leave_deepspeed_to_the_run(run: RunConfig) -> None:
+    """Have Accelerate make no engine of DeepSpeed, as its file asks: with ZeRO the run makes it, as with torchrun."""
+    if run.parallel.startswith("zero"):
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
 def name_deepspeeds_device() -> None:
@@ -520,16 +522,18 @@ def torchrun_command(script: str, world_size: int, *overrides: str) -> list[str]
 
 
 def check_inputs(run: RunConfig) -> None:
-    """Check the run's settings, model, data and memory, cheaply and before anything is written or started.
+    """Check the run's settings, model, data, disk and memory, cheaply and before anything is written or started.
 
     Raises:
         BadInputError: what is unknown, missing or malformed, or cannot fit.
     """
     from common.data import load_splits
+    from common.disk_needs import check_disk
     from common.models import any_shape_config, load_tokenizer
     from common.placement import check_placement_and_memory
 
     check_settings_and_data(run)
+    check_disk(run)
     if run.parallel == "tp":
         from common.tensor_parallel import check_divisible
 

@@ -238,16 +238,15 @@ def _reach_store(meeting: Meeting) -> "Store":
 
 
 def use_interface_to(meeting: Meeting) -> None:
-    """Have gloo use the network interface by which the master is reached: it would take the host name's."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
+    """Have gloo and NCCL use the network interface by which the master is reached: gloo would take the host name's."""
+    variables = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
     family, *_, place = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_DGRAM)[0]
     with closing(socket.socket(family, socket.SOCK_DGRAM)) as way:
         way.connect(place)  # sends nothing, but chooses the way
         own = way.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == own for each in addresses):
-            os.environ["GLOO_SOCKET_IFNAME"] = name
+            os.environ |= dict.fromkeys(variables, name)
             return
 
 

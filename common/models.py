@@ -43,8 +43,13 @@ AUTO_CLASSES = {
     "classification": AutoModelForSequenceClassification,
     "summarization": AutoModelForSeq2SeqLM,
 }
-ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
+ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "flash3": "flash_attention_3"}
 """Our names and those of Transformers."""
+FLASH_PACKAGES = {
+    "flash": ("flash_attn", "`pip install flash-attn --no-build-isolation`"),
+    "flash3": ("flash_attn_interface", "`python setup.py install` in the folder hopper of flash-attention's source"),
+}
+"""By our names: what is imported, and how it is installed."""
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 """They list what a checkpoint lacks (of a classifier the head, which `start_head` starts), and, wherever several ranks
 run, what the library's own tensor parallel, which is not asked for, does not divide."""
@@ -127,10 +132,13 @@ def check_attention(run: RunConfig) -> None:
     Raises:
         BadInputError: with the command that installs it.
     """
-    if run.attention == "flash" and importlib.util.find_spec("flash_attn") is None:
+    if run.attention not in FLASH_PACKAGES:
+        return
+    module, install = FLASH_PACKAGES[run.attention]
+    if importlib.util.find_spec(module) is None:
         raise BadInputError(
-            "attention is flash, but flash-attn is not installed: `pip install flash-attn --no-build-isolation` (it "
-            "compiles on a machine with CUDA), or pass --attention sdpa."
+            f"attention is {run.attention}, but {module} is not installed: {install} (it compiles on a machine with "
+            "CUDA), or pass --attention sdpa."
         )
 
 

@@ -223,7 +223,7 @@ class PassClock:
 
     def __init__(self, device: str) -> None:
         """Nothing was timed yet."""
-        self.on_gpu = device != "cpu"
+        self.device, self.on_gpu = device, device != "cpu"
         self.passes: list[tuple[str, int, Mark, Mark]] = []
         self.steps: list[tuple[Mark, Mark, list[tuple[str, int, Mark, Mark]]]] = []
         """The latest ones; of those before, the sums alone."""
@@ -233,7 +233,7 @@ class PassClock:
         """Now."""
         if not self.on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
@@ -278,7 +278,7 @@ class PassClock:
 
     def _wait(self) -> None:
         if self.on_gpu:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
 
     def _seconds(self, start: Mark, end: Mark) -> float:
         return start.elapsed_time(end) / 1e3 if self.on_gpu else end - start

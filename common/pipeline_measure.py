@@ -62,7 +62,7 @@ def measure_pipeline(
         for batch in batches if participates else []:
             work(batch)
         if rank.device != "cpu":
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         trainer.optimizer.zero_grad()
         times.setdefault(name, []).append(max(gather_object([time.perf_counter() - start_s])) / len(batches))
 

@@ -67,7 +67,7 @@ class PipelineTrainer(LoopTrainer):
     def load_weights(self, folder: Path) -> None:
         """This stage's part of the weights, and its optimizer."""
         load_parts(self.model, folder)
-        states = torch.load(folder / self.optimizer_file, map_location=self.rank.device, weights_only=True)
+        states = torch.load(folder / self.optimizer_file, map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(states)
 
     def collated(self, rows: list[Tokens]) -> Batch:

@@ -70,7 +70,7 @@ class PlainLoop(StepLoop):
 
     def load_weights(self, folder: Path) -> None:
         """On every rank."""
-        saved = torch.load(folder / WEIGHTS_FILE, map_location=self.rank.device, weights_only=True)
+        saved = torch.load(folder / WEIGHTS_FILE, map_location="cpu", weights_only=True)
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
 

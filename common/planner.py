@@ -503,7 +503,7 @@ def explanation(plan: Plan) -> str:
 
 
 def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
-    """The job of a run folder's run; where one CPU device holds all stages, as if it were not divided.
+    """The job of a run folder's run; on one device, which holds all stages or rows, as if it were not divided.
 
     A batch is filled up until the micro-batches divide it, as training does (`PipelineTrainer.collated`).
     """
@@ -511,13 +511,13 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
     targets = {"all": (), "all-linear": ALL_LINEAR if run.technique == "full" else ()}
     return Job(
         technique=run.technique,
-        parallel="single" if run.parallel == "mp" and run.device == "cpu" else run.parallel,
+        parallel="single" if run.devices == 1 else run.parallel,
         batch=replace(batch, rows=filled_up),
         devices=run.devices,
         precision=run.precision,
         quantization=run.quantization,
         optimizer=run.optimizer,
-        attention=run.attention,
+        attention="flash" if run.attention == "flash3" else run.attention,
         gradient_checkpointing=run.gradient_checkpointing != "none",
         lora_rank=run.lora_rank,
         target_modules=targets.get(run.target_modules, tuple(run.target_modules.split(","))),

@@ -29,13 +29,13 @@ import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
 from tabulate import tabulate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from common.architectures import UnknownArchitectureError, read_architecture
 from common.data import Tokens, load_splits, longest_batch, tokens_of
 from common.device_maps import whole_model_on
+from common.disk_needs import check_room_to_save
 from common.hardware import (
     CPU_DEVICE,
     Gpu,
@@ -79,6 +79,7 @@ from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.settings import run_of_folder
 from common.sharded_run import check_sharding_inputs, model_to_train, trainer_class
 from common.sharded_training import ShardedTrainer, save_whole
+from common.sharding import mesh_of
 from common.tensor_parallel import check_divisible, split_by_plan
 from common.tensor_training import TensorParallelTrainer
 from common.training import OBJECTIVES, CountingTrainer, SummaryTrainer, give_up, trainer_of_rows, training_arguments
@@ -291,7 +292,7 @@ class StepClock(TrainerCallback):
         """Note the time."""
         for device in self.devices:
             if device != "cpu":
-                torch.cuda.synchronize(device)
+                torch.accelerator.synchronize(device)
         self.ends_s.append(time.perf_counter())
 
     @property
@@ -377,7 +378,7 @@ def measure(
         _forget_peak(rank)
         trainer.train()
         training = [read_memory(device) for device in rank.devices]
-    fewer = f"validation needs the logits of whole rows: pass --evaluation_batch_size {len(rows.validation) // 2 or 1}"
+    fewer = f"validation has batches of its own: pass --evaluation_batch_size {len(rows.validation) // 2 or 1}"
     with phase("validation of one batch", rank, fewer):
         validation, validation_time_s = validate(trainer, rank)
     with phase("save and reload", rank, elsewhere):
@@ -444,7 +445,7 @@ def trained_model(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
     else:
         model = add_lora(model, run)
     if run.parallel == "tp":
-        return split_by_plan(model, init_device_mesh(run.device, (rank.world_size,)))
+        return split_by_plan(model, mesh_of(rank))
     return model
 
 
@@ -666,6 +667,7 @@ def preflight(arguments: Sequence[str]) -> int:
         if plan and not plan.fits and not options.anyway:
             print("not tried; --anyway tries it all the same")
             return 1
+        check_room_to_save(run)
         if run.world_size > 1:
             start_ranks(run, arguments)
     measured = measure_all(run, rows, stage_map, plan)

@@ -168,8 +168,10 @@ class RunConfig:
     precision: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = _setting(
         "fp32", "Number format of weights and arithmetic; mixed = fp32 weights, arithmetic under autocast."
     )
-    attention: Literal["eager", "sdpa", "flash"] = _setting(
-        "sdpa", "Attention implementation; flash = the package flash-attn, on GPUs only."
+    attention: Literal["eager", "sdpa", "flash", "flash3"] = _setting(
+        "sdpa",
+        "Attention implementation; flash = the package flash-attn, flash3 = its third version for Hopper GPUs; both "
+        "on GPUs only, with weights in 16 bits.",
     )
     gradient_checkpointing: Literal["none", "reentrant", "non-reentrant"] = _setting(
         "none", "Whether activations are computed again in the backward pass, and by which of PyTorch's two ways."
@@ -242,11 +244,24 @@ class RunConfig:
         self._check_task()
         if self.technique != "full" and self.target_modules == "all":
             raise BadInputError("target_modules is all, but adapters stand beside linear layers: pass all-linear.")
-        if self.device == "cpu" and self.attention == "flash":
-            raise BadInputError("attention is flash, but device is cpu, where flash-attn has no kernel: pass sdpa.")
+        self._check_attention()
         if self.run_name and not RUN_NAME_PATTERN.fullmatch(self.run_name):
             raise BadInputError(
                 f"run_name {self.run_name[:120]!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'."
+            )
+
+    def _check_attention(self) -> None:
+        """Refuse flash attention where it has no kernel."""
+        if not self.attention.startswith("flash"):
+            return
+        if self.device == "cpu":
+            raise BadInputError(
+                f"attention is {self.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa."
+            )
+        if self.precision != "bf16" and (self.precision, self.technique) != ("fp16-mixed", "lora"):
+            raise BadInputError(
+                f"attention is {self.attention}, but precision is {self.precision}, whose weights are fp32, and the "
+                "base answers without autocast: pass --precision bf16, or --attention sdpa."
             )
 
     def _check_parallel(self) -> None:

@@ -1,8 +1,11 @@
 """A run with sharding from its settings: what is checked, the model with what is to be trained, and its trainer."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
+from accelerate.utils import wait_for_everyone
 from peft import PeftModel
 from transformers import PreTrainedModel
 
@@ -12,7 +15,7 @@ from common.models import add_lora, load_base_model, train_linear_layers
 from common.placement import model_without_weights
 from common.run_config import RunConfig
 from common.sharded_training import DdpTrainer, FsdpTrainer, ShardedTrainer
-from common.sharding import describe_wrapping, modules_to_wrap, shard
+from common.sharding import describe_wrapping, mesh_of, mixed_precision, modules_to_wrap, shard
 from common.zero_training import ZeroTrainer, check_deepspeed
 
 
@@ -31,18 +34,34 @@ def check_sharding_inputs(run: RunConfig) -> None:
 def model_to_train(run: RunConfig, rank: Rank) -> PreTrainedModel | PeftModel:
     """The base with its trained weights switched on; with FSDP divided, so that no GPU ever holds all of it.
 
-    It loads on the host. DeepSpeed, and Accelerate where it was launched with an FSDP file, divide it when training
+    It loads on the host; with FSDP one rank of a machine after the other, so that the host holds one whole model and
+    not one for each GPU. DeepSpeed, and Accelerate where it was launched with an FSDP file, divide it when training
     begins; with ddp, for comparison, it stays whole on each rank's device.
 
     Raises:
         BadInputError: the model lacks a class to wrap, or layers to train.
     """
-    model = whole_model_to_train(run, rank.device if run.parallel == "ddp" else "cpu")
-    if run.parallel != "fsdp":
+    if run.parallel != "fsdp" or accelerate_shards():
+        model = whole_model_to_train(run, rank.device if run.parallel == "ddp" else "cpu")
+        if run.parallel == "fsdp" and rank.is_main:
+            print(describe_wrapping(model, run.wrap))
         return model
-    if rank.is_main:
-        print(describe_wrapping(model, run.wrap))
-    return model if accelerate_shards() else shard(model, run, rank)
+    mesh = mesh_of(rank)
+    with in_turn(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        model = whole_model_to_train(run, "cpu")
+        if rank.is_main:
+            print(describe_wrapping(model, run.wrap))
+        return shard(model, run, mesh)
+
+
+@contextmanager
+def in_turn(own_turn: int, turns: int) -> Iterator[None]:
+    """What ranks do here they do one after the other, in the order of their turns from 0; called on every rank."""
+    for _ in range(own_turn):
+        wait_for_everyone()
+    yield
+    for _ in range(turns - own_turn):
+        wait_for_everyone()
 
 
 def whole_model_to_train(run: RunConfig, device: str) -> PreTrainedModel | PeftModel:
@@ -58,4 +77,6 @@ def trainer_class(run: RunConfig, rank: Rank) -> Callable[..., ShardedTrainer]:
     """Who makes the step: FSDP2, DeepSpeed, or for comparison DDP."""
     if run.parallel.startswith("zero"):
         return partial(ZeroTrainer, run=run, rank=rank)
-    return partial(DdpTrainer if run.parallel == "ddp" else FsdpTrainer, rank=rank)
+    if run.parallel == "ddp":
+        return partial(DdpTrainer, rank=rank)
+    return partial(FsdpTrainer, rank=rank, policy=mixed_precision(run))

@@ -14,6 +14,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,10 +68,12 @@ class ShardedTrainer(LoopTrainer):
         """The model's output."""
         return self.model(**inputs)
 
-    @torch.no_grad()
     def sums_of(self, batch: Batch) -> torch.Tensor:
         """Of this rank's validation rows."""
-        return self.objective.results(self.logits(batch), batch["labels"].to(self.rank.device)).sum(0)
+        self.model.eval()
+        results = self.results_of(self.forward, self._to_device(batch))
+        self.model.train()
+        return results.sum(0)
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -175,9 +178,15 @@ class ShardedTrainer(LoopTrainer):
 class FsdpTrainer(ShardedTrainer):
     """The trainer of one rank; its `model` comes from `common.sharding.shard`."""
 
+    def __init__(self, *, policy: MixedPrecisionPolicy, **kwargs: Any) -> None:
+        """`policy`: the formats of gathered weights and summed gradients, also where Accelerate divides the model."""
+        super().__init__(**kwargs)
+        self.policy = policy
+
     def start_step_maker(self) -> None:
         """Nothing may be whole; where Accelerate was launched with an FSDP file, it divides the model only now."""
         if accelerate_shards():
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = self.policy  # its own sums gradients in bf16
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
         check_fully_sharded(self.model, self.rank.world_size)
 
@@ -220,6 +229,11 @@ class DdpTrainer(ShardedTrainer):
         """DDP sums the gradients of `model`."""
         own_gpu = None if self.rank.device == "cpu" else [self.rank.device]
         self.replica = DistributedDataParallel(self.model, device_ids=own_gpu, gradient_as_bucket_view=True)
+
+    def give_up(self) -> None:
+        """DDP's module goes, too: it has buckets as large as all gradients."""
+        self.replica = None
+        super().give_up()
 
     def forward(self, **inputs: Any) -> Any:
         """In training through DDP, whose hooks sum the gradients."""

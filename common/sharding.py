@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -57,7 +57,12 @@ def modules_to_wrap(model: PreTrainedModel | PeftModel, wrap: str) -> list[torch
     return [module for module in base.modules() if type(module).__name__ in asked]
 
 
-def shard(model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> PreTrainedModel | PeftModel:
+def mesh_of(rank: Rank) -> DeviceMesh:
+    """The devices of all ranks in a row; called on every rank."""
+    return init_device_mesh(torch.device(rank.device).type, (rank.world_size,))
+
+
+def shard(model: PreTrainedModel | PeftModel, run: RunConfig, mesh: DeviceMesh) -> PreTrainedModel | PeftModel:
     """Divide every weight among the ranks, in place: wrapped modules one by one, then what is left in the root.
 
     A model on the host moves to the rank's GPU module by module, so that the GPU never holds more than its shards and
@@ -66,7 +71,6 @@ def shard(model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> Pre
     Raises:
         BadInputError: see `modules_to_wrap`.
     """
-    mesh = init_device_mesh(run.device, (rank.world_size,))
     wrapped = modules_to_wrap(model, run.wrap)
     about = {
         "mesh": mesh,

@@ -29,7 +29,15 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from common.callbacks import ACCURACY, VALIDATION_LOSS, FirstStepReport, ProgressReport, UpdateReport, WorkDone
+from common.callbacks import (
+    ACCURACY,
+    VALIDATION_LOSS,
+    FirstStepReport,
+    ProgressReport,
+    SkippedSteps,
+    UpdateReport,
+    WorkDone,
+)
 from common.checkpointed_trainer import CheckpointedTrainer
 from common.checkpoints import about_run
 from common.classification import CLASSES
@@ -74,8 +82,9 @@ class CountingTrainer(CheckpointedTrainer):
         if self.accelerator.ddp_handler:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.batches, self.work, self.objective = batches, work, objective
-        self.updates = UpdateReport()
+        self.updates, self.skips = UpdateReport(), SkippedSteps(self.accelerator)
         self.add_callback(self.updates)
+        self.add_callback(self.skips)
         self.keeps_logits = keeps_logits(self.model)
 
     def get_train_dataloader(self) -> EpochLoader:
@@ -91,21 +100,45 @@ class CountingTrainer(CheckpointedTrainer):
         """Count the mini-batch, then train on it."""
         self.reach("batch")
         self.work.count(inputs.pop("row"), inputs)
-        batch = with_head_on_answers(inputs) if self.keeps_logits else inputs
-        if self.keeps_logits and self.is_model_parallel:  # the head's device may be another than the inputs'
-            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()
+        batch = self.with_kept_logits(inputs) if self.keeps_logits else inputs
         return super().training_step(model, batch, *args, **kwargs)
+
+    def with_kept_logits(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """See `with_head_on_answers`."""
+        batch = with_head_on_answers(inputs)
+        if self.is_model_parallel:  # the head's device may be another than the inputs'
+            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()
+        return batch
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Time what is no training: logging, validation and checkpoints."""
         with self.reporting():
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor | None, ...]:
-        """A validation batch, after which it is seen that there was one."""
-        found = super().prediction_step(*args, **kwargs)
+    def prediction_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *_: Any, **__: Any
+    ) -> tuple[None, torch.Tensor, torch.Tensor]:
+        """What each row of a validation batch counts for (`Objective.results`), and its labels; no batch's loss."""
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            results = self.results_of(model, inputs)
         reached("validation", self.state.global_step)
-        return found
+        return None, results, inputs["labels"]
+
+    @torch.no_grad()
+    def results_of(self, model: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """What each row counts for, shape (rows, k), by `model` with its dropout off.
+
+        Logits are computed at answer positions alone: those of whole rows would be the run's highest peak where the
+        vocabulary is large.
+        """
+        if self.keeps_logits:
+            batch = self.with_kept_logits(inputs)
+            names = ("input_ids", "attention_mask", "logits_to_keep")
+            logits = model(**{name: batch[name] for name in names}, use_cache=False).logits
+            return answer_results(logits, batch["labels"].to(logits.device))
+        batch = {name: tensor for name, tensor in inputs.items() if name not in ("row", "labels")}
+        return self.objective.results(model(**batch).logits, inputs["labels"])
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -160,12 +193,6 @@ class CountingTrainer(CheckpointedTrainer):
 class SummaryTrainer(CountingTrainer, Seq2SeqTrainer):
     """The same on Transformers' trainer of encoder-decoders."""
 
-    def __init__(self, *, preprocess_logits_for_metrics: Callable[..., torch.Tensor], **kwargs: Any) -> None:
-        """Of all that a model gives out, the encoder's states too, the metrics are made of the logits alone."""
-        super().__init__(
-            preprocess_logits_for_metrics=lambda made, labels: preprocess_logits_for_metrics(made[0], labels), **kwargs
-        )
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Every validation row once: Seq2SeqTrainer keeps those that a last batch was filled up with."""
         self.gather_function = self.accelerator.gather_for_metrics
@@ -195,17 +222,25 @@ def with_head_on_answers(inputs: dict[str, Any]) -> dict[str, Any]:
     return {**inputs, "labels": targets, "shift_labels": targets, "logits_to_keep": positions}
 
 
-def answer_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def answer_results(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of the losses, and number, of each row's answer tokens, shape (rows, 2).
 
-    `logits` has shape (rows, tokens, vocabulary), `labels` (rows, tokens).
+    `logits` has shape (rows, positions, vocabulary), `targets`, what each position is to predict, (rows, positions).
+    Row by row: fp32 copies of all rows' logits would take several times as much memory as the logits.
     """
-    targets = labels[:, 1:]
-    losses = cross_entropy(logits[:, :-1].float().mT, targets, ignore_index=IGNORED_LABEL, reduction="none")
-    return torch.stack([losses.sum(1), (targets != IGNORED_LABEL).sum(1)], dim=1)
+    losses = [
+        cross_entropy(row.float(), wanted, ignore_index=IGNORED_LABEL, reduction="sum")
+        for row, wanted in zip(logits, targets, strict=True)
+    ]
+    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).sum(1)], dim=1)
 
 
-ANSWERS = Objective(lambda tokenizer, _: make_collator(tokenizer), answer_results, mean_loss, VALIDATION_LOSS, False)
+def whole_row_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The same of logits at all positions and of the tokens themselves: position t predicts token t + 1."""
+    return answer_results(logits[:, :-1], labels[:, 1:])
+
+
+ANSWERS = Objective(lambda tokenizer, _: make_collator(tokenizer), whole_row_results, mean_loss, VALIDATION_LOSS, False)
 OBJECTIVES = {"chat": ANSWERS, "classification": CLASSES, "summarization": SUMMARIES}
 
 
@@ -214,7 +249,7 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
     on_cpu = run.device == "cpu"
     checkpointing = run.gradient_checkpointing != "none"
     kind = Seq2SeqTrainingArguments if run.task == "summarization" else TrainingArguments
-    return kind(
+    arguments = kind(
         output_dir=str(output_folder),
         per_device_train_batch_size=run.batch_size,
         per_device_eval_batch_size=run.evaluation_batch_size,
@@ -253,6 +288,10 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         disable_tqdm=True,
         seed=run.seed,
     )
+    # the Trainer takes every GPU that it sees into `DataParallel`, or multiplies the loss by their number; reading
+    # `n_gpu` makes it look for them, so that the number is not written over later
+    arguments._n_gpu = min(1, arguments.n_gpu)
+    return arguments
 
 
 def make_trainer(
@@ -349,7 +388,6 @@ def trainer_of_rows(
         train_dataset=TrainingRows(train),
         eval_dataset=validation,
         data_collator=objective.collator(tokenizer, model),
-        preprocess_logits_for_metrics=objective.results,
         compute_metrics=lambda prediction: objective.metrics(prediction.predictions.sum(0)),
         objective=objective,
         batches=batches_class(
@@ -372,7 +410,7 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
 
     Raises:
         RuntimeError: a rank did nothing, rows were skipped or repeated, or the learning rate decayed at another pace
-            than once per optimizer step.
+            than once per optimizer step that was taken.
     """
     work = trainer.work
     place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
@@ -382,9 +420,11 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
     rows_by_rank = trainer.of_own_rows([share.pop("rows") for share in shares])
     check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer), goes_on=trainer.first_step > 0)
-    if trainer.lr_scheduler.last_epoch != trainer.state.global_step:
+    scheduled, skipped = trainer.lr_scheduler.last_epoch, trainer.skips.steps
+    if scheduled + skipped != trainer.state.global_step:
         raise RuntimeError(
-            f"The learning rate took {trainer.lr_scheduler.last_epoch} steps, training {trainer.state.global_step}."
+            f"The learning rate took {scheduled} steps, training {trainer.state.global_step}, of which {skipped} were "
+            "skipped."
         )
     return shares
 
@@ -447,6 +487,7 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
         "effective_batch_size": run.effective_batch_size,
         "peak_learning_rate": run.peak_learning_rate,
         "steps": trainer.state.global_step,
+        "skipped_steps": trainer.skips.steps,
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
         "tokens_per_s": tokens_per_s,
@@ -539,18 +580,24 @@ def validation_logits(trainer: CountingTrainer, run: RunConfig) -> tuple[dict[st
 
 
 def give_up(trainer: CountingTrainer, device: str) -> None:
-    """Free the memory of a trainer's model and optimizer, also where a notebook still has names for them."""
+    """Free the memory of a trainer's model, gradients and optimizer, also where a notebook still has names for them."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
     trainer.optimizer.state.clear()
-    give_up_model(trainer.accelerator.unwrap_model(trainer.model), device)
+    trainer.model_wrapped = model  # DDP's wrapper has buckets as large as all gradients
+    trainer.accelerator.free_memory()
+    give_up_model(model, device)
 
 
 def give_up_model(model: torch.nn.Module, device: str) -> None:
-    """Free a model's memory."""
+    """Free a model's memory, whoever else still has its weights: an optimizer's groups have, and DDP's wrapper."""
     remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
     drop_quantized(model)
-    model.to("meta")
+    held = [*model.parameters(), *model.buffers()]
+    model.to("meta")  # puts other tensors in their place
+    for tensor in held:
+        tensor.data, tensor.grad = tensor.new_empty(0), None
     if device != "cpu":
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
 
 
 def save_and_reload(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from common.launch import Rank
 
 HUNG_EXIT_CODE = 4
+ANSWER_S = 2.0
+"""How long a rank that is told to end (SIGTERM) may take to begin; after that its thread ends it."""
 BEAT_S = 1.0
 SILENT_S = 5.0
 """A rank whose thread has said nothing for so long was stopped, or its machine is gone."""
@@ -133,10 +135,34 @@ class Watch:
         self.folder.mkdir(parents=True, exist_ok=True)
         _beat.start(self.folder / f"rank{rank.rank}.json", rank.rank)
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
+        self.signals: socket.socket | None = None
+        if rank.world_size > 1 and threading.current_thread() is threading.main_thread():
+            heard, self.signals = socket.socketpair()
+            self.signals.setblocking(False)
+            signal.set_wakeup_fd(self.signals.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(heard,), daemon=True, name="told to end").start()
 
     def end(self) -> None:
         """The work is done; idle time is nobody's hang."""
         self.ended.set()
+        if self.signals and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            self.signals.close()  # the listening thread ends
+            self.signals = None
+
+    def _listen(self, heard: socket.socket) -> None:
+        """End this rank where it is told to and does not answer.
+
+        Python's handlers run between two of Python's instructions: a rank that waits in NCCL for one that is gone comes
+        to none. The number of a signal is written into a socket at once.
+        """
+        with heard:
+            while received := heard.recv(1):
+                if received[0] == signal.SIGTERM and not self.ended.wait(ANSWER_S):
+                    said = f"rank {self.rank.rank} was told to end while it waited, probably for a rank that is gone"
+                    self.tell(f"{said}: that one's output says why.")
+                    print(f"error: {said}: that one's output says why.", file=sys.stderr, flush=True)
+                    os._exit(1)
 
     def _watch(self) -> None:
         while not self.ended.wait(BEAT_S):

@@ -35,11 +35,12 @@ from common.models import EMBEDDED_SUMMARIZER
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.run_record import RECORD_NAME, Record, load_record
 from common.zero_training import check_deepspeed
+from tests.fake_gpus.machine import compiled_guard, compiler
 from tests.forked import run_forked
 
 TIMED = re.compile(r"faults/test_(processes|random_kills)|network/")
 """Files whose tests measure how soon something happens, and share runs."""
-SHARES_RANKS = re.compile(r"recipes/|faults/test_resume|unit/test_(pipeline|tensor_parallel)\.py")
+SHARES_RANKS = re.compile(r"recipes/|fake_gpus/|faults/test_resume|unit/test_(pipeline|tensor_parallel)\.py")
 """Files whose tests look at what one start of ranks computed."""
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -141,10 +142,13 @@ class Trained:
 def run_several() -> Callable[..., dict[str, Trained]]:
     """Workflows one after the other, in one start of `ranks` processes.
 
-    `runs` has by name a run folder, or one of its workflows, and overrides.
+    `runs` has by name a run folder, or one of its workflows, and overrides. `starter` is a module that runs a script
+    somewhere else, such as on a machine with fake GPUs.
     """
 
-    def run(folder: Path, runs: dict[str, tuple[Path, tuple[str, ...]]], ranks: int) -> dict[str, Trained]:
+    def run(
+        folder: Path, runs: dict[str, tuple[Path, tuple[str, ...]]], ranks: int, starter: str = ""
+    ) -> dict[str, Trained]:
         names = {name: name.replace(", ", "-").replace(" ", "-") for name in runs}
         jobs = [
             {"place": str(place), "name": names[name], "overrides": overrides}
@@ -152,7 +156,8 @@ def run_several() -> Callable[..., dict[str, Trained]]:
         ]
         (folder / "jobs.json").write_text(json.dumps(jobs))
         script = str(REPOSITORY / "tests" / "recipes" / "run_several.py")
-        command = [sys.executable, script] if ranks == 1 else torchrun_command(script, ranks)
+        program = ["-m", starter, script] if starter else [script]
+        command = [sys.executable, *program] if ranks == 1 else torchrun_command(program[0], ranks, *program[1:])
         folders = dict.fromkeys(str(place.parent if place.suffix else place) for place, _ in runs.values())
         importable = [str(REPOSITORY), *folders]
         log = folder / "jobs.log"
@@ -171,6 +176,14 @@ def needs_deepspeed() -> None:
         check_deepspeed()
     except BadInputError as missing:
         pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def fake_gpus() -> None:
+    """Skip where the fake machine cannot be compiled."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler (c++): the fake machine of several GPUs needs one; install g++")
+    compiled_guard()
 
 
 @pytest.fixture(scope="session")

@@ -807,4 +807,49 @@ PROCESSES = (
     ),
 )
 
-CHOSEN = (*DATA, *LOSS, *SEVERAL_RANKS, *CHECKPOINTS, *PLANS, *REPORTS, *PROCESSES)
+GPUS = (
+    Fault(
+        "a run on one GPU takes all that there are",
+        "common/training.py",
+        "    arguments._n_gpu = min(1, arguments.n_gpu)\n",
+        "",
+        _unit("training", "of_several_gpus_the_trainer_takes_one"),
+    ),
+    Fault(
+        "fp16's skipped steps end a run after all its work",
+        "common/callbacks.py",
+        "        self.steps += self.accelerator.optimizer_step_was_skipped\n",
+        "        self.steps += 0\n",
+        _unit("training", "a_step_that_overflowed_is_none_of_the_schedules"),
+    ),
+    Fault(
+        "weights that are given up stay in memory",
+        "common/training.py",
+        "        tensor.data, tensor.grad = tensor.new_empty(0), None\n",
+        "        tensor.grad = None\n",
+        _unit("training", "weights_that_are_given_up_take_no_memory_whoever_still_has_them"),
+    ),
+    Fault(
+        "a run begins whose checkpoints the disk cannot hold",
+        "common/disk_needs.py",
+        "    if free < need.total_bytes:\n",
+        "    if free < 0:\n",
+        _unit("disk_needs", "too_little_room_is_refused_with_both_sizes"),
+    ),
+    Fault(
+        "a rank that waits for one that is gone does not end",
+        "common/watch.py",
+        "                    os._exit(1)\n",
+        "                    return\n",
+        _unit("watch", "a_rank_that_waits_where_no_signal_is_handled_ends_when_it_is_told_to"),
+    ),
+    Fault(
+        "model parallel's devices compute something else than one device",
+        "common/training.py",
+        '            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()\n',
+        '            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()[::-1]\n',
+        _equals_one_device("MP, full"),
+    ),
+)
+
+CHOSEN = (*DATA, *LOSS, *SEVERAL_RANKS, *CHECKPOINTS, *PLANS, *REPORTS, *PROCESSES, *GPUS)

@@ -59,19 +59,23 @@ def look_at_weights(log: RunLog, model: PreTrainedModel) -> StoredWeights:
     return stored
 
 
-def base_judge(log: RunLog, tokenizer: Tokenizer, has_room: bool) -> Judge:
-    """The original base, so that scores compare with LoRA's; with no room for it the quantized base."""
-    if not has_room and log.rank.is_main:
-        print("no room for unquantized models on this device: the quantized base judges, the original's merge does not")
-    return Judge("base", load_base_model(log.run, device_map(log.rank), quantized=not has_room), tokenizer)
+def original_judge(log: RunLog, tokenizer: Tokenizer) -> Judge:
+    """The original base, so that scores compare with LoRA's."""
+    return Judge("base", load_base_model(log.run, device_map(log.rank), quantized=False), tokenizer)
 
 
 def evaluate_before(
     log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits, has_room: bool
 ) -> Evaluation:
-    """The quantized base's answers to the test questions, before it has seen an exhibit."""
+    """The quantized base's answers to the test questions, before it has seen an exhibit.
+
+    With no room for the original base it judges itself, so that no second model is loaded.
+    """
+    if not has_room and log.rank.is_main:
+        print("no room for unquantized models on this device: the quantized base judges, the original's merge does not")
     with log.phase("baseline evaluation"):
-        judges = [base_judge(log, tokenizer, has_room), *independent_judges(log.run, log.rank.device)]
+        judge = original_judge(log, tokenizer) if has_room else Judge("base", model, tokenizer)
+        judges = [judge, *independent_judges(log.run, log.rank.device)]
         return evaluate(model, tokenizer, data.test, judges, log, "before")
 
 
@@ -100,7 +104,9 @@ def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer, has_room:
 def evaluate_after(log: RunLog, merged: Merged, tokenizer: Tokenizer, data: Splits) -> dict[str, Evaluation | None]:
     """The answers of what was trained (`after`), and of the merge into the original base (`after_original_base`)."""
     with log.phase("final evaluation"):
-        others = [base_judge(log, tokenizer, merged.on_original is not None)]
+        has_room = merged.on_original is not None
+        itself = Judge("base", merged.tuned, tokenizer, merged.without_adapter)
+        others = [original_judge(log, tokenizer) if has_room else itself]
         others += independent_judges(log.run, log.rank.device)
         found: dict[str, Evaluation | None] = {"after": None, "after_original_base": None}
         for when, model in (("after", merged.tuned), ("after_original_base", merged.on_original)):

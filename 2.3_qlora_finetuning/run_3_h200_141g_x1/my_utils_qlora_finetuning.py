@@ -4,6 +4,8 @@ The quantization's own settings stand in `common.quantization.quantization_confi
 is in `common` imports no run folder.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +22,12 @@ from common.models import check_equal_logits, load_base_model, next_token_logits
 from common.quantization import StoredWeights, dequantized, relative_error, stored_weights
 from common.run_config import RunConfig
 from common.run_record import RunLog
-from common.training import CountingTrainer, answer_results, give_up, give_up_model, validation_logits
+from common.training import CountingTrainer, give_up, give_up_model, validation_logits, whole_row_results
 
 BLOCK = 64
 """Weights that share a scale."""
-MODELS_AT_ONCE = 2
-"""In the evaluation: the one that answers, and the base, which judges."""
+MODELS_AT_ONCE = 3
+"""In the final evaluation: both merged models, and the base, which judges."""
 
 
 def device_map(rank: Rank) -> dict[str, str]:
@@ -59,6 +61,8 @@ class Merged:
     """Of each merged model: similarity scores of good answers are all near 0, losses still tell them apart."""
     relative_error: float | None
     """Of the quantized weights; None on ranks that did not look."""
+    without_adapter: Callable[[], AbstractContextManager] = nullcontext
+    """Makes `tuned` the 4-bit base again while it is entered, where it is that base with the adapter."""
 
 
 def merge_both_ways(
@@ -91,7 +95,7 @@ def merge_both_ways(
     wait_for_everyone()
     if not has_room:
         adapted = with_adapter(load_base_model(run, device), folder / "adapter")
-        return Merged(adapted.get_base_model().eval(), None, differences, {}, error)
+        return Merged(adapted.get_base_model().eval(), None, differences, {}, error, adapted.disable_adapter)
     tuned = load_base_model(run, device, source=folder / "merged")
     logits = next_token_logits(tuned, batch)
     differences["merged"] = check_equal_logits(expected, logits, "merged model", run.precision)
@@ -109,7 +113,7 @@ def validation_loss(model: torch.nn.Module, trainer: CountingTrainer) -> float:
     sums = torch.zeros(2)
     for start in range(0, len(rows), size):
         batch = trainer.data_collator(rows[start : start + size])
-        sums += answer_results(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
+        sums += whole_row_results(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
     return (sums[0] / sums[1]).item()
 
 

@@ -29,6 +29,7 @@ KEEP = "KEEP_OUTCOMES"
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
 QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
+MP = REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1"
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
@@ -56,6 +57,8 @@ ACCUMULATED = ("--batch_size", "2", "--accumulation_steps", "2")
 STAGES = (*WHOLE_BATCH, "--micro_batches", "4")
 STAGES_ACCUMULATED = ("--batch_size", "4", "--accumulation_steps", "2", "--micro_batches", "2")
 GPIPE = ("--schedule", "gpipe")
+TWO_GPUS = ("--device", "cuda", "--devices", "2", "--stages", "0", "--attention", "eager")
+"""Fake ones; PyTorch's fused attention does not know them."""
 OWN_WRAP = ("--wrap", "LlamaMLP,LlamaAttention", "--gradient_checkpointing", "non-reentrant")
 TWO_PARTS = ("--parallel", "single", "--devices", "1", "--partitions", "2")
 OVERLAPPED = ("--gradient_exchange", "overlapped", "--bucket_mib", "0.05")
@@ -154,7 +157,13 @@ def summarizing(strategy: str, place: Path, *overrides: str, reference: Case | N
     return Case(strategy, "full", place, overrides, one.task, **{"note": one.note, **other}, reference=one)
 
 
+def divided(note: str, *overrides: str) -> Case:
+    return chat("MP", "full", MP, *WHOLE_BATCH, *TWO_GPUS, *overrides, note=note, launch="fake_machine")
+
+
 CASES = [
+    divided("", "--device_map", "even"),
+    divided("every weight, checkpointed", *ALL, "--gradient_checkpointing", "reentrant"),
     sharded("DDP", "full", "--parallel", "ddp", *OF_RANK),
     chat("DDP", "lora", DDP, *OF_RANK),
     chat("DDP", "qlora", QLORA, "--parallel", "ddp", "--devices", "2", *OF_RANK),
@@ -212,7 +221,7 @@ OVER_20_STEPS = [
 ]
 Runs = dict[str, Any]
 """What `run_several` of tests/conftest.py returns."""
-Launch = Callable[[str, int], Runs]
+Launch = Callable[..., Runs]
 Differences = dict[Case, tuple[float, float]]
 
 
@@ -228,13 +237,13 @@ def launch(
     selected = [case for case in found if isinstance(case, Case)]
     needed = dict.fromkeys([case.reference for case in selected if case.reference] + selected)
 
-    def launched(name: str, ranks: int) -> Runs:
+    def launched(name: str, ranks: int, starter: str = "") -> Runs:
         runs = {
             str(case): (case.place, case.settings(tiny_models[case.model or case.task]))
             for case in needed
             if case.launch == name
         }
-        return run_several(tmp_path_factory.mktemp(name), runs, ranks)
+        return run_several(tmp_path_factory.mktemp(name), runs, ranks, starter)
 
     return launched
 
@@ -253,6 +262,12 @@ def two_ranks(launch: Launch) -> Runs:
 def deepspeed(needs_deepspeed: None, launch: Launch) -> Runs:
     """In processes without the others' runs: it changes PyTorch's own functions."""
     return launch("deepspeed", 2)
+
+
+@pytest.fixture(scope="module")
+def fake_machine(fake_gpus: None, launch: Launch) -> Runs:
+    """One process, and a model on two devices."""
+    return launch("fake_machine", 1, "tests.fake_gpus.run")
 
 
 @pytest.fixture

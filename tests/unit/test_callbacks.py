@@ -6,10 +6,13 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from common.callbacks import SAMPLED_PER_WEIGHT, ProgressReport, UpdateReport, WorkDone
+from common.callbacks import SAMPLED_PER_WEIGHT, FirstStepReport, ProgressReport, UpdateReport, WorkDone
 from common.data import NO_ROW
+from common.hardware import MemoryReading
 from common.launch import Rank
+from common.models import load_tokenizer
 from common.print_prefix import printing_with_prefix
+from common.run_config import RunConfig
 
 
 def train(
@@ -125,3 +128,22 @@ def test_a_figure_that_is_no_number_is_left_out_of_json(capsys: pytest.CaptureFi
 def test_other_ranks_say_nothing_of_progress(capsys: pytest.CaptureFixture[str], figures: str) -> None:
     report_progress(1, figures, TRAINED, VALIDATED)
     assert capsys.readouterr().out == ""
+
+
+def test_the_memory_of_each_device_of_a_rank_is_reported(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With model parallel one process works on several."""
+    gib = {"cuda:0": 1.25, "cuda:1": 2.5}
+    monkeypatch.setattr(
+        "common.callbacks.read_memory", lambda device: MemoryReading(gib[device], gib[device], None, 48)
+    )
+    work = WorkDone()
+    work.count(torch.tensor([3]), {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2).long()})
+    report = FirstStepReport(Rank(0, 1, "cuda:0", "python", ("cuda:1",)), work, load_tokenizer(run_config))
+    arguments = TrainingArguments(use_cpu=True, report_to="none")
+    report.on_step_end(arguments, TrainerState(global_step=1), TrainerControl())
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(",")[0] for line in said[:2]] == [
+        "memory on cuda:0: now 1.25 GiB", "memory on cuda:1: now 2.50 GiB",
+    ]  # fmt: skip

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.data import load_splits
 from common.evaluation import (
@@ -17,7 +18,7 @@ from common.evaluation import (
     shuffled_answers,
 )
 from common.launch import Rank
-from common.models import load_base_model, load_tokenizer
+from common.models import add_lora, load_base_model, load_tokenizer
 from common.run_config import BadInputError, RunConfig
 from common.run_record import RunLog
 
@@ -91,3 +92,18 @@ def test_facts_are_shared_out_over_all_facts_asked_and_absent_judges_give_no_mea
     assert (summary["similarity_score"], summary["facts_said_share"], summary["questions"]) == (0.25, 0.5, 2)
     assert (summary["similarity_score_minilm"], summary["similarity_score_tuned"]) == (pytest.approx(0.3), None)
     assert Evaluation([scored(0.5, 0, 0)]).facts_said_share is None
+
+
+def test_a_tuned_model_without_its_adapter_judges_as_the_base(run_config: RunConfig) -> None:
+    """So that a card chosen for 4 bits needs no second model."""
+    tokenizer, answers = load_tokenizer(run_config), ["It is made of copper.", "walnut"]
+    references = ["It is made of walnut.", "In the Violet Room."]
+    adapted = add_lora(load_base_model(run_config, CPU), run_config).eval()
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    base = Judge("base", load_base_model(run_config, CPU), tokenizer).scores(answers, references)
+    itself = Judge("base", adapted.get_base_model(), tokenizer, adapted.disable_adapter).scores(answers, references)
+    tuned = Judge("tuned", adapted.get_base_model(), tokenizer).scores(answers, references)
+    assert itself == pytest.approx(base, abs=1e-6)
+    assert tuned != pytest.approx(base, abs=1e-3)

@@ -5,10 +5,12 @@ import subprocess
 import sys
 from datetime import date
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
-from common.hardware import CATALOGUE, MACHINES, Machine, find_gpu, find_machine, gpu_of_device, visible_gpus
+from common import hardware
+from common.hardware import CATALOGUE, MACHINES, Machine, find_gpu, find_machine, gpu_of_device, gpus, visible_gpus
 from common.run_config import REPOSITORY, BadInputError
 
 
@@ -231,9 +233,79 @@ def test_the_catalogue_needs_no_torch() -> None:
         ("2", ["c"]),
         ("", []),
         ("7", []),
+        ("0,-1,2", ["a"]),
+        ("0,nonsense,2", ["a"]),
         ("GPU-y", ["b"]),
         ("1,GPU-x", ["b", "a"]),
     ],
 )
 def test_only_gpus_that_cuda_may_see_are_counted(visible: str | None, names: list[str]) -> None:
     assert visible_gpus({"GPU-x1": "a", "GPU-y1": "b", "GPU-z1": "c"}, visible) == names
+
+
+SLICES = {"GPU-x1": {"MIG-1": "a MIG 3g", "MIG-2": "a MIG 1g"}, "GPU-y1": {}}
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["a MIG 3g", "b"]),
+        ("MIG-2", ["a MIG 1g"]),
+        ("MIG-1,MIG-2", ["a MIG 3g", "a MIG 1g"]),
+        ("0", ["a MIG 3g"]),
+        ("MIG-7", []),
+    ],
+)
+def test_mig_slices_are_gpus(visible: str | None, names: list[str]) -> None:
+    assert visible_gpus({"GPU-x1": "a", "GPU-y1": "b"}, visible, SLICES) == names
+
+
+def nvml(starts: bool) -> SimpleNamespace:
+    """A machine whose only GPU is divided into slices, as NVML tells of it; or one without NVML."""
+
+    def start() -> None:
+        if not starts:
+            raise RuntimeError("no library")
+
+    def part(handle: str, number: int) -> str:
+        if number == 1:
+            raise RuntimeError("no slice there")
+        return f"MIG-{number}"
+
+    return SimpleNamespace(
+        NVML_DEVICE_MIG_DISABLE=0, NVMLError=RuntimeError, nvmlInit=start, nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.1", nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda number: f"GPU-{number}", nvmlDeviceGetUUID=lambda handle: handle,
+        nvmlDeviceGetName=lambda handle: f"name of {handle}", nvmlDeviceGetMigMode=lambda handle: (1, 1),
+        nvmlDeviceGetMaxMigDeviceCount=lambda handle: 3, nvmlDeviceGetMigDeviceHandleByIndex=part,
+    )  # fmt: skip
+
+
+def test_the_slices_of_a_divided_gpu_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(starts=True))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus() == ("580.1", ["name of MIG-0"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
+    assert gpus() == ("580.1", ["name of MIG-2"])
+
+
+def test_without_nvml_cuda_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it sees none; on a machine with a driver, whatever it prints is what is there."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(starts=False))
+    monkeypatch.setattr(hardware, "CUDA_DRIVER", "libc.so.6")  # some library that loads
+    monkeypatch.setattr(
+        hardware.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "one\ntwo\n")
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "for this test")  # answers are kept by it
+    assert gpus() == ("", ["one", "two"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "for this test, without a driver")
+    monkeypatch.setattr(hardware, "CUDA_DRIVER", "no such library")
+    assert gpus() == ("", [])
+
+
+def test_cuda_is_set_up_before_any_library_starts_it() -> None:
+    asked = "import common, os; print(os.environ['CUDA_DEVICE_ORDER'], os.environ.get('PYTORCH_ALLOC_CONF'))"
+    for own, expected in (({}, "expandable_segments:True"), ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "None")):
+        env = {"PATH": "", "PYTHONPATH": str(REPOSITORY), **own}
+        done = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == ["PCI_BUS_ID", expected]

@@ -10,7 +10,17 @@ import pytest
 
 from common import launch
 from common.device_maps import device_name, whole_model_on
-from common.launch import check_folder, check_gpus, check_inputs, check_world, free_port, stream_command, workflows_of
+from common.launch import (
+    check_folder,
+    check_gpus,
+    check_inputs,
+    check_world,
+    free_port,
+    leave_deepspeed_to_the_run,
+    stream_command,
+    threads_per_rank,
+    workflows_of,
+)
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 from common.siblings import literal_of
 from tests.forked import run_forked
@@ -35,7 +45,11 @@ def test_more_ranks_than_devices_asked_for_is_refused(run_config: RunConfig, mon
     [
         ([], 1, "none can be seen"),
         (["NVIDIA RTX A6000"], 2, r"2 GPU.*1 can be seen: use `python my_workflow_<technique>.py --devices 1`"),
-        (["NVIDIA RTX A6000"] * 3, 4, r"3 can be seen: use `torchrun --nproc_per_node 3 .* --devices 3`"),
+        (
+            ["NVIDIA RTX A6000"] * 3,
+            4,
+            r"3 can be seen: use `torchrun --nproc_per_node 3 .* --devices 3` \(\d+\.\d of 47",
+        ),
     ],
 )
 def test_missing_gpus_are_refused_with_the_command_for_those_there_are(
@@ -120,8 +134,11 @@ def test_a_judge_that_is_not_installed_is_refused(run_config: RunConfig, monkeyp
 
 def test_flash_attention_without_its_package_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.launch.gpus", lambda: ("", ["NVIDIA RTX A6000"]))
+    run = replace(run_config, device="cuda", precision="bf16", attention="flash")
     with pytest.raises(BadInputError, match="pip install flash-attn"):
-        check_inputs(replace(run_config, device="cuda", attention="flash"))
+        check_inputs(run)
+    with pytest.raises(BadInputError, match="flash_attn_interface is not installed"):
+        check_inputs(replace(run, attention="flash3"))
 
 
 def test_fewer_rows_than_ranks_are_refused(run_config: RunConfig) -> None:
@@ -179,3 +196,21 @@ def test_a_workflow_refuses_another_ones_loop(monkeypatch: pytest.MonkeyPatch) -
     check_folder(own)
     with pytest.raises(BadInputError, match="loop is accelerate, but this workflow's is trainer: leave --loop out"):
         check_folder(replace(own, loop="accelerate"))
+
+
+@pytest.mark.parametrize(("parallel", "left"), [("zero2", None), ("fsdp", "true")])
+def test_accelerate_makes_no_second_engine_of_deepspeed(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, parallel: str, left: str | None
+) -> None:
+    """`accelerate launch` asks for one by its file: then its world is of another kind than the run's."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    leave_deepspeed_to_the_run(replace(run_config, technique="full", parallel=parallel, devices=2))
+    assert os.environ.get("ACCELERATE_USE_DEEPSPEED") == left
+
+
+@pytest.mark.parametrize(("threads", "ranks", "expected"), [(64, 4, 16), (2, 4, 1), (None, 2, 1)])
+def test_an_optimizer_on_the_host_has_the_machines_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int | None, ranks: int, expected: int
+) -> None:
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: threads)
+    assert threads_per_rank(ranks) == expected

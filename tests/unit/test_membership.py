@@ -1,5 +1,6 @@
 """The roll call: everyone is counted once, at every start anew, and who differs is named."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,7 +12,16 @@ from torch.distributed import HashStore
 
 from common import gradient_exchange
 from common.gradient_exchange import check_same_weights
-from common.membership import LeftBehindError, Member, World, check_members_agree, in_time, member_of, roll_call
+from common.membership import (
+    LeftBehindError,
+    Member,
+    World,
+    check_members_agree,
+    in_time,
+    member_of,
+    roll_call,
+    use_interface_to,
+)
 from common.rendezvous import Meeting
 from common.run_config import BadInputError, RunConfig
 
@@ -119,3 +129,14 @@ def test_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_same_weights(model)
     monkeypatch.setattr(gradient_exchange, "gather_object", lambda own: own * 2)
     check_same_weights(model)
+
+
+@pytest.mark.parametrize("own", [{}, {"NCCL_SOCKET_IFNAME": "mine"}])
+def test_gloo_and_nccl_use_the_interface_to_the_master(monkeypatch: pytest.MonkeyPatch, own: dict[str, str]) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    os.environ.update(own)
+    use_interface_to(Meeting("127.0.0.1", 29400, 0, 2, "a test"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == own.get("NCCL_SOCKET_IFNAME", "lo")

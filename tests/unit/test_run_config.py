@@ -77,6 +77,26 @@ def test_flash_attention_on_a_cpu_is_refused() -> None:
         RunConfig(attention="flash")
 
 
+@pytest.mark.parametrize(
+    ("technique", "precision", "is_refused"),
+    [
+        ("lora", "bf16", False),
+        ("lora", "fp16-mixed", False),  # frozen weights stay in fp16
+        ("full", "fp16-mixed", True),
+        ("lora", "fp32", True),
+        ("full", "bf16-mixed", True),
+    ],
+)
+def test_flash_attention_wants_weights_in_16_bits(technique: str, precision: str, is_refused: bool) -> None:
+    """Validation and training have autocast, but the base answers without it."""
+    settings = {"device": "cuda", "attention": "flash", "technique": technique, "precision": precision}
+    if not is_refused:
+        assert RunConfig(**settings).attention == "flash"
+        return
+    with pytest.raises(BadInputError, match=f"attention is flash, but precision is {precision}"):
+        RunConfig(**settings)
+
+
 def test_a_setting_cut_short_is_no_setting() -> None:
     with pytest.raises(SystemExit) as left:
         parse_overrides(RunConfig(), ["--epoch", "3"])

@@ -1,18 +1,22 @@
 """Sharding: what is refused, what DeepSpeed is told, what is counted, and why losses are summed over all ranks."""
 
 import copy
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import zero_training
+from common import sharded_run, sharded_training, zero_training
 from common.deepspeed_config import deepspeed_config, with_sizes
-from common.launch import accelerate_shards, check_folder, check_inputs
+from common.launch import Rank, accelerate_shards, check_folder, check_inputs
 from common.run_config import BadInputError, RunConfig
+from common.sharded_run import in_turn, trainer_class
 from common.sharding import UNEVEN_SHARE, check_fully_sharded, check_share, mixed_precision, modules_to_wrap
 from common.traffic import SentBytes
 from common.zero_training import check_deepspeed
@@ -201,3 +205,49 @@ def test_the_root_s_step_counts_its_ranks() -> None:
     assert FSDP.world_size == FSDP.data_parallel_ranks == run.devices == 2
     assert FSDP.effective_batch_size == 32
     assert replace(FSDP, learning_rate_scaling="sqrt").peak_learning_rate == pytest.approx(1e-3 * 2**0.5)
+
+
+# -- on machines with several GPUs
+
+
+def test_ranks_load_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a host with four GPUs holds one whole model, and not four."""
+    monkeypatch.setattr(sharded_run, "wait_for_everyone", threading.Barrier(4).wait)
+    loading, seen, order = [], [], []
+
+    def load(turn: int) -> None:
+        with in_turn(turn, 4):
+            loading.append(turn)
+            order.append(turn)
+            time.sleep(0.02)
+            seen.append(len(loading))
+            loading.remove(turn)
+
+    ranks = [threading.Thread(target=load, args=(turn,)) for turn in (3, 1, 0, 2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert order == [0, 1, 2, 3]
+    assert seen == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp32"])
+def test_gradients_are_summed_in_fp32_also_where_accelerate_divides_the_model(
+    monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """Its own policy sums them in bf16."""
+    monkeypatch.setattr(sharded_training, "accelerate_shards", lambda: True)
+    monkeypatch.setattr(sharded_training, "check_fully_sharded", lambda *_: 0)
+    run = replace(FSDP, precision=precision)
+    made = trainer_class(run, Rank(0, 2, "cuda:0", "acclaunch"))
+    trainer = made.func.__new__(made.func)
+    plugin = SimpleNamespace(mixed_precision_policy="Accelerate's own")
+    trainer.policy, trainer.rank = made.keywords["policy"], made.keywords["rank"]
+    trainer.accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), prepare=Mock(return_value=("model", "optimizer"))
+    )
+    trainer.model = trainer.optimizer = None
+    trainer.start_step_maker()
+    assert plugin.mixed_precision_policy == mixed_precision(run)
+    assert trainer.accelerator.prepare.called

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from torch.utils.data import DistributedSampler
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from common.data import tokens_of
+from common.callbacks import VALIDATION_LOSS
+from common.data import load_splits, make_collator, tokenize_rows, tokens_of
 from common.launch import Rank, end_rank
 from common.minilm import minilm_folder
+from common.models import add_lora, load_base_model, load_tokenizer, next_token_logits
 from common.run_config import RunConfig
 from common.run_record import RunLog
 from common.tensor_training import TensorParallelTrainer
@@ -21,9 +24,11 @@ from common.training import (
     CountingTrainer,
     check_rows_seen,
     check_training,
+    give_up,
     make_trainer,
     training_arguments,
     training_flops,
+    whole_row_results,
 )
 
 
@@ -74,6 +79,16 @@ def test_the_way_of_checkpointing_is_set_explicitly(
 
 def test_no_checkpointing_is_none(run_config: RunConfig, tmp_path: Path) -> None:
     assert not training_arguments(run_config, tmp_path).gradient_checkpointing
+
+
+def test_of_several_gpus_the_trainer_takes_one(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would put the model into `DataParallel`, or multiply the loss by the number of GPUs."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    arguments = training_arguments(replace(run_config, device="cuda"), tmp_path)
+    assert arguments.n_gpu == 1
+    assert arguments.train_batch_size == run_config.batch_size
 
 
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -168,3 +183,65 @@ def test_when_to_report_and_how_long_to_wait_are_the_settings_of_the_run_that_go
     longer = trainer_of(loop, learning_rate=1e-12, epochs=3, **settings)
     longer.train()
     assert longer.state.global_step == 8
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_step_that_overflowed_is_none_of_the_schedules(
+    trainer_of: Callable[..., CountingTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fp16 Accelerate skips the optimizer and the schedule then, and the Trainer counts the step; also before."""
+    short = trainer_of("the Trainer's", epochs=1)
+    overflows = property(lambda _: short.state.global_step == 2)
+    monkeypatch.setattr(Accelerator, "optimizer_step_was_skipped", overflows)
+    short.train()
+    check_training(short, Rank(0, 1, "cpu", "python"))
+    assert (short.state.global_step, short.lr_scheduler.last_epoch, short.skips.steps) == (4, 3, 1)
+    checkpoint = Path(short.args.output_dir) / "checkpoint-4"
+    longer = trainer_of("the Trainer's", epochs=2, run_name="longer", resume_from=str(checkpoint))
+    longer.train()
+    check_training(longer, Rank(0, 1, "cpu", "python"))
+    assert (longer.state.global_step, longer.skips.steps) == (8, 1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_schedule_that_is_behind_without_a_reason_is_refused(trainer_of: Callable[..., CountingTrainer]) -> None:
+    trainer = trainer_of("the Trainer's", epochs=1)
+    trainer.train()
+    trainer.skips.steps = 1
+    with pytest.raises(RuntimeError, match="took 4 steps, training 4, of which 1 were skipped"):
+        check_training(trainer, Rank(0, 1, "cpu", "python"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
+def test_weights_that_are_given_up_take_no_memory_whoever_still_has_them(
+    trainer_of: Callable[..., CountingTrainer], loop: str
+) -> None:
+    """As an optimizer's groups have them, and DDP's wrapper."""
+    trainer = trainer_of(loop, epochs=1)
+    trainer.train()
+    held, optimizer = list(trainer.model.parameters()), trainer.optimizer
+    assert sum(weight.untyped_storage().nbytes() for weight in held) > 0
+    give_up(trainer, "cpu")
+    in_groups = [weight for group in optimizer.param_groups for weight in group["params"]]
+    assert [weight.untyped_storage().nbytes() for weight in [*held, *in_groups]] == [0] * len([*held, *in_groups])
+    assert all(weight.grad is None for weight in held)
+    assert not optimizer.state
+    assert all(weight.is_meta for weight in trainer.model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_validation_computes_logits_at_answers_alone_and_the_same_loss(run_config: RunConfig, tmp_path: Path) -> None:
+    run = replace(run_config, validation_rows=9, evaluation_batch_size=4, results_root=str(tmp_path), report_to="none")
+    tokenizer, model = load_tokenizer(run), load_base_model(run, {"": "cpu"})
+    rows = tokenize_rows(load_splits(run).validation, tokenizer, run.max_length)
+    batch = make_collator(tokenizer)(rows)
+    sums = whole_row_results(next_token_logits(model, batch), batch["labels"]).sum(0)
+    positions: list[int] = []
+    model.lm_head.register_forward_hook(lambda _, __, logits: positions.append(logits.shape[1]))
+    log = RunLog(run, Rank(0, 1, "cpu", "python"))
+    trainer = make_trainer(add_lora(model, run), tokenizer, rows, rows, log)
+    assert trainer.evaluate()[VALIDATION_LOSS] == pytest.approx((sums[0] / sums[1]).item(), rel=1e-6)
+    assert len(positions) == 3
+    assert max(positions) < max(len(row["input_ids"]) for row in rows) - 1
+    end_rank()

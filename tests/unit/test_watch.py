@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from math import inf
@@ -12,7 +15,7 @@ import pytest
 from common import watch
 from common.faults import VARIABLE, asked_fault, fault_at
 from common.launch import Rank
-from common.run_config import BadInputError
+from common.run_config import REPOSITORY, BadInputError
 from common.watch import SLOW_FACTOR, SLOW_POINTS, STEP_POINTS, Place, Watch, hung_ones, parent_is_gone, reached
 
 HERE = Place(0, "a", 1, passed=7, point="batch", step=3, said_at=104.0)
@@ -90,3 +93,44 @@ def test_a_fault_comes_where_it_was_asked_for_and_nowhere_else(monkeypatch: pyte
     with pytest.raises(ValueError, match="on purpose, in step 3"):
         fault_at("batch", 3)
     fault_at("batch", 3)
+
+
+STUCK = """
+import ctypes, sys
+from pathlib import Path
+from common.launch import Rank
+from common.watch import Watch
+
+ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
+Watch(folder, Rank(0, ranks, "cpu", "torchrun"), 600, (folder / "told").write_text)
+libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+signal = __import__("signal")
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("told in time"))
+print("waits", flush=True)
+if sys.argv[3] == "in C":  # as for NCCL: no handler of Python's runs meanwhile, but other threads do
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("where", "code"), [("in C", 1), ("in Python", 1)])
+def test_a_rank_that_waits_where_no_signal_is_handled_ends_when_it_is_told_to(
+    tmp_path: Path, where: str, code: int
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK, "2", str(tmp_path), where], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, cwd=REPOSITORY,
+    ) as stuck:  # fmt: skip
+        assert stuck.stdout.readline() == "waits\n"
+        time.sleep(0.2)
+        stuck.send_signal(signal.SIGTERM)
+        start_s = time.monotonic()
+        assert stuck.wait(timeout=3 * watch.ANSWER_S) == code
+        took_s = time.monotonic() - start_s
+        said = stuck.stderr.read()
+    is_stuck = where == "in C"
+    assert ("was told to end while it waited" in said) == is_stuck
+    assert ("told in time" in said) != is_stuck
+    assert (tmp_path / "told").exists() == is_stuck
+    assert (took_s > watch.ANSWER_S) == is_stuck

@@ -1,0 +1,107 @@
+"""What a run will write, by its model's shape: refused before anything is loaded where the disk has no room for it."""
+
+import math
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.hardware import GIB
+from common.memory_plan import OPTIMIZER_BYTES
+from common.models import train_own_weights
+from common.placement import model_without_weights
+from common.run_config import BadInputError, RunConfig
+
+CHECKPOINTS_AT_ONCE = 4
+"""The best, the two newest, and the one that is being written (`CheckpointedTrainer._save_checkpoint`)."""
+MERGED_MODELS = {"full": 1, "lora": 1, "qlora": 2}
+"""Whole models that a run saves at its end: with qlora one merged into each base."""
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """What a run writes, in bytes; adapters and their states, which are small, left out."""
+
+    checkpoint_bytes: int
+    checkpoints: int
+    """There at the same time."""
+    models_bytes: int
+    """Saved at the end."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that is there at the same time."""
+        return self.checkpoints * self.checkpoint_bytes + self.models_bytes
+
+    def __str__(self) -> str:
+        """For a sentence."""
+        parts = [f"{self.checkpoints} checkpoints of {self.checkpoint_bytes / GIB:.1f} GiB"] * bool(
+            self.checkpoint_bytes
+        )
+        return " and ".join([*parts, f"{self.models_bytes / GIB:.1f} GiB of tuned models"])
+
+
+def disk_need(run: RunConfig) -> DiskNeed:
+    """What `run` writes, by the shape of its model.
+
+    Raises:
+        BadInputError: no shape is known of the model.
+    """
+    model = model_without_weights(run)
+    weights_bytes = sum(weight.nbytes for weight in model.parameters())
+    models_bytes = MERGED_MODELS[run.technique] * weights_bytes
+    if run.technique != "full":
+        return DiskNeed(0, 0, models_bytes)
+    train_own_weights(model, run)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    states = sum(weight.numel() * _state_bytes(run, weight.itemsize) for weight in trained)
+    reports = math.ceil(1 / run.report_share)
+    return DiskNeed(weights_bytes + math.ceil(states), min(CHECKPOINTS_AT_ONCE, reports), models_bytes)
+
+
+def _state_bytes(run: RunConfig, weight_bytes: int) -> float:
+    """Of the optimizer, per trained weight; of one that the planner does not know, Adam's."""
+    if run.parallel.startswith("zero"):
+        return 3 * 4  # DeepSpeed's bf16 has momentum, variance and a copy of the weights in fp32
+    known = OPTIMIZER_BYTES.get(run.optimizer)
+    return 2 * weight_bytes if known is None else known
+
+
+def check_disk(run: RunConfig) -> None:
+    """Refuse a run whose checkpoints and models the disk of its results cannot hold.
+
+    Raises:
+        BadInputError: with what it needs, what is free, and what takes less.
+    """
+    try:
+        need = disk_need(run)
+    except BadInputError:  # of an unknown shape: writing a checkpoint looks at the space again
+        return
+    folder = run.results_folder("any")
+    there = next(each for each in folder.parents if each.exists())
+    free = shutil.disk_usage(there).free
+    if free < need.total_bytes:
+        fewer = ", or a larger --report_share for fewer checkpoints" if need.checkpoints > 1 else ""
+        raise BadInputError(
+            f"This run would write up to {need.total_bytes / GIB:.1f} GiB ({need}), but {free / GIB:.1f} GiB are free "
+            f"in {there}: make room there, or pass --results_root with a folder on another disk{fewer}."
+        )
+
+
+def check_room_to_save(run: RunConfig, folder: Path | None = None) -> None:
+    """Refuse to save one model into `folder` (the system's temporary one), as a preflight does, without room for it.
+
+    Raises:
+        BadInputError: with its size and what is free.
+    """
+    folder = folder or Path(tempfile.gettempdir())
+    try:
+        size = sum(weight.nbytes for weight in model_without_weights(run).parameters())
+    except BadInputError:
+        return
+    free = shutil.disk_usage(folder).free
+    if run.technique == "full" and free < size:
+        raise BadInputError(
+            f"The preflight saves the model once, {size / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free in {folder}: "
+            "set TMPDIR to a folder on another disk."
+        )

@@ -1,0 +1,253 @@
+"""A machine of several GPUs that is none: PyTorch's PrivateUse1 backend as devices `fgpu:0`, `fgpu:1`, ... on the CPU.
+
+A tensor of such a device wraps one on the CPU, and each operation is computed there. Everything above PyTorch is real:
+Accelerate's hooks move tensors, autograd has a thread for each device, and an operation on tensors of two devices, or
+of a device and the CPU, raises an error in PyTorch's words. Bytes are counted by device. What it cannot reach is listed
+in `tests/gpu/readme.md`.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _DummyPrivateUse1Hook
+
+KIND = "fgpu"
+MEMORY_BYTES = 4 * 2**30
+"""Of each device."""
+GUARD = Path(__file__).with_name("guard.cpp")
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+"""Operations between devices."""
+PINS = (torch.ops.aten._pin_memory.default, torch.ops.aten.is_pinned.default)
+"""The host's memory is as near to a fake GPU as it can be."""
+TAKE_CPU_TENSORS = ("index", "_foreach_copy_")
+"""Parts of the names of operations that take tensors of the CPU beside a device's, as on CUDA."""
+
+
+# -- what is allocated
+
+
+class Memory:
+    """Bytes on each device: now, and at most since `forget_peaks`."""
+
+    def __init__(self) -> None:
+        """Nothing is allocated."""
+        self.now: Counter[int] = Counter()
+        self.peak: Counter[int] = Counter()
+        self.known: set[int] = set()
+        """Storages that are counted, by their address."""
+
+    def add(self, storage: torch.UntypedStorage, device: int) -> None:
+        """Count a storage, until it is freed."""
+        if storage._cdata in self.known:
+            return
+        self.known.add(storage._cdata)
+        self.now[device] += storage.nbytes()
+        self.peak[device] = max(self.peak[device], self.now[device])
+        weakref.finalize(storage, self._freed, storage._cdata, device, storage.nbytes())
+
+    def _freed(self, address: int, device: int, size: int) -> None:
+        self.known.discard(address)
+        self.now[device] -= size
+
+    def forget_peaks(self) -> None:
+        """Peaks start again from what is allocated now."""
+        self.peak = Counter(self.now)
+
+
+memory = Memory()
+
+
+# -- tensors and operations
+
+
+class FakeGpuTensor(torch.Tensor):
+    """A tensor on a fake GPU; `raw` has its values, on the CPU."""
+
+    raw: torch.Tensor
+
+    def __new__(cls, raw: torch.Tensor, device: torch.device, requires_grad: bool = False) -> "FakeGpuTensor":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, raw.size(), strides=raw.stride(), dtype=raw.dtype, device=device, requires_grad=requires_grad,
+            storage_offset=raw.storage_offset(),
+        )  # fmt: skip
+        made.raw = raw
+        memory.add(raw.untyped_storage(), device.index)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(operation, args, kwargs or {})
+
+    # what reads a tensor's memory reads that of the CPU
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.raw.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.raw.tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        about = (self.raw.detach(), self.dtype, str(self.device), self.requires_grad)
+        return torch._utils._rebuild_device_tensor_from_cpu_tensor, about
+
+
+def compute(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one of PyTorch's operations on the CPU, and put its results on the device of its inputs, or that is asked.
+
+    Raises:
+        RuntimeError: the inputs are on different devices; PyTorch's words.
+    """
+    if operation in PINS:
+        return args[0] if operation is PINS[0] else True
+    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    fakes = [leaf for leaf in given if isinstance(leaf, FakeGpuTensor)]
+    devices = {fake.device for fake in fakes}
+    if operation not in COPIES:
+        _check_one_device(operation, given, devices)
+    raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
+    wanted = kwargs.get("device")
+    if wanted is not None and torch.device(wanted).type == KIND:
+        raw_kwargs["device"] = torch.device("cpu")
+    made = operation(*raw_args, **raw_kwargs)
+    device = torch.device(wanted) if wanted is not None else next(iter(devices), torch.device("cpu"))
+    if operation is torch.ops.aten.copy_.default:
+        return args[0]
+    if device.type != KIND:
+        return made
+    device = torch.device(KIND, torch.accelerator.current_device_index()) if device.index is None else device
+    changed = {id(fake.raw): fake for fake in fakes}
+    return tree_map(partial(_wrapped, device=device, changed=changed), made)
+
+
+def _check_one_device(operation: Any, given: list[torch.Tensor], devices: set[torch.device]) -> None:
+    on_cpu = [leaf for leaf in given if not isinstance(leaf, FakeGpuTensor) and leaf.dim() > 0]
+    mixes = on_cpu and not any(part in str(operation) for part in TAKE_CPU_TENSORS)
+    if len(devices) > 1 or (devices and mixes):
+        found = sorted({*map(str, devices), *(["cpu"] if on_cpu else [])})
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(found)}! "
+            f"({operation})"
+        )
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.raw if isinstance(leaf, FakeGpuTensor) else leaf
+
+
+def _wrapped(leaf: Any, device: torch.device, changed: dict[int, FakeGpuTensor]) -> Any:
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeGpuTensor):
+        return leaf
+    return changed[id(leaf)] if id(leaf) in changed else FakeGpuTensor(leaf, device)
+
+
+class OnFakeGpus(TorchDispatchMode):
+    """Sees operations that have no tensor of a device yet, such as `torch.zeros(3, device="fgpu:1")`."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return compute(operation, args, kwargs or {})
+
+
+# -- the machine
+
+
+class DeviceModule(_DummyBackendModule):
+    """`torch.fgpu`: what libraries ask of `torch.cuda`."""
+
+    def device_count(self) -> int:
+        return int(os.environ.get("FAKE_GPUS", "4"))  # as guard.cpp has it
+
+    def current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def set_device(self, device: Any) -> None:
+        torch.accelerator.set_device_index(_index(device))
+
+    def synchronize(self, device: Any = None) -> None:
+        """Nothing runs on the side."""
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return MEMORY_BYTES - memory.now[_index(device)], MEMORY_BYTES
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """Of the CPU, which draws for them."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        """The CPU's is put back by whoever puts back a device's."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+def _index(device: Any) -> int:
+    if device is None:
+        return torch.accelerator.current_device_index()
+    return device if isinstance(device, int) else torch.device(device).index or 0
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine, if there is one."""
+    return shutil.which("c++")
+
+
+def compiled_guard() -> Path:
+    """The library of `guard.cpp` for this PyTorch, compiled once on this machine; takes some seconds."""
+    about = hashlib.sha256(GUARD.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"fake-gpus-{os.getuid()}-{about}.so"
+    if not library.exists():
+        root, made = Path(torch.__file__).parent, library.with_suffix(f".{os.getpid()}")
+        include = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+        options = ["-shared", "-fPIC", "-std=c++20", "-O1", *include, "-o", str(made), f"-L{root / 'lib'}", "-lc10"]
+        subprocess.run([compiler(), str(GUARD), *options], check=True)
+        made.rename(library)
+    return library
+
+
+def start(guard: Path) -> None:
+    """Make this process one on a machine with fake GPUs (`FAKE_GPUS` of them, or four), to its end."""
+    ctypes.CDLL(str(guard))
+    torch.utils.rename_privateuse1_backend(KIND)
+    torch._register_device_module(KIND, DeviceModule())
+    torch._C._acc.register_python_privateuseone_hook(_DummyPrivateUse1Hook())
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(1.0, device=...)` is made on the CPU, then moved
+    for name, answer in MEMORY_ANSWERS.items():
+        setattr(torch.accelerator, name, answer)
+    OnFakeGpus().__enter__()
+
+
+MEMORY_ANSWERS = {
+    "memory_allocated": lambda device=None: memory.now[_index(device)],
+    "max_memory_allocated": lambda device=None: memory.peak[_index(device)],
+    "max_memory_reserved": lambda device=None: memory.peak[_index(device)],
+    "reset_peak_memory_stats": lambda device=None: memory.forget_peaks(),
+    "get_memory_info": lambda device=None: (MEMORY_BYTES - memory.now[_index(device)], MEMORY_BYTES),
+    "empty_cache": lambda: None,
+    "synchronize": lambda device=None: None,
+}
+"""What PyTorch asks of an allocator, which this backend has none of."""
+
+
+def devices_of(model: torch.nn.Module) -> Iterator[str]:
+    """Where each weight is."""
+    return (str(weight.device) for weight in model.parameters())

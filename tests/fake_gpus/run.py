@@ -1,0 +1,68 @@
+"""Run a workflow as if this machine had several GPUs: `python -m tests.fake_gpus.run my_workflow_....py --device cuda`.
+
+With `torchrun` each rank has its own; what they send each other goes through gloo.
+"""
+
+import os
+import runpy
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+
+from tests.fake_gpus.machine import KIND, compiled_guard, start
+
+NAME = "NVIDIA RTX A6000"
+"""What the driver calls each of them; the catalogue knows it."""
+
+
+def become_a_machine_with_gpus() -> None:
+    """Have libraries and this project find the fake GPUs where they look for NVIDIA's."""
+    start(compiled_guard())
+    count = torch.accelerator.device_count()
+    rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # Accelerate's, and the Trainer's, own way to a device that they do not know
+    os.environ["ACCELERATE_TORCH_DEVICE"] = f"{KIND}:{rank}"
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads of the library's own do not see the fake GPUs
+    from common import device_maps, hardware, launch
+
+    every = {
+        torch.cuda: {"device_count": lambda: count},
+        hardware: {"gpus": lambda: ("fake", [NAME] * count)},
+        launch: {"gpus": lambda: ("fake", [NAME] * count), "BACKENDS": {"cuda": "gloo"}},
+        device_maps: {"device_name": _device_name},
+    }
+    launch.device_name = _device_name
+    if ranks > 1:  # Accelerate has gloo for ranks on CPUs alone
+        launch.DISTRIBUTED_TYPES = {"cuda": "MULTI_CPU"}
+        begin = PartialState.__init__
+
+        def begin_with_gloo(self: PartialState, cpu: bool = False, **settings: Any) -> None:
+            begin(self, cpu=True, **settings)
+            send_by_gloo()
+
+        PartialState.__init__ = begin_with_gloo
+    for module, values in every.items():
+        for name, value in values.items():
+            patch.object(module, name, value).start()
+
+
+def send_by_gloo() -> None:
+    """Have the process group take tensors of fake GPUs; it is given those of the CPU that they wrap."""
+    group = dist.distributed_c10d._get_default_group()
+    gloo = group._get_backend(torch.device("cpu"))
+    group._register_backend(torch.device(KIND), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+
+def _device_name(kind: str, local_rank: int) -> str:
+    return f"{KIND if kind == 'cuda' else kind}:{local_rank}"
+
+
+if __name__ == "__main__":
+    become_a_machine_with_gpus()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_path(sys.argv[0], run_name="__main__")

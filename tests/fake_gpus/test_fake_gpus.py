@@ -1,0 +1,130 @@
+"""Workflows on several devices, without a GPU: tensors are where they belong, or an operation on them is an error."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from common.run_config import REPOSITORY
+from tests.forked import run_forked
+
+FOLDERS = {
+    "LoRA": REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1",
+    "DDP": REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2",
+    "full": REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1",
+    "MP": REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1",
+    "PP": REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2",
+}
+SMALL = (
+    "--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--max_new_tokens", "8", "--max_steps", "2",
+    "--report_share", "0.5", "--attention", "eager", "--independent_judge", "none", "--report_to", "none",
+)  # fmt: skip
+"""PyTorch's fused attention does not know the fake GPUs."""
+ON_GPUS = (*SMALL, "--device", "cuda")
+STARTER = "tests.fake_gpus.run"
+DEVICES = {"MP, two": 2, "MP, four": 4}
+Runs = dict[str, Any]
+"""What `run_several` of tests/conftest.py returns."""
+
+
+@pytest.fixture(scope="module")
+def on_cpu(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    runs = {name: (FOLDERS[name], SMALL) for name in ("LoRA", "full")}
+    return run_several(tmp_path_factory.mktemp("cpu"), runs, 1)
+
+
+@pytest.fixture(scope="module")
+def one_process(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPathFactory, fake_gpus: None) -> Runs:
+    """On a machine with four GPUs."""
+    runs = {name: (FOLDERS[name], ON_GPUS) for name in ("LoRA", "full")}
+    runs |= {
+        name: (FOLDERS["MP"], (*ON_GPUS, "--devices", str(count), "--stages", "0")) for name, count in DEVICES.items()
+    }
+    return run_several(tmp_path_factory.mktemp("one"), runs, 1, STARTER)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPathFactory, fake_gpus: None) -> Runs:
+    """On the same machine."""
+    runs = {name: (FOLDERS[name], (*ON_GPUS, "--learning_rate_scaling", "none")) for name in ("DDP", "PP")}
+    return run_several(tmp_path_factory.mktemp("two"), runs, 2, STARTER)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, fake_gpus: None) -> dict[str, object]:
+    log = tmp_path_factory.mktemp("probe") / "log"
+    command = [sys.executable, "-m", "tests.fake_gpus.probe"]
+    assert run_forked(command, REPOSITORY, os.environ, log, timeout=60) == 0, log.read_text()
+    return json.loads(log.read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("mistake", ["two devices", "device and CPU", "weight on the wrong device"])
+def test_a_tensor_on_the_wrong_device_is_caught(answers: dict[str, object], mistake: str) -> None:
+    """The control: what the other tests would see of a mistake."""
+    assert "Expected all tensors to be on the same device" in answers[mistake]
+
+
+def test_values_and_gradients_cross_devices(answers: dict[str, object]) -> None:
+    assert answers["devices"] == 4
+    assert answers["gradients on"] == ["fgpu:0", "fgpu:1"]
+    assert answers["moved back"] == [[3.0, 3.0]] * 2
+
+
+def test_bytes_are_counted_until_the_last_view_is_gone(answers: dict[str, object]) -> None:
+    assert answers["bytes"] == [2**20, 2**20, 0]
+    assert answers["peak"] == 2**20
+
+
+def check_equal_losses(run: Any, expected: Any) -> None:
+    for kind in ("training_losses", "validation_losses"):
+        assert run.losses(kind) == pytest.approx(expected.losses(kind), rel=1e-6)
+
+
+@pytest.mark.parametrize("technique", ["LoRA", "full"])
+def test_one_device_of_four_trains_as_the_cpu(one_process: Runs, on_cpu: Runs, technique: str) -> None:
+    """On a machine with several GPUs the Trainer would take them all."""
+    run = one_process[technique]
+    assert run.record["world"][0]["device"] == "fgpu:0"
+    assert [entry["device"] for entry in run.record["memory"]] == ["fgpu:0"]
+    check_equal_losses(run, on_cpu[technique])
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_layers_on_several_devices_train_as_on_one(one_process: Runs, on_cpu: Runs, name: str) -> None:
+    """Load, hooks, passes, optimizer, validation, answers, save and reload."""
+    run = one_process[name]
+    check_equal_losses(run, on_cpu["full"])
+    assert run.record["stages_seen"]["stages"] == DEVICES[name]
+    assert run.record["largest_logit_differences"]["model"] < 1e-5
+    assert [entry["device"] for entry in run.record["memory"]] == [f"fgpu:{at}" for at in range(DEVICES[name])]
+
+
+@pytest.mark.parametrize("name", ["LoRA", "full", *DEVICES])
+def test_each_device_takes_what_was_planned(one_process: Runs, name: str) -> None:
+    """Of the tensors alone, and of the largest batch: two steps need not have it."""
+    for entry in one_process[name].record["memory"]:
+        assert 0.7 < entry["peak_training_gib"] / entry["planned_gib"] < 1.1
+
+
+@pytest.mark.parametrize("name", ["LoRA", "full"])
+def test_two_models_at_most_are_alive_in_any_phase(one_process: Runs, name: str) -> None:
+    """Before training, when an adapter is merged, and when the base judges the tuned model."""
+    (entry,) = one_process[name].record["memory"]
+    model_gib = (FOLDERS["full"].parents[1] / "assets/embedded_base/model.safetensors").stat().st_size / 2**30
+    answering_gib = 0.5 * model_gib  # hidden states, and the cache of a batch of questions
+    assert entry["peak_allocated_gib"] < max(2 * model_gib + answering_gib, 1.01 * entry["peak_training_gib"])
+
+
+@pytest.mark.parametrize(("name", "expected"), [("DDP", "LoRA"), ("PP", "full")])
+def test_ranks_train_on_their_own_devices(two_ranks: Runs, on_cpu: Runs, name: str, expected: str) -> None:
+    run = two_ranks[name]
+    assert [share["device"] for share in run.record["world"]] == ["fgpu:0", "fgpu:1"]
+    assert [entry["device"] for entry in run.record["memory"]] == ["fgpu:0", "fgpu:1"]
+    assert all(entry["peak_training_gib"] > 0 for entry in run.record["memory"])
+    if name == "DDP":  # stages have batches of 64 rows
+        assert run.losses("validation_losses")[0] == pytest.approx(
+            on_cpu[expected].losses("validation_losses")[0], rel=1e-6
+        )

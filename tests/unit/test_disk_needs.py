@@ -1,0 +1,76 @@
+"""A run that its disk has no room for is refused before anything is loaded."""
+
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common import disk_needs
+from common.disk_needs import check_disk, check_room_to_save, disk_need
+from common.hardware import GIB
+from common.models import EMBEDDED_BASE
+from common.run_config import BadInputError, RunConfig
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def full(run_config: RunConfig, tmp_path: Path) -> RunConfig:
+    return replace(run_config, technique="full", target_modules="all", results_root=str(tmp_path))
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(disk_needs.shutil, "disk_usage", lambda _: Usage(free, 0, free))
+
+
+def saved_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def test_a_checkpoint_has_the_weights_and_both_of_adams_states(full: RunConfig) -> None:
+    need = disk_need(full)
+    assert need.checkpoint_bytes == pytest.approx(3 * need.models_bytes)
+    assert need.models_bytes == pytest.approx(saved_bytes(EMBEDDED_BASE), rel=0.01)
+    assert need.checkpoints == 4  # the best, the two newest, and the one that is being written
+    assert disk_need(replace(full, report_share=0.5)).checkpoints == 2
+    assert disk_need(replace(full, optimizer="sgd")).checkpoint_bytes == need.models_bytes
+    bf16 = disk_need(replace(full, precision="bf16"))
+    assert bf16.total_bytes == need.total_bytes / 2
+    assert disk_need(replace(full, precision="bf16", parallel="zero2", devices=2)).checkpoint_bytes == (
+        bf16.models_bytes + 6 * bf16.models_bytes  # DeepSpeed keeps three numbers in fp32 for each weight
+    )
+
+
+def test_adapters_need_room_for_the_merged_models_alone(full: RunConfig) -> None:
+    whole = disk_need(full).models_bytes
+    adapters = replace(full, technique="lora", target_modules="all-linear")
+    assert (disk_need(adapters).total_bytes, disk_need(replace(adapters, technique="qlora")).total_bytes) == (
+        whole, 2 * whole,
+    )  # fmt: skip
+
+
+def test_the_shape_of_a_7b_model_is_counted_without_loading_it(full: RunConfig) -> None:
+    need = disk_need(replace(full, model="qwen2.5-7b", precision="bf16"))
+    assert need.models_bytes / GIB == pytest.approx(14.2, abs=0.1)
+    assert need.total_bytes / GIB == pytest.approx(13 * 14.2, rel=0.01)
+
+
+def test_too_little_room_is_refused_with_both_sizes(full: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = replace(full, model="qwen2.5-7b", precision="bf16")
+    with_free(monkeypatch, 100 * GIB)
+    with pytest.raises(BadInputError, match=r"up to 184\.\d GiB .*but 100\.0 GiB are free in .*--results_root"):
+        check_disk(run)
+    with_free(monkeypatch, 200 * GIB)
+    check_disk(run)
+    check_disk(replace(run, model="nobody/no-such-model"))  # writing looks at the space again
+
+
+def test_a_preflight_that_cannot_save_its_model_is_refused(
+    full: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = replace(full, model="qwen2.5-7b", precision="bf16")
+    with_free(monkeypatch, 10 * GIB)
+    with pytest.raises(BadInputError, match=r"14\.2 GiB, but 10\.0 GiB are free .* TMPDIR"):
+        check_room_to_save(run, tmp_path)
+    check_room_to_save(replace(run, technique="lora", target_modules="all-linear"), tmp_path)

@@ -1,0 +1,31 @@
+"""What went wrong here is told from what went wrong with another rank."""
+
+import pytest
+import torch
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+
+from common.failures import LeftBehindError, is_of_the_network, status_of
+
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost_rank", "status"),
+    [
+        (DistBackendError(f"{NCCL}ncclRemoteError: A call failed possibly due to a network error"), True, "failed"),
+        (DistBackendError("NCCL communicator was aborted on rank 1."), True, "failed"),
+        (DistBackendError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)"), True, "failed"),
+        (DistBackendError(f"{NCCL}ncclUnhandledCudaError: Cuda failure 2 'out of memory'"), False, "oom"),
+        (DistBackendError(f"{NCCL}ncclInvalidUsage: Duplicate GPU detected : rank 1 and 0"), False, "failed"),
+        (DistNetworkError("Connection closed by peer"), True, "failed"),
+        (DistStoreError("wait timeout"), True, "failed"),
+        (LeftBehindError(), True, "failed"),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True, "failed"),
+        (RuntimeError("expected scalar type Float"), False, "failed"),
+        (torch.OutOfMemoryError("CUDA out of memory"), False, "oom"),
+        (KeyboardInterrupt(), False, "interrupted"),
+    ],
+)
+def test_a_lost_rank_is_told_from_an_error_of_this_one(error: BaseException, is_lost_rank: bool, status: str) -> None:
+    assert is_of_the_network(error) == is_lost_rank
+    assert status_of(error) == status
