@@ -51,16 +51,17 @@ test: $(TESTS) ## what a change needs: every kind of test once
 	@$(PYTEST) -m "not slow" tests
 
 test-all: $(TESTS) ## all tests: recipes in full, every notebook, every technique's faults
-	@$(PYTEST) -m "not alone" tests
+	@$(PYTEST) -m "not alone and not soak" tests
 	@$(BIN)/python -m pytest -q -m alone tests/network
 
 mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see that tests fail (mutation testing)
 	@$(BIN)/python -m tests.mutants
 
-soak: $(TESTS) ## 100 random kills and 10,000 fuzzed inputs; keeps what faults came to, and equal steps, for the README's tables
+soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, copies of long notebooks; keeps outcomes for the README's tables
 	@rm -f tests/faults/outcomes.json
 	@KILLS=100 FUZZED_INPUTS=2000 KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/faults
 	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q -m "not slow" tests/recipes/test_equivalence.py
+	@$(BIN)/python -m pytest -q -m soak tests/notebooks
 	@$(BIN)/python -m common.report --write
 
 lint: .venv/.has-lint

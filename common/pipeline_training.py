@@ -19,7 +19,7 @@ from common.data import IGNORED_LABEL, Tokens, without_labels
 from common.device_maps import whole_model_on
 from common.launch import Rank
 from common.loop_training import Batch, LoopTrainer
-from common.models import check_equal_logits, load_base_model, next_token_logits
+from common.models import check_equal_logits, load_base_model
 from common.pipeline import Pipeline
 from common.run_record import RunLog
 from common.training import give_up
@@ -252,11 +252,9 @@ def save_parts_and_reload(
     wait_for_everyone()
     if is_lora and expected is not None:
         reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), log.folder / "adapter")
-        found = next_token_logits(reloaded, batch)
-        differences["adapter"] = check_equal_logits(expected, found, "adapter", run.precision)
+        differences["adapter"] = check_equal_logits(expected, reloaded, batch, "adapter", run.precision)
         del reloaded
     tuned = load_base_model(run, device_map, source=folder)
     if expected is not None:
-        found = next_token_logits(tuned, batch)
-        differences[folder.name] = check_equal_logits(expected, found, "model", run.precision)
+        differences[folder.name] = check_equal_logits(expected, tuned, batch, "model", run.precision)
     return tuned, {name: value for part in gather_object([differences]) for name, value in part.items()}

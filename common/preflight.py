@@ -494,7 +494,7 @@ def save_and_reload(run: RunConfig, trainer: CountingTrainer, stage_map: StageMa
         what, reloaded = "adapter", PeftModel.from_pretrained(load_base_model(run, device_map), folder)
     else:
         what, reloaded = "model", load_base_model(run, device_map, source=folder)
-    return check_equal_logits(expected, next_token_logits(reloaded, batch), what, run.precision)
+    return check_equal_logits(expected, reloaded, batch, what, run.precision)
 
 
 def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None) -> list[Measured]:

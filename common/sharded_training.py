@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.device_maps import whole_model_on
 from common.launch import Rank, accelerate_shards
 from common.loop_training import Batch, LoopTrainer
-from common.models import check_equal_logits, load_base_model, next_token_logits, weight_dtype
+from common.models import check_equal_logits, load_base_model, weight_dtype
 from common.quantization import dequantized
 from common.run_config import RunConfig
 from common.run_record import RunLog
@@ -297,8 +297,7 @@ def save_whole_and_reload(
     if is_lora:
         if rank.is_main:
             adapted = PeftModel.from_pretrained(load_base_model(as_computed(run), device_map), folder)
-            found = next_token_logits(adapted, batch)
-            differences["adapter"] = check_equal_logits(expected, found, "adapter", run.precision)
+            differences["adapter"] = check_equal_logits(expected, adapted, batch, "adapter", run.precision)
             if run.technique == "qlora":  # 4 bits have no room for an adapter's sum
                 base = dequantized(load_base_model(as_computed(run), device_map), weight_dtype(as_computed(run)))
                 adapted = PeftModel.from_pretrained(base, folder)
@@ -309,8 +308,7 @@ def save_whole_and_reload(
         tokenizer.save_pretrained(folder)
     wait_for_everyone()
     tuned = load_base_model(as_computed(run), device_map, source=folder)
-    found = next_token_logits(tuned, batch)
-    differences[folder.name] = check_equal_logits(expected, found, f"{folder.name} model", run.precision)
+    differences[folder.name] = check_equal_logits(expected, tuned, batch, f"{folder.name} model", run.precision)
     return tuned, differences
 
 

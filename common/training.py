@@ -561,15 +561,13 @@ def merge_and_reload(
     give_up(trainer, log.rank.device)
     if log.rank.is_main:
         reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), adapter_folder)
-        differences["adapter"] = check_equal_logits(
-            expected, next_token_logits(reloaded, batch), "adapter", run.precision
-        )
+        differences["adapter"] = check_equal_logits(expected, reloaded, batch, "adapter", run.precision)
         reloaded.merge_and_unload().save_pretrained(merged_folder)
         tokenizer.save_pretrained(merged_folder)
         del reloaded
     wait_for_everyone()
     tuned = load_base_model(run, device_map, source=merged_folder)
-    differences["merged"] = check_equal_logits(expected, next_token_logits(tuned, batch), "merged model", run.precision)
+    differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
     return tuned, differences
 
 
@@ -622,5 +620,5 @@ def save_and_reload(
     wait_for_everyone()
     send_folder(folder, source=0, lacks=log.writes and not log.rank.is_main, rank=log.rank)
     tuned = load_base_model(run, device_map, source=folder)
-    difference = check_equal_logits(expected, next_token_logits(tuned, batch), "model", run.precision)
+    difference = check_equal_logits(expected, tuned, batch, "model", run.precision)
     return tuned, {"model": difference}

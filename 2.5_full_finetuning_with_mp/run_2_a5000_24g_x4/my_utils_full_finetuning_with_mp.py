@@ -102,6 +102,6 @@ def _as_on_gpus(model: PreTrainedModel, stage_map: dict[str, int], spy: Boundary
     if unhooked:
         raise RuntimeError(f"Accelerate put no hook on {', '.join(unhooked)}, where the device map has an entry.")
     spy.watch(model)
-    difference = check_equal_logits(expected, next_token_logits(model, batch), "model with hooks", run.precision)
+    difference = check_equal_logits(expected, model, batch, "model with hooks", run.precision)
     remove_hook_from_module(model, recurse=True)
     return difference

@@ -22,6 +22,8 @@ SMALL = {"train_rows": ROWS, "test_rows": 5, "epochs": 1}
 PLANNING = [path for path in NOTEBOOKS if path.parts[-3].startswith("1.1_")]  # they train nothing; they have own tests
 ACROSS = [path for path in NOTEBOOKS if path.parts[-3].startswith("3.2_") and path.parent.name[:5] != "run_0"]
 """Copies of a notebook that starts three worlds, and takes minutes; only the copy for the CPU is run."""
+ZERO_COPIES = [path for path in NOTEBOOKS if "zero" in path.stem and path.parent.name[:5] != "run_0"]
+"""Likewise, one for each stage; `make soak` runs them."""
 COMPARING = [path for path in NOTEBOOKS if path.stem.endswith("_compare")]  # they show what was run before
 FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_") and path not in (*PLANNING, *COMPARING)]
 FIRST = ("lora_finetuning_complete.ipynb", "lora_finetuning_with_ddp_nblaunch.ipynb")
@@ -36,8 +38,8 @@ def id_of(path: Path) -> str:
     return f"{path.parent.name}-{path.stem}"
 
 
-def marks_of(slow: bool) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if slow else []
+def marks_of(slow: bool, path: Path | None = None) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.slow] * slow + [pytest.mark.soak] * (path in ZERO_COPIES)
 
 
 @pytest.fixture
@@ -67,9 +69,9 @@ def test_there_are_notebooks() -> None:
 
 
 def with_most_slow() -> list:
-    """Every notebook; all but the first technique's only in `make test-all`."""
+    """Every notebook; all but the first technique's only in `make test-all`, or in `make soak`."""
     return [
-        pytest.param(path, id=id_of(path), marks=marks_of(slow=path.name not in FIRST or path not in FOR_CPU))
+        pytest.param(path, id=id_of(path), marks=marks_of(path.name not in FIRST or path not in FOR_CPU, path))
         for path in NOTEBOOKS
         if path not in (*PLANNING, *COMPARING, *ACROSS)
     ]

@@ -15,6 +15,7 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    LlamaConfig,
     PreTrainedModel,
     RobertaConfig,
     RobertaModel,
@@ -25,11 +26,12 @@ from common.minilm import minilm_folder
 from common.models import (
     add_lora,
     check_classifier,
-    check_equal_logits,
     check_model,
     head_modules,
+    largest_difference,
     load_base_model,
     load_tokenizer,
+    logit_tolerance,
     parameter_counts,
     shape_config,
     train_linear_layers,
@@ -37,6 +39,7 @@ from common.models import (
 )
 from common.run_config import REPOSITORY, BadInputError, RunConfig
 
+FP32 = 1e-5
 CPU = {"": "cpu"}
 
 
@@ -116,18 +119,26 @@ def test_a_tied_head_is_counted_once_and_multiplies(run_config: RunConfig) -> No
 
 def test_unequal_logits_are_refused() -> None:
     logits = torch.tensor([[[10.0, -3.0, 0.5]]])
-    assert check_equal_logits(logits, logits, "adapter", "fp32") == 0
+    assert largest_difference(logits, logits, "adapter", FP32) == 0
     for other in (logits + 1.5e-4, logits + 1e-2, logits * float("nan")):
         with pytest.raises(RuntimeError, match="not what was trained"):
-            check_equal_logits(logits, other, "adapter", "fp32")
+            largest_difference(logits, other, "adapter", FP32)
 
 
 def test_larger_logits_round_more_coarsely() -> None:
     """A run of two epochs ended with logits up to 20, and differences of 1.26e-4 by merging."""
     logits = torch.tensor([[[20.4, -3.0, 0.5]]])
-    assert check_equal_logits(logits, logits + 1.3e-4, "merged model", "fp32") > 1e-4
+    assert largest_difference(logits, logits + 1.3e-4, "merged model", FP32) > 1e-4
     with pytest.raises(RuntimeError, match="not what was trained"):
-        check_equal_logits(logits, logits + 3e-4, "merged model", "fp32")
+        largest_difference(logits, logits + 3e-4, "merged model", FP32)
+
+
+def test_larger_models_round_more_coarsely_in_fp32_alone() -> None:
+    base, larger = (LlamaConfig(hidden_size=size, num_hidden_layers=layers) for size, layers in ((128, 4), (2048, 16)))
+    assert logit_tolerance("fp32", base) == FP32
+    assert logit_tolerance("fp32", LlamaConfig(hidden_size=64, num_hidden_layers=2)) == FP32
+    assert logit_tolerance("fp32", larger) == 16 * FP32
+    assert logit_tolerance("bf16", larger) == logit_tolerance("bf16", base)
 
 
 def test_the_tokenizer_pads_with_another_token_than_the_end(run_config: RunConfig) -> None:
