@@ -1,5 +1,6 @@
 """A preflight tries the run's own step on the longest batch, says what it measured, and stops what cannot pass."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -459,6 +460,26 @@ def test_what_was_measured_is_said_against_the_plan(run: RunConfig, plan: Plan) 
     assert f"measured {measured_s:.3g} s, planned {2 * measured_s:.3g} s (-50%)" in step
     assert "30 steps" in training
     assert cost == "cost: no price"
+
+
+def test_what_was_measured_is_kept_as_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [MEASURED, replace(MEASURED, rank=1, peak_gib=0.7, step_time_s=0.5, validation_peak_gib=0.4)]
+    monkeypatch.setattr(preflight, "measure_all", lambda *_: ranks)
+    monkeypatch.setattr(preflight, "detect_launcher", lambda: "torchrun")
+    path = tmp_path / "figures.json"
+    own_data = tmp_path / "mine.jsonl"
+    assert exit_code(DDP, "--seq-len", "32", "--json", str(path), "--data", str(own_data)) == 0
+    figures, said = json.loads(path.read_text()), capsys.readouterr().out
+    assert (figures["rows"], figures["tokens"]) == (8, 32)
+    assert [device["peak_gib"] for device in figures["devices"]] == [0.5, 0.7]
+    assert all(f" {device['planned_gib']:.2f} " in said for device in figures["devices"])
+    assert (figures["step_time_s"], figures["validation_peak_gib"]) == (0.5, 0.6)  # of the slowest, of the fullest
+    assert f"planned {figures['planned_step_time_s']:.3g} s" in said
+    assert figures["settings"]["data"] == "mine.jsonl"
+    assert exit_code(DDP, "--seq-len", "32", "--json", str(tmp_path / "nowhere" / "x.json")) == 2
+    assert "its folder does not exist" in capsys.readouterr().err
 
 
 def test_each_device_of_a_divided_model_has_its_plan(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
