@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import psutil
 import pytest
+import torch
 
 from common import gpu_check, machine_facts
 from common.gpu_check import FAILS, LEFT_OUT, SLOWER, TECHNIQUES, WORKS, Ended, Part, main
@@ -130,6 +132,48 @@ def test_facts_name_what_is_there() -> None:
     assert facts["ram_gib"] == pytest.approx(psutil.virtual_memory().total / 2**30)
     assert len(facts["torch"]["cards"]) <= len(facts["listed_gpus"])
     json.dumps(facts)
+
+
+def test_each_card_is_asked_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    ones, cards = torch.ones, [("NVIDIA A100-SXM4-40GB", 8, 0), ("Tesla T4", 7, 5)]
+
+    def ones_on_first(*size: int, device: str) -> torch.Tensor:
+        if device == "cuda:1":
+            raise RuntimeError("CUDA error: no kernel image is available\nFor debugging ...")
+        return ones(*size)
+
+    def properties(number: int) -> SimpleNamespace:
+        name, major, minor = cards[number]
+        return SimpleNamespace(name=name, major=major, minor=minor, total_memory=40 * 2**30)
+
+    monkeypatch.setattr(torch, "ones", ones_on_first)
+    known = {
+        "is_available": True, "device_count": 2, "get_arch_list": ["sm_80"], "mem_get_info": (30 * 2**30, 40 * 2**30),
+    }  # fmt: skip
+    for name, answer in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one == 0)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    found = machine_facts.torch_facts()
+    assert [(card["name"], card["bf16"], card["compute_capability"]) for card in found["cards"]] == [
+        ("NVIDIA A100-SXM4-40GB", True, "8.0"),
+        ("Tesla T4", False, "7.5"),
+    ]
+    assert [(card["free_gib"], card["error"]) for card in found["cards"]] == [
+        (30.0, None),
+        (None, "CUDA error: no kernel image is available"),
+    ]
+    assert (found["peer_access"], found["nccl"]) == ([[0, 1]], "2.28.3")
+
+
+def test_links_are_those_of_the_drivers_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine_facts.links() == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nprintf "\\t\\033[4mGPU0\\033[0m\\nGPU0\\tNV18\\n"; [ "$*" = "topo -m" ]\n')
+    tool.chmod(0o755)
+    assert machine_facts.links() == ["\tGPU0", "GPU0\tNV18"]
 
 
 # -- each part by itself
