@@ -235,7 +235,7 @@ def test_overrunning_its_own_time_is_a_failure_and_the_budgets_end_is_not(
     for name, seconds in (("PART_S", 0.6), ("LEAST_S", 0.4), ("END_S", 0.1)):
         monkeypatch.setattr(gpu_check, name, seconds)
     sleeping = dict.fromkeys(("2.1", "2.3", "2.4", "3.1", "3.2"), "import time; time.sleep(99)")
-    machine(facts_of(H100), sleeping)
+    asked = machine(facts_of(H100), sleeping)
     parts = [replace(part, most_s=min(part.most_s, 0.6)) for part in gpu_check.parts_for(gpu_check.Devices("cpu", 2))]
     chosen = [part for part in parts if part.name in ("2.1 LoRA", "2.4 full", "3.1 classifier")]
     monkeypatch.setattr(gpu_check, "parts_for", lambda devices: chosen)
@@ -248,7 +248,7 @@ def test_overrunning_its_own_time_is_a_failure_and_the_budgets_end_is_not(
     assert found["2.4 full"]["status"] == LEFT_OUT
     assert "budget" in found["2.4 full"]["why"]
     assert found["3.1 classifier"]["status"] == LEFT_OUT
-    assert found["3.1 classifier"]["seconds"] < 0.1
+    assert not any("3.1" in word for command in asked for word in command)
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_slower_is_more_than_half_as_long_again(step_time_s: float, status: str)
     }  # fmt: skip
     assert gpu_check.judged(figures)["status"] == status
     unplanned = {**figures, "planned_step_time_s": None, "no_plan": "an unheard-of card"}
-    unplanned["devices"] = [{"planned_gib": None, "peak_gib": 3.0}]
+    unplanned["devices"] = [{"planned_gib": None, "peak_gib": 3.0}] * 2
     record = gpu_check.judged(unplanned)
     assert (record["status"], record["planned_gib"]) == (WORKS, None)
     assert "an unheard-of card" in record["why"]
