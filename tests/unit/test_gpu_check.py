@@ -67,7 +67,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
         def run_other(command: list[str], limit_s: float) -> Ended:
             asked.append(list(command))
             if command[1] == "common.machine_facts":
-                return Ended(0, json.dumps(facts))
+                return Ended(0, f"a warning\n{json.dumps(facts)}\nanother")
             if command[1] == "pytest":
                 return Ended(0, "3 passed in 1.00s")
             program = (preflights or {}).get(command[2].partition("_")[0], WRITES_FIGURES)
@@ -440,7 +440,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
             1,
             "FAILED tests/gpu/test_cuda.py::test_x - assert 0\n1 failed, 2 passed in 3.00s",
             FAILS,
-            "1 failed, 2 passed",
+            "1 failed, 2 passed; test_x",
         ),
         (None, "!!! KeyboardInterrupt !!!\n2 passed in 3.00s", LEFT_OUT, "2 passed; the budget was over"),
         (None, "FAILED t.py::test_x - assert 0\n1 failed in 3.00s", FAILS, "1 failed"),
