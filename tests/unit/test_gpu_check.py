@@ -101,6 +101,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
 # -- the real thing
 
 
+@pytest.mark.slow
 def test_on_cpu_a_technique_is_measured_beside_its_plan(tmp_path: Path, out: Path) -> None:
     command = [sys.executable, "-m", "common.gpu_check", "--device", "cpu", "--only", "2.1", "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "SOME_TOKEN": "a-secret-of-mine"}
