@@ -164,10 +164,12 @@ def test_full_fine_tuning_passes(folder: str, capsys: pytest.CaptureFixture[str]
     ("technique", "parallel"), [("lora", "ddp"), ("full", "tp"), ("lora", "tp"), ("full", "pp"), ("lora", "pp")]
 )
 @pytest.mark.slow
-def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: Path) -> None:
-    small = ("--batch_size", "8", "--evaluation_batch_size", "8")
-    output = preflight_process(tmp_path, CLASSIFICATION, "--technique", technique, "--parallel", parallel, *small)
-    assert f"tries {technique} of all-minilm-l6-v2 with {parallel} on 2 x cpu: 8 rows" in output
+def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: Path, encoders: dict[str, str]) -> None:
+    """MiniLM once, and a tiny encoder."""
+    model = "all-minilm-l6-v2" if (technique, parallel) == ("full", "tp") else encoders["bert"]
+    asked = ("--technique", technique, "--parallel", parallel, "--model", model)
+    output = preflight_process(tmp_path, CLASSIFICATION, *asked, "--batch_size", "8", "--evaluation_batch_size", "8")
+    assert f"tries {technique} of {model} with {parallel} on 2 x cpu: 8 rows" in output
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
     assert output.splitlines()[-1].startswith("passed: ")
 
