@@ -12,7 +12,7 @@ NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
 # Two workers; tests/conftest.py says which tests share one.
 PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 
-.PHONY: demo install deepspeed test test-all mutants soak lint lab run record tables tables-check notebooks siblings bench
+.PHONY: demo install gpu-check deepspeed test test-all mutants soak lint lab run record tables tables-check notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 .venv/.has-%: pyproject.toml constraints.txt install.py
@@ -27,6 +27,12 @@ demo: $(RUNS) ## LoRA on one device, with DDP on two at the same global batch an
 	@echo; $(BIN)/python -m common.report --results
 
 install: $(RUNS) ## what the run folders need, into .venv, and nothing else
+
+gpu-check: $(RUNS) ## what works on this machine's GPUs, planned beside measured, in at most 6 minutes; ARGS="--device cpu"
+	@$(BIN)/python -c "import pytest" 2> /dev/null \
+		|| $(BIN)/python -m pip install --quiet --constraint constraints.txt pytest \
+		|| echo "pytest could not be installed, so that tests/gpu are left out"
+	@$(BIN)/python -m common.gpu_check $(ARGS)
 
 deepspeed: $(RUNS) ## DeepSpeed, for the ZeRO stages of 2.6: an extra, as pip builds it from source, against the torch that is there
 	@$(BIN)/python -m pip install --quiet setuptools --constraint constraints.txt wheel

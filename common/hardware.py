@@ -2,6 +2,7 @@
 
 import ctypes
 import difflib
+import importlib.util
 import os
 import platform
 import re
@@ -98,12 +99,14 @@ def visible_gpus(
 def gpus() -> tuple[str, list[str]]:
     """Driver version and names of the visible NVIDIA GPUs, by NVML: no CUDA context is made, so ranks can still fork.
 
-    In a container without NVML, CUDA is asked in a process of its own; the driver's version is empty then. Both are
-    empty on a machine without an NVIDIA driver.
+    In a container without NVML, or without its package nvidia-ml-py, CUDA is asked in a process of its own; the
+    driver's version is empty then. Both are empty on a machine without an NVIDIA driver.
     """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if importlib.util.find_spec("pynvml") is None:
+        return "", list(_gpus_by_cuda(visible))
     import pynvml
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -6,7 +6,7 @@
 Settings, model, data and plan are checked first. Then every rank builds the model, or its stage, with random weights of
 its real shape (nothing is downloaded), takes three optimizer steps on the longest batch that can come up, validates one
 batch, and saves and reloads what it trained. What was measured is called so; the rest is projected. Nothing is written
-into the repository.
+into the repository; `--json FILE` keeps the figures.
 
 Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question is wrong.
 """
@@ -18,12 +18,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -76,6 +77,7 @@ from common.pipeline_training import PipelineTrainer, save_parts
 from common.placement import StageMap, place_stages
 from common.planner import LARGEST_BATCH, Plan, plan_run, why
 from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.run_record import settings_without_paths, write_json
 from common.settings import run_of_folder
 from common.sharded_run import check_sharding_inputs, model_to_train, trainer_class
 from common.sharded_training import ShardedTrainer, save_whole
@@ -577,6 +579,28 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
     return "\n".join(lines)
 
 
+def figures(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Measured]) -> dict[str, Any]:
+    """What `report` says as data: memory in GiB, times in seconds; without a plan, what is planned is None."""
+    batch = batch_of(run, rows)
+    return {
+        "settings": settings_without_paths(run),
+        "rows": batch.rows,
+        "tokens": batch.length,
+        "validation_rows": len(rows.validation),
+        "devices": [
+            {**asdict(found), "planned_gib": planned_gib(plan, number) if plan else None}
+            for number, found in enumerate(measured)
+        ],
+        "planned_step_time_s": planned_step_s(run, plan) if plan else None,
+        "step_time_s": max(found.step_time_s for found in measured),
+        "validation_time_s": max(found.validation_time_s for found in measured),
+        "validation_peak_gib": max(found.validation_peak_gib for found in measured),
+        "logit_difference": max(found.logit_difference for found in measured),
+        "largest_batch": largest_batch(plan, measured)[0] if plan else None,
+        "no_plan": "" if plan else unknown_to_planner(run),
+    }
+
+
 def rows_unit(run: RunConfig) -> str:
     """What a batch is counted in: stages work on the same rows, ranks else on their own."""
     return "rows" if run.parallel in ("mp", "pp", "tp") else "rows per rank"
@@ -628,6 +652,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_0_cpu_x1")
     made.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, in place of the run's data")
     made.add_argument("--anyway", action="store_true", help="try what does not fit by the plan, too")
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured into this file")
     return made
 
 
@@ -647,6 +672,8 @@ def preflight(arguments: Sequence[str]) -> int:
         BadInputError: the run, its model or its data are not as they should be.
     """
     options, overrides = parser().parse_known_args(arguments)
+    if options.json and not options.json.parent.is_dir():
+        raise BadInputError(f"--json is {options.json}, but its folder does not exist: make it, or name another file.")
     run = replace(run_of_folder(options.run_folder, overrides), weights="random")
     if options.seq_len is None:
         check_settings_and_data(run)
@@ -673,6 +700,8 @@ def preflight(arguments: Sequence[str]) -> int:
     measured = measure_all(run, rows, stage_map, plan)
     if os.environ.get("RANK", "0") == "0":
         print(report(run, rows, plan, measured))
+        if options.json:
+            write_json(figures(run, rows, plan, measured), options.json)
     return 0
 
 

@@ -255,14 +255,6 @@ class RunLog:
             "price_source": gpu.price_source,
         }
 
-    def _config(self) -> dict[str, object]:
-        """The run's settings, without paths of this machine: of a model or data folder elsewhere, its name."""
-        config = {**self.run.to_dict(), "results_root": ""}
-        for name in ("model", "data"):
-            if str(config[name]).startswith(("/", "~", ".")):
-                config[name] = Path(str(config[name])).name
-        return config
-
     def _command(self) -> str:
         """The command that runs this again, from the run folder; a notebook's is the notebook itself."""
         if "ipykernel" in sys.modules:
@@ -274,7 +266,8 @@ class RunLog:
         main, run = sys.modules["__main__"], self.run
         settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
         literal = main.defaults_for(run.technique, run.parallel) if settings else getattr(main, "RUN", run)
-        changed = {name: value for name, value in self._config().items() if value != literal.to_dict()[name]}
+        settings_now = settings_without_paths(self.run)
+        changed = {name: value for name, value in settings_now.items() if value != literal.to_dict()[name]}
         overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
         return shlex.join([*started_by.split(), Path(sys.argv[0]).name, *overrides])
 
@@ -289,7 +282,7 @@ class RunLog:
             "launcher": self.rank.launcher,
             "command": self._command(),
             "started_at": self.started_at,
-            "config": self._config(),
+            "config": settings_without_paths(self.run),
             "environment": environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,
@@ -297,6 +290,15 @@ class RunLog:
             "data": self.data,
             **figures,
         }
+
+
+def settings_without_paths(run: RunConfig) -> dict[str, object]:
+    """The run's settings, without paths of this machine: of a model or data folder elsewhere, its name."""
+    settings = {**run.to_dict(), "results_root": ""}
+    for name in ("model", "data"):
+        if str(settings[name]).startswith(("/", "~", ".")):
+            settings[name] = Path(str(settings[name])).name
+    return settings
 
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
@@ -360,24 +362,26 @@ def environment(run: RunConfig) -> dict[str, object]:
     driver, gpu_names = hardware.gpus()
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "cuda": torch.version.cuda if torch else None,
         "driver": driver,
         "devices": [hardware.cpu_name()] if run.device == "cpu" else gpu_names[: run.devices],
         "threads_per_rank": torch.get_num_threads() if torch else None,
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain")),
+        "commit": ask_git("rev-parse", "HEAD"),
+        "dirty": bool(ask_git("status", "--porcelain")),
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed package; None = it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _git(*arguments: str) -> str | None:
+def ask_git(*arguments: str) -> str | None:
+    """What git says of this repository; None where there is no git, or no history."""
     try:
         done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -388,10 +392,15 @@ def _git(*arguments: str) -> str | None:
 def save_record(record: Record, folder: Path) -> Path:
     """Write `run_record.json`."""
     path = folder / RECORD_NAME
-    written = path.with_suffix(f".{os.getpid()}.new")  # ranks may end at once
-    written.write_text(without_secrets(json.dumps(record, indent=2)) + "\n", encoding="utf-8")
-    written.replace(path)
+    write_json(record, path)
     return path
+
+
+def write_json(data: dict[str, Any], path: Path) -> None:
+    """Write `data` without secrets in place of what is at `path`: a reader finds either of them whole."""
+    written = path.with_suffix(f".{os.getpid()}.new")  # ranks may end at once
+    written.write_text(without_secrets(json.dumps(data, indent=2)) + "\n", encoding="utf-8")
+    written.replace(path)
 
 
 def load_record(path: Path) -> Record:

@@ -29,6 +29,7 @@ from transformers import (
     RobertaModel,
 )
 
+from common.data_checks import say_once
 from common.launch import accelerate_command, torchrun_command
 from common.minilm import minilm_folder
 from common.models import EMBEDDED_SUMMARIZER
@@ -167,6 +168,12 @@ def run_several() -> Callable[..., dict[str, Trained]]:
         return {name: Trained(folder / "results" / names[name]) for name in runs}
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said_before() -> None:
+    """What is said once in a process is said in each test, whichever ran before it."""
+    say_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

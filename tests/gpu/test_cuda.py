@@ -15,6 +15,8 @@ from common.planner import job_of_run
 from common.run_config import REPOSITORY
 
 GPU_COUNT = torch.cuda.device_count()
+MP = REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1"
+FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
 CLASSIFICATION = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 needs_gpu = pytest.mark.skipif(GPU_COUNT < 1, reason="needs an NVIDIA GPU")
@@ -31,6 +33,32 @@ def test_lora_trains_on_one_gpu_and_reports_its_memory(run_workflow: Callable, p
     assert 0 < record["memory"][0]["peak_allocated_gib"] <= record["memory"][0]["peak_reserved_gib"]
     assert (record["mfu"] is None) == (gpu_of_device(gpus()[1][0]) is None)
     assert "[RANK0:GPU0]" in done.output
+
+
+@needs_gpu
+def test_fp16_trains_to_its_end_whatever_steps_overflow(run_workflow: Callable) -> None:
+    done = run_workflow("python", "--device", "cuda", "--precision", "fp16-mixed", "--max_steps", "4")
+    assert done.exit_code == 0, done.output
+    assert done.record["skipped_steps"] <= done.record["steps"] == 4
+
+
+@needs_two_gpus
+def test_one_gpu_of_several_is_used_where_one_is_asked_for(run_workflow: Callable) -> None:
+    done = run_workflow("python", "--device", "cuda", "--max_steps", "2")
+    assert done.exit_code == 0, done.output
+    assert [entry["device"] for entry in done.record["memory"]] == ["cuda:0"]
+
+
+@needs_two_gpus
+def test_layers_on_two_gpus_compute_the_losses_of_one(run_workflow: Callable) -> None:
+    settings = ("--device", "cuda", "--max_steps", "4")
+    one = run_workflow("python", *settings, folder=FULL, name="one")
+    two = run_workflow("python", *settings, "--devices", "2", "--stages", "0", folder=MP, name="two")
+    for done in (one, two):
+        assert done.exit_code == 0, done.output
+    losses = [[loss for _, loss in done.record["training_losses"]] for done in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert all(entry["peak_allocated_gib"] > 0 for entry in two.record["memory"])
 
 
 @needs_gpu

@@ -273,6 +273,7 @@ def nvml(starts: bool) -> SimpleNamespace:
         return f"MIG-{number}"
 
     return SimpleNamespace(
+        __spec__="as if installed",
         NVML_DEVICE_MIG_DISABLE=0, NVMLError=RuntimeError, nvmlInit=start, nvmlShutdown=lambda: None,
         nvmlSystemGetDriverVersion=lambda: "580.1", nvmlDeviceGetCount=lambda: 1,
         nvmlDeviceGetHandleByIndex=lambda number: f"GPU-{number}", nvmlDeviceGetUUID=lambda handle: handle,
@@ -309,3 +310,9 @@ def test_cuda_is_set_up_before_any_library_starts_it() -> None:
         env = {"PATH": "", "PYTHONPATH": str(REPOSITORY), **own}
         done = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["PCI_BUS_ID", expected]
+
+
+def test_without_nvmls_package_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(hardware, "_gpus_by_cuda", lambda visible: ("NVIDIA H200",))
+    assert hardware.gpus() == ("", ["NVIDIA H200"])

@@ -1,5 +1,6 @@
 """A preflight tries the run's own step on the longest batch, says what it measured, and stops what cannot pass."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -163,10 +164,12 @@ def test_full_fine_tuning_passes(folder: str, capsys: pytest.CaptureFixture[str]
     ("technique", "parallel"), [("lora", "ddp"), ("full", "tp"), ("lora", "tp"), ("full", "pp"), ("lora", "pp")]
 )
 @pytest.mark.slow
-def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: Path) -> None:
-    small = ("--batch_size", "8", "--evaluation_batch_size", "8")
-    output = preflight_process(tmp_path, CLASSIFICATION, "--technique", technique, "--parallel", parallel, *small)
-    assert f"tries {technique} of all-minilm-l6-v2 with {parallel} on 2 x cpu: 8 rows" in output
+def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: Path, encoders: dict[str, str]) -> None:
+    """MiniLM once, and a tiny encoder."""
+    model = "all-minilm-l6-v2" if (technique, parallel) == ("full", "tp") else encoders["bert"]
+    asked = ("--technique", technique, "--parallel", parallel, "--model", model)
+    output = preflight_process(tmp_path, CLASSIFICATION, *asked, "--batch_size", "8", "--evaluation_batch_size", "8")
+    assert f"tries {technique} of {model} with {parallel} on 2 x cpu: 8 rows" in output
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
     assert output.splitlines()[-1].startswith("passed: ")
 
@@ -459,6 +462,26 @@ def test_what_was_measured_is_said_against_the_plan(run: RunConfig, plan: Plan) 
     assert f"measured {measured_s:.3g} s, planned {2 * measured_s:.3g} s (-50%)" in step
     assert "30 steps" in training
     assert cost == "cost: no price"
+
+
+def test_what_was_measured_is_kept_as_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [MEASURED, replace(MEASURED, rank=1, peak_gib=0.7, step_time_s=0.5, validation_peak_gib=0.4)]
+    monkeypatch.setattr(preflight, "measure_all", lambda *_: ranks)
+    monkeypatch.setattr(preflight, "detect_launcher", lambda: "torchrun")
+    path = tmp_path / "figures.json"
+    own_data = tmp_path / "mine.jsonl"
+    assert exit_code(DDP, "--seq-len", "32", "--json", str(path), "--data", str(own_data)) == 0
+    figures, said = json.loads(path.read_text()), capsys.readouterr().out
+    assert (figures["rows"], figures["tokens"]) == (8, 32)
+    assert [device["peak_gib"] for device in figures["devices"]] == [0.5, 0.7]
+    assert all(f" {device['planned_gib']:.2f} " in said for device in figures["devices"])
+    assert (figures["step_time_s"], figures["validation_peak_gib"]) == (0.5, 0.6)  # of the slowest, of the fullest
+    assert f"planned {figures['planned_step_time_s']:.3g} s" in said
+    assert figures["settings"]["data"] == "mine.jsonl"
+    assert exit_code(DDP, "--seq-len", "32", "--json", str(tmp_path / "nowhere" / "x.json")) == 2
+    assert "its folder does not exist" in capsys.readouterr().err
 
 
 def test_each_device_of_a_divided_model_has_its_plan(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

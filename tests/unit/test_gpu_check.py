@@ -1,0 +1,515 @@
+"""A GPU check says of each part whether it works, keeps that whatever comes after, and keeps nothing private."""
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch
+
+from common import gpu_check, machine_facts
+from common.gpu_check import FAILS, LEFT_OUT, SLOWER, TECHNIQUES, WORKS, Ended, Part, main
+from common.run_config import REPOSITORY
+from common.settings import run_of_folder
+from common.siblings import literal_of
+from tests.forked import run_forked
+
+H100 = {
+    "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.2, "free_gib": 78.5, "compute_capability": "9.0", "bf16": True,
+    "is_mig_slice": False, "error": None,
+}  # fmt: skip
+BUILD = {"version": "2.13.0", "cuda": "13.0", "built_for": ["sm_90"], "nccl": "2.28", "peer_access": []}
+BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+WRITES_FIGURES = """
+import json, sys
+from pathlib import Path
+path, model = Path(sys.argv[3]), next((each[8:] for each in sys.argv if each.startswith("--model=")), "its own")
+path.write_text(json.dumps({
+    "settings": {"model": model, "precision": "bf16"}, "rows": 8, "tokens": 512, "no_plan": "",
+    "devices": [{"planned_gib": 20.0, "peak_gib": 21.0}, {"planned_gib": 22.0, "peak_gib": 19.0}],
+    "planned_step_time_s": 0.25, "step_time_s": 0.3,
+}))
+"""
+"""A program with a preflight's arguments, for which all is well."""
+
+
+def facts_of(*cards: dict[str, Any], listed: int | None = None, **build: object) -> dict[str, Any]:
+    return {
+        "listed_gpus": [H100["name"]] * (len(cards) if listed is None else listed),
+        "driver": "580.1",
+        "cpu": "Some CPU",
+        "packages": {"torch": "2.13.0", "trl": None},
+        "torch": {**BUILD, "cards": list(cards), **build},
+    }
+
+
+Asked = list[list[str]]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
+    """Make this machine one with these facts, whose preflights are other programs; what was asked for is returned."""
+
+    def make(facts: dict[str, Any], preflights: dict[str, str] | None = None) -> Asked:
+        asked, run_process = [], gpu_check.run_process
+
+        def run_other(command: list[str], limit_s: float) -> Ended:
+            asked.append(list(command))
+            if command[1] == "common.machine_facts":
+                return Ended(0, f"a warning\n{json.dumps(facts)}\nanother")
+            if command[1] == "pytest":
+                return Ended(0, "3 passed in 1.00s")
+            program = (preflights or {}).get(command[2].partition("_")[0], WRITES_FIGURES)
+            return run_process(["-c", program, *command[2:]], limit_s)
+
+        monkeypatch.setattr(gpu_check, "run_process", run_other)
+        return asked
+
+    return make
+
+
+def outcome(path: Path, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The exit code, and by their names the parts that the file has."""
+    with pytest.raises(SystemExit) as left:
+        main(["--out", str(path), *arguments])
+    return left.value.code, parts_in(path)
+
+
+def parts_in(path: Path) -> dict[str, dict[str, Any]]:
+    return {part["part"]: part for part in json.loads(path.read_text())["parts"]}
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """The file; what the check does on SIGTERM ends with the test."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield tmp_path / "gpu_check.json"
+    signal.signal(signal.SIGTERM, before)
+
+
+# -- the real thing
+
+
+@pytest.mark.slow
+def test_on_cpu_a_technique_is_measured_beside_its_plan(tmp_path: Path, out: Path) -> None:
+    command = [sys.executable, "-m", "common.gpu_check", "--device", "cpu", "--only", "2.1", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "SOME_TOKEN": "a-secret-of-mine"}
+    log = tmp_path / "log"
+    assert run_forked(command, tmp_path, environment, log, timeout=100) == 0, log.read_text()
+    written, said = out.read_text(), log.read_text()
+    data = json.loads(written)
+    assert (data["device"], data["is_complete"]) == ("cpu", True)
+    machine, lora = data["parts"]
+    assert machine["facts"]["ram_gib"] > 0
+    assert lora["status"] in (WORKS, SLOWER)
+    assert lora["figures"]["settings"]["model"] == "assets/embedded_base"
+    assert 0.1 < lora["planned_gib"] < 5
+    assert 0.1 < lora["peak_gib"] < 5
+    assert lora["planned_step_time_s"] > 0
+    assert lora["step_time_s"] > 0
+    for private in (str(REPOSITORY), str(tmp_path), str(Path.home()) + "/", "a-secret-of-mine"):
+        assert private not in written
+    assert not re.search(rf'"{re.escape(socket.gethostname())}"', written)
+    row = next(line for line in said.splitlines() if line.startswith("2.1 LoRA  "))
+    assert f"{lora['peak_gib']:.2f}" in row
+    assert "on CPU" in said
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("gpu_check")] == ["gpu_check.json"]
+
+
+def test_facts_name_what_is_there() -> None:
+    facts = machine_facts.facts()
+    assert facts["packages"]["torch"] == facts["torch"]["version"]
+    assert facts["ram_gib"] == pytest.approx(psutil.virtual_memory().total / 2**30)
+    assert len(facts["torch"]["cards"]) <= len(facts["listed_gpus"])
+    json.dumps(facts)
+
+
+def test_each_card_is_asked_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    ones, cards = torch.ones, [("NVIDIA A100-SXM4-40GB", 8, 0), ("Tesla T4", 7, 5)]
+
+    def ones_on_first(*size: int, device: str) -> torch.Tensor:
+        if device == "cuda:1":
+            raise RuntimeError("CUDA error: no kernel image is available\nFor debugging ...")
+        return ones(*size)
+
+    def properties(number: int) -> SimpleNamespace:
+        name, major, minor = cards[number]
+        return SimpleNamespace(name=name, major=major, minor=minor, total_memory=40 * 2**30)
+
+    monkeypatch.setattr(torch, "ones", ones_on_first)
+    known = {
+        "is_available": True, "device_count": 2, "get_arch_list": ["sm_80"], "mem_get_info": (30 * 2**30, 40 * 2**30),
+    }  # fmt: skip
+    for name, answer in known.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one == 0)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    found = machine_facts.torch_facts()
+    assert [(card["name"], card["bf16"], card["compute_capability"]) for card in found["cards"]] == [
+        ("NVIDIA A100-SXM4-40GB", True, "8.0"),
+        ("Tesla T4", False, "7.5"),
+    ]
+    assert [(card["free_gib"], card["error"]) for card in found["cards"]] == [
+        (30.0, None),
+        (None, "CUDA error: no kernel image is available"),
+    ]
+    assert (found["peer_access"], found["nccl"]) == ([[0, 1]], "2.28.3")
+
+
+def test_links_are_those_of_the_drivers_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine_facts.links() == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nprintf "\\t\\033[4mGPU0\\033[0m\\nGPU0\\tNV18\\n"; [ "$*" = "topo -m" ]\n')
+    tool.chmod(0o755)
+    assert machine_facts.links() == ["\tGPU0", "GPU0\tNV18"]
+
+
+# -- each part by itself
+
+
+def test_a_part_that_crashes_is_told_and_the_next_still_runs(out: Path, machine: Callable) -> None:
+    programs = {"2.1": "print('step 1'); raise ValueError('the seventh row')", "2.3": "import os; os.abort()"}
+    machine(facts_of(H100), programs)
+    code, parts = outcome(out)
+    assert code == 1
+    assert parts["2.1 LoRA"]["status"] == FAILS
+    assert parts["2.1 LoRA"]["why"] == "ValueError: the seventh row"
+    assert "step 1" in parts["2.1 LoRA"]["output"]
+    assert parts["2.3 QLoRA"]["status"] == FAILS
+    assert "signal 6" in parts["2.3 QLoRA"]["why"]
+    assert parts["2.4 full"]["status"] == parts["tests/gpu"]["status"] == WORKS
+
+
+def test_a_mistake_in_the_check_itself_is_one_parts_failure(out: Path, machine: Callable) -> None:
+    machine(facts_of(H100), {"2.1": "import sys; open(sys.argv[3], 'w').write('no JSON')"})
+    code, parts = outcome(out)
+    assert code == 1
+    assert (parts["2.1 LoRA"]["status"], parts["2.4 full"]["status"]) == (FAILS, WORKS)
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_found(
+    out: Path, machine: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(facts_of(H100))
+    found = {"status": WORKS, "why": "all is well"}
+
+    def cut_off(limit_s: float) -> dict[str, Any]:
+        assert [*parts_in(out)] == ["machine", "first"]
+        raise KeyboardInterrupt
+
+    parts = [Part("first", lambda limit_s: found), Part("second", cut_off), Part("third", lambda limit_s: found)]
+    monkeypatch.setattr(gpu_check, "parts_for", lambda devices: parts)
+    code, kept = outcome(out)
+    assert code == 130
+    assert [*kept] == ["machine", "first"]
+    assert json.loads(out.read_text())["is_complete"] is False
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started() -> None:
+    program = "import subprocess; p = subprocess.Popen(['sleep', '99']); print(p.pid, flush=True); p.wait()"
+    start_s = time.monotonic()
+    ended = gpu_check.run_process(["-c", program], 0.7)
+    assert time.monotonic() - start_s < 5
+    assert ended.exit_code is None
+    child = int(ended.output.split()[0])
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() - start_s < 10
+        time.sleep(0.05)
+
+
+def test_overrunning_its_own_time_is_a_failure_and_the_budgets_end_is_not(
+    out: Path, machine: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("PART_S", 0.6), ("LEAST_S", 0.4), ("END_S", 0.1)):
+        monkeypatch.setattr(gpu_check, name, seconds)
+    sleeping = dict.fromkeys(("2.1", "2.3", "2.4", "3.1", "3.2"), "import time; time.sleep(99)")
+    asked = machine(facts_of(H100), sleeping)
+    parts = [replace(part, most_s=min(part.most_s, 0.6)) for part in gpu_check.parts_for(gpu_check.Devices("cpu", 2))]
+    chosen = [part for part in parts if part.name in ("2.1 LoRA", "2.4 full", "3.1 classifier")]
+    monkeypatch.setattr(gpu_check, "parts_for", lambda devices: chosen)
+    start_s = time.monotonic()
+    code, found = outcome(out, "--budget_s", "1.25")
+    assert time.monotonic() - start_s < 3
+    assert code == 1
+    assert found["2.1 LoRA"]["status"] == FAILS
+    assert "took longer than" in found["2.1 LoRA"]["why"]
+    assert found["2.4 full"]["status"] == LEFT_OUT
+    assert "budget" in found["2.4 full"]["why"]
+    assert found["3.1 classifier"]["status"] == LEFT_OUT
+    assert not any("3.1" in word for command in asked for word in command)
+
+
+@pytest.mark.parametrize(
+    ("output", "why"),
+    [
+        ("building\nerror: it does not fit.\nW1123 torchrun's report", "it does not fit."),
+        ("[rank0]: Traceback:\n[rank0]: torch.OutOfMemoryError: CUDA out of memory.\nx", None),
+        ("ValueError: one\na.b.ChildFailedError: \n=====\nRoot Cause", "ValueError: one"),
+        ("not tried; --anyway tries it all the same\n\n", "not tried; --anyway tries it all the same"),
+        ("", "it ended without a word"),
+    ],
+)
+def test_a_failure_is_told_by_the_line_that_says_why(output: str, why: str | None) -> None:
+    assert gpu_check.last_error(output) == (why or "torch.OutOfMemoryError: CUDA out of memory.")
+
+
+def test_what_leaves_the_machine_names_no_place_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HUB_TOKEN", "abcdefgh12345")
+    host = socket.gethostname()
+    said = {
+        "why": f"abcdefgh12345 at {host}:29500, in {REPOSITORY}/common/data.py",
+        "output": [
+            'File "/opt/some one/x.py", line 3, in ~/models/mine',
+            "see https://pytorch.org/get-started/locally/",
+        ],
+        "figures": {"step_time_s": 0.5, "rate": "8 rows / 2 s, s/step"},
+    }
+    kept = gpu_check.without_places(said)
+    assert kept["why"] == "*** at <host>:29500, in common/data.py"
+    assert "opt" not in kept["output"][0]
+    assert "models" not in kept["output"][0]
+    assert "x.py" in kept["output"][0]
+    assert kept["output"][1] == said["output"][1]
+    assert kept["figures"] == said["figures"]
+
+
+# -- what is tried, and what is not
+
+
+def test_one_gpu_tries_what_one_can_and_says_what_needs_two(out: Path, machine: Callable) -> None:
+    asked = machine(facts_of(H100))
+    code, parts = outcome(out)
+    assert code == 0
+    needs_two = {"2.2 LoRA, DDP", "2.5 full, MP", "2.6 full, FSDP", "2.7 full, PP", "3.1 classifier, TP"}
+    assert {name for name, part in parts.items() if "needs two GPUs" in part["why"]} >= needs_two
+    tried = {command[2].partition("_")[0]: command for command in asked if command[1] == "common.preflight"}
+    assert {*tried} == {"2.1", "2.3", "2.4", "3.1", "3.2"}
+    for command in tried.values():
+        assert {"--device=cuda", "--devices=1", "--parallel=single"} <= {*command}
+    assert "--model=qwen2.5-7b" in tried["2.1"]
+    assert "--precision=bf16-mixed" in tried["3.1"]
+
+
+def test_two_gpus_are_used_by_what_shares_work(out: Path, machine: Callable) -> None:
+    asked = machine(facts_of(H100, H100, H100))
+    outcome(out)
+    tried = [command for command in asked if command[1] == "common.preflight"]
+    shared = {command[2].partition("_")[0] for command in tried if "--devices=2" in command}
+    assert shared == {"2.2", "2.5", "2.6", "2.7", "3.1", "3.2"}  # three GPUs: heads and rows are divided by two
+    assert sum("--parallel=tp" in command for command in tried) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_a_preflight_takes_the_run_that_was_planned(count: int, has_bf16: bool) -> None:
+    devices = gpu_check.devices_of("cuda", {"status": WORKS, "facts": facts_of(*[{**H100, "bf16": has_bf16}] * count)})
+    for technique in TECHNIQUES:
+        own = literal_of(REPOSITORY / technique.folder)
+        if count == 1 and own.parallel != "single" and not technique.also_single:
+            continue
+        settings = gpu_check.fitting_settings(technique, devices)
+        overrides = [f"--{name}={value}" for name, value in settings.items()]
+        run = run_of_folder(Path(technique.folder), overrides)
+        assert run == replace(own, **settings)
+        assert run.devices == (1 if run.parallel == "single" else count)
+
+
+def model_for(free_gib: float, card: str = H100["name"], technique: str = "2.1 LoRA") -> str:
+    machine = {"status": WORKS, "facts": facts_of({**H100, "name": card, "free_gib": free_gib})}
+    return gpu_check.fitting_settings(BY_NAME[technique], gpu_check.devices_of("cuda", machine))["model"]
+
+
+def test_the_shape_is_the_largest_that_has_room_in_what_is_free() -> None:
+    assert [model_for(free_gib) for free_gib in (78.0, 12.0)] == ["qwen2.5-7b", "llama-3.2-1b"]
+    assert model_for(78.0, "NVIDIA Unheard Of") == "qwen2.5-7b"
+    assert model_for(78.0, technique="2.4 full") == "llama-3.2-3b"
+    with pytest.raises(gpu_check.NoRoomError, match=r"even llama-3.2-1b needs \d+\.\d GiB, and 2.0 are free"):
+        model_for(2.0)
+
+
+def test_no_room_is_no_failure(out: Path, machine: Callable) -> None:
+    machine(facts_of({**H100, "free_gib": 1.0}))
+    code, parts = outcome(out)
+    assert code == 0
+    assert parts["2.4 full"]["status"] == LEFT_OUT
+    assert "1.0 are free" in parts["2.4 full"]["why"]
+
+
+def test_missing_packages_are_said_and_what_needs_them_is_left_out(
+    out: Path, machine: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = machine(facts_of(H100))
+    with mock.patch.object(gpu_check, "find_spec", lambda name: None if name == "bitsandbytes" else object()):
+        code, parts = outcome(out)
+    assert code == 0
+    assert "not installed: trl" in parts["machine"]["why"]
+    assert parts["2.3 QLoRA"]["status"] == LEFT_OUT
+    assert "bitsandbytes is not installed" in parts["2.3 QLoRA"]["why"]
+    assert parts["2.1 LoRA"]["status"] == WORKS
+    pytest_command = next(command for command in asked if command[1] == "pytest")
+    assert pytest_command[-2:] == ["-k", "not (qlora or 4_bits)"]
+    assert "bitsandbytes" in parts["tests/gpu"]["why"]
+    with mock.patch.object(gpu_check, "find_spec", lambda name: None if name == "pytest" else object()):
+        assert "pip install pytest" in outcome(out, "--only", "tests/gpu")[1]["tests/gpu"]["why"]
+
+
+def test_tests_of_4_bits_are_those_that_the_word_for_them_chooses() -> None:
+    """One that needs bitsandbytes under another name would fail where it is missing."""
+    source = (REPOSITORY / "tests" / "gpu" / "test_cuda.py").read_text(encoding="utf-8")
+    for test in re.split(r"(?=^def test_)", source, flags=re.MULTILINE)[1:]:
+        name = re.match(r"def (\w+)", test)[1]
+        assert bool(re.search("qlora|4_bits", name)) == ("QLORA" in test or '"qlora"' in test), name
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (facts_of(listed=1, cuda=None), "built without CUDA"),
+        (facts_of(H100, listed=2), "can use 1"),
+        (facts_of({**H100, "error": "no kernel image is available"}), "cuda:0: no kernel image is available"),
+        (facts_of(listed=1, error="libcudart.so.13: cannot open shared object file"), "libcudart.so.13"),
+    ],
+)
+def test_gpus_that_pytorch_cannot_use_are_the_one_failure(
+    facts: dict[str, Any], said: str, out: Path, machine: Callable
+) -> None:
+    asked = machine(facts)
+    code, parts = outcome(out)
+    assert code == 1
+    assert parts["machine"]["status"] == FAILS
+    assert said in parts["machine"]["why"]
+    assert {part["status"] for name, part in parts.items() if name != "machine"} == {LEFT_OUT}
+    assert len(asked) == 1
+
+
+def test_without_a_gpu_the_cpu_is_taken_and_said(
+    out: Path, machine: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = machine(facts_of())
+    code, parts = outcome(out, "--only", "2.1")
+    assert (code, parts["2.1 LoRA"]["status"]) == (0, WORKS)
+    assert "no GPU" in parts["machine"]["why"]
+    assert "on CPU" in capsys.readouterr().out
+    assert not any("cuda" in word for word in asked[-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "cuda"], "no GPU can be seen"),
+        (["--only", "9.9"], "--only is '9.9'"),
+        (["--budget_s", "3"], "--budget_s is 3"),
+        (["--out", "no/such/folder/x.json"], "--out is no/such/folder/x.json"),
+        (["--device", "tpu"], "'tpu'"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    arguments: list[str], said: str, out: Path, machine: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine(facts_of())
+    with pytest.raises(SystemExit) as left:
+        main(["--out", str(out), *arguments])
+    spoken = capsys.readouterr().err
+    assert left.value.code == 2
+    assert said in spoken
+    assert len(spoken.splitlines()) == 1
+    assert not out.exists()
+
+
+# -- tests/gpu
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "output", "status", "why"),
+    [
+        (0, "..s\n2 passed, 1 skipped in 61.20s (0:01:01)", WORKS, "2 passed, 1 skipped"),
+        (0, "3 skipped in 0.10s", LEFT_OUT, "3 skipped"),
+        (
+            1,
+            "FAILED tests/gpu/test_cuda.py::test_x - assert 0\n1 failed, 2 passed in 3.00s",
+            FAILS,
+            "1 failed, 2 passed; test_x",
+        ),
+        (None, "!!! KeyboardInterrupt !!!\n2 passed in 3.00s", LEFT_OUT, "2 passed; the budget was over"),
+        (None, "FAILED t.py::test_x - assert 0\n1 failed in 3.00s", FAILS, "1 failed"),
+        (
+            4,
+            "ImportError while loading conftest\nE  ModuleNotFoundError: No module named 'x'",
+            FAILS,
+            "No module named",
+        ),
+    ],
+)
+def test_the_tests_outcome_is_what_pytest_says(
+    exit_code: int | None, output: str, status: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "run_process", lambda command, limit_s: Ended(exit_code, output))
+    record = gpu_check.run_tests(60.0)
+    assert record["status"] == status
+    assert why in record["why"]
+
+
+def test_pytest_that_is_ended_says_what_passed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    test = tmp_path / "test_x.py"
+    test.write_text("import time\ndef test_a(): pass\ndef test_b():\n    print('b', flush=True)\n    time.sleep(99)\n")
+    ended = gpu_check.run_process(["-m", "pytest", "-q", str(test)], 2.5)
+    assert ended.exit_code is None
+    assert gpu_check.counts_of(ended.output) == {"passed": 1}
+
+
+# -- the answer
+
+
+@pytest.mark.parametrize(("step_time_s", "status"), [(0.37, WORKS), (0.38, SLOWER)])
+def test_slower_is_more_than_half_as_long_again(step_time_s: float, status: str) -> None:
+    figures = {
+        "settings": {"model": "m", "precision": "bf16"}, "rows": 8, "tokens": 512, "no_plan": "",
+        "devices": [{"planned_gib": 2.0, "peak_gib": 3.0}], "planned_step_time_s": 0.25, "step_time_s": step_time_s,
+    }  # fmt: skip
+    assert gpu_check.judged(figures)["status"] == status
+    unplanned = {**figures, "planned_step_time_s": None, "no_plan": "an unheard-of card"}
+    unplanned["devices"] = [{"planned_gib": None, "peak_gib": 3.0}] * 2
+    record = gpu_check.judged(unplanned)
+    assert (record["status"], record["planned_gib"]) == (WORKS, None)
+    assert "an unheard-of card" in record["why"]
+
+
+def test_the_table_has_every_part_and_fits_a_terminal(
+    out: Path, machine: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = WRITES_FIGURES.replace('"step_time_s": 0.3', '"step_time_s": 0.9')
+    broken = f"raise ValueError({'a-long-word' * 30!r})"
+    machine(facts_of(H100), {"2.4": slow, "3.1": broken})
+    code, parts = outcome(out)
+    said = capsys.readouterr().out
+    *lines, _, counted = said[said.index("\n\n") :].splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [name for name in parts if any(line.startswith(f"{name} ") for line in lines)] == [*parts]
+    row = next(line for line in lines if line.startswith("2.4 full"))
+    for cell in ("slower than", " 22.00 ", " 21.00 ", " 0.25 ", " 0.9 ", "3.6 times"):
+        assert cell in row
+    counts = {status: sum(part["status"] == status for part in parts.values()) for status in (WORKS, SLOWER, FAILS)}
+    assert counts == {WORKS: 5, SLOWER: 1, FAILS: 1}
+    assert "5 works, 1 slower than planned, 1 does not work" in counted
+    assert code == 1
+
+
+def test_slower_than_planned_is_no_failure(out: Path, machine: Callable) -> None:
+    slow = WRITES_FIGURES.replace('"step_time_s": 0.3', '"step_time_s": 0.9')
+    machine(facts_of(H100), {"2.1": slow})
+    code, parts = outcome(out, "--only", "2.1 LoRA")
+    assert (code, parts["2.1 LoRA"]["status"]) == (0, SLOWER)
