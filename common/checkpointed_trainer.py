@@ -167,6 +167,7 @@ class CheckpointedTrainer(Trainer):
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        """Only if its bytes are those that were written."""
+        """Only if its bytes are those that were written; without the warning about tied embeddings."""
         verify_once(Path(self.state.best_model_checkpoint), self.args.process_index == 0)
-        super()._load_best_model()
+        with silent("transformers.trainer"):
+            super()._load_best_model()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from common.hardware import GIB
 from common.memory_plan import OPTIMIZER_BYTES
-from common.models import train_own_weights
+from common.models import add_lora, train_own_weights
 from common.placement import model_without_weights
 from common.run_config import BadInputError, RunConfig
 
@@ -20,7 +20,7 @@ MERGED_MODELS = {"full": 1, "lora": 1, "qlora": 2}
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """What a run writes, in bytes; adapters and their states, which are small, left out."""
+    """What a run writes, in bytes; records, logs and pictures, which are small, left out."""
 
     checkpoint_bytes: int
     checkpoints: int
@@ -35,10 +35,14 @@ class DiskNeed:
 
     def __str__(self) -> str:
         """For a sentence."""
-        parts = [f"{self.checkpoints} checkpoints of {self.checkpoint_bytes / GIB:.1f} GiB"] * bool(
-            self.checkpoint_bytes
-        )
-        return " and ".join([*parts, f"{self.models_bytes / GIB:.1f} GiB of tuned models"])
+        checkpoints = f"{self.checkpoints} checkpoints of {size_text(self.checkpoint_bytes)}"
+        return f"{checkpoints} and {size_text(self.models_bytes)} of tuned models"
+
+
+def size_text(byte_count: float) -> str:
+    """Bytes for a reader, such as `14.2 GiB` or `4.0 MiB`."""
+    gib = byte_count / GIB
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
 
 
 def disk_need(run: RunConfig) -> DiskNeed:
@@ -48,15 +52,19 @@ def disk_need(run: RunConfig) -> DiskNeed:
         BadInputError: no shape is known of the model.
     """
     model = model_without_weights(run)
-    weights_bytes = sum(weight.nbytes for weight in model.parameters())
-    models_bytes = MERGED_MODELS[run.technique] * weights_bytes
-    if run.technique != "full":
-        return DiskNeed(0, 0, models_bytes)
-    train_own_weights(model, run)
+    saved_bytes = sum(weight.nbytes for weight in model.parameters())
+    models_bytes = MERGED_MODELS[run.technique] * saved_bytes
+    if run.technique == "full":
+        train_own_weights(model, run)
+    else:
+        model = add_lora(model, run)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
+    if run.technique != "full":  # checkpoints have adapters alone, and so has what is saved beside the merged model
+        saved_bytes = sum(weight.nbytes for weight in trained)
+        models_bytes += saved_bytes
     states = sum(weight.numel() * _state_bytes(run, weight.itemsize) for weight in trained)
-    reports = math.ceil(1 / run.report_share)
-    return DiskNeed(weights_bytes + math.ceil(states), min(CHECKPOINTS_AT_ONCE, reports), models_bytes)
+    checkpoints = min(CHECKPOINTS_AT_ONCE, math.ceil(1 / run.report_share))
+    return DiskNeed(saved_bytes + math.ceil(states), checkpoints, models_bytes)
 
 
 def _state_bytes(run: RunConfig, weight_bytes: int) -> float:
@@ -83,8 +91,8 @@ def check_disk(run: RunConfig) -> None:
     if free < need.total_bytes:
         fewer = ", or a larger --report_share for fewer checkpoints" if need.checkpoints > 1 else ""
         raise BadInputError(
-            f"This run would write up to {need.total_bytes / GIB:.1f} GiB ({need}), but {free / GIB:.1f} GiB are free "
-            f"in {there}: make room there, or pass --results_root with a folder on another disk{fewer}."
+            f"This run would write up to {size_text(need.total_bytes)} ({need}), but {size_text(free)} are free in "
+            f"{there}: make room there, or pass --results_root with a folder on another disk{fewer}."
         )
 
 
@@ -102,6 +110,6 @@ def check_room_to_save(run: RunConfig, folder: Path | None = None) -> None:
     free = shutil.disk_usage(folder).free
     if run.technique == "full" and free < size:
         raise BadInputError(
-            f"The preflight saves the model once, {size / GIB:.1f} GiB, but {free / GIB:.1f} GiB are free in {folder}: "
-            "set TMPDIR to a folder on another disk."
+            f"The preflight saves the model once, {size_text(size)}, but {size_text(free)} are free in {folder}: set "
+            "TMPDIR to a folder on another disk."
         )

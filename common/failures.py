@@ -1,5 +1,6 @@
 """How runs fail: what ended one, whether it went wrong here or with another rank, and how it is said in one line."""
 
+import errno
 import re
 import signal
 import threading
@@ -44,6 +45,12 @@ def is_of_the_network(error: BaseException) -> bool:
     if isinstance(error, DistBackendError):
         return any(words in str(error) for words in NCCL_LOST_RANK)
     return isinstance(error, (DistError, LeftBehindError)) or "gloo" in str(error).lower()
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether nothing more could be written; safetensors has a class of its own for it, with the system's number."""
+    number = f"os error {errno.ENOSPC}"
+    return getattr(error, "errno", None) == errno.ENOSPC or number in str(error)
 
 
 def said_by(error: BaseException) -> str:

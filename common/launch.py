@@ -141,7 +141,7 @@ def check_gpus(run: RunConfig) -> None:
     if found == 0:
         raise BadInputError(
             f"This run asks for {needed} GPU(s), but none can be seen: `nvidia-smi` should list it; on a machine "
-            "without one use a run folder for the CPU (run_0_cpu_...)."
+            "without one leave --device out, in a run folder for the CPU (run_0_cpu_...)."
         )
     if found < needed:
         from common.offers import offer  # here: it imports the planner, which imports this module
@@ -179,6 +179,11 @@ def start_rank(run: RunConfig) -> Rank:
     from transformers.utils.logging import disable_progress_bar
 
     on_cpu = run.device == "cpu"
+    if not on_cpu and torch.accelerator.current_accelerator() is None:
+        raise BadInputError(
+            f"The driver lists {len(gpus()[1])} GPU(s), but PyTorch {torch.__version__} is built without CUDA: install "
+            "the build for your driver (https://pytorch.org/get-started/locally)."
+        )
     if on_cpu:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it does so itself
         torch.set_num_threads(1)  # a CPU "device" is one thread: then one rank against two is a fair comparison

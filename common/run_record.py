@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from common import hardware
-from common.failures import RunStoppedError, is_of_the_network, said_by, status_of, told_later
+from common.failures import RunStoppedError, is_full_disk, is_of_the_network, said_by, status_of, told_later
 from common.launch import Rank, was_restarted
 from common.run_config import LAST, REPOSITORY, BadInputError, RunConfig
 from common.secrets import hide_secrets, without_secrets
@@ -118,6 +118,11 @@ class RunLog:
                 self.failed(error, name)
             if status_of(error) == "oom":
                 raise RunStoppedError(self._out_of_memory(name)) from error
+            if is_full_disk(error):
+                raise RunStoppedError(
+                    f"The disk of {self.folder} is full ({name}: {said_by(error)}): make room there, or pass another "
+                    f"--results_root; --resume_from {LAST} goes on from the newest checkpoint."
+                ) from error
             raise
         self.phases_s[name] = time.perf_counter() - start_s
         if self.rank.is_main:

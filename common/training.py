@@ -58,7 +58,7 @@ from common.faults import fault_at
 from common.hardware import gpu_of_device, gpus
 from common.launch import BACKENDS, Rank
 from common.memory_plan import BatchShape
-from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts, silent
+from common.models import check_equal_logits, load_base_model, next_token_logits, parameter_counts
 from common.objectives import Objective, mean_loss
 from common.planner import Plan, plan_run, why
 from common.quantization import drop_quantized
@@ -197,11 +197,6 @@ class SummaryTrainer(CountingTrainer, Seq2SeqTrainer):
         """Every validation row once: Seq2SeqTrainer keeps those that a last batch was filled up with."""
         self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
-
-    def _load_best_model(self) -> None:
-        """Without a warning about embeddings that stand in the checkpoint once, as they are tied."""
-        with silent("transformers.trainer"):
-            super()._load_best_model()
 
 
 def keeps_logits(model: torch.nn.Module) -> bool:

@@ -1,10 +1,14 @@
 """What went wrong here is told from what went wrong with another rank."""
 
+import errno
+import os
+
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from common.failures import LeftBehindError, is_of_the_network, status_of
+from common.failures import LeftBehindError, is_full_disk, is_of_the_network, status_of
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
 
@@ -29,3 +33,16 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
 def test_a_lost_rank_is_told_from_an_error_of_this_one(error: BaseException, is_lost_rank: bool, status: str) -> None:
     assert is_of_the_network(error) == is_lost_rank
     assert status_of(error) == status
+
+
+@pytest.mark.parametrize(
+    ("error", "is_full"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), True),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), True),
+        (OSError(errno.EACCES, os.strerror(errno.EACCES)), False),
+        (ValueError("28 rows"), False),
+    ],
+)
+def test_a_full_disk_is_known_by_the_systems_number(error: BaseException, is_full: bool) -> None:
+    assert is_full_disk(error) == is_full

@@ -17,6 +17,7 @@ from common.launch import (
     check_world,
     free_port,
     leave_deepspeed_to_the_run,
+    start_rank,
     stream_command,
     threads_per_rank,
     workflows_of,
@@ -214,3 +215,12 @@ def test_an_optimizer_on_the_host_has_the_machines_threads(
 ) -> None:
     monkeypatch.setattr(launch.os, "cpu_count", lambda: threads)
     assert threads_per_rank(ranks) == expected
+
+
+def test_a_pytorch_without_cuda_is_refused_where_there_are_gpus(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.launch.gpus", lambda: ("", ["NVIDIA RTX A6000"]))
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
+    with pytest.raises(BadInputError, match=r"lists 1 GPU.*is built without CUDA"):
+        start_rank(replace(run_config, device="cuda"))

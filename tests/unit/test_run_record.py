@@ -1,6 +1,8 @@
 """A run writes its record also when a phase fails; only records are kept."""
 
+import errno
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -34,6 +36,13 @@ def test_a_failed_phase_leaves_a_record_with_its_status(
     record = load_record(log.folder / RECORD_NAME)
     assert (record["status"], record["failed_phase"]) == (status, "training")
     assert str(tmp_path) not in json.dumps(record)
+
+
+def test_a_disk_that_fills_in_a_phase_ends_it_with_a_next_step(run_config: RunConfig, tmp_path: Path) -> None:
+    log = RunLog(replace(run_config, results_root=str(tmp_path)), RANK)
+    with pytest.raises(RunStoppedError, match=r"is full .*--results_root; --resume_from last"), log.phase("merge"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert load_record(log.folder / RECORD_NAME)["status"] == "failed"
 
 
 def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(
