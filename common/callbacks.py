@@ -152,7 +152,7 @@ class SkippedSteps(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Count this one, if it was none."""
+        """Count this step if Accelerate skipped it."""
         self.steps += self.accelerator.optimizer_step_was_skipped
 
 

@@ -6,6 +6,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
+
 from common.hardware import GIB
 from common.memory_plan import OPTIMIZER_BYTES
 from common.models import add_lora, train_own_weights
@@ -54,10 +58,8 @@ def disk_need(run: RunConfig) -> DiskNeed:
     model = model_without_weights(run)
     saved_bytes = sum(weight.nbytes for weight in model.parameters())
     models_bytes = MERGED_MODELS[run.technique] * saved_bytes
-    if run.technique == "full":
-        train_own_weights(model, run)
-    else:
-        model = add_lora(model, run)
+    with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
+        model = _with_trained_weights(model, run)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     if run.technique != "full":  # checkpoints have adapters alone, and so has what is saved beside the merged model
         saved_bytes = sum(weight.nbytes for weight in trained)
@@ -65,6 +67,13 @@ def disk_need(run: RunConfig) -> DiskNeed:
     states = sum(weight.numel() * _state_bytes(run, weight.itemsize) for weight in trained)
     checkpoints = min(CHECKPOINTS_AT_ONCE, math.ceil(1 / run.report_share))
     return DiskNeed(saved_bytes + math.ceil(states), checkpoints, models_bytes)
+
+
+def _with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedModel | PeftModel:
+    if run.technique != "full":
+        return add_lora(model, run)
+    train_own_weights(model, run)
+    return model
 
 
 def _state_bytes(run: RunConfig, weight_bytes: int) -> float:
@@ -89,7 +98,7 @@ def check_disk(run: RunConfig) -> None:
     there = next(each for each in folder.parents if each.exists())
     free = shutil.disk_usage(there).free
     if free < need.total_bytes:
-        fewer = ", or a larger --report_share for fewer checkpoints" if need.checkpoints > 1 else ""
+        fewer = ", or --report_share 0.5 for two checkpoints at a time" if need.checkpoints > 2 else ""
         raise BadInputError(
             f"This run would write up to {size_text(need.total_bytes)} ({need}), but {size_text(free)} are free in "
             f"{there}: make room there, or pass --results_root with a folder on another disk{fewer}."

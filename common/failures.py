@@ -43,7 +43,8 @@ def is_of_the_network(error: BaseException) -> bool:
     from torch.distributed import DistBackendError, DistError  # here: reports need no torch
 
     if isinstance(error, DistBackendError):
-        return any(words in str(error) for words in NCCL_LOST_RANK)
+        is_local = "shared memory" in str(error)  # a container's /dev/shm is small: docker's --shm-size
+        return not is_local and any(words in str(error) for words in NCCL_LOST_RANK)
     return isinstance(error, (DistError, LeftBehindError)) or "gloo" in str(error).lower()
 
 
@@ -64,9 +65,8 @@ def status_of(error: BaseException) -> str:
     """What a run that ended with `error` is called."""
     if isinstance(error, KeyboardInterrupt | SystemExit):  # the latter: told to end by SIGTERM
         return "interrupted"
-    is_of_nccl = type(error).__name__ == "DistBackendError"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return "oom"
-    if is_of_nccl and "out of memory" in str(error):  # of its buffers
+    name = type(error).__name__
+    is_of_nccls_buffers = name == "DistBackendError" and "out of memory" in str(error)
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError" or is_of_nccls_buffers:
         return "oom"
     return "failed"

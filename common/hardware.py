@@ -1,4 +1,4 @@
-"""The devices at hand, their memory, and a catalogue of GPUs to plan with. Reading any of it never starts CUDA."""
+"""The devices at hand, their memory, and a catalogue of GPUs to plan with; only `read_memory` of a GPU starts CUDA."""
 
 import ctypes
 import difflib
@@ -9,7 +9,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -76,14 +76,15 @@ def visible_gpus(
     """The names of the GPUs that `CUDA_VISIBLE_DEVICES` leaves, as CUDA reads it.
 
     An entry is a number in the order of the bus, the start of a UUID, or a MIG slice's UUID; what follows an entry that
-    is none of these is not seen. `slices_by_uuid` has the MIG slices of each GPU that is divided: without a slice's
-    name CUDA sees the first one. (CUDA C++ Programming Guide, "CUDA Environment Variables"; NVIDIA MIG User Guide.)
+    is none of these is not seen. `slices_by_uuid` has the MIG slices of each GPU that is divided: a process sees one
+    slice, the first of those that it may, and nothing beside it. (CUDA C++ Programming Guide, "CUDA Environment
+    Variables"; NVIDIA MIG User Guide, "Device Enumeration".)
     """
     slices_by_uuid = slices_by_uuid or {}
     seen = {uuid: next(iter(slices_by_uuid.get(uuid, {}).values()), name) for uuid, name in names_by_uuid.items()}
-    if visible is None:
-        return list(seen.values())
     of_slices = {uuid: name for slices in slices_by_uuid.values() for uuid, name in slices.items()}
+    if visible is None:
+        return _one_slice(list(seen.values()), of_slices.values())
     chosen = []
     for entry in map(str.strip, visible.split(",")):
         if entry.isdecimal():
@@ -93,7 +94,12 @@ def visible_gpus(
         if not found:
             break
         chosen += found
-    return chosen
+    return _one_slice(chosen, of_slices.values())
+
+
+def _one_slice(names: list[str], slices: Collection[str]) -> list[str]:
+    """The first slice alone, where there is one among them."""
+    return next(([name] for name in names if name in slices), names)
 
 
 def gpus() -> tuple[str, list[str]]:

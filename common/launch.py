@@ -538,7 +538,8 @@ def check_inputs(run: RunConfig) -> None:
     from common.placement import check_placement_and_memory
 
     check_settings_and_data(run)
-    check_disk(run)
+    if not (run.resume_from or was_restarted()):  # what it wrote before takes the room that it needs
+        check_disk(run)
     if run.parallel == "tp":
         from common.tensor_parallel import check_divisible
 

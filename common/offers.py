@@ -13,6 +13,7 @@ FOLDERS_FOR_ONE = {
     "qlora": "2.3_qlora_finetuning",
     "full": "2.4_full_finetuning",
     "classification": "3.1_text_classification",
+    "summarization": "3.2_summarization",
 }
 """Where a technique, or task, runs on one device."""
 
@@ -32,7 +33,7 @@ def on_fewer(run: RunConfig, devices: int) -> tuple[RunConfig, str]:
         run, parallel="single", devices=1, micro_batches=1, stages=0, device_map="balanced", offload="none",
         learning_rate_scaling="none",
     )  # fmt: skip
-    folder = FOLDERS_FOR_ONE[run.task if run.task == "classification" else run.technique]
+    folder = FOLDERS_FOR_ONE.get(run.task) or FOLDERS_FOR_ONE[run.technique]
     return alone, f"a run folder of {folder}"
 
 

@@ -258,7 +258,8 @@ class RunConfig:
             raise BadInputError(
                 f"attention is {self.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa."
             )
-        if self.precision != "bf16" and (self.precision, self.technique) != ("fp16-mixed", "lora"):
+        has_16_bits = self.precision == "bf16" or (self.precision, self.technique) == ("fp16-mixed", "lora")
+        if not has_16_bits and (self.precision, self.parallel) != ("bf16-mixed", "fsdp"):  # which gathers in bf16
             raise BadInputError(
                 f"attention is {self.attention}, but precision is {self.precision}, whose weights are fp32, and the "
                 "base answers without autocast: pass --precision bf16, or --attention sdpa."

@@ -118,7 +118,7 @@ class RunLog:
                 self.failed(error, name)
             if status_of(error) == "oom":
                 raise RunStoppedError(self._out_of_memory(name)) from error
-            if is_full_disk(error):
+            if is_full_disk(error) and not isinstance(error, RunStoppedError):  # that has said it already
                 raise RunStoppedError(
                     f"The disk of {self.folder} is full ({name}: {said_by(error)}): make room there, or pass another "
                     f"--results_root; --resume_from {LAST} goes on from the newest checkpoint."

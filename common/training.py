@@ -16,6 +16,7 @@ import torch
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import (
     EarlyStoppingCallback,
@@ -585,6 +586,10 @@ def give_up_model(model: torch.nn.Module, device: str) -> None:
     """Free a model's memory, whoever else still has its weights: an optimizer's groups have, and DDP's wrapper."""
     remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
     drop_quantized(model)
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):  # FSDP keeps a view of its shard
+            storage = weight.to_local().untyped_storage()
+            storage.resize_(0) if storage.resizable() else None
     held = [*model.parameters(), *model.buffers()]
     model.to("meta")  # puts other tensors in their place
     for tensor in held:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HUNG_EXIT_CODE = 4
 ANSWER_S = 2.0
-"""How long a rank that is told to end (SIGTERM) may take to begin; after that its thread ends it."""
+"""How long a rank that is told to end (SIGTERM) may take to stop its work; after that its thread ends it."""
 BEAT_S = 1.0
 SILENT_S = 5.0
 """A rank whose thread has said nothing for so long was stopped, or its machine is gone."""
@@ -159,9 +159,12 @@ class Watch:
         with heard:
             while received := heard.recv(1):
                 if received[0] == signal.SIGTERM and not self.ended.wait(ANSWER_S):
-                    said = f"rank {self.rank.rank} was told to end while it waited, probably for a rank that is gone"
-                    self.tell(f"{said}: that one's output says why.")
-                    print(f"error: {said}: that one's output says why.", file=sys.stderr, flush=True)
+                    said = (
+                        f"Rank {self.rank.rank} was told to end, and did not answer within {ANSWER_S:g} s: it waits "
+                        "for another rank, whose output says why, or is in a long operation."
+                    )
+                    self.tell(said)
+                    print(f"error: {said}", file=sys.stderr, flush=True)
                     os._exit(1)
 
     def _watch(self) -> None:

@@ -32,15 +32,15 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 """Operations between devices."""
 PINS = (torch.ops.aten._pin_memory.default, torch.ops.aten.is_pinned.default)
 """The host's memory is as near to a fake GPU as it can be."""
-TAKE_CPU_TENSORS = ("index", "_foreach_copy_")
-"""Parts of the names of operations that take tensors of the CPU beside a device's, as on CUDA."""
+TAKE_CPU_TENSORS = ("aten.index.", "aten.index_put", "aten._index_put", "aten._unsafe_index", "aten._foreach_copy_")
+"""How the names of operations begin that take tensors of the CPU beside a device's, as on CUDA."""
 
 
 # -- what is allocated
 
 
 class Memory:
-    """Bytes on each device: now, and at most since `forget_peaks`."""
+    """Bytes on each device: now, and at most since `forget_peak`."""
 
     def __init__(self) -> None:
         """Nothing is allocated."""
@@ -62,9 +62,9 @@ class Memory:
         self.known.discard(address)
         self.now[device] -= size
 
-    def forget_peaks(self) -> None:
-        """Peaks start again from what is allocated now."""
-        self.peak = Counter(self.now)
+    def forget_peak(self, device: int) -> None:
+        """A device's peak starts again from what is allocated now."""
+        self.peak[device] = self.now[device]
 
 
 memory = Memory()
@@ -139,7 +139,7 @@ def compute(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _check_one_device(operation: Any, given: list[torch.Tensor], devices: set[torch.device]) -> None:
     on_cpu = [leaf for leaf in given if not isinstance(leaf, FakeGpuTensor) and leaf.dim() > 0]
-    mixes = on_cpu and not any(part in str(operation) for part in TAKE_CPU_TENSORS)
+    mixes = on_cpu and not str(operation).startswith(TAKE_CPU_TENSORS)
     if len(devices) > 1 or (devices and mixes):
         found = sorted({*map(str, devices), *(["cpu"] if on_cpu else [])})
         raise RuntimeError(
@@ -240,7 +240,7 @@ MEMORY_ANSWERS = {
     "memory_allocated": lambda device=None: memory.now[_index(device)],
     "max_memory_allocated": lambda device=None: memory.peak[_index(device)],
     "max_memory_reserved": lambda device=None: memory.peak[_index(device)],
-    "reset_peak_memory_stats": lambda device=None: memory.forget_peaks(),
+    "reset_peak_memory_stats": lambda device=None: memory.forget_peak(_index(device)),
     "get_memory_info": lambda device=None: (MEMORY_BYTES - memory.now[_index(device)], MEMORY_BYTES),
     "empty_cache": lambda: None,
     "synchronize": lambda device=None: None,

@@ -21,6 +21,7 @@ FOLDERS = {
 SMALL = (
     "--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--max_new_tokens", "8", "--max_steps", "2",
     "--report_share", "0.5", "--attention", "eager", "--independent_judge", "none", "--report_to", "none",
+    "--lora_dropout", "0", "--learning_rate", "1e-3",
 )  # fmt: skip
 """PyTorch's fused attention does not know the fake GPUs."""
 ON_GPUS = (*SMALL, "--device", "cuda")
@@ -33,6 +34,7 @@ Runs = dict[str, Any]
 @pytest.fixture(scope="module")
 def on_cpu(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = {name: (FOLDERS[name], SMALL) for name in ("LoRA", "full")}
+    runs["full, 64 rows"] = (FOLDERS["full"], (*SMALL, "--batch_size", "64"))  # as the pipeline's folder has
     return run_several(tmp_path_factory.mktemp("cpu"), runs, 1)
 
 
@@ -109,22 +111,10 @@ def test_each_device_takes_what_was_planned(one_process: Runs, name: str) -> Non
         assert 0.7 < entry["peak_training_gib"] / entry["planned_gib"] < 1.1
 
 
-@pytest.mark.parametrize("name", ["LoRA", "full"])
-def test_two_models_at_most_are_alive_in_any_phase(one_process: Runs, name: str) -> None:
-    """Before training, when an adapter is merged, and when the base judges the tuned model."""
-    (entry,) = one_process[name].record["memory"]
-    model_gib = (FOLDERS["full"].parents[1] / "assets/embedded_base/model.safetensors").stat().st_size / 2**30
-    answering_gib = 0.5 * model_gib  # hidden states, and the cache of a batch of questions
-    assert entry["peak_allocated_gib"] < max(2 * model_gib + answering_gib, 1.01 * entry["peak_training_gib"])
-
-
-@pytest.mark.parametrize(("name", "expected"), [("DDP", "LoRA"), ("PP", "full")])
+@pytest.mark.parametrize(("name", "expected"), [("DDP", "LoRA"), ("PP", "full, 64 rows")])
 def test_ranks_train_on_their_own_devices(two_ranks: Runs, on_cpu: Runs, name: str, expected: str) -> None:
     run = two_ranks[name]
     assert [share["device"] for share in run.record["world"]] == ["fgpu:0", "fgpu:1"]
     assert [entry["device"] for entry in run.record["memory"]] == ["fgpu:0", "fgpu:1"]
     assert all(entry["peak_training_gib"] > 0 for entry in run.record["memory"])
-    if name == "DDP":  # stages have batches of 64 rows
-        assert run.losses("validation_losses")[0] == pytest.approx(
-            on_cpu[expected].losses("validation_losses")[0], rel=1e-6
-        )
+    check_equal_losses(run, on_cpu[expected])

@@ -5,10 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from common import disk_needs
 from common.disk_needs import check_disk, check_room_to_save, disk_need
 from common.hardware import GIB
+from common.launch import check_inputs
 from common.models import EMBEDDED_BASE
 from common.run_config import BadInputError, RunConfig
 
@@ -76,3 +78,23 @@ def test_a_preflight_that_cannot_save_its_model_is_refused(
     with pytest.raises(BadInputError, match=r"14\.2 GiB, but 10\.0 GiB are free .* TMPDIR"):
         check_room_to_save(run, tmp_path)
     check_room_to_save(replace(run, technique="lora", target_modules="all-linear"), tmp_path)
+
+
+@pytest.mark.parametrize("technique", ["full", "lora"])
+def test_counting_draws_no_random_numbers(full: RunConfig, technique: str) -> None:
+    """Adapters start from those that the run's seed gives."""
+    run = replace(full, technique=technique, target_modules="all-linear")
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    disk_need(run)
+    assert torch.rand(1) == expected
+
+
+def test_a_run_that_goes_on_counts_not_what_it_wrote_before(full: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own checkpoints take the room; each is looked at when it is written."""
+    run = replace(full, run_folder="2.4_full_finetuning/run_0_cpu_x1")
+    with_free(monkeypatch, 0)
+    with pytest.raises(BadInputError, match="This run would write"):
+        check_inputs(run)
+    check_inputs(replace(run, resume_from="last"))

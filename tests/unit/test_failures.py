@@ -20,6 +20,7 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
         (DistBackendError("NCCL communicator was aborted on rank 1."), True, "failed"),
         (DistBackendError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)"), True, "failed"),
         (DistBackendError(f"{NCCL}ncclUnhandledCudaError: Cuda failure 2 'out of memory'"), False, "oom"),
+        (DistBackendError(f"{NCCL}ncclSystemError: Error while creating shared memory segment"), False, "failed"),
         (DistBackendError(f"{NCCL}ncclInvalidUsage: Duplicate GPU detected : rank 1 and 0"), False, "failed"),
         (DistNetworkError("Connection closed by peer"), True, "failed"),
         (DistStoreError("wait timeout"), True, "failed"),

@@ -249,14 +249,15 @@ SLICES = {"GPU-x1": {"MIG-1": "a MIG 3g", "MIG-2": "a MIG 1g"}, "GPU-y1": {}}
 @pytest.mark.parametrize(
     ("visible", "names"),
     [
-        (None, ["a MIG 3g", "b"]),
+        (None, ["a MIG 3g"]),
         ("MIG-2", ["a MIG 1g"]),
-        ("MIG-1,MIG-2", ["a MIG 3g", "a MIG 1g"]),
+        ("MIG-1,MIG-2", ["a MIG 3g"]),
+        ("1", ["b"]),
         ("0", ["a MIG 3g"]),
         ("MIG-7", []),
     ],
 )
-def test_mig_slices_are_gpus(visible: str | None, names: list[str]) -> None:
+def test_a_mig_slice_is_the_only_gpu_of_its_process(visible: str | None, names: list[str]) -> None:
     assert visible_gpus({"GPU-x1": "a", "GPU-y1": "b"}, visible, SLICES) == names
 
 

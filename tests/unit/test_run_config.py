@@ -95,6 +95,8 @@ def test_flash_attention_wants_weights_in_16_bits(technique: str, precision: str
         return
     with pytest.raises(BadInputError, match=f"attention is flash, but precision is {precision}"):
         RunConfig(**settings)
+    if precision == "bf16-mixed":  # FSDP gathers weights in bf16, and whole models answer in it
+        assert RunConfig(**settings, parallel="fsdp", devices=2).attention == "flash"
 
 
 def test_a_setting_cut_short_is_no_setting() -> None:
