@@ -589,7 +589,8 @@ def give_up_model(model: torch.nn.Module, device: str) -> None:
     for weight in model.parameters():
         if isinstance(weight, DTensor):  # FSDP keeps a view of its shard
             storage = weight.to_local().untyped_storage()
-            storage.resize_(0) if storage.resizable() else None
+            if storage.resizable():
+                storage.resize_(0)
     held = [*model.parameters(), *model.buffers()]
     model.to("meta")  # puts other tensors in their place
     for tensor in held:

@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -246,8 +245,3 @@ MEMORY_ANSWERS = {
     "synchronize": lambda device=None: None,
 }
 """What PyTorch asks of an allocator, which this backend has none of."""
-
-
-def devices_of(model: torch.nn.Module) -> Iterator[str]:
-    """Where each weight is."""
-    return (str(weight.device) for weight in model.parameters())
