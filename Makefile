@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eo pipefail -c
 PYTHON ?= python3
+# uv compiles no modules: without bytecode from the first start, each would compile PyTorch and Transformers anew (9 s).
+unexport PYTHONDONTWRITEBYTECODE
 BIN := $(CURDIR)/.venv/bin
 RUNS := .venv/.has-judge
 TESTS := .venv/.has-test

@@ -52,7 +52,7 @@ MARK = "MUTANT"
 """A variable of the environment, by which the processes that a fault leaves behind are found."""
 FAULT_S, CONTROL_S = 180, 900
 """How long the tests of a fault may take, and those of one file without a fault."""
-TESTS_FAILED, INTERRUPTED, NOT_LOADED, CRASHED = 1, 2, 4, 70
+TESTS_FAILED, INTERRUPTED, NOT_LOADED, CRASHED = 1, 2, 3, 70
 
 
 # -- what is run
@@ -168,8 +168,8 @@ class Copy:
             found = json.loads(written.read_text())
         else:  # pytest was ended in its midst
             found, exit_code = {"failed": "", "is_import": False}, None if exit_code is None else CRASHED
-        if exit_code == NOT_LOADED and "while loading conftest" in log:
-            found = {"failed": "conftest.py", "is_import": True}
+        if exit_code == NOT_LOADED and "in pytest_configure" in log:
+            found = {"failed": "fixtures.py", "is_import": True}
         return Outcome(job, seconds, exit_code, found["failed"], found["is_import"], log)
 
 

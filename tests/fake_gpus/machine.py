@@ -14,13 +14,11 @@ import subprocess
 import tempfile
 import weakref
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _DummyPrivateUse1Hook
 
 KIND = "fgpu"
@@ -116,12 +114,13 @@ def compute(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """
     if operation in PINS:
         return args[0] if operation is PINS[0] else True
-    given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    fakes = [leaf for leaf in given if isinstance(leaf, FakeGpuTensor)]
+    given: list[torch.Tensor] = []
+    raw_args = [_raw(value, given) for value in args]
+    raw_kwargs = {name: _raw(value, given) for name, value in kwargs.items()}
+    fakes = [tensor for tensor in given if isinstance(tensor, FakeGpuTensor)]
     devices = {fake.device for fake in fakes}
     if operation not in COPIES:
         _check_one_device(operation, given, devices)
-    raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
     wanted = kwargs.get("device")
     if wanted is not None and torch.device(wanted).type == KIND:
         raw_kwargs["device"] = torch.device("cpu")
@@ -132,8 +131,7 @@ def compute(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device.type != KIND:
         return made
     device = torch.device(KIND, torch.accelerator.current_device_index()) if device.index is None else device
-    changed = {id(fake.raw): fake for fake in fakes}
-    return tree_map(partial(_wrapped, device=device, changed=changed), made)
+    return _wrapped(made, device, changed={id(fake.raw): fake for fake in fakes})
 
 
 def _check_one_device(operation: Any, given: list[torch.Tensor], devices: set[torch.device]) -> None:
@@ -147,14 +145,22 @@ def _check_one_device(operation: Any, given: list[torch.Tensor], devices: set[to
         )
 
 
-def _raw(leaf: Any) -> Any:
-    return leaf.raw if isinstance(leaf, FakeGpuTensor) else leaf
+def _raw(value: Any, found: list[torch.Tensor]) -> Any:
+    """Return an argument with the CPU's tensors in place of a device's; add each tensor in it to `found`.
+
+    Written out, as `tree_map` takes more time than most of the operations.
+    """
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return value.raw if isinstance(value, FakeGpuTensor) else value
+    return [_raw(each, found) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _wrapped(leaf: Any, device: torch.device, changed: dict[int, FakeGpuTensor]) -> Any:
-    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeGpuTensor):
-        return leaf
-    return changed[id(leaf)] if id(leaf) in changed else FakeGpuTensor(leaf, device)
+def _wrapped(made: Any, device: torch.device, changed: dict[int, FakeGpuTensor]) -> Any:
+    """Return an operation's results on `device`; a tensor that the operation `changed` stays the one that it was."""
+    if isinstance(made, torch.Tensor):
+        return changed[id(made)] if id(made) in changed else FakeGpuTensor(made, device)
+    return type(made)(_wrapped(each, device, changed) for each in made) if isinstance(made, list | tuple) else made
 
 
 class OnFakeGpus(TorchDispatchMode):

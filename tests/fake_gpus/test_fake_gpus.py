@@ -28,7 +28,7 @@ ON_GPUS = (*SMALL, "--device", "cuda")
 STARTER = "tests.fake_gpus.run"
 DEVICES = {"MP, two": 2, "MP, four": 4}
 Runs = dict[str, Any]
-"""What `run_several` of tests/conftest.py returns."""
+"""What `run_several` of tests/fixtures.py returns."""
 
 
 @pytest.fixture(scope="module")

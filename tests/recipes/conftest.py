@@ -10,7 +10,7 @@ from transformers import (
 )
 
 from common.run_config import REPOSITORY
-from tests.conftest import TINY_ENCODER
+from tests.fixtures import TINY_ENCODER
 
 BASE = REPOSITORY / "assets" / "embedded_base"
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,

@@ -221,7 +221,7 @@ OVER_20_STEPS = [
     if case.launch != "fake_machine"  # where each operation goes through Python
 ]
 Runs = dict[str, Any]
-"""What `run_several` of tests/conftest.py returns."""
+"""What `run_several` of tests/fixtures.py returns."""
 Launch = Callable[..., Runs]
 Differences = dict[Case, tuple[float, float]]
 

@@ -31,7 +31,7 @@ PIPELINES = {
 }
 """By what is trained; the last with enough steps to say something else than its base."""
 Runs = dict[str, Any]
-"""What `run_several` of tests/conftest.py returns."""
+"""What `run_several` of tests/fixtures.py returns."""
 
 
 @pytest.fixture(scope="module")

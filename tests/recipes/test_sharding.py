@@ -38,7 +38,7 @@ ZERO = {
     "zero3, to be gone on with": (*EIGHT_STEPS, "--parallel", "zero3"),
 }
 Runs = dict[str, Any]
-"""What `run_several` of tests/conftest.py returns."""
+"""What `run_several` of tests/fixtures.py returns."""
 
 
 @pytest.fixture(scope="module")

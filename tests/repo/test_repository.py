@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import subprocess
 from collections import Counter
@@ -147,3 +148,14 @@ def test_every_test_fact_is_taught_in_other_words() -> None:
 def test_the_base_is_small_and_no_file_is_large() -> None:
     assert (REPOSITORY / "assets" / "embedded_base" / "model.safetensors").stat().st_size <= 8 * MIB
     assert [path for path in tracked_files() if path.exists() and path.stat().st_size > 9 * MIB] == []
+
+
+def test_what_make_starts_keeps_bytecode() -> None:
+    """uv leaves modules uncompiled: where Python may not keep bytecode, each start compiles PyTorch anew."""
+    command = ["make", "--eval", "environment:; @env", "environment"]
+    shown = subprocess.run(
+        command, cwd=REPOSITORY, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True,
+        check=True,
+    ).stdout  # fmt: skip
+    assert "PATH=" in shown
+    assert "PYTHONDONTWRITEBYTECODE" not in shown

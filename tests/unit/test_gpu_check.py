@@ -446,8 +446,8 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
         (None, "!!! KeyboardInterrupt !!!\n2 passed in 3.00s", LEFT_OUT, "2 passed; the budget was over"),
         (None, "FAILED t.py::test_x - assert 0\n1 failed in 3.00s", FAILS, "1 failed"),
         (
-            4,
-            "ImportError while loading conftest\nE  ModuleNotFoundError: No module named 'x'",
+            3,
+            "INTERNALERROR> def pytest_configure\nINTERNALERROR> ModuleNotFoundError: No module named 'x'",
             FAILS,
             "No module named",
         ),
