@@ -169,8 +169,8 @@ LOSS = (
     Fault(
         "the validation loss is divided by rows, not by tokens",
         "common/training.py",
-        "    return torch.stack([losses.sum(1), (targets != IGNORED_LABEL).sum(1)], dim=1)\n",
-        "    return torch.stack([losses.sum(1), (targets != IGNORED_LABEL).any(1).float()], dim=1)\n",
+        "    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).sum(1)], dim=1)\n",
+        "    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).any(1).float()], dim=1)\n",
         GOLDEN,
     ),
     Fault(
@@ -498,7 +498,7 @@ CHECKPOINTS = (
     Fault(
         "what was saved is not compared with what was trained",
         "common/models.py",
-        "    if not difference <= tolerance:\n",
+        "    if not difference <= limit:\n",
         "    if difference < 0:\n",
         _unit("models", "unequal_logits_are_refused"),
     ),
