@@ -73,7 +73,7 @@ soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, copies of long noteboo
 	@$(BIN)/python -m common.report --write
 
 lint: .venv/.has-lint
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo
 
 bench: $(RUNS) .venv/.has-bench ## speed against other tools, scaling, quality, the planner's error, pipelines: 50 minutes on a quiet machine
 	@$(BIN)/python -m bench

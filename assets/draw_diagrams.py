@@ -6,8 +6,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-from common.plots import plot_timeline
-from common.run_record import kept_records
+from common.records.store import kept_records
+from common.reporting.plots import plot_timeline
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FROZEN, TRAINED, DATA, PLAIN = "#dfe6ee", "#ffd08a", "#cfe8cf", "#ffffff"

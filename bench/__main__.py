@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.entries import BENCH_PATH, Entry, save, update
-from common.run_config import BadInputError, RunConfig
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
 
 TECHNIQUES = ("lora", "full")
 TOOL_NAMES = ("ours", "sft-default", "sft-best", "sft-grouped", "trainer", "trainer-grouped", "llama-factory", "bare")

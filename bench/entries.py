@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from common.run_config import REPOSITORY, RunConfig
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
 
 BENCH_PATH = REPOSITORY / "bench" / "bench.json"
 ENVIRONMENT_PATH = REPOSITORY / "bench" / "environment.json"
@@ -48,7 +49,7 @@ def update(part: str, entries: list[Entry], folder: Path = BENCH_PATH.parent) ->
 
     The names of a part's entries begin with its own.
     """
-    from common.run_record import environment
+    from common.records.store import environment
 
     bench, around = (json.loads((folder / path.name).read_text("utf-8")) for path in (BENCH_PATH, ENVIRONMENT_PATH))
     kept = [entry for entry in bench if not entry["name"].startswith(part)]
@@ -59,7 +60,7 @@ def update(part: str, entries: list[Entry], folder: Path = BENCH_PATH.parent) ->
 
 def save(entries: list[Entry], folder: Path = BENCH_PATH.parent) -> None:
     """Write `bench.json`, and `environment.json` beside it."""
-    from common.run_record import environment
+    from common.records.store import environment
 
     folder.mkdir(parents=True, exist_ok=True)
     date = datetime.now(UTC).isoformat(timespec="seconds")

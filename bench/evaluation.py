@@ -6,12 +6,13 @@ import tempfile
 import time
 
 from bench.entries import Entry, measured
-from common.data import load_splits
-from common.evaluation import Evaluation, Judge, evaluate
-from common.launch import Rank, rank_started
-from common.models import load_base_model, load_tokenizer
-from common.run_config import RunConfig
-from common.run_record import RunLog
+from common.base.run_config import RunConfig
+from common.data.splits import load_splits
+from common.models.loading import load_base_model, load_tokenizer
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.runtime.world import Rank
+from common.tasks.answers import Evaluation, Judge, evaluate
 
 BAR = 4.0
 BATCHED_ROWS = 32

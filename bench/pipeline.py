@@ -8,7 +8,8 @@ from typing import Any
 
 from bench.entries import Entry, measured
 from bench.scaling import TWO_RANKS
-from common.run_config import REPOSITORY, RunConfig
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
 
 COMMAND = "python -m bench pipeline"
 BAR = 0.85

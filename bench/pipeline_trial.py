@@ -16,15 +16,18 @@ from pathlib import Path
 
 from accelerate.utils import wait_for_everyone
 
-from common.data import load_splits, longest_batch, tokenize_rows
-from common.launch import Rank, end_rank, start_rank
-from common.models import load_tokenizer, train_linear_layers
-from common.pipeline import Pipeline, StageModule, load_stage
-from common.pipeline_measure import measure_pipeline
-from common.pipeline_training import PipelineTrainer
-from common.placement import place_stages
-from common.run_config import RunConfig
-from common.training import trainer_of_rows, training_arguments
+from common.base.run_config import RunConfig
+from common.data.batches import longest_batch
+from common.data.messages import tokenize_rows
+from common.data.splits import load_splits
+from common.models.loading import load_tokenizer, train_linear_layers
+from common.runtime.rank import end_rank, start_rank
+from common.runtime.world import Rank
+from common.training.pipeline import Pipeline, StageModule, load_stage
+from common.training.pipeline_measure import measure_pipeline
+from common.training.pipeline_training import PipelineTrainer
+from common.training.placement import place_stages
+from common.training.trainer import trainer_of_rows, training_arguments
 
 RANKS, MICRO_BATCHES = 2, 8
 STUCK_AFTER_S = 900

@@ -20,14 +20,18 @@ from typing import Any
 
 from bench.entries import Entry, measured
 from bench.planner_points import POINTS_PATH, SHAPES
-from common.architectures import Architecture, read_architecture
-from common.dry_run import dry_run
-from common.memory_plan import BatchShape, Job, device_memory, whole_model
-from common.placement import place_stages
-from common.planner import job_of_run
-from common.report import NOT_RUN
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.run_record import kept_records
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.checks.dry_run import dry_run
+from common.planning.architectures import Architecture, read_architecture
+from common.planning.job import BatchShape, Job
+from common.planning.memory_plan import device_memory
+from common.planning.plans import job_of_run
+from common.planning.shares import whole_model
+from common.records.store import kept_records
+from common.reporting.rows import NOT_RUN
+from common.training.placement import place_stages
 
 COMMAND = "python -m bench planner"
 POINTS_COMMAND = "python -m bench.planner_points && python -m bench planner"
@@ -58,7 +62,7 @@ FITCHECK = "fitcheck-llm==0.3.1"
 
 PLANNER = [sys.executable, "-m", "common.planner", "--model", "llama-3.1-8b", "--gpu", "a6000", "--gpus", "4", "--json"]
 DRY_RUN_CODE = """
-from common.dry_run import BatchShape, RunConfig, dry_run
+from common.checks.dry_run import BatchShape, RunConfig, dry_run
 run = RunConfig(model="llama-3.1-8b", technique="lora", precision="bf16", weights="random")
 print(dry_run(run, BatchShape(1, 2048, 2047)).peak_gib)
 """

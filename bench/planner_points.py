@@ -20,15 +20,20 @@ from typing import Any
 
 import torch
 
-from common.architectures import read_architecture
-from common.dry_run import STEPS, batch_inputs, build_model, dry_run, mark_segments, step_trainer, take_step
-from common.gpu_overhead import CONTEXT_GIB, memory_with_overhead
-from common.hardware import GIB, Gpu, find_gpu, gpu_of_device, gpus
-from common.memory_plan import BatchShape, DeviceMemory, whole_model
-from common.models import add_lora, any_shape_config, load_base_model
-from common.planner import job_of_run
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.training import training_arguments
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.checks.dry_run import dry_run
+from common.checks.fake_steps import STEPS, batch_inputs, build_model, mark_segments, step_trainer, take_step
+from common.hardware.devices import GIB, Gpu, find_gpu, gpu_of_device, gpus
+from common.models.loading import add_lora, any_shape_config, load_base_model
+from common.planning.architectures import read_architecture
+from common.planning.gpu_overhead import CONTEXT_GIB, memory_with_overhead
+from common.planning.job import BatchShape
+from common.planning.memory_plan import DeviceMemory
+from common.planning.plans import job_of_run
+from common.planning.shares import whole_model
+from common.training.trainer import training_arguments
 
 POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
 TECHNIQUES = ("full", "lora")
@@ -275,7 +280,7 @@ def gpu_here() -> Gpu:
         raise BadInputError("PyTorch sees no GPU here, and these points are measured on one: run this where one is.")
     gpu = gpu_of_device(names[0])
     if gpu is None:
-        raise BadInputError(f"The GPU {names[0]} is not in the catalogue: add it to common/hardware.py.")
+        raise BadInputError(f"The GPU {names[0]} is not in the catalogue: add it to common/hardware/devices.py.")
     return gpu
 
 

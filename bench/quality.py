@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from bench.entries import Entry, measured
 from bench.recipe import Technique, load_material, load_model
-from common.data import load_splits
-from common.evaluation import Evaluation, Judge, evaluate, independent_judges
-from common.launch import Rank, rank_started
-from common.models import load_base_model
-from common.run_config import RunConfig
-from common.run_record import RunLog
-from common.training import make_trainer
+from common.base.run_config import RunConfig
+from common.data.splits import load_splits
+from common.models.loading import load_base_model
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.runtime.world import Rank
+from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.training.trainer import make_trainer
 
 SEEDS = (42, 7, 8)
 LEARNING_RATES: dict[Technique, float] = {"lora": RunConfig().learning_rate, "full": 1e-3}

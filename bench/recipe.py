@@ -7,9 +7,12 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from common.data import IGNORED_LABEL, Tokens, load_splits, tokenize_rows
-from common.models import add_lora, load_base_model, load_tokenizer, train_linear_layers
-from common.run_config import REPOSITORY, RunConfig
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.data.messages import tokenize_rows
+from common.data.rows import IGNORED_LABEL, Tokens
+from common.data.splits import load_splits
+from common.models.loading import add_lora, load_base_model, load_tokenizer, train_linear_layers
 
 Technique = Literal["lora", "full"]
 

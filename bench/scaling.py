@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from bench.entries import Entry, measured
 from bench.recipe import Technique
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 
 BARS = {16: 0.85, 64: 0.93}
 """By rows of the global batch: least share of the machine's ceiling."""

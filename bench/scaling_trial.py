@@ -16,10 +16,11 @@ from accelerate.utils import wait_for_everyone
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from bench.recipe import Technique, load_material, load_model
-from common.ceiling import measure_machine_ceiling
-from common.launch import Rank, end_rank, start_rank
-from common.run_config import RunConfig
-from common.training import CountingTrainer, trainer_of_rows, training_arguments
+from common.base.run_config import RunConfig
+from common.runtime.rank import end_rank, start_rank
+from common.runtime.world import Rank
+from common.training.ceiling import measure_machine_ceiling
+from common.training.trainer import CountingTrainer, trainer_of_rows, training_arguments
 
 WARM_UP_STEPS = 3
 CEILING_STEPS = 8

@@ -21,7 +21,7 @@ from bench.recipe import (
     load_model,
     padded,
 )
-from common.models import train_linear_layers
+from common.models.loading import train_linear_layers
 
 
 def _trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def _trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:
 
 def train_ours(clock: Clock) -> None:
     """This repository's trainer, as its workflows make it."""
-    from common.launch import Rank
-    from common.training import trainer_of_rows, training_arguments
+    from common.runtime.world import Rank
+    from common.training.trainer import trainer_of_rows, training_arguments
 
     run, material = clock.trial.run_config(), clock.material
     with tempfile.TemporaryDirectory() as folder:

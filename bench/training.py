@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from bench.entries import Entry, measured
 from bench.recipe import MOST_EPOCHS, Technique, Trial
 from bench.tools import TOOLS
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 
 TARGET_LOSSES: dict[Technique, float] = {"lora": 0.1, "full": 0.05}
 """Validation loss to reach, in nats per answer token: one to three epochs at a good learning rate."""

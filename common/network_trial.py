@@ -15,12 +15,13 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from common.launch import exit_with
-from common.rendezvous import PORT
-from common.report_loops import EXCHANGES, step_s
-from common.run_config import REPOSITORY, BadInputError
-from common.run_record import RECORD_NAME, Record, load_record
-from common.virtual_hosts import VirtualNetwork, virtual_network
+from common.base.command_line import exit_with
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.records.store import RECORD_NAME, Record, load_record
+from common.reporting.loops import EXCHANGES, step_s
+from common.runtime.rendezvous import PORT
+from common.runtime.virtual_hosts import VirtualNetwork, virtual_network
 
 WORKFLOW = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"
 HOSTS, STEPS, SLOW_MBIT = 2, 30, 100.0

@@ -16,10 +16,15 @@ import re
 import sys
 from pathlib import Path
 
-from common.deepspeed_config import deepspeed_config
-from common.launch import LITERAL, literal_file_of
-from common.memory_plan import ZERO
-from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import (
+    LITERAL,
+    literal_lines,
+    run_folders,
+)
+from common.training.deepspeed_config import deepspeed_config
 
 ACCELERATE_CONFIG_NAME = "my_accelerate_config.yaml"
 DEEPSPEED_CONFIG_NAME = "my_deepspeed_config.json"
@@ -59,63 +64,16 @@ DeepSpeed's settings stand in {deepspeed_config}, for scripts of your own, too (
 GPU_COMMENT = "One rank per GPU; they talk over NCCL. Precision is the run's own setting, so that `no` stands here."
 
 
-def find_literal(source: str) -> ast.Assign:
-    """The statement `RUN = RunConfig(...)` of a workflow's source."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "RUN":
-            return node
-    raise BadInputError("A my_workflow_*.py has no literal `RUN = RunConfig(...)` at its top: write one.")
-
-
-def _literal_lines(source: str) -> tuple[int, int]:
-    """From which line to which a workflow's own literals go: `RUN`, and where it has one `LORA` right after it."""
-    statements, run = ast.parse(source).body, find_literal(source)
-    after = [node for node in statements if node.lineno > run.lineno][:1]
-    is_lora = after and isinstance(after[0], ast.Assign) and ast.unparse(after[0].targets[0]) == "LORA"
-    last = after[0] if is_lora else run
-    return run.lineno - 1, last.end_lineno
-
-
-def read_literal(workflow: Path) -> RunConfig:
-    """The run that a workflow's literal describes, without importing the workflow."""
-    call = find_literal(workflow.read_text(encoding="utf-8")).value
-    assert isinstance(call, ast.Call)
-    return RunConfig(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
-
-
-def read_lora(workflow: Path) -> dict[str, object]:
-    """What the literal `LORA` of a workflow with several settings says: how LoRA's runs differ from `RUN`."""
-    for node in ast.parse(workflow.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LORA":
-            return ast.literal_eval(node.value)
-    return {}
-
-
-def run_folders(root: Path = REPOSITORY) -> dict[Path, RunConfig]:
-    """Every run folder and its run, in order."""
-    folders = sorted({workflow.parent for workflow in root.glob("[0-9].[0-9]_*/run_*/my_workflow_*.py")})
-    return {folder: read_literal(literal_file_of(folder)) for folder in folders}
-
-
-def literal_of(run_folder: Path) -> RunConfig:
-    """The run of a folder, named from here or from the repository's root.
-
-    Raises:
-        BadInputError: it is no run folder.
-    """
-    return read_literal(literal_file_of(run_folder if run_folder.is_dir() else REPOSITORY / run_folder))
-
-
 def accelerate_config(run: RunConfig) -> str:
     """The file that `accelerate launch --config_file` takes."""
     on_cpu, kind, comment, more = run.device == "cpu", "MULTI_GPU", GPU_COMMENT, ""
     mixed_precision = "no"
     if on_cpu:
         comment = CPU_COMMENT
-    elif run.parallel == "fsdp":
+    elif run.parallelism.uses_fsdp:
         kind, comment, more = "FSDP", FSDP_COMMENT, FSDP_CONFIG.format(offload=str(run.offload == "cpu").lower())
         mixed_precision = run.arithmetic.replace("fp32", "no")
-    elif run.parallel in ZERO:
+    elif run.parallelism.uses_deepspeed:
         kind, comment = "DEEPSPEED", ZERO_COMMENT.format(deepspeed_config=DEEPSPEED_CONFIG_NAME)
         more = ZERO_CONFIG.format(deepspeed_config=DEEPSPEED_CONFIG_NAME)
     made = ACCELERATE_CONFIG.format(
@@ -132,7 +90,7 @@ def _module_for(run: RunConfig, source: str, own: str) -> str:
     """`source` with the literals of `own`, if it has any, and its number of processes."""
     text = source
     if LITERAL.search(source):
-        (start, end), (own_start, own_end) = _literal_lines(source), _literal_lines(own)
+        (start, end), (own_start, own_end) = literal_lines(source), literal_lines(own)
         lines = source.splitlines(keepends=True)
         text = "".join([*lines[:start], *own.splitlines(keepends=True)[own_start:own_end], *lines[end:]])
     return re.sub(r"(--standalone --nproc_per_node) \d+", rf"\1 {run.devices}", text)  # of one machine
@@ -181,9 +139,9 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
     if folder != source:
         names = [path.name for path in source.glob("*.ipynb")]
         contents |= {folder / name: _notebook_for(run, source / name, folder / name) for name in names}
-    if run.parallel in ("ddp", "fsdp") or run.parallel in ZERO:
+    if run.parallelism.replicates or run.is_sharded:
         contents[folder / ACCELERATE_CONFIG_NAME] = accelerate_config(run)
-    if run.parallel in ZERO:
+    if run.parallelism.uses_deepspeed:
         contents[folder / DEEPSPEED_CONFIG_NAME] = json.dumps(deepspeed_config(run), indent=2) + "\n"
     return contents
 

@@ -12,8 +12,8 @@ import json
 import os
 from pathlib import Path
 
-from common.launch import exit_with
-from common.run_config import BadInputError
+from common.base.command_line import exit_with
+from common.base.errors import BadInputError
 
 WEIGHTS = "model.safetensors"
 SIDECAR = ".metadata.json"

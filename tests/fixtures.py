@@ -21,13 +21,15 @@ from transformers import (
     RobertaModel,
 )
 
-from common.data_checks import say_once
-from common.launch import accelerate_command, torchrun_command
-from common.minilm import minilm_folder
-from common.models import EMBEDDED_SUMMARIZER
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.run_record import RECORD_NAME, Record, load_record
-from common.zero_training import check_deepspeed
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.data.row_checks import say_once
+from common.models.loading import EMBEDDED_SUMMARIZER
+from common.models.minilm import minilm_folder
+from common.records.store import RECORD_NAME, Record, load_record
+from common.runtime.launchers import accelerate_command, torchrun_command
+from common.training.zero_training import check_deepspeed
 from tests.fake_gpus.machine import compiled_guard, compiler
 from tests.forked import run_forked
 

@@ -30,7 +30,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from common.virtual_hosts import VirtualHost
+    from common.runtime.virtual_hosts import VirtualHost
 
 LIBRARIES = (
     "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint",

@@ -7,12 +7,15 @@ import time
 from functools import partial
 from pathlib import Path
 
-from common.launch import free_port
+from common.runtime.launchers import free_port
 
 
 def cut_short() -> None:
     """Have runs measure and flush less; called before a workflow is imported, which takes the measurements by name."""
-    for name, measure in (("pipeline_measure", "measure_pipeline"), ("ceiling", "measure_machine_ceiling")):
+    for name, measure in (
+        ("training.pipeline_measure", "measure_pipeline"),
+        ("training.ceiling", "measure_machine_ceiling"),
+    ):
         module = importlib.import_module(f"common.{name}")
         setattr(module, measure, partial(getattr(module, measure), steps=1, rounds=1))
     os.fsync = lambda _: None  # processes are killed in tests, but no machine loses its power

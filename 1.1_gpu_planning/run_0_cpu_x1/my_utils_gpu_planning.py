@@ -6,43 +6,34 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from common.architectures import Architecture, read_architecture
-from common.hardware import CATALOGUE, GIB, cpu_device, find_gpu
-from common.memory_plan import (
-    PARTS,
-    BatchShape,
-    Job,
-    Parallel,
-    Precision,
-    Technique,
-    device_memory,
-    trained_parameters,
-    whole_model,
-)
-from common.planner import (
-    QUALITY_ORDER,
+from common.base.run_config import RunConfig
+from common.base.specs import TECHNIQUES
+from common.checks.planner_command import cluster_of, job_of, parser
+from common.hardware.devices import CATALOGUE, GIB, cpu_device, find_gpu
+from common.planning.architectures import Architecture, read_architecture
+from common.planning.job import BatchShape, Job, Precision
+from common.planning.memory_plan import device_memory
+from common.planning.plans import (
     Plan,
     architecture_of_run,
-    cluster_of,
-    job_of,
     job_of_run,
     make_plan,
-    parser,
     plan_run,
     ranked_plans,
     usual_precision,
     why,
 )
-from common.run_config import RunConfig
-from common.run_record import kept_records
-from common.time_plan import Cluster, calibration_from, ethernet, parse_link
+from common.planning.shares import trained_parameters, whole_model
+from common.planning.terms import PARTS
+from common.planning.time_plan import Cluster, calibration_from, ethernet, parse_link
+from common.records.store import kept_records
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from common.dry_run import DryRun
+    from common.checks.dry_run import DryRun
 
-WORDS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
+WORDS = {name: technique.short for name, technique in TECHNIQUES.items()}
 SECONDS = ("computing", "waiting for the network", "waiting for other stages", "optimizer")
 TRAINED_WEIGHT = ("weight", "gradient", "momentum", "variance", "fp32 copy")
 COLORS = dict(zip((*PARTS, "overhead"), ("C0", "C1", "C2", "C4", "C9", "C5", "C7"), strict=True))
@@ -62,7 +53,7 @@ class Question:
     precision: Precision | None = None
     """None: the usual one of each technique."""
 
-    def plan(self, technique: Technique, parallel: Parallel = "single", **changes: Any) -> Plan:
+    def plan(self, technique: str, parallel: str = "single", **changes: Any) -> Plan:
         """The plan of one way to train; `changes` are fields of the job."""
         precision = self.precision or usual_precision(technique, self.cluster)
         shared = {
@@ -78,7 +69,7 @@ class Question:
         """All ways that make sense, best first."""
         calibration = calibration_from(kept_records())
         return ranked_plans(
-            self.architecture, self.job, self.cluster, QUALITY_ORDER, None, None, calibration, self.precision
+            self.architecture, self.job, self.cluster, TECHNIQUES, None, None, calibration, self.precision
         )
 
     def over(self, link: str) -> "Question":
@@ -129,10 +120,10 @@ def notes_bytes() -> pd.DataFrame:
     return pd.DataFrame({"16-bit weights": (2, *rest), "4-bit weights": (0.5, *rest)}, index=TRAINED_WEIGHT).T
 
 
-def parts_by_way(question: Question, parallel: Parallel = "single") -> pd.DataFrame:
+def parts_by_way(question: Question, parallel: str = "single") -> pd.DataFrame:
     """Peak GiB of the fullest device by part, for each technique, with and without gradient checkpointing."""
     rows = {}
-    for technique in QUALITY_ORDER:
+    for technique in TECHNIQUES:
         for checkpointing in (False, True):
             plan = question.plan(technique, parallel, gradient_checkpointing=checkpointing)
             name = WORDS[technique] + (", checkpointed" if checkpointing else "")
@@ -140,7 +131,7 @@ def parts_by_way(question: Question, parallel: Parallel = "single") -> pd.DataFr
     return pd.DataFrame(rows).T
 
 
-def memory_by_length(question: Question, parallel: Parallel, lengths: Iterable[int]) -> pd.DataFrame:
+def memory_by_length(question: Question, parallel: str, lengths: Iterable[int]) -> pd.DataFrame:
     """Peak GiB by length of the rows: one column per technique, with and without checkpointing."""
     rows = {}
     for length in lengths:
@@ -157,7 +148,7 @@ def largest_batches(model: str, seq_len: int) -> pd.DataFrame:
         question = ask(model, gpu.name, 1, 1, seq_len)
         rows[gpu.name] = {
             WORDS[technique]: question.plan(technique, gradient_checkpointing=True).max_batch_size
-            for technique in QUALITY_ORDER
+            for technique in TECHNIQUES
         } | {"precision": usual_precision("full", question.cluster), "GiB": gpu.memory_gib}
     return pd.DataFrame(rows).T.sort_values("GiB")
 
@@ -198,7 +189,7 @@ def seconds_per_row(plans: Mapping[str, Plan]) -> pd.DataFrame:
     return pd.DataFrame(rows).T
 
 
-def bills(one_machine: Question, spread: Question, technique: Technique, parallel: Parallel,
+def bills(one_machine: Question, spread: Question, technique: str, parallel: str,
           gbits: Iterable[float], **changes: Any) -> pd.Series:  # fmt: skip
     """A step's bill on many machines, in bills of one machine, by the network between them in Gbit/s."""
 
@@ -254,7 +245,7 @@ def planned_and_measured(record: Mapping[str, Any], others: Sequence[Mapping[str
 
 
 def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> Plan:
-    from common.dry_run import batch_of_run  # here: it imports torch
+    from common.checks.dry_run import batch_of_run  # here: it imports torch
 
     run = RunConfig(**record["config"])
     gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)

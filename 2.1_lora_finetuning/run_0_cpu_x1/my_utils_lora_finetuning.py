@@ -4,9 +4,9 @@ import pandas as pd
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common.data import IGNORED_LABEL
-from common.device_maps import whole_model_on
-from common.launch import Rank
+from common.data.rows import IGNORED_LABEL
+from common.planning.device_maps import whole_model_on
+from common.runtime.world import Rank
 
 
 def device_map(rank: Rank) -> dict[str, str]:

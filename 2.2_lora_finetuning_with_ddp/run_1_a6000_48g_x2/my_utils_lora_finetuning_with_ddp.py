@@ -1,7 +1,7 @@
 """What only DDP needs: each rank's device map."""
 
-from common.device_maps import whole_model_on
-from common.launch import Rank
+from common.planning.device_maps import whole_model_on
+from common.runtime.world import Rank
 
 
 def device_map(rank: Rank) -> dict[str, str]:

@@ -12,14 +12,21 @@ non-reentrant, (4) the machine's ceiling is measured beside the speed-up.
 from my_utils_lora_finetuning_with_ddp import device_map
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.ceiling import measure_machine_ceiling
-from common.data import Splits, load_splits, tokenize_rows
-from common.evaluation import Evaluation, Judge, evaluate, independent_judges
-from common.launch import check_inputs, rank_started, run_from_command_line
-from common.models import add_lora, load_base_model, load_tokenizer
-from common.run_config import RunConfig
-from common.run_record import Record, RunLog
-from common.training import CountingTrainer, check_training, make_trainer, merge_and_reload, training_figures
+from common.base.command_line import run_from_command_line
+from common.base.run_config import RunConfig
+from common.checks.inputs import check_inputs
+from common.data.messages import tokenize_rows
+from common.data.rows import Splits
+from common.data.splits import load_splits
+from common.models.loading import add_lora, load_base_model, load_tokenizer
+from common.records.store import Record
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.training.ceiling import measure_machine_ceiling
+from common.training.export import merge_and_reload
+from common.training.results import check_training, training_figures
+from common.training.trainer import CountingTrainer, make_trainer
 
 RUN = RunConfig(
     technique="lora",

@@ -11,14 +11,20 @@ The notebook runs the same steps cell by cell.
 from my_utils_qlora_finetuning import Merged, describe, device_map, has_room_for_whole_models, merge_both_ways
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.data import Splits, load_splits, tokenize_rows
-from common.evaluation import Evaluation, Judge, evaluate, independent_judges
-from common.launch import check_inputs, rank_started, run_from_command_line
-from common.models import add_lora, load_base_model, load_tokenizer
-from common.quantization import StoredWeights
-from common.run_config import RunConfig
-from common.run_record import Record, RunLog
-from common.training import CountingTrainer, check_training, make_trainer, training_figures
+from common.base.command_line import run_from_command_line
+from common.base.run_config import RunConfig
+from common.checks.inputs import check_inputs
+from common.data.messages import tokenize_rows
+from common.data.rows import Splits
+from common.data.splits import load_splits
+from common.models.loading import add_lora, load_base_model, load_tokenizer
+from common.models.quantization import StoredWeights
+from common.records.store import Record
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.training.results import check_training, training_figures
+from common.training.trainer import CountingTrainer, make_trainer
 
 RUN = RunConfig(
     technique="qlora",

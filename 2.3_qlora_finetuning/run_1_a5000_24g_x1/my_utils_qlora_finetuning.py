@@ -1,7 +1,7 @@
 """What only QLoRA needs: a look at the quantized weights, where whole models have room, and the two ways to merge.
 
-The quantization's own settings stand in `common.quantization.quantization_config`: preflight needs them, too, and what
-is in `common` imports no run folder.
+The quantization's own settings are in `common.models.quantization.quantization_config`: preflight needs them, too, and
+`common` imports no run folder.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,16 @@ from accelerate.utils import wait_for_everyone
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.device_maps import whole_model_on
-from common.hardware import read_memory
-from common.launch import Rank
-from common.models import check_equal_logits, load_base_model, next_token_logits, weight_dtype, with_adapter
-from common.quantization import StoredWeights, dequantized, relative_error, stored_weights
-from common.run_config import RunConfig
-from common.run_record import RunLog
-from common.training import CountingTrainer, give_up, give_up_model, validation_logits, whole_row_results
+from common.base.run_config import RunConfig
+from common.hardware.devices import read_memory
+from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype, with_adapter
+from common.models.quantization import StoredWeights, dequantized, relative_error, stored_weights
+from common.planning.device_maps import whole_model_on
+from common.runtime.recorder import RunLog
+from common.runtime.world import Rank
+from common.tasks.chat import whole_row_results
+from common.training.export import give_up, give_up_model, validation_logits
+from common.training.trainer import CountingTrainer
 
 BLOCK = 64
 """Weights that share a scale."""

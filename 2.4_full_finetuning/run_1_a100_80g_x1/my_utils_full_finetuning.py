@@ -3,10 +3,10 @@
 import pandas as pd
 from transformers import PreTrainedModel
 
-from common.device_maps import whole_model_on
-from common.launch import Rank
-from common.models import train_linear_layers
-from common.run_config import RunConfig
+from common.base.run_config import RunConfig
+from common.models.loading import train_linear_layers
+from common.planning.device_maps import whole_model_on
+from common.runtime.world import Rank
 
 
 def device_map(rank: Rank) -> dict[str, str]:

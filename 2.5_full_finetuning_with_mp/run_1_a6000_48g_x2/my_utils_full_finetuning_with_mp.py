@@ -7,11 +7,11 @@ import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks, remove_hook_from_module
 from transformers import PreTrainedModel
 
-from common.device_maps import whole_model_on
-from common.models import check_equal_logits, next_token_logits, train_linear_layers
-from common.placement import Placement
-from common.run_config import RunConfig
-from common.run_record import RunLog
+from common.base.run_config import RunConfig
+from common.models.loading import check_equal_logits, next_token_logits, train_linear_layers
+from common.planning.device_maps import whole_model_on
+from common.runtime.recorder import RunLog
+from common.training.placement import Placement
 
 DeviceMap = dict[str, str | int]
 

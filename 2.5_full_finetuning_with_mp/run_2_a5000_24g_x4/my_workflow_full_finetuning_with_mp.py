@@ -12,14 +12,22 @@ device is fuller than it must be, (2) the model loads by that map, (3) a spy pro
 from my_utils_full_finetuning_with_mp import check_stages, custom_device_map, set_trained_layers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.data import Splits, Tokens, load_splits, longest_batch, tokenize_rows
-from common.evaluation import Evaluation, Judge, evaluate, independent_judges
-from common.launch import check_inputs, rank_started, run_from_command_line
-from common.models import load_base_model, load_tokenizer
-from common.placement import Placement, place_stages, placement_table
-from common.run_config import RunConfig
-from common.run_record import Record, RunLog
-from common.training import CountingTrainer, check_training, make_trainer, save_and_reload, training_figures
+from common.base.command_line import run_from_command_line
+from common.base.run_config import RunConfig
+from common.checks.inputs import check_inputs
+from common.data.batches import longest_batch
+from common.data.messages import tokenize_rows
+from common.data.rows import Splits, Tokens
+from common.data.splits import load_splits
+from common.models.loading import load_base_model, load_tokenizer
+from common.records.store import Record
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.training.export import save_and_reload
+from common.training.placement import Placement, place_stages, placement_table
+from common.training.results import check_training, training_figures
+from common.training.trainer import CountingTrainer, make_trainer
 
 RUN = RunConfig(
     technique="full",

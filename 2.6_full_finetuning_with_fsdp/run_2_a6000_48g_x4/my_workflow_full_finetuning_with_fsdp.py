@@ -13,17 +13,23 @@ part of every rank, (5) at the end the parts become one model, (6) the machine's
 from my_utils_full_finetuning_with_fsdp import held_table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.ceiling import measure_machine_ceiling
-from common.data import Splits, load_splits, tokenize_rows
-from common.device_maps import whole_model_on
-from common.evaluation import Evaluation, Judge, evaluate, independent_judges
-from common.launch import check_inputs, rank_started, run_from_command_line
-from common.models import load_base_model, load_tokenizer
-from common.run_config import RunConfig
-from common.run_record import Record, RunLog
-from common.sharded_run import model_to_train, trainer_class, whole_model_to_train
-from common.sharded_training import ShardedTrainer, as_computed, save_whole_and_reload
-from common.training import check_training, make_trainer, training_figures
+from common.base.command_line import run_from_command_line
+from common.base.run_config import RunConfig
+from common.checks.inputs import check_inputs
+from common.data.messages import tokenize_rows
+from common.data.rows import Splits
+from common.data.splits import load_splits
+from common.models.loading import load_base_model, load_tokenizer
+from common.planning.device_maps import whole_model_on
+from common.records.store import Record
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.training.ceiling import measure_machine_ceiling
+from common.training.results import check_training, training_figures
+from common.training.sharded_run import model_to_train, trainer_class, whole_model_to_train
+from common.training.sharded_training import ShardedTrainer, as_computed, save_whole_and_reload
+from common.training.trainer import make_trainer
 
 RUN = RunConfig(
     technique="full",

@@ -4,9 +4,9 @@ import pandas as pd
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from common import pipeline
-from common.placement import Placement
-from common.run_record import RunLog
+from common.runtime.recorder import RunLog
+from common.training import pipeline
+from common.training.placement import Placement
 
 
 def trained_stage(log: RunLog, placement: Placement) -> PreTrainedModel | PeftModel:

@@ -14,18 +14,25 @@ from functools import partial
 from my_utils_full_finetuning_with_pp import stage_table, trained_stage
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.data import Splits, Tokens, load_splits, longest_batch, tokenize_rows
-from common.device_maps import whole_model_on
-from common.evaluation import Evaluation, Judge, evaluate, independent_judges
-from common.launch import check_inputs, rank_started, run_from_command_line
-from common.models import load_base_model, load_tokenizer
-from common.pipeline import Pipeline, StageModule
-from common.pipeline_measure import measure_pipeline
-from common.pipeline_training import PipelineTrainer, save_parts_and_reload
-from common.placement import Placement, place_stages
-from common.run_config import RunConfig
-from common.run_record import Record, RunLog
-from common.training import check_training, make_trainer, training_figures
+from common.base.command_line import run_from_command_line
+from common.base.run_config import RunConfig
+from common.checks.inputs import check_inputs
+from common.data.batches import longest_batch
+from common.data.messages import tokenize_rows
+from common.data.rows import Splits, Tokens
+from common.data.splits import load_splits
+from common.models.loading import load_base_model, load_tokenizer
+from common.planning.device_maps import whole_model_on
+from common.records.store import Record
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.training.pipeline import Pipeline, StageModule
+from common.training.pipeline_measure import measure_pipeline
+from common.training.pipeline_training import PipelineTrainer, save_parts_and_reload
+from common.training.placement import Placement, place_stages
+from common.training.results import check_training, training_figures
+from common.training.trainer import make_trainer
 
 RUN = RunConfig(
     technique="full",

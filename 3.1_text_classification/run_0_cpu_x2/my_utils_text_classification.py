@@ -7,19 +7,22 @@ from peft import PeftModel
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.ceiling import measure_machine_ceiling
-from common.data import Splits, longest_batch, tokens_of
-from common.device_maps import whole_model_on
-from common.models import add_lora, load_base_model, train_own_weights
-from common.pipeline import Pipeline, StageModule, trained_stage
-from common.pipeline_measure import measure_pipeline
-from common.pipeline_training import PipelineTrainer, save_parts_and_reload
-from common.placement import place_stages
-from common.run_record import RunLog
-from common.sharded_training import save_whole_and_reload
-from common.tensor_parallel import split_by_plan, split_table
-from common.tensor_training import TensorParallelTrainer
-from common.training import CountingTrainer, make_trainer, merge_and_reload, save_and_reload
+from common.data.batches import longest_batch
+from common.data.rows import Splits
+from common.data.splits import tokens_of
+from common.models.loading import add_lora, load_base_model, train_own_weights
+from common.planning.device_maps import whole_model_on
+from common.runtime.recorder import RunLog
+from common.training.ceiling import measure_machine_ceiling
+from common.training.export import merge_and_reload, save_and_reload
+from common.training.pipeline import Pipeline, StageModule, trained_stage
+from common.training.pipeline_measure import measure_pipeline
+from common.training.pipeline_training import PipelineTrainer, save_parts_and_reload
+from common.training.placement import place_stages
+from common.training.sharded_training import save_whole_and_reload
+from common.training.tensor_parallel import split_by_plan, split_table
+from common.training.tensor_training import TensorParallelTrainer
+from common.training.trainer import CountingTrainer, make_trainer
 
 Trained = tuple[PreTrainedModel | PeftModel, Callable[..., CountingTrainer], object]
 """The model, what makes its trainer, and the plan where layers were placed by one."""
@@ -29,7 +32,8 @@ def start_trainer(log: RunLog, tokenizer: PreTrainedTokenizerBase, data: Splits)
     """The trainer of this rank, for the run's way to share the work."""
     train, validation = (tokens_of(rows, tokenizer, log.run) for rows in (data.train, data.validation))
     validation.sort(key=lambda row: -len(row["input_ids"]))  # batches with little padding
-    prepare = {"pp": stage_to_train, "tp": split_model_to_train}.get(log.run.parallel, whole_model_to_train)
+    way = log.run.parallelism
+    prepare = stage_to_train if way.pipelines else split_model_to_train if way.splits_matrices else whole_model_to_train
     model, trainer_class, plan = prepare(log, train)
     return make_trainer(model, tokenizer, train, validation, log, plan, trainer_class)
 
@@ -37,7 +41,7 @@ def start_trainer(log: RunLog, tokenizer: PreTrainedTokenizerBase, data: Splits)
 def whole_model_to_train(log: RunLog, train: list[dict]) -> Trained:
     """On one device, and with DDP on each: the encoder with its head, all of it trained or with adapters."""
     model = load_base_model(log.run, whole_model_on(log.rank.device))
-    if log.run.technique == "lora":
+    if log.run.method.has_plain_adapters:
         return add_lora(model, log.run), CountingTrainer, None
     train_own_weights(model, log.run)
     return model, CountingTrainer, None
@@ -76,7 +80,7 @@ def measure_sharing(log: RunLog, trainer: CountingTrainer) -> dict[str, object]:
     """
     figures: dict[str, object] = {}
     on_cpu = log.run.device == "cpu"
-    if log.run.parallel == "ddp" and on_cpu:
+    if log.run.parallelism.replicates and on_cpu:
         ceiling = measure_machine_ceiling(trainer, log.rank, replica=trainer.model_wrapped, steps=4)
         figures["machine_ceiling"] = ceiling
         if log.rank.is_main:
@@ -102,10 +106,10 @@ def save_model(
     elif isinstance(trainer, TensorParallelTrainer):
         save = save_whole_and_reload
     else:
-        whole = merge_and_reload if log.run.technique == "lora" else save_and_reload
+        whole = merge_and_reload if log.run.method.has_plain_adapters else save_and_reload
         save = partial(whole, device_map=whole_model_on(log.rank.device))
     tuned, differences = save(log, trainer, tokenizer)
-    if log.run.technique == "lora" and log.rank.is_main:  # PEFT saves neither the labels' names nor the tokenizer
+    if log.run.method.has_plain_adapters and log.rank.is_main:  # PEFT saves neither the labels' names nor the tokenizer
         tuned.config.save_pretrained(log.folder / "adapter")
         tokenizer.save_pretrained(log.folder / "adapter")
     return tuned, differences

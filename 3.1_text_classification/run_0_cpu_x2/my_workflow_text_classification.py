@@ -17,17 +17,22 @@ from functools import partial
 from my_utils_text_classification import measure_sharing, save_model, start_trainer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.classification import Classified, classify
-from common.columns import say_long_texts
-from common.data import Splits, load_splits
-from common.device_maps import whole_model_on
-from common.labelled_data import class_shares, say_balance
-from common.launch import check_inputs, rank_started
-from common.models import load_base_model, load_tokenizer
-from common.run_config import RunConfig
-from common.run_record import Record, RunLog
-from common.settings import run_settings_from_command_line, setting_of
-from common.training import CountingTrainer, check_training, training_figures
+from common.base.run_config import RunConfig
+from common.checks.folder_runs import setting_of
+from common.checks.inputs import check_inputs
+from common.data.columns import say_long_texts
+from common.data.labelled_texts import class_shares, say_balance
+from common.data.rows import Splits
+from common.data.splits import load_splits
+from common.models.loading import load_base_model, load_tokenizer
+from common.planning.device_maps import whole_model_on
+from common.records.store import Record
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.tasks.classification import Classified, classify
+from common.training.results import check_training, training_figures
+from common.training.trainer import CountingTrainer
+from common.variants import run_settings_from_command_line
 
 RUN = RunConfig(
     task="classification",
@@ -93,7 +98,7 @@ def train(log: RunLog, trainer: CountingTrainer) -> Figures:
 
 def measure(log: RunLog, trainer: CountingTrainer) -> Figures:
     """What sharing the work can bring on this machine, and where the rest goes."""
-    if log.run.parallel == "single":
+    if log.run.parallelism.is_single:
         return {}
     with log.phase("measure the sharing"):
         return measure_sharing(log, trainer)

@@ -5,14 +5,19 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.columns import say_long_texts
-from common.data import Splits, load_splits, partition, tokens_of
-from common.device_maps import whole_model_on
-from common.models import load_base_model, load_tokenizer, train_own_weights
-from common.run_config import RunConfig
-from common.run_record import Record, RunLog
-from common.summarization import Summaries, summarize
-from common.training import CountingTrainer, check_training, make_trainer, save_and_reload, training_figures
+from common.base.run_config import RunConfig
+from common.data.batches import partition
+from common.data.columns import say_long_texts
+from common.data.rows import Splits
+from common.data.splits import load_splits, tokens_of
+from common.models.loading import load_base_model, load_tokenizer, train_own_weights
+from common.planning.device_maps import whole_model_on
+from common.records.store import Record
+from common.runtime.recorder import RunLog
+from common.tasks.summarization import Summaries, summarize
+from common.training.export import save_and_reload
+from common.training.results import check_training, training_figures
+from common.training.trainer import CountingTrainer, make_trainer
 
 RUN = RunConfig(
     task="summarization",

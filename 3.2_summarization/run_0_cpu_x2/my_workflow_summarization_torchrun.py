@@ -21,10 +21,13 @@ from my_utils_summarization import (
     save,
 )
 
-from common.launch import check_inputs, rank_started, run_from_command_line
-from common.run_config import RunConfig
-from common.run_record import Record, RunLog
-from common.training import SummaryTrainer
+from common.base.command_line import run_from_command_line
+from common.base.run_config import RunConfig
+from common.checks.inputs import check_inputs
+from common.records.store import Record
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.training.trainer import SummaryTrainer
 
 RUN = run_with(loop="trainer")
 

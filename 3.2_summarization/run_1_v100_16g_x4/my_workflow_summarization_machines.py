@@ -34,14 +34,16 @@ from my_utils_summarization import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-from common.data import load_splits
-from common.gradient_exchange import GradientExchange
-from common.launch import check_inputs, rank_started
-from common.membership import member_of, run_as_member, world_joined
-from common.plain_loop import PlainLoop
-from common.rendezvous import find_meeting, meeting_options
-from common.run_config import RunConfig, parse_overrides
-from common.run_record import Record, RunLog
+from common.base.run_config import RunConfig, parse_overrides
+from common.checks.inputs import check_inputs
+from common.data.splits import load_splits
+from common.records.store import Record
+from common.runtime.membership import member_of, run_as_member, world_joined
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunLog
+from common.runtime.rendezvous import find_meeting, meeting_options
+from common.training.gradient_exchange import GradientExchange
+from common.training.plain_loop import PlainLoop
 
 RUN = run_with(loop="machines")
 

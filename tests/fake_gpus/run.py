@@ -27,17 +27,15 @@ def become_a_machine_with_gpus() -> None:
     # Accelerate's, and the Trainer's, own way to a device that they do not know
     os.environ["ACCELERATE_TORCH_DEVICE"] = f"{KIND}:{rank}"
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # threads of the library's own do not see the fake GPUs
-    from common import device_maps, hardware, launch
+    from common.hardware import devices
+    from common.runtime import rank as rank_room
+    from common.runtime import world
 
-    every = {
-        torch.cuda: {"device_count": lambda: count},
-        hardware: {"gpus": lambda: ("fake", [NAME] * count)},
-        launch: {"gpus": lambda: ("fake", [NAME] * count), "BACKENDS": {"cuda": "gloo"}},
-        device_maps: {"device_name": _device_name},
-    }
-    launch.device_name = _device_name
+    ours = {"gpus": lambda: ("fake", [NAME] * count), "device_name": _device_name}
+    every = {torch.cuda: {"device_count": lambda: count}, devices: ours, rank_room: ours}
+    world.BACKENDS["cuda"] = "gloo"
     if ranks > 1:  # Accelerate has gloo for ranks on CPUs alone
-        launch.DISTRIBUTED_TYPES = {"cuda": "MULTI_CPU"}
+        world.DISTRIBUTED_TYPES["cuda"] = "MULTI_CPU"
         begin = PartialState.__init__
 
         def begin_with_gloo(self: PartialState, cpu: bool = False, **settings: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 from tests.forked import run_forked
 
 FOLDERS = {

@@ -22,12 +22,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers.trainer_pt_utils import safe_globals
 
-from common.checkpoints import read_manifest
-from common.faults import VARIABLE
-from common.launch import torchrun_command
-from common.report_faults import OUTCOMES
-from common.run_config import REPOSITORY
-from common.sharded_training import SHARDS
+from common.base.paths import REPOSITORY
+from common.reporting.faults import OUTCOMES
+from common.runtime.faults import VARIABLE
+from common.runtime.launchers import torchrun_command
+from common.training.checkpoints import read_manifest
+from common.training.sharded_training import SHARDS
 from tests.forked import CUT_SHORT, Forked
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background can interrupt, too

@@ -6,8 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from common.launch import end_rank, start_rank
-from common.run_config import RunConfig
+from common.base.run_config import RunConfig
+from common.runtime.rank import end_rank, start_rank
 
 WORKS, APART_S = 12, 0.004
 """Each drops its tensor as it is done: one of them when Python has begun to end."""

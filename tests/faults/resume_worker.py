@@ -1,4 +1,4 @@
-"""Each job's workflow straight through, then stopped at each of its faults and gone on with, in the same processes.
+"""Each job's workflow straight through, then stopped at each of its faults and resumed, in the same processes.
 
 python (or torchrun) resume_worker.py JOBS.json: a list of objects with `place`, `name`, `overrides`, `faults`, and
 `forgets`: the name of what a resumed run leaves out, for a negative control, which has no straight run of its own.
@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from common import faults
-from common.launch import end_rank
-from common.run_config import RunConfig, parse_overrides
-from common.training import CountingTrainer
+from common.base.run_config import RunConfig, parse_overrides
+from common.runtime import faults
+from common.runtime.rank import end_rank
+from common.training.trainer import CountingTrainer
 from tests.short_runs import cut_short, find_port
 
 

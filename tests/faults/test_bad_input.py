@@ -13,14 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
-from common.checkpoints import MANIFEST_FILE, DamagedCheckpointError, read_manifest
-from common.data import load_splits, read_messages, tokenize_rows
-from common.device_maps import read_device_map
-from common.launch import check_results_folder
-from common.models import EMBEDDED_BASE, load_base_model, load_tokenizer
-from common.run_config import REPOSITORY, BadInputError, RunConfig, parse_overrides
-from common.run_record import load_record
-from common.siblings import literal_of
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig, parse_overrides
+from common.base.run_folders import literal_of
+from common.checks.inputs import check_results_folder
+from common.data.messages import read_messages, tokenize_rows
+from common.data.splits import load_splits
+from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
+from common.planning.device_maps import read_device_map
+from common.records.store import load_record
+from common.training.checkpoints import MANIFEST_FILE, DamagedCheckpointError, read_manifest
 
 INPUTS = int(os.environ.get("FUZZED_INPUTS", "100"))
 """For each reader; `make soak` takes more."""

@@ -12,24 +12,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common import checkpoints
-from common.checkpoints import (
+from common.base.errors import RunStoppedError
+from common.runtime.faults import VARIABLE
+from common.runtime.rank import end_rank
+from common.training import checkpoints
+from common.training.checkpoints import (
     BAD,
     MANIFEST_FILE,
     PARTIAL,
     DamagedCheckpointError,
     Writes,
-    committing,
+    atomic_checkpoint,
     newest_whole,
     read_manifest,
     rotate,
     verify,
     write_manifest,
 )
-from common.failures import RunStoppedError
-from common.faults import VARIABLE
-from common.launch import end_rank
-from common.safe_loading import SafeReader
+from common.training.safe_loading import SafeReader
 
 ABOUT = {"technique": "full", "parallel": "single", "ranks": 1, "rows_per_step": 16, "rows": 64, "seed": 42}
 FILES = {"model.safetensors": b"w" * 5_000, "optimizer.pt": b"o" * 9_000, "shards/.metadata": b"m" * 300}
@@ -50,7 +50,7 @@ def _write(folder: Path) -> None:
 
 def _commit(root: Path, step: int, write: Callable[[Path], None] = _write) -> Path:
     folder = root / f"checkpoint-{step}"
-    with committing(folder, ABOUT, Writes(15_000, commits=True)) as partial:
+    with atomic_checkpoint(folder, ABOUT, Writes(15_000, commits=True)) as partial:
         write(partial)
     return folder
 

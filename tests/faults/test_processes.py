@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.checkpoints import newest_whole, verify
-from common.launch import BAD_INPUT_EXIT_CODE, stream_command, torchrun_command
-from common.run_config import REPOSITORY
-from common.watch import HUNG_EXIT_CODE
+from common.base.command_line import BAD_INPUT_EXIT_CODE
+from common.base.paths import REPOSITORY
+from common.runtime.launchers import stream_command, torchrun_command
+from common.runtime.watch import HUNG_EXIT_CODE
+from common.training.checkpoints import newest_whole, verify
 from tests.forked import CUT_SHORT, Forked
 
 TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
@@ -30,7 +31,7 @@ NOTICED_S, ENDED_S, GONE_S, FIRST_STEP_S = 2, 5, 5, 30
 STEP_TIMEOUT_S, HUNG_S = 4, 10
 """Of the runs that hang here; and how much later than that they must be over."""
 SILENCE_IS_SEEN_S = 6
-"""A time-out after which a rank that was stopped has said nothing for longer than `common.watch.SILENT_S`."""
+"""A time-out after which a rank that was stopped has said nothing for longer than `common.runtime.watch.SILENT_S`."""
 
 
 @pytest.mark.parametrize("technique", first("ddp", TECHNIQUES))
@@ -57,7 +58,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
     assert done >= 3, "nothing that was complete is lost"
 
     again = start(technique, "--resume_from", "last")
-    first_step_s = again.wait_until(lambda: f"goes on after step {done}" in again.output, FIRST_STEP_S)
+    first_step_s = again.wait_until(lambda: f"resumes after step {done}" in again.output, FIRST_STEP_S)
     assert again.end(120) == 0, again.output[-3000:]
     assert again.record["status"] == "completed"
     assert again.record["checkpoints"]["went_on_from"] == kept.name
@@ -94,7 +95,7 @@ def test_a_rank_whose_last_works_end_late_ends_well() -> None:
 
 
 NOTEBOOK = """
-from common.launch import stream_command, torchrun_command
+from common.runtime.launchers import stream_command, torchrun_command
 stream_command(torchrun_command({script!r}, 2, *{overrides!r}))
 """
 
@@ -238,7 +239,7 @@ def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, complete
     (completed(technique) / "run_record.json").unlink()  # as if it had been killed before it was written
     again = start(technique, "--resume_from", "last")
     assert again.end(120) == 0, again.output[-3000:]
-    assert "goes on after step 10" in again.output
+    assert "resumes after step 10" in again.output
     assert again.record["status"] == "completed"
     assert again.record["validation_losses"][-1][0] == 10
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.checkpoints import BAD, newest_whole, steps_at
+from common.training.checkpoints import BAD, newest_whole, steps_at
 
 KILLS = int(os.environ.get("KILLS", "0"))
 """Of all techniques together; `make soak` does 100. 0: a few, `IN_MAKE_TEST` and `IN_TEST_ALL` of each technique."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoints import MANIFEST_FILE, read_manifest, write_manifest
-from common.launch import torchrun_command
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
+from common.runtime.launchers import torchrun_command
+from common.training.checkpoints import MANIFEST_FILE, read_manifest, write_manifest
 from tests.forked import run_forked
 
 STEPS = 10

@@ -10,9 +10,11 @@ import nbformat
 import papermill
 import pytest
 
-from common.print_prefix import printing_with_prefix
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.secrets import HIDDEN, hide_secrets, secrets_here, without_secrets
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.print_prefix import printing_with_prefix
+from common.base.run_config import RunConfig
+from common.base.secrets import HIDDEN, hide_secrets, secrets_here, without_secrets
 from tests.forked import run_forked
 
 SECRETS = {"HF_TOKEN": "hf_not-a-real-one-0123456789", "WANDB_API_KEY": "0123456789abcdef-not-real"}
@@ -74,7 +76,7 @@ def test_printed_lines_lose_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 WORKFLOW = """
 import my_workflow_lora_finetuning as m
-from common.launch import run_from_command_line
+from common.base.command_line import run_from_command_line
 import os
 def load(log, *_):
     with log.phase("load"):
@@ -105,7 +107,7 @@ def test_a_run_that_fails_with_a_token_shows_it_nowhere(tmp_path: Path, outcomes
 
 def test_a_notebook_shows_it_neither(tmp_path: Path) -> None:
     cell = (
-        "from common.launch import stream_command\nimport sys\n"
+        "from common.runtime.launchers import stream_command\nimport sys\n"
         "stream_command([sys.executable, '-c', 'import os; print(os.environ[\"HF_TOKEN\"]); raise ValueError("
         'os.environ["HF_TOKEN"])\'])'
     )
@@ -121,8 +123,8 @@ def test_a_notebook_shows_it_neither(tmp_path: Path) -> None:
 
 def test_without_hiding_it_would_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
-    from common import run_record
+    from common.records import store
 
-    monkeypatch.setattr(run_record, "without_secrets", lambda text: text)
-    run_record.save_record({"error": SECRETS["HF_TOKEN"]}, tmp_path)
+    monkeypatch.setattr(store, "without_secrets", lambda text: text)
+    store.save_record({"error": SECRETS["HF_TOKEN"]}, tmp_path)
     assert _files_with_secrets(tmp_path) == ["run_record.json"]

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from bench.planner_points import Point, watched_steps
-from common import preflight
-from common.architectures import read_architecture
-from common.dry_run import dry_run
-from common.hardware import gpu_of_device, gpus
-from common.memory_plan import device_memory, whole_model
-from common.planner import job_of_run
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
+from common.checks import preflight
+from common.checks.dry_run import dry_run
+from common.hardware.devices import gpu_of_device, gpus
+from common.planning.architectures import read_architecture
+from common.planning.memory_plan import device_memory
+from common.planning.plans import job_of_run
+from common.planning.shares import whole_model
 
 GPU_COUNT = torch.cuda.device_count()
 MP = REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1"

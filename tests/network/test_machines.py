@@ -18,13 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.launch import BAD_INPUT_EXIT_CODE, free_port
-from common.membership import LOST_MEMBER_EXIT_CODE
-from common.plain_loop import WEIGHTS_FILE
-from common.rendezvous import PORT
-from common.run_config import REPOSITORY
-from common.run_record import RECORD_NAME, Record, load_record
-from common.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, namespaces_refused, virtual_network
+from common.base.command_line import BAD_INPUT_EXIT_CODE
+from common.base.paths import REPOSITORY
+from common.records.store import RECORD_NAME, Record, load_record
+from common.runtime.launchers import free_port
+from common.runtime.membership import LOST_MEMBER_EXIT_CODE
+from common.runtime.rendezvous import PORT
+from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, namespaces_refused, virtual_network
+from common.training.plain_loop import WEIGHTS_FILE
 from tests.forked import Forked
 
 SCRIPT = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"
@@ -263,7 +264,7 @@ def test_two_hosts_go_on_when_torchrun_loses_the_third(hosts: Callable[..., Plac
     shutil.rmtree(members[1].results / "checkpoints")  # its disk was lost: it gets all from the other
     assert place.finish(START_S + RUN_S)[:2] == [0, 0], [worker.output for worker in members]
     check_finished(members[:2], like=loopback[0])
-    after = int(members[0].output.partition("goes on after step ")[2].split()[0])
+    after = int(members[0].output.partition("resumes after step ")[2].split()[0])
     assert 8 <= after < STEPS
     assert [share["rank"] for share in members[0].record["world"]] == [0, 1]
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from common.network_trial import BAR, EXCHANGES, SLOW_MBIT, STEPS, Link, gain, measure, table
-from common.virtual_hosts import VirtualHost, namespaces_refused
+from common.network_trial import BAR, SLOW_MBIT, STEPS, Link, gain, measure, table
+from common.reporting.loops import EXCHANGES
+from common.runtime.virtual_hosts import VirtualHost, namespaces_refused
 from tests.forked import Forked
 
 refusal = namespaces_refused()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.run_config import BadInputError
-from common.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, namespaces_refused, virtual_network
+from common.base.errors import BadInputError
+from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, namespaces_refused, virtual_network
 
 refusal = namespaces_refused()
 pytestmark = pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: {refusal}")
@@ -89,7 +89,7 @@ def test_nothing_is_left_also_where_something_failed(tmp_path: Path) -> None:
 
 
 def test_what_a_crashed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    crash = "import os, signal; from common.virtual_hosts import virtual_network\n"
+    crash = "import os, signal; from common.runtime.virtual_hosts import virtual_network\n"
     crash += "with virtual_network(2) as network: network.hosts[1].start(['sleep', '99'], __import__('pathlib').Path("
     crash += f"{str(tmp_path / 'log')!r})); os.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.Popen([sys.executable, "-c", crash])

@@ -9,9 +9,9 @@ import nbformat
 import papermill
 import pytest
 
-from common.report_rows import data_parallel_ranks
-from common.run_config import REPOSITORY
-from common.run_record import RECORD_NAME, Record, load_record
+from common.base.paths import REPOSITORY
+from common.records.store import RECORD_NAME, Record, load_record
+from common.reporting.rows import data_parallel_ranks
 
 NOTEBOOKS = sorted(REPOSITORY.glob("[0-9].[0-9]_*/run_*/*.ipynb"))
 SOURCES = list({(path.parts[-3], path.name): path for path in reversed(NOTEBOOKS)}.values())[::-1]

@@ -11,22 +11,19 @@ import nbformat
 import papermill
 import pytest
 
-from common.architectures import read_architecture
-from common.hardware import find_gpu
-from common.memory_plan import BatchShape, Job, whole_model
-from common.planner import (
-    QUALITY_ORDER,
-    cluster_of,
-    job_of,
-    memory_with_overhead,
-    parser,
-    plan_run,
-    ranked_plans,
-)
-from common.report import PLANNER_QUESTION
-from common.run_config import REPOSITORY, RunConfig
-from common.run_record import kept_records
-from common.time_plan import calibration_from, parse_link
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.specs import TECHNIQUES
+from common.checks.planner_command import cluster_of, job_of, parser
+from common.hardware.devices import find_gpu
+from common.planning.architectures import read_architecture
+from common.planning.gpu_overhead import memory_with_overhead
+from common.planning.job import BatchShape, Job
+from common.planning.plans import plan_run, ranked_plans
+from common.planning.shares import whole_model
+from common.planning.time_plan import calibration_from, parse_link
+from common.records.store import kept_records
+from common.reporting.tables import PLANNER_QUESTION
 from tests.forked import run_forked
 
 FOLDER = REPOSITORY / "1.1_gpu_planning"
@@ -78,7 +75,7 @@ def test_the_strategies_are_the_planners_in_its_order(tmp_path: Path) -> None:
     cluster = cluster_of(options)
     assert cluster.slowest_link == parse_link("nvlink", find_gpu("A100 40GB SXM"))
     plans = ranked_plans(
-        read_architecture(asked["model"]), job_of(options), cluster, QUALITY_ORDER, None, None,
+        read_architecture(asked["model"]), job_of(options), cluster, TECHNIQUES, None, None,
         calibration_from(kept_records()),
     )  # fmt: skip
     table = next(

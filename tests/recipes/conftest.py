@@ -9,7 +9,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 from tests.fixtures import TINY_ENCODER
 
 BASE = REPOSITORY / "assets" / "embedded_base"

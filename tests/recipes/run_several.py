@@ -11,9 +11,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from common.launch import end_rank
-from common.run_config import parse_overrides
-from common.settings import run_of_arguments
+from common.base.run_config import parse_overrides
+from common.checks.folder_runs import run_of_arguments
+from common.runtime.rank import end_rank
 from tests.short_runs import cut_short, find_port
 
 
@@ -29,7 +29,7 @@ def run(place: str, name: str, overrides: list[str], results_root: str) -> None:
 
 if __name__ == "__main__":
     cut_short()
-    importlib.import_module("common.classification").BOOTSTRAP_SAMPLES = 9
+    importlib.import_module("common.tasks.classification").BOOTSTRAP_SAMPLES = 9
     jobs = Path(sys.argv[1])
     for job in json.loads(jobs.read_text()):
         run(job["place"], job["name"], job["overrides"], results_root=str(jobs.parent))

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForSequenceClassification, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 FOLDER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common.report_equivalence import OUTCOMES, merged
-from common.run_config import REPOSITORY
-from common.sharded_training import SHARDS
+from common.base.paths import REPOSITORY
+from common.reporting.equivalence import OUTCOMES, merged
+from common.training.sharded_training import SHARDS
 
 KEEP = "KEEP_OUTCOMES"
 """Set by `make soak`: the differences are kept, for the README."""

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 MP = REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1"

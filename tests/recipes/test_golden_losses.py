@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 
 SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"

@@ -15,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"

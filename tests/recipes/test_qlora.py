@@ -10,8 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from common.run_config import REPOSITORY
-from common.run_record import RECORD_NAME
+from common.base.paths import REPOSITORY
+from common.records.store import RECORD_NAME
 
 QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
 BASE = REPOSITORY / "assets" / "embedded_base"

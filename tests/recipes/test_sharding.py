@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"

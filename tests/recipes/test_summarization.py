@@ -11,7 +11,7 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
 FOLDER = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"

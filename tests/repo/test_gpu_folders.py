@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from common.architectures import read_architecture
-from common.disk_needs import disk_need
-from common.hardware import GIB, find_gpu
-from common.memory_plan import BatchShape, device_memory, whole_model
-from common.planner import job_of_run
-from common.run_config import REPOSITORY, RunConfig
-from common.settings import run_of_folder
-from common.sharded_training import as_computed
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.checks.disk_needs import disk_need
+from common.checks.folder_runs import run_of_folder
+from common.hardware.devices import GIB, find_gpu
+from common.planning.architectures import read_architecture
+from common.planning.job import BatchShape
+from common.planning.memory_plan import device_memory
+from common.planning.plans import job_of_run
+from common.planning.shares import whole_model
+from common.training.sharded_training import as_computed
 
 FOLDERS = [
     path for path in sorted(REPOSITORY.glob("[23].*/run_*"))

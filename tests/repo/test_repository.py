@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from common.report import readmes, with_tables
-from common.run_config import REPOSITORY
-from common.run_record import kept_records
+from common.base.paths import REPOSITORY
+from common.records.store import kept_records
+from common.reporting.tables import readmes, with_tables
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=\"([^\"]+)\"")
 SECTIONS = [
@@ -101,10 +101,10 @@ def test_module_stems_are_unique_between_technique_folders() -> None:
 
 
 def test_common_imports_no_technique_folder_and_reports_need_no_torch() -> None:
-    for path in (REPOSITORY / "common").glob("*.py"):
+    for path in (REPOSITORY / "common").glob("**/*.py"):
         assert not re.search(r"^\s*(from|import) my_", path.read_text(encoding="utf-8"), re.MULTILINE), path
-    rooms = "common.report, common.hardware, common.device_maps, common.run_record, common.planner, common.siblings"
-    light = f"import sys, {rooms}; print('torch' in sys.modules)"
+    commands = "common.report, common.run_record, common.planner, common.siblings, common.device_maps"
+    light = f"import sys, {commands}; print('torch' in sys.modules)"
     python = [str(Path(subprocess.sys.executable)), "-c", light]
     assert subprocess.run(python, capture_output=True, text=True, check=True).stdout.strip() == "False"
 
@@ -159,3 +159,9 @@ def test_what_make_starts_keeps_bytecode() -> None:
     ).stdout  # fmt: skip
     assert "PATH=" in shown
     assert "PYTHONDONTWRITEBYTECODE" not in shown
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_their_imports() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert "training --> tasks" in text
+    assert script("draw_rooms").drawn(text) == text, "python assets/draw_rooms.py"

@@ -11,9 +11,10 @@ import pytest
 from valohai_yaml.objs import Config, Step
 from valohai_yaml.parsing import parse
 
-from common.rendezvous import meeting_options
-from common.run_config import REPOSITORY, RunConfig, parse_overrides
-from common.siblings import literal_of
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig, parse_overrides
+from common.base.run_folders import literal_of
+from common.runtime.rendezvous import meeting_options
 
 YAML = REPOSITORY / "valohai.yaml"
 SLURM = REPOSITORY / "3.2_summarization" / "run_2_machines_x4" / "train.slurm"

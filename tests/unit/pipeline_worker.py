@@ -15,15 +15,16 @@ from peft import PeftModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common.architectures import read_architecture
-from common.data import IGNORED_LABEL
-from common.device_maps import device_map_of
-from common.launch import Rank, end_rank, start_rank
-from common.memory_plan import Share
-from common.models import add_lora, load_base_model
-from common.pipeline import Pipeline, StageMap, StageModule, add_lora_to_stage, load_stage
-from common.pipeline_training import PipelineTrainer, load_parts, save_parts, sum_of_first_and_last
-from common.run_config import RunConfig
+from common.base.run_config import RunConfig
+from common.data.rows import IGNORED_LABEL
+from common.models.loading import add_lora, load_base_model
+from common.planning.architectures import read_architecture
+from common.planning.device_maps import device_map_of
+from common.planning.shares import Share
+from common.runtime.rank import end_rank, start_rank
+from common.runtime.world import Rank
+from common.training.pipeline import Pipeline, StageMap, StageModule, add_lora_to_stage, load_stage
+from common.training.pipeline_training import PipelineTrainer, load_parts, save_parts, sum_of_first_and_last
 
 LAYERS, ROWS, LENGTH, VOCABULARY = 5, 8, 12, 96
 SIZES = {

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from common.models import add_lora, load_base_model
-from common.quantization import quantization_config
-from common.run_config import RunConfig
+from common.base.run_config import RunConfig
+from common.models.loading import add_lora, load_base_model
+from common.models.quantization import quantization_config
 
 RUN = RunConfig(technique="qlora", parallel="fsdp", devices=2, lora_dropout=0.0)
 

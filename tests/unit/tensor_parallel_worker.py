@@ -21,11 +21,13 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
-from common.launch import Rank, end_rank, start_rank
-from common.run_config import BadInputError, RunConfig
-from common.sharded_training import save_whole
-from common.sharding import full_weights, gathered
-from common.tensor_parallel import (
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.models.shards import full_weights, gathered
+from common.runtime.rank import end_rank, start_rank
+from common.runtime.world import Rank
+from common.training.sharded_training import save_whole
+from common.training.tensor_parallel import (
     PLAN,
     check_split,
     check_whole_weights_agree,
@@ -34,7 +36,7 @@ from common.tensor_parallel import (
     split_by_plan,
     split_table,
 )
-from common.traffic import SentBytes
+from common.training.traffic import SentBytes
 
 LAYERS, HIDDEN, ADAPTER_RANK, VOCABULARY, LENGTH, ROWS = 2, 48, 8, 64, 10, 6
 LENGTHS = (10, 4, 7, 10, 2, 9)

@@ -8,7 +8,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from common.architectures import (
+from common.base.errors import BadInputError
+from common.planning.architectures import (
     BERT_LIKE,
     MODEL_CONFIGS,
     SPLIT_BY_COLUMNS,
@@ -18,7 +19,6 @@ from common.architectures import (
     read_architecture,
     slice_of_rank,
 )
-from common.run_config import BadInputError
 
 SHAPES = sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
 

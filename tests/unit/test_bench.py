@@ -14,7 +14,7 @@ from bench.clock import Check, reached, tokens_per_s
 from bench.entries import measured, save, update
 from bench.tools import TOOLS
 from bench.training import Outcome
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
 from tests.forked import run_forked
 
 KEYS = {"name", "value", "unit", "bar", "holds", "command", "bar_is"}

@@ -11,10 +11,11 @@ import torch
 from bench import planner, planner_points
 from bench.planner import Compared, error_entries
 from bench.planner_points import FULLNESS, SMALL_CARDS, PeakWatch, Point
-from common.hardware import GIB, find_gpu
-from common.memory_plan import BatchShape
-from common.placement import place_stages
-from common.run_config import BadInputError, RunConfig
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.hardware.devices import GIB, find_gpu
+from common.planning.job import BatchShape
+from common.training.placement import place_stages
 
 PEAKS = json.loads(planner.PEAKS_PATH.read_text())
 OVER, UNDER = Compared("over", 11, 10), Compared("under", 7, 10)

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from common.callbacks import SAMPLED_PER_WEIGHT, FirstStepReport, ProgressReport, UpdateReport, WorkDone
-from common.data import NO_ROW
-from common.hardware import MemoryReading
-from common.launch import Rank
-from common.models import load_tokenizer
-from common.print_prefix import printing_with_prefix
-from common.run_config import RunConfig
+from common.base.print_prefix import printing_with_prefix
+from common.base.run_config import RunConfig
+from common.data.rows import NO_ROW
+from common.hardware.devices import MemoryReading
+from common.models.loading import load_tokenizer
+from common.runtime.world import Rank
+from common.training.callbacks import SAMPLED_PER_WEIGHT, FirstStepReport, ProgressReport, UpdateReport, WorkDone
 
 
 def train(
@@ -136,7 +136,7 @@ def test_the_memory_of_each_device_of_a_rank_is_reported(
     """With model parallel one process works on several."""
     gib = {"cuda:0": 1.25, "cuda:1": 2.5}
     monkeypatch.setattr(
-        "common.callbacks.read_memory", lambda device: MemoryReading(gib[device], gib[device], None, 48)
+        "common.training.callbacks.read_memory", lambda device: MemoryReading(gib[device], gib[device], None, 48)
     )
     work = WorkDone()
     work.count(torch.tensor([3]), {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2).long()})

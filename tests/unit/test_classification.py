@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from common.callbacks import ACCURACY, VALIDATION_LOSS
-from common.classification import (
+from common.data.rows import IGNORED_LABEL
+from common.tasks.classification import (
     Classified,
     accuracy_interval,
     class_loss,
@@ -21,7 +21,7 @@ from common.classification import (
     macro_f1,
     macro_f1_interval,
 )
-from common.data import IGNORED_LABEL
+from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 
 LABELS = ("events", "prices", "tickets")
 MEANT, FOUND = (0, 0, 0, 1, 1, 2), (0, 0, 1, 1, 2, 2)
@@ -30,7 +30,7 @@ MEANT, FOUND = (0, 0, 0, 1, 1, 2), (0, 0, 1, 1, 2, 2)
 @pytest.fixture
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the bootstrap, which takes seconds."""
-    monkeypatch.setattr("common.classification.BOOTSTRAP_SAMPLES", 150)
+    monkeypatch.setattr("common.tasks.classification.BOOTSTRAP_SAMPLES", 150)
 
 
 def logits_and_labels(rows: int, seed: int, ignored: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,23 +12,14 @@ from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.data import (
-    IGNORED_LABEL,
-    NO_ROW,
-    EpochBatches,
-    PartitionedBatches,
-    TrainingRows,
-    load_splits,
-    longest_batch,
-    make_collator,
-    partition,
-    read_messages,
-    tokenize_row,
-    tokenize_rows,
-)
-from common.memory_plan import BatchShape
-from common.models import load_tokenizer
-from common.run_config import BadInputError, RunConfig
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.batches import EpochBatches, PartitionedBatches, TrainingRows, longest_batch, make_collator, partition
+from common.data.messages import read_messages, tokenize_row, tokenize_rows
+from common.data.rows import IGNORED_LABEL, NO_ROW
+from common.data.splits import load_splits
+from common.models.loading import load_tokenizer
+from common.planning.job import BatchShape
 
 GOOD = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}
 
@@ -105,7 +96,7 @@ def test_an_id_that_stands_twice_in_one_file_is_refused_by_its_rows_there(
 
 def test_a_url_may_go_on_after_the_files_name(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("common.data.read_messages", lambda source: asked.append(source) or rows_of(9))
+    monkeypatch.setattr("common.data.messages.read_messages", lambda source: asked.append(source) or rows_of(9))
     run = replace(run_config, data="https://example.org/rows.jsonl?download=true", validation_rows=1, test_rows=1)
     splits = load_splits(run)
     assert asked == [run.data]
@@ -147,7 +138,7 @@ def test_a_hub_dataset_is_read_and_its_missing_splits_held_out(
 
 
 def test_data_that_are_nowhere_are_refused(run_config: RunConfig) -> None:
-    with pytest.raises(BadInputError, match="nor to be had from the Hub"):
+    with pytest.raises(BadInputError, match="nor a dataset on the Hub"):
         load_splits(replace(run_config, data="nobody/no-such-data"))
     with pytest.raises(BadInputError, match="do not exist"):
         load_splits(replace(run_config, data="./no-such-folder"))

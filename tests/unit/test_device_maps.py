@@ -10,22 +10,22 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 
-from common.architectures import Architecture, find_config, read_architecture
-from common.device_maps import (
+from common.base.errors import BadInputError
+from common.hardware.devices import Gpu, device_name, find_gpu
+from common.planning.architectures import Architecture, find_config, read_architecture
+from common.planning.device_maps import (
     balanced_shares,
     check_device_map,
     device_map_of,
-    device_name,
     even_shares,
     read_device_map,
     shares_of_map,
     shares_that_fit,
     whole_model_on,
 )
-from common.gpu_overhead import memory_with_overhead
-from common.hardware import Gpu, find_gpu
-from common.memory_plan import BatchShape, Job, Share, whole_model
-from common.run_config import BadInputError
+from common.planning.gpu_overhead import memory_with_overhead
+from common.planning.job import BatchShape, Job
+from common.planning.shares import Share, whole_model
 
 A6000, A5000, H200 = find_gpu("a6000"), find_gpu("a5000"), find_gpu("h200")
 LLAMA, TIED = read_architecture("llama-3.1-8b"), read_architecture("llama-3.2-1b")

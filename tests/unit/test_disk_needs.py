@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import disk_needs
-from common.disk_needs import check_disk, check_room_to_save, disk_need
-from common.hardware import GIB
-from common.launch import check_inputs
-from common.models import EMBEDDED_BASE
-from common.run_config import BadInputError, RunConfig
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.checks import disk_needs
+from common.checks.disk_needs import check_disk, check_room_to_save, disk_need
+from common.checks.inputs import check_inputs
+from common.hardware.devices import GIB
+from common.models.loading import EMBEDDED_BASE
 
 Usage = namedtuple("Usage", "total used free")
 

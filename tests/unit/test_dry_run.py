@@ -14,15 +14,17 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from common import dry_run as dry_run_room
-from common.architectures import read_architecture
-from common.dry_run import (
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import literal_of
+from common.checks import dry_run as dry_run_room
+from common.checks import fake_steps
+from common.checks.dry_run import dry_run, dry_run_of_share, dry_runs_of_shares, with_depth
+from common.checks.fake_steps import (
     batch_inputs,
     build_model,
     build_share,
-    dry_run,
-    dry_run_of_share,
-    dry_runs_of_shares,
     fake_group,
     fake_share_step,
     fake_step,
@@ -30,14 +32,16 @@ from common.dry_run import (
     take_step,
     tracked_stage_steps,
     tracked_steps,
-    with_depth,
 )
-from common.memory_plan import PARTS, BatchShape, Share, device_memory, whole_model
-from common.models import any_shape_config
-from common.placement import place_stages
-from common.planner import architecture_of_run, job_of_run
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.siblings import literal_of
+from common.models.loading import any_shape_config
+from common.planning.architectures import read_architecture
+from common.planning.job import BatchShape
+from common.planning.memory_plan import device_memory
+from common.planning.plans import architecture_of_run, job_of_run
+from common.planning.shares import Share, whole_model
+from common.planning.terms import PARTS
+from common.training import memory_tracker
+from common.training.placement import place_stages
 from tests.forked import run_forked
 
 SHAPE = {
@@ -94,7 +98,7 @@ def test_fake_tensors_take_what_real_ones_take(
             highest = max(highest, alive)
         profiled.append(highest)
 
-    monkeypatch.setattr(dry_run_room, "take_step", profiled_step)
+    monkeypatch.setattr(fake_steps, "take_step", profiled_step)
     model = build_model(run, config)
     real = tracked_steps(run, model, batch_inputs(BATCH, model), as_on_gpu=False)
     assert real.keys() == fake.keys()
@@ -394,12 +398,12 @@ def test_a_pipeline_keeps_few_schedules_and_the_latest(
     run = RunConfig(technique="full", model=shape(num_hidden_layers=2), **PIPELINE)
     share = Share((2,), has_embeddings=False)
     model = build_share(run, any_shape_config(run.model), BATCH, share)
-    pipeline = pipeline_alone(run, model, 1, True, dry_run_room.MemoryTracker(vocab_size=1))
+    pipeline = pipeline_alone(run, model, 1, True, memory_tracker.MemoryTracker(vocab_size=1))
     pipeline.kept_schedules = 2
     stages = []
     with (
         fake_group(1, 2),
-        mock.patch.object(dry_run_room.PipelineScheduleSingle, "_warmup_p2p", dry_run_room._without_a_vote),
+        mock.patch.object(fake_steps.PipelineScheduleSingle, "_warmup_p2p", fake_steps._without_a_vote),
     ):
         for length in (8, 9, 8, 10, 8):
             ids = torch.zeros((4, length), dtype=torch.long)
@@ -493,7 +497,7 @@ def test_stacks_of_unequal_depth_are_refused(shape: Callable[..., str]) -> None:
 
 
 def test_the_tracker_forgets_what_is_freed() -> None:
-    tracker = dry_run_room.MemoryTracker(vocab_size=7, rounded_to=NO_ROUNDING)
+    tracker = memory_tracker.MemoryTracker(vocab_size=7, rounded_to=NO_ROUNDING)
     with tracker:
         kept = torch.ones(10)
         torch.ones(1000).sum()

@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.data import load_splits
-from common.evaluation import (
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.splits import load_splits
+from common.models.loading import add_lora, load_base_model, load_tokenizer
+from common.runtime.recorder import RunLog
+from common.runtime.world import Rank
+from common.tasks.answers import (
     Evaluation,
     Judge,
     ScoredAnswer,
@@ -17,10 +22,6 @@ from common.evaluation import (
     score_answers,
     shuffled_answers,
 )
-from common.launch import Rank
-from common.models import add_lora, load_base_model, load_tokenizer
-from common.run_config import BadInputError, RunConfig
-from common.run_record import RunLog
 
 CPU = {"": "cpu"}
 
@@ -56,7 +57,7 @@ def test_the_independent_judge_is_the_published_one_under_a_free_licence(run_con
 
 
 def test_a_judge_with_other_weights_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.minilm.SHA256", "0" * 64)
+    monkeypatch.setattr("common.models.minilm.SHA256", "0" * 64)
     with pytest.raises(BadInputError, match="SHA-256 53aa51172d14"):
         independent_judges(run_config, "cpu")
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from common.failures import LeftBehindError, is_full_disk, is_of_the_network, status_of
+from common.base.errors import LeftBehindError, is_full_disk, is_of_the_network, status_of
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
 

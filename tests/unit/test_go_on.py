@@ -10,8 +10,11 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from common.checkpointed_trainer import CheckpointedTrainer
-from common.checkpoints import (
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.runtime.rank import end_rank
+from common.training.checkpointed_trainer import CheckpointedTrainer
+from common.training.checkpoints import (
     MANIFEST_FILE,
     DamagedCheckpointError,
     about_run,
@@ -19,8 +22,6 @@ from common.checkpoints import (
     found_in,
     write_manifest,
 )
-from common.launch import end_rank
-from common.run_config import BadInputError, RunConfig
 
 ROWS = 96
 FSDP = RunConfig(technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2")
@@ -130,7 +131,7 @@ def test_a_run_started_again_before_its_first_checkpoint_goes_on_from_the_one_it
 ) -> None:
     named, log = tmp_path / "other" / "checkpoint-3", SimpleNamespace(goes_on=True, run=RunConfig(resume_from="last"))
     assert trainer.checkpoint_to_go_on_from(log) is None
-    assert "there is no checkpoint to go on from: training starts at the beginning" in capsys.readouterr().out
+    assert "there is no checkpoint to resume from: training starts at the beginning" in capsys.readouterr().out
     log.run = RunConfig(resume_from=str(named))
     assert trainer.checkpoint_to_go_on_from(log) == named
     trainer.train()

@@ -18,11 +18,12 @@ import psutil
 import pytest
 import torch
 
-from common import gpu_check, machine_facts
-from common.gpu_check import FAILS, LEFT_OUT, SLOWER, TECHNIQUES, WORKS, Ended, Part, main
-from common.run_config import REPOSITORY
-from common.settings import run_of_folder
-from common.siblings import literal_of
+from common.base.paths import REPOSITORY
+from common.base.run_folders import literal_of
+from common.checks import gpu_check, machine_facts, timed_process
+from common.checks.folder_runs import run_of_folder
+from common.checks.gpu_check import TRIALS, Part, main
+from common.checks.timed_process import FAILS, LEFT_OUT, SLOWER, WORKS, Ended
 from tests.forked import run_forked
 
 H100 = {
@@ -30,7 +31,7 @@ H100 = {
     "is_mig_slice": False, "error": None,
 }  # fmt: skip
 BUILD = {"version": "2.13.0", "cuda": "13.0", "built_for": ["sm_90"], "nccl": "2.28", "peer_access": []}
-BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+BY_NAME = {technique.name: technique for technique in TRIALS}
 WRITES_FIGURES = """
 import json, sys
 from pathlib import Path
@@ -62,11 +63,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
     """Make this machine one with these facts, whose preflights are other programs; what was asked for is returned."""
 
     def make(facts: dict[str, Any], preflights: dict[str, str] | None = None) -> Asked:
-        asked, run_process = [], gpu_check.run_process
+        asked, run_process = [], timed_process.run_process
 
         def run_other(command: list[str], limit_s: float) -> Ended:
             asked.append(list(command))
-            if command[1] == "common.machine_facts":
+            if command[1] == "common.checks.machine_facts":
                 return Ended(0, f"a warning\n{json.dumps(facts)}\nanother")
             if command[1] == "pytest":
                 return Ended(0, "3 passed in 1.00s")
@@ -221,7 +222,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_found(
 def test_a_part_that_hangs_is_ended_with_all_that_it_started() -> None:
     program = "import subprocess; p = subprocess.Popen(['sleep', '99']); print(p.pid, flush=True); p.wait()"
     start_s = time.monotonic()
-    ended = gpu_check.run_process(["-c", program], 0.7)
+    ended = timed_process.run_process(["-c", program], 0.7)
     assert time.monotonic() - start_s < 5
     assert ended.exit_code is None
     child = int(ended.output.split()[0])
@@ -263,14 +264,14 @@ def test_overrunning_its_own_time_is_a_failure_and_the_budgets_end_is_not(
     ],
 )
 def test_a_failure_is_told_by_the_line_that_says_why(output: str, why: str | None) -> None:
-    assert gpu_check.last_error(output) == (why or "torch.OutOfMemoryError: CUDA out of memory.")
+    assert timed_process.last_error(output) == (why or "torch.OutOfMemoryError: CUDA out of memory.")
 
 
 def test_what_leaves_the_machine_names_no_place_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUB_TOKEN", "abcdefgh12345")
     host = socket.gethostname()
     said = {
-        "why": f"abcdefgh12345 at {host}:29500, in {REPOSITORY}/common/data.py",
+        "why": f"abcdefgh12345 at {host}:29500, in {REPOSITORY}/common/data/splits.py",
         "output": [
             'File "/opt/some one/x.py", line 3, in ~/models/mine',
             "see https://pytorch.org/get-started/locally/",
@@ -278,7 +279,7 @@ def test_what_leaves_the_machine_names_no_place_of_it(monkeypatch: pytest.Monkey
         "figures": {"step_time_s": 0.5, "rate": "8 rows / 2 s, s/step"},
     }
     kept = gpu_check.without_places(said)
-    assert kept["why"] == "*** at <host>:29500, in common/data.py"
+    assert kept["why"] == "*** at <host>:29500, in common/data/splits.py"
     assert "opt" not in kept["output"][0]
     assert "models" not in kept["output"][0]
     assert "x.py" in kept["output"][0]
@@ -316,7 +317,7 @@ def test_two_gpus_are_used_by_what_shares_work(out: Path, machine: Callable) -> 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_a_preflight_takes_the_run_that_was_planned(count: int, has_bf16: bool) -> None:
     devices = gpu_check.devices_of("cuda", {"status": WORKS, "facts": facts_of(*[{**H100, "bf16": has_bf16}] * count)})
-    for technique in TECHNIQUES:
+    for technique in TRIALS:
         own = literal_of(REPOSITORY / technique.folder)
         if count == 1 and own.parallel != "single" and not technique.also_single:
             continue
@@ -466,7 +467,7 @@ def test_pytest_that_is_ended_says_what_passed_before(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     test = tmp_path / "test_x.py"
     test.write_text("import time\ndef test_a(): pass\ndef test_b():\n    print('b', flush=True)\n    time.sleep(99)\n")
-    ended = gpu_check.run_process(["-m", "pytest", "-q", str(test)], 2.5)
+    ended = timed_process.run_process(["-m", "pytest", "-q", str(test)], 2.5)
     assert ended.exit_code is None
     assert gpu_check.counts_of(ended.output) == {"passed": 1}
 

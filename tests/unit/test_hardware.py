@@ -9,9 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import hardware
-from common.hardware import CATALOGUE, MACHINES, Machine, find_gpu, find_machine, gpu_of_device, gpus, visible_gpus
-from common.run_config import REPOSITORY, BadInputError
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.hardware import devices
+from common.hardware.devices import (
+    CATALOGUE,
+    MACHINES,
+    Machine,
+    find_gpu,
+    find_machine,
+    gpu_of_device,
+    gpus,
+    visible_gpus,
+)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +231,7 @@ def test_names_are_unique_and_bandwidth_grows_with_the_generation() -> None:
 
 
 def test_the_catalogue_needs_no_torch() -> None:
-    code = "import sys, common.hardware as h; h.find_gpu('a6000'); sys.exit('torch' in sys.modules)"
+    code = "import sys, common.hardware.devices as h; h.find_gpu('a6000'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
@@ -294,14 +304,14 @@ def test_the_slices_of_a_divided_gpu_are_found(monkeypatch: pytest.MonkeyPatch) 
 def test_without_nvml_cuda_is_asked_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it sees none; on a machine with a driver, whatever it prints is what is there."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml(starts=False))
-    monkeypatch.setattr(hardware, "CUDA_DRIVER", "libc.so.6")  # some library that loads
+    monkeypatch.setattr(devices, "CUDA_DRIVER", "libc.so.6")  # some library that loads
     monkeypatch.setattr(
-        hardware.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "one\ntwo\n")
+        devices.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "one\ntwo\n")
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "for this test")  # answers are kept by it
     assert gpus() == ("", ["one", "two"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "for this test, without a driver")
-    monkeypatch.setattr(hardware, "CUDA_DRIVER", "no such library")
+    monkeypatch.setattr(devices, "CUDA_DRIVER", "no such library")
     assert gpus() == ("", [])
 
 
@@ -315,5 +325,5 @@ def test_cuda_is_set_up_before_any_library_starts_it() -> None:
 
 def test_without_nvmls_package_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(hardware, "_gpus_by_cuda", lambda visible: ("NVIDIA H200",))
-    assert hardware.gpus() == ("", ["NVIDIA H200"])
+    monkeypatch.setattr(devices, "_gpus_by_cuda", lambda visible: ("NVIDIA H200",))
+    assert devices.gpus() == ("", ["NVIDIA H200"])

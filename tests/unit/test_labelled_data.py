@@ -10,22 +10,17 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from common.columns import say_long_texts
-from common.data import Splits, load_splits, tokens_of
-from common.labelled_data import (
-    label_names,
-    label_names_of,
-    labelled_texts,
-    say_balance,
-    tokenize_texts,
-    with_classes,
-)
-from common.minilm import minilm_folder
-from common.run_config import BadInputError, RunConfig
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.columns import say_long_texts
+from common.data.labelled_texts import label_names, row_kind, say_balance, tokenize_texts, with_classes
+from common.data.rows import Splits
+from common.data.splits import label_names_of, load_splits, tokens_of
+from common.models.minilm import minilm_folder
 
 COLUMNS = ("text", "label")
 ODD_TEXT = 'She said "no, thanks",\nand left; it was 5 € \u2028too dear.'
-READ = labelled_texts(RunConfig(task="classification")).read
+READ = row_kind(RunConfig(task="classification")).read
 SPLITS = ("train", "validation", "test")
 
 

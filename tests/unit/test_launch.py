@@ -9,21 +9,15 @@ from pathlib import Path
 import pytest
 
 from common import launch
-from common.device_maps import device_name, whole_model_on
-from common.launch import (
-    check_folder,
-    check_gpus,
-    check_inputs,
-    check_world,
-    free_port,
-    leave_deepspeed_to_the_run,
-    start_rank,
-    stream_command,
-    threads_per_rank,
-    workflows_of,
-)
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.siblings import literal_of
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import literal_of, workflows_of
+from common.checks.inputs import check_folder, check_inputs
+from common.hardware.devices import device_name
+from common.planning.device_maps import whole_model_on
+from common.runtime.launchers import free_port, stream_command
+from common.runtime.rank import check_gpus, check_world, leave_deepspeed_to_the_run, start_rank, threads_per_rank
 from tests.forked import run_forked
 
 
@@ -56,16 +50,16 @@ def test_more_ranks_than_devices_asked_for_is_refused(run_config: RunConfig, mon
 def test_missing_gpus_are_refused_with_the_command_for_those_there_are(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, seen: list[str], asked: int, said: str
 ) -> None:
-    monkeypatch.setattr("common.launch.gpus", lambda: ("", seen))
+    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", seen))
     run = replace(run_config, device="cuda", parallel="single" if asked == 1 else "ddp", devices=asked)
     with pytest.raises(BadInputError, match=said):
         check_gpus(run)
-    monkeypatch.setattr("common.launch.gpus", lambda: ("", ["NVIDIA RTX A6000"] * asked))
+    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", ["NVIDIA RTX A6000"] * asked))
     check_gpus(run)
 
 
 def test_a_precision_that_the_gpu_lacks_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.launch.gpus", lambda: ("", ["Tesla T4"]))
+    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", ["Tesla T4"]))
     with pytest.raises(BadInputError, match="precision is bf16, which T4 16GB does not compute"):
         check_gpus(replace(run_config, device="cuda", precision="bf16"))
     check_gpus(replace(run_config, device="cuda"))
@@ -127,14 +121,14 @@ def test_heads_that_ranks_cannot_share_are_refused_before_anything_starts() -> N
 
 
 def test_a_judge_that_is_not_installed_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.minilm.PACKAGE", "no_such_package")
+    monkeypatch.setattr("common.models.minilm.PACKAGE", "no_such_package")
     with pytest.raises(BadInputError, match=r"pip install -e '\.\[judge\]'"):
         check_inputs(run_config)
     check_inputs(replace(run_config, independent_judge="none"))
 
 
 def test_flash_attention_without_its_package_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.launch.gpus", lambda: ("", ["NVIDIA RTX A6000"]))
+    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", ["NVIDIA RTX A6000"]))
     run = replace(run_config, device="cuda", precision="bf16", attention="flash")
     with pytest.raises(BadInputError, match="pip install flash-attn"):
         check_inputs(run)
@@ -220,7 +214,7 @@ def test_an_optimizer_on_the_host_has_the_machines_threads(
 def test_a_pytorch_without_cuda_is_refused_where_there_are_gpus(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.launch.gpus", lambda: ("", ["NVIDIA RTX A6000"]))
+    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", ["NVIDIA RTX A6000"]))
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
     with pytest.raises(BadInputError, match=r"lists 1 GPU.*is built without CUDA"):
         start_rank(replace(run_config, device="cuda"))

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from common import gradient_exchange
-from common.gradient_exchange import check_same_weights
-from common.membership import (
-    LeftBehindError,
+from common.base.errors import BadInputError, LeftBehindError
+from common.base.run_config import RunConfig
+from common.runtime.membership import (
     Member,
     World,
     check_members_agree,
@@ -22,8 +21,9 @@ from common.membership import (
     roll_call,
     use_interface_to,
 )
-from common.rendezvous import Meeting
-from common.run_config import BadInputError, RunConfig
+from common.runtime.rendezvous import Meeting
+from common.training import gradient_exchange
+from common.training.gradient_exchange import check_same_weights
 
 RUN = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=3)
 ROWS = [{"text": "a", "summary": "b"}]

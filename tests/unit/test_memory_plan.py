@@ -14,28 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from common.architectures import MODEL_CONFIGS, Architecture, as_classifier, read_architecture
-from common.dry_run import MemoryTracker, fake_group, like_cuda, watch_gradients
-from common.gpu_overhead import overhead_terms
-from common.hardware import GIB, find_gpu
-from common.memory_plan import (
-    ALL_LINEAR,
-    OPTIMIZER_BYTES,
-    PARTS,
-    BatchShape,
-    DeviceMemory,
-    Job,
-    Share,
-    _DeviceSums,
-    device_memory,
-    part_of_rank,
-    quantized_weights,
-    trained_parameters,
-    whole_model,
-)
-from common.run_config import BadInputError
-from common.tensor_parallel import split_by_plan
-from common.time_plan import sent_bytes
+from common.base.errors import BadInputError
+from common.checks.fake_steps import fake_group
+from common.hardware.devices import GIB, find_gpu
+from common.planning.architectures import MODEL_CONFIGS, Architecture, as_classifier, read_architecture
+from common.planning.gpu_overhead import overhead_terms
+from common.planning.job import ALL_LINEAR, OPTIMIZER_BYTES, BatchShape, Job
+from common.planning.memory_plan import DeviceMemory, _DeviceSums, device_memory
+from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
+from common.planning.terms import PARTS
+from common.planning.time_plan import sent_bytes
+from common.training.memory_tracker import MemoryTracker, like_cuda, watch_gradients
+from common.training.tensor_parallel import split_by_plan
 
 LLAMA = read_architecture("llama-3.1-8b")
 BATCH = BatchShape(2, 512, 511)
@@ -253,7 +243,7 @@ def test_cross_attention_asks_with_the_summary_s_tokens_about_the_text_s() -> No
     (_, decoder), h, text, summary = bart.stacks, bart.hidden, 2 * 96, 2 * 8
 
     def kept(job: Job) -> dict[str, float]:
-        return {term.what: term.count for term in _DeviceSums(bart, job, whole_model(bart)).layer_saved(decoder)}
+        return {term.what: term.count for term in _DeviceSums(bart, job, whole_model(bart)).layer.saved(decoder)}
 
     full, lora = kept(job), kept(replace(job, technique="lora"))
     assert full["queries, keys, values"] == summary * 3 * h * 2
@@ -302,7 +292,7 @@ def test_checkpointing_never_keeps_more_before_the_backward_pass(job: Job, model
         ({"technique": "qlora", "parallel": "zero3", "devices": 2}, "ZeRO does not divide weights in 4 bits"),
         ({"parallel": "mp", "devices": 2, "offload": True}, "--offload with --parallel mp"),
         ({"parallel": "tp", "devices": 2, "offload": True}, "--offload with --parallel tp"),
-        ({"technique": "qlora", "parallel": "tp", "devices": 2}, "matrices in 4 bits are not divided"),
+        ({"technique": "qlora", "parallel": "tp", "devices": 2}, "does not divide weights in 4 bits"),
     ],
 )
 def test_contradictions_are_refused_in_a_sentence(changes: dict, sentence: str) -> None:

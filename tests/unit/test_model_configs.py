@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from common.models import EMBEDDED_BASE
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
+from common.models.loading import EMBEDDED_BASE
 
 FOLDER = REPOSITORY / "assets" / "model_configs"
 

@@ -21,9 +21,10 @@ from transformers import (
     RobertaModel,
 )
 
-from common.architectures import MODEL_CONFIGS
-from common.minilm import minilm_folder
-from common.models import (
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.models.loading import (
     add_lora,
     check_classifier,
     check_model,
@@ -37,7 +38,8 @@ from common.models import (
     train_linear_layers,
     train_own_weights,
 )
-from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.models.minilm import minilm_folder
+from common.planning.architectures import MODEL_CONFIGS
 
 FP32 = 1e-5
 CPU = {"": "cpu"}
@@ -52,7 +54,7 @@ def test_a_folder_without_weights_or_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_uncached_id_offline_is_refused_with_the_command_that_fetches_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.models.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("common.models.loading.HF_HUB_OFFLINE", True)
     with pytest.raises(BadInputError, match="hf download nobody/no-such-model"):
         check_model("nobody/no-such-model")
 
@@ -67,8 +69,8 @@ def test_an_uncached_id_offline_is_refused_with_the_command_that_fetches_it(monk
 def test_an_id_that_cannot_be_fetched_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, error: Exception, said: str
 ) -> None:
-    monkeypatch.setattr("common.models.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("common.models.HfApi.model_info", Mock(side_effect=error))
+    monkeypatch.setattr("common.models.loading.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("common.models.loading.HfApi.model_info", Mock(side_effect=error))
     with pytest.raises(BadInputError, match=said):
         check_model("nobody/no-such-model")
 

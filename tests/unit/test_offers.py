@@ -2,9 +2,10 @@
 
 import pytest
 
-from common.offers import offer, on_fewer
-from common.run_config import REPOSITORY, RunConfig
-from common.settings import run_of_folder
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.checks.folder_runs import run_of_folder
+from common.planning.offers import offer, on_fewer
 
 A6000, A4000 = "NVIDIA RTX A6000", "NVIDIA RTX A4000"
 

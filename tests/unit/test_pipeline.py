@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.data import IGNORED_LABEL, NO_ROW, EpochBatches, labels_in
-from common.launch import torchrun_command
-from common.pipeline import PassClock, PassThrough, cut
-from common.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
-from common.pipeline_training import PipelineTrainer
-from common.run_config import REPOSITORY
+from common.base.paths import REPOSITORY
+from common.data.batches import EpochBatches
+from common.data.rows import IGNORED_LABEL, NO_ROW, labels_in
+from common.runtime.launchers import torchrun_command
+from common.training.pipeline import PassClock, PassThrough, cut
+from common.training.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
+from common.training.pipeline_training import PipelineTrainer
 from tests.forked import run_forked
 
 _spec = importlib.util.spec_from_file_location("pipeline_worker", Path(__file__).with_name("pipeline_worker.py"))
@@ -264,7 +265,7 @@ def test_fewer_micro_batches_than_stages_are_not_measured() -> None:
 
 def test_the_clock_adds_up_passes_of_training_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 3.0, 4.0, 10.0, 20.0, 25.0])
-    monkeypatch.setattr("common.pipeline.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("common.training.pipeline.time.perf_counter", lambda: next(now))
     clock = PassClock("cpu")
 
     def step() -> str:
@@ -282,9 +283,9 @@ def test_the_clock_adds_up_passes_of_training_steps_alone(monkeypatch: pytest.Mo
 
 
 def test_the_clock_of_a_long_training_keeps_its_sums_and_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.pipeline.TIMED_STEPS", 3)
+    monkeypatch.setattr("common.training.pipeline.TIMED_STEPS", 3)
     now = iter(range(1000))
-    monkeypatch.setattr("common.pipeline.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("common.training.pipeline.time.perf_counter", lambda: next(now))
     clock = PassClock("cpu")
     for _ in range(10):
         clock.step(clock.timed, "forward", 0, lambda: None)

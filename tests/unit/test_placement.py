@@ -9,13 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.architectures import read_architecture
-from common.data import load_splits
-from common.hardware import find_gpu
-from common.launch import check_inputs
-from common.memory_plan import BatchShape
-from common.models import load_base_model, load_tokenizer
-from common.placement import (
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import literal_of
+from common.checks.inputs import check_inputs
+from common.data.splits import load_splits
+from common.hardware.devices import find_gpu
+from common.models.loading import load_base_model, load_tokenizer
+from common.planning.architectures import read_architecture
+from common.planning.job import BatchShape
+from common.planning.plans import Plan, plan_run
+from common.training.placement import (
     auto_map,
     check_fits,
     check_placement_and_memory,
@@ -23,9 +28,6 @@ from common.placement import (
     place_stages,
     placement_table,
 )
-from common.planner import Plan, plan_run
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.siblings import literal_of
 
 BATCH = BatchShape(16, 40, 20, padded=True)
 MP = RunConfig(technique="full", parallel="mp", stages=2)
@@ -273,8 +275,8 @@ def test_what_fits_passes_and_what_does_not_is_refused_before_the_model_loads(
     check_placement_and_memory(run, rows, tokenizer)
     check_inputs(run)
     tiny = replace(find_gpu("a5000"), memory_gib=0.001)
-    monkeypatch.setattr("common.placement.cpu_device", lambda: tiny)
-    monkeypatch.setattr("common.planner.cpu_device", lambda: tiny)
+    monkeypatch.setattr("common.training.placement.cpu_device", lambda: tiny)
+    monkeypatch.setattr("common.planning.plans.cpu_device", lambda: tiny)
     with pytest.raises(BadInputError, match="cannot fit"):
         check_placement_and_memory(run, rows, tokenizer)
 

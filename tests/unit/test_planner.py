@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from common.architectures import as_classifier, read_architecture
-from common.device_maps import device_map_of
-from common.gpu_overhead import CPU_PROCESS_GIB
-from common.hardware import CPU_DEVICE, find_gpu
-from common.memory_plan import PARTS, BatchShape, Job, trained_parameters
-from common.planner import architecture_of_run, job_of_run, main, make_plan, plan_run
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.time_plan import Cluster
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.checks.planner_command import main
+from common.hardware.devices import CPU_DEVICE, find_gpu
+from common.planning.architectures import as_classifier, read_architecture
+from common.planning.device_maps import device_map_of
+from common.planning.gpu_overhead import CPU_PROCESS_GIB
+from common.planning.job import BatchShape, Job
+from common.planning.plans import architecture_of_run, job_of_run, make_plan, plan_run
+from common.planning.shares import trained_parameters
+from common.planning.terms import PARTS
+from common.planning.time_plan import Cluster
 
 A6000, A5000 = find_gpu("a6000"), find_gpu("a5000")
 ENTRY_KEYS = {
@@ -123,7 +128,7 @@ def test_what_does_not_fit_ends_with_1_and_advice(asked) -> None:  # noqa: ANN00
         ("--model roberta-large --gpu a6000 --gpus 3 --parallel tp --seq-len 64", "16 attention heads, which 3 ranks"),
         (
             "--model roberta-large --gpu a6000 --gpus 2 --parallel tp --seq-len 64 --quantization nf4",
-            "matrices in 4 bits are not divided",
+            "does not divide weights in 4 bits",
         ),
         ("--model roberta-large --gpu a6000 --classes 1", "--classes is 1, but a classifier has at least 2"),
         ("--model llama-3.1-8b --gpu a6000 --classes 3", "classifiers are planned for encoders"),

@@ -12,14 +12,21 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig
 
-from common import preflight
-from common.data import EpochBatches, load_splits, longest_batch, tokenize_rows
-from common.hardware import cpu_device
-from common.launch import Rank, rank_started
-from common.models import load_tokenizer
-from common.planner import Plan, plan_run
-from common.preflight import Measured, Rows, main, measure_all
-from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.checks import preflight, preflight_rows, preflight_steps
+from common.checks.preflight import main
+from common.checks.preflight_rows import Rows
+from common.checks.preflight_steps import Measured, measure_all
+from common.data.batches import EpochBatches, longest_batch
+from common.data.messages import tokenize_rows
+from common.data.splits import load_splits
+from common.hardware.devices import cpu_device
+from common.models.loading import load_tokenizer
+from common.planning.plans import Plan, plan_run
+from common.runtime.rank import rank_started
+from common.runtime.world import Rank
 from tests.forked import run_forked
 
 SINGLE, DDP = "2.1_lora_finetuning/run_0_cpu_x1", "2.2_lora_finetuning_with_ddp/run_0_cpu_x2"
@@ -38,7 +45,7 @@ def run(run_config: RunConfig) -> RunConfig:
 
 @pytest.fixture
 def plan(run: RunConfig) -> Plan:
-    return plan_run(run, longest_batch(preflight.rows_of_length(run, 64).train, run.batch_size))
+    return plan_run(run, longest_batch(preflight_rows.rows_of_length(run, 64).train, run.batch_size))
 
 
 @pytest.fixture
@@ -205,10 +212,10 @@ def test_the_longest_texts_are_tried_with_the_longest_summaries() -> None:
         {"input_ids": [5] * text, "attention_mask": [1] * text, "labels": [6] * summary}
         for text, summary in ((9, 3), (40, 4), (30, 12), (7, 5))
     ]
-    tried = preflight.longest_rows(rows, 2, "summarization")
+    tried = preflight_rows.longest_rows(rows, 2, "summarization")
     assert [(len(row["input_ids"]), len(row["labels"])) for row in tried] == [(40, 12), (30, 5)]
     assert longest_batch(tried, 2) == longest_batch(rows, 2)
-    assert preflight.longest_rows(rows, 2, "chat") == [rows[1], rows[2]]
+    assert preflight_rows.longest_rows(rows, 2, "chat") == [rows[1], rows[2]]
 
 
 # -- refused
@@ -253,7 +260,7 @@ def test_a_bad_folder_is_refused_without_a_traceback(tmp_path: Path) -> None:
 
 def test_a_row_cut_by_another_models_tokenizer_has_a_way_out(run: RunConfig) -> None:
     with pytest.raises(BadInputError, match=r"or, as these are tokens of the embedded tokenizer.*pass --seq-len 4\.$"):
-        preflight.rows_of_run(replace(run, model="llama-3.2-1b", max_length=4))
+        preflight_rows.rows_of_run(replace(run, model="llama-3.2-1b", max_length=4))
 
 
 def test_what_does_not_fit_is_not_tried_unless_asked_for(
@@ -292,7 +299,7 @@ def test_layers_that_the_planner_cannot_place_are_refused(tmp_path: Path, capsys
 
 
 def test_the_rows_are_the_longest_of_the_data(run: RunConfig) -> None:
-    rows = preflight.rows_of_run(run)
+    rows = preflight_rows.rows_of_run(run)
     every = sorted(
         (len(row["input_ids"]) for row in tokenize_rows(load_splits(run).train, load_tokenizer(run), run.max_length)),
         reverse=True,
@@ -304,7 +311,7 @@ def test_the_rows_are_the_longest_of_the_data(run: RunConfig) -> None:
 
 def test_rows_of_a_length_have_no_padding_in_them(run: RunConfig) -> None:
     tokenizer = load_tokenizer(run)
-    ids = preflight.rows_of_length(run, tokenizer.vocab_size).train[0]["input_ids"]
+    ids = preflight_rows.rows_of_length(run, tokenizer.vocab_size).train[0]["input_ids"]
     assert len(ids) == tokenizer.vocab_size
     assert not set(ids) & set(tokenizer.all_special_ids)
 
@@ -312,7 +319,7 @@ def test_rows_of_a_length_have_no_padding_in_them(run: RunConfig) -> None:
 def test_rows_of_a_length_are_learnt_as_a_whole_and_need_no_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunConfig
 ) -> None:
-    batch = longest_batch(preflight.rows_of_length(run, 100).train, run.batch_size)
+    batch = longest_batch(preflight_rows.rows_of_length(run, 100).train, run.batch_size)
     assert (batch.rows, batch.length, batch.labelled, batch.padded) == (16, 100, 99, False)
     monkeypatch.setattr(preflight, "measure_all", lambda *_: [MEASURED])
     assert exit_code(SINGLE, "--seq-len", "100", "--data", "no/such/data") == 0
@@ -367,8 +374,8 @@ def test_several_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) 
 def test_a_whole_model_loads_by_the_stages_where_a_rank_has_several_devices(run: RunConfig) -> None:
     stage_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
     divided = Rank(0, 1, "cuda:0", "python", ("cuda:1",))
-    assert preflight.device_map_of_rank(run, stage_map, divided) == stage_map
-    assert preflight.device_map_of_rank(run, stage_map, Rank(1, 2, "cuda:1", "torchrun")) == {"": "cuda:1"}
+    assert preflight_steps.device_map_of_rank(run, stage_map, divided) == stage_map
+    assert preflight_steps.device_map_of_rank(run, stage_map, Rank(1, 2, "cuda:1", "torchrun")) == {"": "cuda:1"}
 
 
 # -- on the device, in this process
@@ -379,19 +386,19 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = replace(run, batch_size=4, evaluation_batch_size=4, accumulation_steps=2)
-    rows = preflight.rows_of_run(asked)
+    rows = preflight_rows.rows_of_run(asked)
     with rank_started(asked) as rank:
-        trainer = preflight.trainer_of_longest_batch(asked, rows, {}, rank, tmp_path)
+        trainer = preflight_steps.trainer_of_longest_batch(asked, rows, {}, rank, tmp_path)
         trainer.train()
-        assert trainer.state.global_step == preflight.STEPS
-        assert trainer.work.rows == [0, 1, 2, 3] * 2 * preflight.STEPS
+        assert trainer.state.global_step == preflight_steps.STEPS
+        assert trainer.work.rows == [0, 1, 2, 3] * 2 * preflight_steps.STEPS
         assert any(weight.any() for name, weight in trainer.model.named_parameters() if "lora_B" in name)
-        load = preflight.load_base_model
+        load = preflight_steps.load_base_model
         monkeypatch.setattr(
-            preflight, "load_base_model", lambda run, device_map: load(replace(run, seed=1), device_map)
+            preflight_steps, "load_base_model", lambda run, device_map: load(replace(run, seed=1), device_map)
         )
         with pytest.raises(RuntimeError, match="what was saved is not what was trained"):
-            preflight.save_and_reload(asked, trainer, {}, rank, tmp_path)
+            preflight_steps.save_and_reload(asked, trainer, {}, rank, tmp_path)
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -399,7 +406,7 @@ def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunCon
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     GPTNeoXConfig(**shape, vocab_size=1536, architectures=["GPTNeoXForCausalLM"]).save_pretrained(tmp_path / "model")
     asked = replace(run, technique="full", model=str(tmp_path / "model"), batch_size=2, evaluation_batch_size=2)
-    rows = preflight.rows_of_length(asked, 16)
+    rows = preflight_rows.rows_of_length(asked, 16)
     assert "gpt_neox" in preflight.announcement(asked, rows, None)
     said = preflight.report(asked, rows, None, measure_all(asked, rows, {}, None))
     assert "no plan" in said
@@ -410,8 +417,11 @@ def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunCon
 def test_out_of_memory_is_one_sentence_and_exit_code_1(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "SPEAK_FIRST_S", 0.0)
-    with pytest.raises(SystemExit) as left, preflight.phase("steps", Rank(number, 2, "cpu", "torchrun"), "try less"):
+    monkeypatch.setattr(preflight_steps, "SPEAK_FIRST_S", 0.0)
+    with (
+        pytest.raises(SystemExit) as left,
+        preflight_steps.phase("steps", Rank(number, 2, "cpu", "torchrun"), "try less"),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     assert left.value.code == 1
     spoken = capsys.readouterr()
@@ -422,21 +432,21 @@ def test_out_of_memory_is_one_sentence_and_exit_code_1(
 
 
 def test_after_out_of_memory_a_smaller_batch_of_the_same_rows_is_named(run: RunConfig, plan: Plan) -> None:
-    assert "try --batch_size 8 --accumulation_steps 2" in preflight.smaller_batch(run, 16, plan)
+    assert "try --batch_size 8 --accumulation_steps 2" in preflight_steps.smaller_batch(run, 16, plan)
     small = replace(cpu_device(), memory_gib=plan.devices[0].peak_gib - 0.01)
     tight = replace(plan, cluster=replace(plan.cluster, gpus=(small,)))
     assert 0 < tight.max_batch_size < 16
-    assert f"try --batch_size {tight.max_batch_size} " in preflight.smaller_batch(run, 16, tight)
-    assert "not even one row fits" in preflight.smaller_batch(run, 1, plan)
+    assert f"try --batch_size {tight.max_batch_size} " in preflight_steps.smaller_batch(run, 16, tight)
+    assert "not even one row fits" in preflight_steps.smaller_batch(run, 1, plan)
     staged = replace(run, parallel="pp", devices=2, micro_batches=8, batch_size=24)
-    assert "try --batch_size 8 --accumulation_steps 3" in preflight.smaller_batch(staged, 24, None)
+    assert "try --batch_size 8 --accumulation_steps 3" in preflight_steps.smaller_batch(staged, 24, None)
 
 
 # -- what is said
 
 
 def test_the_first_step_is_not_timed() -> None:
-    clock = preflight.StepClock(("cpu",))
+    clock = preflight_steps.StepClock(("cpu",))
     clock.ends_s = [100.0, 101.0, 104.0]
     assert clock.step_time_s == 2.0
 
@@ -487,7 +497,7 @@ def test_what_was_measured_is_kept_as_data(
 def test_each_device_of_a_divided_model_has_its_plan(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
     asked = replace(run, device="cuda", parallel="mp", devices=2, model="llama-3.1-8b", device_map="even")
-    batch = longest_batch(preflight.rows_of_length(asked, 64).train, asked.batch_size)
+    batch = longest_batch(preflight_rows.rows_of_length(asked, 64).train, asked.batch_size)
     stage_map, plan = preflight.place_and_plan(asked, batch)
     assert set(stage_map.values()) == {0, 1}
     measured = [
@@ -513,6 +523,6 @@ def test_rent_is_of_all_gpus(run: RunConfig, monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_of_a_gpu_is_compared_without_its_overhead(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"]))
     asked = replace(run, device="cuda")
-    batch = longest_batch(preflight.rows_of_length(asked, 64).train, asked.batch_size)
+    batch = longest_batch(preflight_rows.rows_of_length(asked, 64).train, asked.batch_size)
     plan = plan_run(asked, batch, preflight.device_of(asked))
-    assert preflight.planned_gib(plan, 0) == plan.devices[0].allocated_gib < plan.devices[0].peak_gib
+    assert preflight_steps.planned_gib(plan, 0) == plan.devices[0].allocated_gib < plan.devices[0].peak_gib

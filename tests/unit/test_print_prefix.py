@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.print_prefix import printing_with_prefix, rank_prefix
+from common.base.print_prefix import printing_with_prefix, rank_prefix
 
 
 @pytest.mark.parametrize(

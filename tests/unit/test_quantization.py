@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.architectures import MODEL_CONFIGS, read_architecture
-from common.data import load_splits, make_collator, tokenize_rows
-from common.launch import check_inputs, torchrun_command
-from common.memory_plan import BatchShape, device_memory, whole_model
-from common.models import add_lora, load_base_model, load_tokenizer, parameter_counts, weight_dtype
-from common.planner import job_of_run
-from common.quantization import (
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.checks.inputs import check_inputs
+from common.data.batches import make_collator
+from common.data.messages import tokenize_rows
+from common.data.splits import load_splits
+from common.models.loading import add_lora, load_base_model, load_tokenizer, parameter_counts, weight_dtype
+from common.models.quantization import (
     check_bitsandbytes,
     dequantized,
     is_quantized,
@@ -25,8 +27,13 @@ from common.quantization import (
     relative_error,
     stored_weights,
 )
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.training import training_arguments
+from common.planning.architectures import MODEL_CONFIGS, read_architecture
+from common.planning.job import BatchShape
+from common.planning.memory_plan import device_memory
+from common.planning.plans import job_of_run
+from common.planning.shares import whole_model
+from common.runtime.launchers import torchrun_command
+from common.training.trainer import training_arguments
 from tests.forked import run_forked
 
 CPU = {"": "cpu"}
@@ -223,7 +230,7 @@ def test_without_bitsandbytes_what_needs_it_is_refused(
 ) -> None:
     run = replace(QLORA, **settings)
     check_inputs(run)
-    monkeypatch.setattr("common.quantization.is_installed", lambda: False)
+    monkeypatch.setattr("common.models.quantization.is_installed", lambda: False)
     check_bitsandbytes(RunConfig())
     with pytest.raises(BadInputError, match=said):
         check_inputs(run)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.rendezvous import PORT, Meeting, find_meeting
-from common.run_config import BadInputError
+from common.base.errors import BadInputError
+from common.runtime.rendezvous import PORT, Meeting, find_meeting
 
 TORCHRUN = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "RANK": "2", "WORLD_SIZE": "3"}
 SLURM = {

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common import report
-from common.report import TABLES, rendered, side_by_side, with_tables
-from common.report_rows import (
+from common.base.run_folders import run_folders
+from common.records.store import Record, kept_records
+from common.reporting import tables
+from common.reporting.rows import (
     baseline_of,
     clock,
     clock_seconds,
@@ -19,8 +21,7 @@ from common.report_rows import (
     learning_rate_scaling,
     published_results,
 )
-from common.run_record import Record, kept_records
-from common.siblings import run_folders
+from common.reporting.tables import TABLES, rendered, side_by_side, with_tables
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_the_bench_table_says_what_holds(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(entries))
-    monkeypatch.setattr(report, "BENCH_FILE", path)
+    monkeypatch.setattr(tables, "BENCH_FILE", path)
     assert TABLES["bench"]([])["Measured"].tolist() == ["1.310 ratio", "1.200 ratio", "not run"]
     table = TABLES["bench-all"]([])
     assert table["Holds"].tolist() == ["yes", "**no**", "not run", ""]

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from common.report import TABLES
-from common.report_classification import (
+from common.base.paths import REPOSITORY
+from common.base.run_folders import literal_of
+from common.records.store import Record, kept_records
+from common.reporting.classification import (
     by_setting,
     confusion_table,
     details_table,
@@ -15,10 +17,8 @@ from common.report_classification import (
     setting_name,
     settings_table,
 )
-from common.report_rows import LORA, completed, task_of
-from common.run_config import REPOSITORY
-from common.run_record import Record, kept_records
-from common.siblings import literal_of
+from common.reporting.rows import LORA, completed, task_of
+from common.reporting.tables import TABLES
 
 FOLDER = "3.1_text_classification/run_0_cpu_x2"
 FOUND = {

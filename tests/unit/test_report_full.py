@@ -4,10 +4,10 @@ import copy
 
 import pytest
 
-from common.report import TABLES
-from common.report_full import SMALL_LEARNING_RATE
-from common.report_rows import FULL, FULL_MP, FULL_PP, baseline_of, completed, kind_of, published_results
-from common.run_record import Record, kept_records
+from common.records.store import Record, kept_records
+from common.reporting.full import SMALL_LEARNING_RATE
+from common.reporting.rows import FULL, FULL_MP, FULL_PP, baseline_of, completed, kind_of, published_results
+from common.reporting.tables import TABLES
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 
-from common.report_loops import EXCHANGES, LOOPS, front, loops_table, network_table, results_text
-from common.run_config import RunConfig
-from common.run_record import Record
+from common.base.run_config import RunConfig
+from common.records.store import Record
+from common.reporting.loops import EXCHANGES, LOOPS, front, loops_table, network_table, results_text
 
 
 def record(loop: str, train_time_s: float, **settings: object) -> Record:

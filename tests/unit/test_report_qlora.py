@@ -4,11 +4,11 @@ import copy
 
 import pytest
 
-from common.report import TABLES, side_by_side
-from common.report_rows import LORA, completed
-from common.run_config import REPOSITORY
-from common.run_record import Record, kept_records
-from common.siblings import literal_of
+from common.base.paths import REPOSITORY
+from common.base.run_folders import literal_of
+from common.records.store import Record, kept_records
+from common.reporting.rows import LORA, completed
+from common.reporting.tables import TABLES, side_by_side
 
 FOLDER = "2.3_qlora_finetuning/run_0_cpu_x1"
 STORED = {

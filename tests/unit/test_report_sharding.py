@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from common.report_sharding import sharding_held, sharding_memory, sharding_quality, sharding_speed, sharding_traffic
-from common.run_record import Record, kept_records
+from common.records.store import Record, kept_records
+from common.reporting.sharding import sharding_held, sharding_memory, sharding_quality, sharding_speed, sharding_traffic
 
 MIB = 2**20
 

@@ -3,10 +3,9 @@
 import pandas as pd
 import pytest
 
-from common.plots import plot_cost
-from common.report import TABLES
-from common.report_rows import clock_seconds
-from common.report_summarization import (
+from common.reporting.plots import plot_cost
+from common.reporting.rows import clock_seconds
+from common.reporting.summarization import (
     SAMSUM_ROWS,
     cost_table,
     machines_table,
@@ -14,6 +13,7 @@ from common.report_summarization import (
     way_as_ours,
     way_as_published,
 )
+from common.reporting.tables import TABLES
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.run_config import BadInputError, RunConfig, parse_overrides
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig, parse_overrides
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ TENSOR_PARALLEL = {**CLASSIFIER, "parallel": "tp", "devices": 2}
     ("settings", "said"),
     [
         ({**TENSOR_PARALLEL, "devices": 1}, "parallel is tp, but devices is 1, and nothing to divide: pass --devices"),
-        ({**TENSOR_PARALLEL, "task": "chat"}, "parallel is tp, which is done with encoders that classify alone (3.1)"),
+        ({**TENSOR_PARALLEL, "task": "chat"}, "task is chat, but technique is full and parallel tp: it is done with"),
         ({**TENSOR_PARALLEL, "precision": "bf16"}, "precision is bf16 and gradient_checkpointing none: pass --precisi"),
         ({**TENSOR_PARALLEL, "gradient_checkpointing": "non-reentrant"}, "and --gradient_checkpointing none"),
         ({**TENSOR_PARALLEL, "optimizer": "adafactor"}, "optimizer is adafactor, which parts of a matrix are not tes"),

@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.failures import RunStoppedError
-from common.hardware import MemoryReading
-from common.launch import Rank
-from common.memory_plan import BatchShape
-from common.placement import place_stages
-from common.run_config import BadInputError, RunConfig
-from common.run_record import RECORD_NAME, RunLog, beyond_plan, keep_record, load_record
+from common.base.errors import BadInputError, RunStoppedError
+from common.base.run_config import RunConfig
+from common.hardware.devices import MemoryReading
+from common.planning.job import BatchShape
+from common.records.store import RECORD_NAME, keep_record, load_record
+from common.runtime.recorder import RunLog, beyond_plan
+from common.runtime.world import Rank
+from common.training.placement import place_stages
 
 RANK = Rank(rank=0, world_size=1, device="cpu", launcher="python")
 
@@ -140,10 +141,10 @@ def test_every_device_of_a_rank_has_its_memory_and_its_plan(
     peaks_gib = {"cuda:0": 4.0, "cuda:1": 5.0, "cuda:2": 9.0, "cpu": 1.0}
     forgotten: list[str] = []
     monkeypatch.setattr(
-        "common.run_record.hardware.read_memory",
+        "common.runtime.recorder.devices.read_memory",
         lambda device: MemoryReading(now_gib=1.0, peak_gib=peaks_gib[device], peak_reserved_gib=2.0, total_gib=24.0),
     )
-    monkeypatch.setattr("common.run_record.hardware.forget_peak", forgotten.append)
+    monkeypatch.setattr("common.runtime.recorder.devices.forget_peak", forgotten.append)
     rank = replace(RANK, device=names[0], further_devices=names[1:])
     log = RunLog(replace(run_config, results_root=str(tmp_path)), rank)
     run = RunConfig(technique="full", parallel="mp", stages=3)

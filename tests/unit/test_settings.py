@@ -8,11 +8,14 @@ from types import ModuleType
 
 import pytest
 
-from common.data import load_splits
-from common.launch import check_folder
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.settings import name_of, quick, run_of_arguments, run_of_folder, run_settings_from_command_line
-from common.siblings import literal_of, read_literal
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import literal_of, read_literal
+from common.checks.folder_runs import name_of, quick, run_of_arguments, run_of_folder
+from common.checks.inputs import check_folder
+from common.data.splits import load_splits
+from common.variants import run_settings_from_command_line
 
 FOLDER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 NAME = "my_workflow_text_classification"
@@ -91,10 +94,10 @@ def test_the_table_of_all_has_no_other_runs(
     mine = {"run_folder": workflow.RUN.run_folder, "run_name": "python-full-single-seed42"}
     others = [{**mine, "run_folder": "elsewhere"}, {**mine, "run_name": "other-data"}]
     shown = []
-    monkeypatch.setattr("common.settings.check_inputs", lambda _: None)
-    monkeypatch.setattr("common.settings.stream_command", lambda *_, **__: None)
-    monkeypatch.setattr("common.settings.results_of_this_machine", lambda: [mine, *others])
-    monkeypatch.setattr("common.settings.results_text", lambda records: shown.extend(records) or "")
+    monkeypatch.setattr("common.variants.check_inputs", lambda _: None)
+    monkeypatch.setattr("common.variants.stream_command", lambda *_, **__: None)
+    monkeypatch.setattr("common.variants.results_of_this_machine", lambda: [mine, *others])
+    monkeypatch.setattr("common.variants.results_text", lambda records: shown.extend(records) or "")
     monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--all"])
     with pytest.raises(SystemExit):
         run_settings_from_command_line(workflow)
@@ -120,7 +123,7 @@ def test_every_setting_writes_a_folder_of_its_own(runs: list[RunConfig]) -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--technique", "prompt"], "technique is 'prompt': choose one of 'lora', 'qlora', 'full'."),
+        (["--technique", "prompt"], "technique is 'prompt': choose one of 'full', 'lora', 'qlora'."),
         (["--parallel", "fsdp"], "technique is full and parallel fsdp: it is done with full or lora"),
         (["--technique", "qlora"], "technique is qlora and parallel ddp: it is done with full or lora"),
     ],
@@ -153,8 +156,8 @@ def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
         if "ddp" in command:
             raise RuntimeError("exit code 1")
 
-    monkeypatch.setattr("common.settings.stream_command", start)
-    monkeypatch.setattr("common.settings.results_of_this_machine", list)
+    monkeypatch.setattr("common.variants.stream_command", start)
+    monkeypatch.setattr("common.variants.results_of_this_machine", list)
     monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--all", "--quick", "--epochs", "1"])
     with pytest.raises(SystemExit) as left:
         run_settings_from_command_line(workflow)

@@ -12,14 +12,17 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import sharded_run, sharded_training, zero_training
-from common.deepspeed_config import deepspeed_config, with_sizes
-from common.launch import Rank, accelerate_shards, check_folder, check_inputs
-from common.run_config import BadInputError, RunConfig
-from common.sharded_run import in_turn, trainer_class
-from common.sharding import UNEVEN_SHARE, check_fully_sharded, check_share, mixed_precision, modules_to_wrap
-from common.traffic import SentBytes
-from common.zero_training import check_deepspeed
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.checks.inputs import check_folder, check_inputs
+from common.runtime.rank import accelerate_shards
+from common.runtime.world import Rank
+from common.training import sharded_run, sharded_training, zero_training
+from common.training.deepspeed_config import deepspeed_config, with_sizes
+from common.training.fsdp import UNEVEN_SHARE, check_fully_sharded, check_share, mixed_precision, modules_to_wrap
+from common.training.sharded_run import in_turn, trainer_class
+from common.training.traffic import SentBytes
+from common.training.zero_training import check_deepspeed
 
 FSDP = RunConfig(
     technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2"
@@ -150,9 +153,9 @@ def test_deepspeed_is_told_the_stage_and_the_run_s_own_settings() -> None:
 
 def test_accelerate_divides_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setattr("common.launch.gpus", lambda: ("", []))
+    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", []))
     assert not accelerate_shards()
-    monkeypatch.setattr("common.launch.gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
+    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
     assert accelerate_shards()
 
 

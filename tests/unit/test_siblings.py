@@ -8,8 +8,11 @@ import nbformat
 import pytest
 import yaml
 
-from common.run_config import REPOSITORY, BadInputError, RunConfig
-from common.siblings import accelerate_config, parameters_for, read_literal, run_folders, stale_files
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import read_literal, run_folders
+from common.siblings import accelerate_config, parameters_for, stale_files
 
 TECHNIQUE = "2.2_lora_finetuning_with_ddp"
 WORKFLOW = "my_workflow_lora_finetuning_with_ddp.py"

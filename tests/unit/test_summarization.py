@@ -13,11 +13,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
-from common.data import IGNORED_LABEL, Row, load_splits
-from common.launch import Rank
-from common.models import EMBEDDED_SUMMARIZER
-from common.run_config import RunConfig
-from common.summarization import ROUGE, Summaries, rouge_scores, summarize, summary_loss, summary_results
+from common.base.run_config import RunConfig
+from common.data.rows import IGNORED_LABEL, Row
+from common.data.splits import load_splits
+from common.models.loading import EMBEDDED_SUMMARIZER
+from common.runtime.world import Rank
+from common.tasks.summarization import ROUGE, Summaries, rouge_scores, summarize, summary_loss, summary_results
 
 BAR = 0.35
 """What copying must not reach."""
@@ -108,7 +109,7 @@ def test_summaries_come_back_in_the_datas_order_and_their_figures_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], figures: str
 ) -> None:
     """By a model that repeats what it reads; batches are made by length."""
-    monkeypatch.setattr("common.summarization.gather_object", lambda own: own)
+    monkeypatch.setattr("common.tasks.summarization.gather_object", lambda own: own)
     rows = [{"text": "Ann: " + "yes, " * count + "Bob.", "summary": "Yes."} for count in (1, 9, 4, 2, 7)]
     run = RunConfig(task="summarization", technique="full", evaluation_batch_size=2, figures=figures)
     log = SimpleNamespace(run=run, rank=Rank(0, 1, "cpu", "python"), folder=tmp_path)

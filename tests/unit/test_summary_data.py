@@ -13,10 +13,13 @@ import fsspec
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from common.columns import say_long_texts
-from common.data import Splits, load_splits, texts_of, tokens_of
-from common.models import EMBEDDED_SUMMARIZER
-from common.run_config import REPOSITORY, BadInputError, RunConfig
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.data.columns import say_long_texts
+from common.data.rows import Splits, texts_of
+from common.data.splits import load_splits, tokens_of
+from common.models.loading import EMBEDDED_SUMMARIZER
 
 CHATS = "assets/chat_summaries"
 ODD_CHAT = 'Ann: She said "no, thanks",\r\nBob: <file_photo> 5 € \u2028too dear, [1]'

@@ -10,9 +10,10 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import DistilBertConfig
 
-from common.launch import torchrun_command
-from common.run_config import REPOSITORY, BadInputError
-from common.tensor_parallel import (
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.runtime.launchers import torchrun_command
+from common.training.tensor_parallel import (
     PLAN,
     check_divisible,
     check_split,

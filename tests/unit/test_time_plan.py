@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from common.architectures import as_classifier, read_architecture
-from common.hardware import find_gpu
-from common.memory_plan import ALL_LINEAR, BatchShape, Job, whole_model
-from common.planner import make_plan
-from common.run_config import BadInputError
-from common.time_plan import (
+from common.base.errors import BadInputError
+from common.hardware.devices import find_gpu
+from common.planning.architectures import as_classifier, read_architecture
+from common.planning.job import ALL_LINEAR, BatchShape, Job
+from common.planning.plans import make_plan
+from common.planning.shares import whole_model
+from common.planning.time_plan import (
     Cluster,
     achieved_speed,
     break_even_gbit,

@@ -12,24 +12,21 @@ from accelerate import Accelerator
 from torch.utils.data import DistributedSampler
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from common.callbacks import VALIDATION_LOSS
-from common.data import load_splits, make_collator, tokenize_rows, tokens_of
-from common.launch import Rank, end_rank
-from common.minilm import minilm_folder
-from common.models import add_lora, load_base_model, load_tokenizer, next_token_logits
-from common.run_config import RunConfig
-from common.run_record import RunLog
-from common.tensor_training import TensorParallelTrainer
-from common.training import (
-    CountingTrainer,
-    check_rows_seen,
-    check_training,
-    give_up,
-    make_trainer,
-    training_arguments,
-    training_flops,
-    whole_row_results,
-)
+from common.base.run_config import RunConfig
+from common.data.batches import make_collator
+from common.data.messages import tokenize_rows
+from common.data.splits import load_splits, tokens_of
+from common.models.loading import add_lora, load_base_model, load_tokenizer, next_token_logits
+from common.models.minilm import minilm_folder
+from common.runtime.rank import end_rank
+from common.runtime.recorder import RunLog
+from common.runtime.world import Rank
+from common.tasks.chat import whole_row_results
+from common.tasks.objectives import VALIDATION_LOSS
+from common.training.export import give_up
+from common.training.results import check_rows_seen, check_training, training_flops
+from common.training.tensor_training import TensorParallelTrainer
+from common.training.trainer import CountingTrainer, make_trainer, training_arguments
 
 
 def test_rows_used_once_per_epoch_pass() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.run_config import BadInputError
+from common.base.errors import BadInputError
 from common.valohai_step import data_option, main, name_model
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")

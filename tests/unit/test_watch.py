@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from common import watch
-from common.faults import VARIABLE, asked_fault, fault_at
-from common.launch import Rank
-from common.run_config import REPOSITORY, BadInputError
-from common.watch import SLOW_FACTOR, SLOW_POINTS, STEP_POINTS, Place, Watch, hung_ones, parent_is_gone, reached
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.runtime import watch
+from common.runtime.faults import VARIABLE, asked_fault, fault_at
+from common.runtime.watch import SLOW_FACTOR, SLOW_POINTS, STEP_POINTS, Place, Watch, hung_ones, parent_is_gone, reached
+from common.runtime.world import Rank
 
 HERE = Place(0, "a", 1, passed=7, point="batch", step=3, said_at=104.0)
 OTHER = replace(HERE, rank=1, pid=2)
@@ -98,8 +99,8 @@ def test_a_fault_comes_where_it_was_asked_for_and_nowhere_else(monkeypatch: pyte
 STUCK = """
 import ctypes, sys
 from pathlib import Path
-from common.launch import Rank
-from common.watch import Watch
+from common.runtime.world import Rank
+from common.runtime.watch import Watch
 
 ranks, folder = int(sys.argv[1]), Path(sys.argv[2])
 Watch(folder, Rank(0, ranks, "cpu", "torchrun"), 600, (folder / "told").write_text)
@@ -122,12 +123,15 @@ def test_a_rank_that_waits_where_no_signal_is_handled_ends_when_it_is_told_to(
         [sys.executable, "-c", STUCK, "2", str(tmp_path), where], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, cwd=REPOSITORY,
     ) as stuck:  # fmt: skip
-        assert stuck.stdout.readline() == "waits\n"
-        time.sleep(0.2)
-        stuck.send_signal(signal.SIGTERM)
-        start_s = time.monotonic()
-        assert stuck.wait(timeout=3 * watch.ANSWER_S) == code
-        took_s = time.monotonic() - start_s
+        try:
+            assert stuck.stdout.readline() == "waits\n"
+            time.sleep(0.2)
+            stuck.send_signal(signal.SIGTERM)
+            start_s = time.monotonic()
+            assert stuck.wait(timeout=3 * watch.ANSWER_S) == code
+            took_s = time.monotonic() - start_s
+        finally:
+            stuck.kill()  # else one that does not end would keep this test waiting
         said = stuck.stderr.read()
     is_stuck = where == "in C"
     assert ("was told to end, and did not answer" in said) == is_stuck

@@ -1,0 +1,80 @@
+"""How a command ends: wrong usage and mistakes in one sentence, errors without secrets, each with its exit code."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from common.base.errors import BadInputError, RunStoppedError, is_of_the_network, said_by
+from common.base.run_config import LAST, RunConfig, parse_overrides
+from common.base.secrets import hide_secrets
+
+BAD_INPUT_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+TOLD_ALONE = f"error: this run was told to end (SIGTERM); --resume_from {LAST} resumes from its newest checkpoint."
+SPEAK_FIRST_S = 2.0
+"""Other ranks leave after rank 0 has spoken: their launcher ends all ranks once the first is gone."""
+
+
+def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: RunConfig) -> None:
+    """Run `workflow` with the command line's overrides."""
+    with ended_by_one_sentence():
+        workflow(parse_overrides(defaults))
+
+
+@contextmanager
+def ended_by_one_sentence() -> Iterator[None]:
+    """A user's mistake ends in one sentence and exit code 2, what stops a run in one and exit code 1."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
+    try:
+        with secrets_hidden():
+            yield
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: interrupted; --resume_from {LAST} resumes from the newest checkpoint.", file=sys.stderr)
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    except BadInputError as mistake:
+        exit_with(mistake)
+    except RunStoppedError as stopped:
+        sys.exit(f"error: {stopped}")
+    except RuntimeError as error:
+        if not is_of_the_network(error):
+            raise
+        rank = os.environ.get("RANK", "0")
+        sys.exit(
+            f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why; where "
+            "it says nothing, it was killed, possibly as memory ran out (dmesg)."
+        )
+
+
+@contextmanager
+def secrets_hidden() -> Iterator[None]:
+    """Errors leave without tokens and passwords of the environment."""
+    try:
+        yield
+    except BaseException as error:
+        hide_secrets(error)
+        raise
+
+
+def exit_with(mistake: BadInputError) -> NoReturn:
+    """End with one sentence, once for each machine, and exit code 2."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {mistake}", file=sys.stderr)
+    else:
+        time.sleep(SPEAK_FIRST_S)
+    sys.exit(BAD_INPUT_EXIT_CODE)
+
+
+class OneSentenceParser(argparse.ArgumentParser):
+    """A parser that refuses in one sentence, as the rest does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f"error: {message}; --help lists the options\n")

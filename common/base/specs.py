@@ -1,0 +1,277 @@
+"""The table of techniques, parallelisms and tasks: what each is called, shards, splits, trains, reads and refuses.
+
+Everything else asks a spec what it does, instead of comparing names. A new entry is registered by putting it into its
+dictionary.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Held = Literal["weights", "gradients", "optimizer"]
+"""What a rank keeps between two passes."""
+FSDP, DEEPSPEED = "FSDP", "DeepSpeed's ZeRO"
+"""The libraries that shard."""
+
+
+@dataclass(frozen=True)
+class Technique:
+    """What is trained."""
+
+    name: str
+    short: str
+    """In columns of tables."""
+    label: str
+    """In sentences."""
+    folder_for_one: str
+    """The technique folder that trains so on one device."""
+    has_adapters: bool = False
+    """Low-rank adapters are trained, and the base is frozen; else the model's own weights are trained."""
+    quantizes: bool = False
+    """The base is stored in 4 bits."""
+    speed_factor: float = 1.0
+    """Of full fine-tuning's share of a GPU's peak, what is reached (github.com/QwenLM/Qwen, its table of speeds)."""
+    merged_models: int = 1
+    """Whole models that a run saves at its end: with a quantized base one merged into each base."""
+
+    @property
+    def title(self) -> str:
+        """The label at the beginning of a line."""
+        return self.label[0].upper() + self.label[1:]
+
+    @property
+    def has_plain_adapters(self) -> bool:
+        """Whether adapters stand on a base that is not quantized."""
+        return self.has_adapters and not self.quantizes
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How devices share the work."""
+
+    name: str
+    label: str
+    """In tables."""
+    why: str
+    """When it fits: a template with `devices`, `micro_batches` and the share of time that a device is `idle`."""
+    splits_rows: bool = False
+    """Each rank works on rows of its own (data parallel)."""
+    splits_layers: bool = False
+    """Each device holds some of the layers."""
+    pipelines: bool = False
+    """Micro-batches are in flight on several stages at once; else layers are computed one device after the other."""
+    splits_matrices: bool = False
+    """Each rank holds columns or rows of a layer's matrices (tensor parallel)."""
+    shards: frozenset[Held] = frozenset()
+    """What is divided among the data-parallel ranks."""
+    sharded_by: str = ""
+    """The library that does."""
+    in_one_process: bool = False
+    """One process works on all devices; else each device has a rank of its own."""
+    takes_4_bits: bool = True
+    """A base in 4 bits can be trained with it."""
+    suggested_for: tuple[str, ...] = ("full", "lora", "qlora")
+    """Techniques for which the planner ranks it unasked, where there are several devices."""
+    resumes_on_other_ranks: bool = False
+    """A checkpoint can be resumed on another number of ranks."""
+    why_not_reentrant: str = ""
+    """Why PyTorch's reentrant gradient checkpointing does not work with it; empty = it does."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one device does all the work."""
+        return not (self.splits_rows or self.splits_layers or self.splits_matrices)
+
+    @property
+    def replicates(self) -> bool:
+        """Whether each rank holds a whole copy, whose gradients are averaged (DDP)."""
+        return self.splits_rows and not self.shards
+
+    @property
+    def layers_in_turn(self) -> bool:
+        """Whether layers are divided, and computed one device after the other (model parallel)."""
+        return self.splits_layers and not self.pipelines
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether ranks hold parts of the weights, and gather them layer by layer."""
+        return "weights" in self.shards
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether ranks keep parts of the gradients."""
+        return "gradients" in self.shards
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether PyTorch's FSDP2 shards."""
+        return self.sharded_by == FSDP
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Whether DeepSpeed's ZeRO shards."""
+        return self.sharded_by == DEEPSPEED
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt."""
+
+    name: str
+    techniques: tuple[str, ...]
+    parallelisms: tuple[str, ...]
+    """What it is done with."""
+    auto_class: str
+    """Of Transformers, the class that loads its models."""
+    objective: str
+    """Its `Objective`, as `module:name`."""
+    rows: str
+    """The module that reads its rows and turns them into tokens."""
+    folder_for_one: str = ""
+    """The technique folder that does it on one device; empty = its technique's."""
+    classifies: bool = False
+    """A row has one label; else tokens are predicted."""
+    summarizes: bool = False
+    """A row has a text to read and another one to write, by an encoder-decoder."""
+
+    @property
+    def chats(self) -> bool:
+        """Whether a row is a conversation, which a decoder continues."""
+        return not (self.classifies or self.summarizes)
+
+
+TECHNIQUES = {
+    each.name: each
+    for each in (
+        Technique("full", "full", "full fine-tuning", "2.4_full_finetuning"),
+        Technique(
+            "lora", "LoRA", "LoRA", "2.1_lora_finetuning", has_adapters=True, speed_factor=0.62
+        ),  # 31 of 50 %, on an A100
+        Technique(
+            "qlora",
+            "QLoRA",
+            "QLoRA",
+            "2.3_qlora_finetuning",
+            has_adapters=True,
+            quantizes=True,
+            speed_factor=0.45,  # 23 of 50 %, as weights are de-quantized on the way
+            merged_models=2,
+        ),
+    )
+}
+"""In the order of their quality: best, good, OK."""
+
+_EVERYTHING: frozenset[Held] = frozenset({"weights", "gradients", "optimizer"})
+_SHARDED = "weights, gradients and optimizer states are divided by {devices}, and gathered layer by layer"
+PARALLELISMS = {
+    each.name: each
+    for each in (
+        Parallelism("single", "one device", "one GPU holds it all", in_one_process=True, resumes_on_other_ranks=True),
+        Parallelism(
+            "ddp",
+            "DDP",
+            "each GPU holds it all, so that {devices} work on rows of their own; only gradients are sent",
+            splits_rows=True,
+            resumes_on_other_ranks=True,
+            why_not_reentrant="DDP would see each weight's gradient twice",
+        ),
+        Parallelism(
+            "fsdp",
+            "FSDP",
+            _SHARDED,
+            splits_rows=True,
+            shards=_EVERYTHING,
+            sharded_by=FSDP,
+            resumes_on_other_ranks=True,
+            why_not_reentrant="FSDP's hooks would gather for it in the wrong order",
+        ),
+        Parallelism(
+            "zero1",
+            "ZeRO-1",
+            "optimizer states are divided by {devices}",
+            splits_rows=True,
+            shards=frozenset({"optimizer"}),
+            sharded_by=DEEPSPEED,
+            takes_4_bits=False,
+            suggested_for=("full",),  # it would divide next to nothing of an adapter
+        ),
+        Parallelism(
+            "zero2",
+            "ZeRO-2",
+            "gradients and optimizer states are divided by {devices}",
+            splits_rows=True,
+            shards=frozenset({"gradients", "optimizer"}),
+            sharded_by=DEEPSPEED,
+            takes_4_bits=False,
+            suggested_for=("full",),  # as stage 1
+        ),
+        Parallelism(
+            "zero3",
+            "ZeRO-3",
+            _SHARDED,
+            splits_rows=True,
+            shards=_EVERYTHING,
+            sharded_by=DEEPSPEED,
+            takes_4_bits=False,
+            suggested_for=("full", "lora"),
+        ),
+        Parallelism(
+            "pp",
+            "PP",
+            "layers are divided among {devices} GPUs, and the batch into {micro_batches} micro-batches: "
+            "{idle:.0%} idle",
+            splits_layers=True,
+            pipelines=True,
+            why_not_reentrant="the first stage's input needs no gradient, and would cut its layers off",
+        ),
+        Parallelism(
+            "tp",
+            "TP",
+            "each layer's matrices are divided among {devices} GPUs, which sum up its results: each works on every row",
+            splits_matrices=True,
+            takes_4_bits=False,
+            suggested_for=(),  # but for classifiers
+        ),
+        Parallelism(
+            "mp",
+            "MP",
+            "layers are divided among {devices} GPUs, which work one after the other: {idle:.0%} idle",
+            splits_layers=True,
+            in_one_process=True,
+        ),
+    )
+}
+"""From the one that needs least care to the one that needs most; ZeRO needs DeepSpeed besides PyTorch."""
+
+TASKS = {
+    each.name: each
+    for each in (
+        Task(
+            "chat",
+            techniques=tuple(TECHNIQUES),
+            parallelisms=tuple(name for name, each in PARALLELISMS.items() if not each.splits_matrices),
+            auto_class="AutoModelForCausalLM",
+            objective="common.tasks.chat:ANSWERS",
+            rows="common.data.messages",
+        ),
+        Task(
+            "classification",
+            techniques=("full", "lora"),
+            parallelisms=("single", "ddp", "pp", "tp"),
+            auto_class="AutoModelForSequenceClassification",
+            objective="common.tasks.classification:CLASSES",
+            rows="common.data.labelled_texts",
+            folder_for_one="3.1_text_classification",
+            classifies=True,
+        ),
+        Task(
+            "summarization",
+            techniques=("full",),
+            parallelisms=("single", "ddp"),
+            auto_class="AutoModelForSeq2SeqLM",
+            objective="common.tasks.summarization:SUMMARIES",
+            rows="common.data.summaries",
+            folder_for_one="3.2_summarization",
+            summarizes=True,
+        ),
+    )
+}

@@ -1,0 +1,100 @@
+"""The runs that a folder describes: its literal, its settings, and what a command line puts over them."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig, check_choice, parse_overrides
+from common.base.run_folders import literal_file_of, read_literal, read_lora
+from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.data.rows import Splits
+from common.data.splits import load_splits
+from common.records.store import default_run_name
+
+QUICK_SHARE = 10
+"""`--quick` takes the first of so many rows each."""
+MICRO_BATCHES = 8
+"""With PP, unless `--micro_batches` says another number."""
+
+
+def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel: str) -> RunConfig:
+    """The folder's `run`, which is full fine-tuning with DDP, in another setting: every step has the same rows."""
+    check_choice("technique", technique, TECHNIQUES)
+    check_choice("parallel", parallel, PARALLELISMS)
+    changes: dict[str, object] = {"technique": technique, "parallel": parallel}
+    if TECHNIQUES[technique].has_adapters:
+        changes |= lora
+    way = PARALLELISMS[parallel]
+    if not way.replicates:  # ranks have no rows of their own: one of them gets the whole batch
+        changes["batch_size"] = run.batch_size * run.devices
+    if way.is_single:
+        changes["devices"] = 1
+    if way.pipelines:  # as many layers on each stage: balanced by memory, the embeddings' stage would get few to do
+        changes |= {"micro_batches": MICRO_BATCHES, "device_map": "even"}
+    return replace(run, **changes)
+
+
+def setting_of_folder(folder: Path, technique: str, parallel: str) -> RunConfig:
+    """The same of a run folder, read from its literals: nothing of a workflow is imported."""
+    workflow = literal_file_of(folder)
+    return setting_of(read_literal(workflow), read_lora(workflow), technique, parallel)
+
+
+def run_of_folder(folder: Path, arguments: Sequence[str]) -> RunConfig:
+    """The run that a folder's workflow would take with these arguments, for those who look ahead: nothing is imported.
+
+    `folder` is named from here or from the repository's root.
+
+    Raises:
+        BadInputError: it is no run folder, or a value is out of range.
+    """
+    folder = folder if folder.is_dir() else REPOSITORY / folder
+    workflow = literal_file_of(folder)
+    if not read_lora(workflow):
+        return parse_overrides(read_literal(workflow), arguments)
+    return _run_of_options(read_literal(workflow), partial(setting_of_folder, folder), arguments)
+
+
+def run_of_arguments(workflow: ModuleType, arguments: Sequence[str]) -> RunConfig:
+    """The run that the arguments of a workflow with settings describe.
+
+    Raises:
+        BadInputError: a value is out of range.
+    """
+    return _run_of_options(workflow.RUN, workflow.defaults_for, arguments)
+
+
+def _run_of_options(
+    run: RunConfig, defaults_for: Callable[[str, str], RunConfig], arguments: Sequence[str]
+) -> RunConfig:
+    options, overrides = first_options(run).parse_known_args(arguments)
+    asked = parse_overrides(defaults_for(options.technique, options.parallel), overrides)
+    return quick(asked) if options.quick else asked
+
+
+def first_options(run: RunConfig) -> argparse.ArgumentParser:
+    """What decides about the other options' defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--technique", default=run.technique, help="what is trained: full or lora; the recipe follows")
+    parser.add_argument(
+        "--parallel", default=run.parallel, help=f"how work is shared: {', '.join(run.goal.parallelisms)}"
+    )
+    parser.add_argument("--all", action="store_true", help="every setting, one after the other, and their table")
+    parser.add_argument("--quick", action="store_true", help=f"one in {QUICK_SHARE} rows")
+    return parser
+
+
+def quick(run: RunConfig) -> RunConfig:
+    """The run with a tenth of its rows, each split's first ones."""
+    splits: Splits = load_splits(run)
+    counts = {name: max(1, len(getattr(splits, name)) // QUICK_SHARE) for name in ("train", "validation", "test")}
+    return replace(run, **{f"{name}_rows": count for name, count in counts.items()})
+
+
+def name_of(run: RunConfig) -> str:
+    """The name of the results folder that a setting writes when `common.variants` starts it."""
+    return run.run_name or default_run_name(run, "torchrun" if run.world_size > 1 else "python")

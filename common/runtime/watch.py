@@ -1,0 +1,201 @@
+"""A watch over a run's ranks: none outlives its launcher, and one that hangs is named and ended.
+
+Each rank says in a file of the results folder where it is, once a second, from a thread of its own. A rank that was
+stopped says nothing any more; one that sleeps has passed fewer points than those that wait for it.
+"""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from common.runtime.world import Rank
+
+HUNG_EXIT_CODE = 4
+ANSWER_S = 2.0
+"""How long a rank that is told to end (SIGTERM) may take to stop its work; after that its thread ends it."""
+BEAT_S = 1.0
+SILENT_S = 5.0
+"""A rank whose thread has said nothing for so long was stopped, or its machine is gone."""
+SLOW_FACTOR = 10
+"""So many times as long as a step may take what stands between steps, and an exchange between ranks."""
+SLOW_POINTS = ("validation", "saving", "verifying")
+"""Between steps: a batch of validation, or a checkpoint. What comes before training and after it, such as a download
+or the final evaluation, takes as long as it takes."""
+STEP_POINTS = ("load", "batch", "update")
+"""The points of a training step, where the time-out is that of a step: rows are asked for, and there; gradients are
+there. A rank that hangs in a pass keeps others waiting in theirs, and all are named."""
+LINE_BYTES = 512
+BEATS = "ranks"
+"""Folder of a run's results with a file of each rank."""
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Found now: between a fork and what follows it nothing may be looked up."""
+
+
+_imported_by, _imported_under = os.getpid(), os.getppid()
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent goes, however that is killed; Linux alone can."""
+    if _libc:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def parent_is_gone() -> bool:
+    """Whether the process that started this one, or forked it, has gone already."""
+    expected = _imported_under if os.getpid() == _imported_by else _imported_by
+    return os.getppid() != expected
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    rank: int
+    host: str
+    pid: int
+    passed: int = 0
+    """Points that it has passed since its start; ranks that work together pass as many."""
+    point: str = "start"
+    step: int = 0
+    said_at: float = 0.0
+    """When it last said so, in seconds since the epoch."""
+
+    def allowed_s(self, step_timeout_s: float) -> float:
+        """How long it may stay there."""
+        if self.point in STEP_POINTS:
+            return step_timeout_s
+        return SLOW_FACTOR * step_timeout_s if self.point in SLOW_POINTS else math.inf
+
+    def __str__(self) -> str:
+        """For a sentence."""
+        return f"rank {self.rank} (process {self.pid} on {self.host}), in step {self.step} at '{self.point}'"
+
+
+class _Beat:
+    """What this process says of itself, in a file that is written over in place: no file is made in a step."""
+
+    def __init__(self) -> None:
+        """Nobody listens yet."""
+        self.place = Place(0, socket.gethostname(), os.getpid())
+        self.moved_s = time.monotonic()
+        """When it came there, by a clock that nobody sets."""
+        self.file: int | None = None
+        self.lock = threading.Lock()
+
+    def start(self, path: Path, rank: int) -> None:
+        """From now on it is said in a file."""
+        self.place, self.moved_s = Place(rank, socket.gethostname(), os.getpid()), time.monotonic()
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self.say()
+
+    def say(self, **changes: object) -> None:
+        """That this process is there, and where."""
+        with self.lock:
+            self.place = replace(self.place, said_at=time.time(), **changes)
+            if self.file is not None:
+                os.pwrite(self.file, json.dumps(asdict(self.place)).ljust(LINE_BYTES).encode(), 0)
+
+
+_beat = _Beat()
+
+
+def reached(point: str, step: int) -> None:
+    """This rank has come to a point of its work."""
+    _beat.moved_s = time.monotonic()
+    _beat.say(point=point, step=step, passed=_beat.place.passed + 1)
+
+
+def hung_ones(places: list[Place], now_s: float) -> list[Place]:
+    """Of ranks that do not go on, those that keep the others waiting: silent ones, else those behind, else all."""
+    silent = [place for place in places if now_s - place.said_at > SILENT_S]
+    behind = [place for place in places if place.passed < max(place.passed for place in places)]
+    return silent or behind or places
+
+
+class Watch:
+    """The thread of one rank that says where it is, and looks at the others."""
+
+    def __init__(self, folder: Path, rank: Rank, step_timeout_s: float, tell: Callable[[str], None]) -> None:
+        """`folder`: of the results; `tell` keeps what is said of a hang before everything ends."""
+        self.folder, self.rank, self.step_timeout_s, self.tell = folder / BEATS, rank, step_timeout_s, tell
+        self.ended = threading.Event()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _beat.start(self.folder / f"rank{rank.rank}.json", rank.rank)
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+        self.signals: socket.socket | None = None
+        if rank.world_size > 1 and threading.current_thread() is threading.main_thread():
+            heard, self.signals = socket.socketpair()
+            self.signals.setblocking(False)
+            signal.set_wakeup_fd(self.signals.fileno(), warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(heard,), daemon=True, name="told to end").start()
+
+    def end(self) -> None:
+        """The work is done; idle time is nobody's hang."""
+        self.ended.set()
+        if self.signals and threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(-1)
+            self.signals.close()  # the listening thread ends
+            self.signals = None
+
+    def _listen(self, heard: socket.socket) -> None:
+        """End this rank where it is told to and does not answer.
+
+        Python's handlers run between two of Python's instructions: a rank that waits in NCCL for one that is gone comes
+        to none. The number of a signal is written into a socket at once.
+        """
+        with heard:
+            while received := heard.recv(1):
+                if received[0] == signal.SIGTERM and not self.ended.wait(ANSWER_S):
+                    said = (
+                        f"Rank {self.rank.rank} was told to end, and did not answer within {ANSWER_S:g} s: it waits "
+                        "for another rank, whose output says why, or is in a long operation."
+                    )
+                    self.tell(said)
+                    print(f"error: {said}", file=sys.stderr, flush=True)
+                    os._exit(1)
+
+    def _watch(self) -> None:
+        while not self.ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a full disk ends the run where it writes
+                _beat.say()
+            here, places = _beat.place, self._places()
+            waited_s = time.monotonic() - _beat.moved_s
+            # who does not see all of them, on disks apart, lets their exchange run into its own time-out first
+            patience_s = 0 if len(places) == self.rank.world_size else 2 * SILENT_S
+            if waited_s > here.allowed_s(self.step_timeout_s) + patience_s:
+                self._end_all(waited_s, places)
+
+    def _places(self) -> list[Place]:
+        found = []
+        for number in range(self.rank.world_size):
+            with contextlib.suppress(OSError, ValueError):
+                found.append(Place(**json.loads((self.folder / f"rank{number}.json").read_text())))
+        return found
+
+    def _end_all(self, waited_s: float, places: list[Place]) -> None:
+        """Name who hangs, kill it where it is on this machine, and leave: the launcher ends the rest."""
+        hung = hung_ones(places, time.time())
+        named = "; ".join(map(str, hung))
+        said = (
+            f"Nothing moved for {waited_s:.0f} s (step_timeout_s is {self.step_timeout_s:g}): {named} "
+            f"{'hangs' if len(hung) == 1 else 'hang'}. All ranks are ended. Look at that machine, or pass a longer "
+            "--step_timeout_s; --resume_from last resumes from the newest checkpoint."
+        )
+        self.tell(said)
+        print(f"error: {said}", file=sys.stderr, flush=True)
+        for place in hung:
+            if place.host == socket.gethostname() and place.pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(place.pid, signal.SIGKILL)
+        os._exit(HUNG_EXIT_CODE)

@@ -1,0 +1,1 @@
+"""What is learnt: a task's loss and metrics, and how its answers are evaluated."""

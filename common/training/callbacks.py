@@ -1,0 +1,205 @@
+"""What a run says while it trains: first-step report of every rank, and progress lines of rank 0."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from common.base.print_prefix import print_figures
+from common.data.rows import IGNORED_LABEL, NO_ROW
+from common.hardware.devices import read_memory
+from common.models.shards import local_part
+from common.runtime.world import Rank
+from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
+
+
+@dataclass
+class WorkDone:
+    """What this rank trained on."""
+
+    rows: list[int] = field(default_factory=list)
+    """Row numbers, in order, over all epochs."""
+    tokens: int = 0
+    """Non-padding tokens."""
+    reporting_s: float = 0.0
+    """Seconds of training that went into logging, validation and checkpoints."""
+    first_batch: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def count(self, row_numbers: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+        """Count one mini-batch; `row_numbers` has shape (rows,)."""
+        if not self.first_batch:
+            self.first_batch = {"row": row_numbers, **inputs}
+        is_row = row_numbers != NO_ROW
+        self.rows += row_numbers[is_row].tolist()
+        self.tokens += int(inputs["attention_mask"][is_row].sum())
+        if "decoder_input_ids" in inputs:  # summaries are read and written beside the texts
+            self.tokens += int((inputs["labels"][is_row] != IGNORED_LABEL).sum())
+
+
+class FirstStepReport(TrainerCallback):
+    """After step 1: the memory of each of this rank's devices, and its mini-batch.
+
+    So that a reader sees that ranks get different rows.
+    """
+
+    def __init__(self, rank: Rank, work: WorkDone, tokenizer: PreTrainedTokenizerBase) -> None:
+        """`work` is what the trainer counts into."""
+        self.rank, self.work, self.tokenizer = rank, work, tokenizer
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Print the report once."""
+        if state.global_step != 1:
+            return
+        for device in self.rank.devices:
+            memory, where = read_memory(device), f" on {device}" if self.rank.further_devices else ""
+            print(
+                f"memory{where}: now {memory.now_gib:.2f} GiB, peak {memory.peak_gib:.2f} GiB, "
+                f"total {memory.total_gib:.1f} GiB"
+            )
+        batch = self.work.first_batch
+        rows, padded_length = batch["input_ids"].shape
+        text = self.tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0].bool()])
+        print(f"mini-batch: {rows} rows of {padded_length} tokens; the first is row {int(batch['row'][0])}: {text!r}")
+
+
+SAMPLED_PER_WEIGHT = 65_536
+"""Elements of each weight tensor that `UpdateReport` looks at, evenly spread."""
+
+
+class UpdateReport(TrainerCallback):
+    """The share of the trained weights that an optimizer step really changes; the others' updates rounded away.
+
+    bfloat16 has 8 bits of precision: an update below about 1/512 of its weight leaves it as it was. Looks at the steps
+    that are logged, and at a sample of each weight, so that a large model needs no second copy.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was measured yet."""
+        self.changed_share_by_step: list[tuple[int, float]] = []
+        self.before: list[torch.Tensor] = []
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **kwargs: object,
+    ) -> None:
+        """Remember the weights, where this step will be logged and is one: warm-up begins at a rate of 0."""
+        if (state.global_step + 1) % state.logging_steps == 0 and optimizer.param_groups[0]["lr"] > 0:
+            self.before = [sample.clone() for sample in _samples(model)]
+
+    def on_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        **kwargs: object,
+    ) -> None:
+        """Compare."""
+        if not self.before:
+            return
+        pairs = list(zip(self.before, _samples(model), strict=True))
+        changed = sum(int((after != before).sum()) for before, after in pairs)
+        share = changed / sum(before.numel() for before, _ in pairs)
+        self.changed_share_by_step.append((state.global_step + 1, share))
+        self.before = []
+
+    def figures(self) -> dict[str, object]:
+        """For the record."""
+        shares = [share for _, share in self.changed_share_by_step]
+        mean = sum(shares) / len(shares) if shares else None
+        return {"updated_share": mean, "updated_share_by_step": self.changed_share_by_step}
+
+
+class SkippedSteps(TrainerCallback):
+    """The steps whose fp16 gradients overflowed: Accelerate skips optimizer and schedule then, and scales losses less.
+
+    A resumed run begins with those that its checkpoint's run skipped, by how far the schedule was behind.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        """`accelerator`: the Trainer's."""
+        self.accelerator, self.steps = accelerator, 0
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        lr_scheduler: LRScheduler,
+        **kwargs: object,
+    ) -> None:
+        """Count those before."""
+        self.steps = state.global_step - lr_scheduler.last_epoch
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Count this step if Accelerate skipped it."""
+        self.steps += self.accelerator.optimizer_step_was_skipped
+
+
+def _samples(model: torch.nn.Module) -> list[torch.Tensor]:
+    trained = [local_part(weight).detach() for weight in model.parameters() if weight.requires_grad]
+    return [weight.flatten()[:: -(-weight.numel() // SAMPLED_PER_WEIGHT) or 1] for weight in trained]
+
+
+class ProgressReport(TrainerCallback):
+    """Rank 0's line at each validation: step, losses, and the time that is left."""
+
+    def __init__(self, rank: Rank, figures: str = "text") -> None:
+        """Silent on other ranks than 0; `figures`: `text`, or `json` for one object a line."""
+        self.is_main, self.figures = rank.is_main, figures
+        self.start_s, self.first_step = 0.0, 0
+        self.training_loss = float("nan")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Start the clock."""
+        self.start_s, self.first_step = time.perf_counter(), 0
+        if self.is_main:
+            print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Have the last steps logged, too, where their number is no multiple of the interval."""
+        self.first_step = self.first_step or state.global_step
+        control.should_log = control.should_log or state.global_step == state.max_steps
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float],
+        **kwargs: object,
+    ) -> None:
+        """Keep the training loss; print it with the validation loss, which the Trainer logs right after."""
+        self.training_loss = logs.get("loss", self.training_loss)
+        if not self.is_main or VALIDATION_LOSS not in logs:
+            return
+        elapsed_s = time.perf_counter() - self.start_s
+        if self.figures == "json":
+            validation = {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs}
+            print_figures(
+                {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1), **validation}
+            )
+            return
+        done = state.global_step - self.first_step + 1  # of this start; others may have been before
+        left_s = elapsed_s / done * (state.max_steps - state.global_step)
+        accuracy = f", accuracy {logs[ACCURACY]:.3f}" if ACCURACY in logs else ""
+        print(
+            f"step {state.global_step}/{state.max_steps}: loss {self.training_loss:.4f}, "
+            f"validation loss {logs[VALIDATION_LOSS]:.4f}{accuracy}; {elapsed_s:.0f} s, about {left_s:.0f} s left"
+        )

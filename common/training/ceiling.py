@@ -1,0 +1,100 @@
+"""The ceiling that a machine sets on any speed-up by data-parallel ranks, measured beside the speed-up itself."""
+
+import statistics
+import time
+
+import torch
+from accelerate.utils import gather_object, wait_for_everyone
+from transformers import Trainer
+
+from common.runtime.world import Rank
+from common.tasks.objectives import Objective
+from common.training.trainer import CountingTrainer, with_head_on_answers
+
+
+def measure_machine_ceiling(
+    trainer: CountingTrainer,
+    rank: Rank,
+    model: torch.nn.Module | None = None,
+    replica: torch.nn.Module | None = None,
+    steps: int = 8,
+    rounds: int = 3,
+) -> dict[str, float]:
+    """How much faster this machine's ranks are than one, when they need not agree: the most to expect of DDP here.
+
+    Times the bare training step (forward, backward, the run's optimizer) on the same rows, `rounds` times in turn:
+    rank 0 alone with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch
+    each, without synchronising. The trained weights are put back afterwards. `model` stands in for the trainer's own,
+    where that is divided. `replica` is DDP's own module: where it is given, all ranks at once are also timed with
+    synchronising, in the same turns, as a machine's speed may be another one an hour later.
+
+    Returns:
+        `strong`: time of one rank with the global batch over time of all ranks, each with its share.
+        `weak`: rows per second of all ranks over rows per second of one, at the same rows per rank.
+        The seconds per step of all three (medians of the rounds).
+        With a `replica`: its seconds per step, and `reached`: the share of the ceiling that is left with synchronising.
+    """
+    model = (model or trainer.accelerator.unwrap_model(trainer.model)).train()
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    before = [weight.detach().clone() for weight in trained]
+    optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args)
+    optimizer = optimizer_class(trained, **settings)
+    share_batches = list(trainer.get_train_dataloader())[:steps]
+    objective = trainer.objective
+    every_row = list(trainer.batches.global_batches())[:steps]
+    global_batches = [trainer.data_collator([trainer.train_dataset[row] for row in rows]) for rows in every_row]
+
+    def time_s(batches: list[dict[str, torch.Tensor]], participates: bool, module: torch.nn.Module = model) -> float:
+        wait_for_everyone()
+        start_s = time.perf_counter()
+        if participates:
+            _bare_steps(module, optimizer, batches, rank.device, objective)
+        own_s = time.perf_counter() - start_s
+        return max(gather_object([own_s]))
+
+    _bare_steps(model, optimizer, share_batches[:1], rank.device, objective)  # warm up
+    timings = [
+        (
+            time_s(global_batches, rank.is_main),
+            time_s(share_batches, rank.is_main),
+            time_s(share_batches, True),
+            time_s(share_batches, replica is not None, replica),
+        )
+        for _ in range(rounds)
+    ]
+    with torch.no_grad():
+        torch._foreach_copy_(trained, before)
+    one_global_s, one_share_s, all_shares_s, synchronised_s = map(statistics.median, zip(*timings, strict=True))
+    synchronised = {}
+    if replica is not None:
+        synchronised = {
+            "synchronised_share_step_s": synchronised_s / len(share_batches),
+            "reached": all_shares_s / synchronised_s,
+        }
+    return synchronised | {
+        "strong": one_global_s / all_shares_s,
+        "weak": rank.world_size * one_share_s / all_shares_s,
+        "one_rank_global_batch_step_s": one_global_s / len(share_batches),
+        "one_rank_share_step_s": one_share_s / len(share_batches),
+        "all_ranks_share_step_s": all_shares_s / len(share_batches),
+    }
+
+
+def _bare_steps(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[dict[str, torch.Tensor]],
+    device: str,
+    objective: Objective,
+) -> None:
+    for batch in batches:
+        inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "row"}
+        if objective.loss is None:
+            loss = model(**with_head_on_answers(inputs)).loss
+        else:
+            loss = objective.loss(model(**inputs), inputs["labels"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if device != "cpu":
+        torch.accelerator.synchronize(device)

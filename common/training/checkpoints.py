@@ -1,0 +1,383 @@
+"""Checkpoints that are there whole or not at all: written aside, flushed, listed with their digests, then renamed.
+
+A process that dies at any moment leaves the checkpoint before, the new one, or both. What is read again is first
+compared with its list: PyTorch, safetensors and DCP all load a file with a wrong byte without an error.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object, wait_for_everyone
+
+from common.base.errors import BadInputError, RunStoppedError, is_of_the_network, said_by
+from common.base.run_config import LAST, RunConfig
+from common.base.specs import PARALLELISMS
+from common.hardware.devices import GIB
+from common.records.store import default_run_name
+from common.runtime.faults import fault_at
+from common.runtime.watch import reached
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+"""The name of a checkpoint's folder, as Transformers gives it: with the optimizer steps that were taken."""
+MANIFEST_FILE = "manifest.json"
+"""What a checkpoint is of (`about`), its files with bytes and SHA-256, and a digest of the list itself."""
+STATE_FILE = "trainer_state.json"
+PARTIAL, GOING = ".partial", ".going"
+"""Folders beside the checkpoints: of one that is being written, and of those that are being removed."""
+BAD = ".bad"
+"""What is added to the name of a checkpoint that is not as it was written."""
+SPARE_BYTES = 2**20
+
+
+class DamagedCheckpointError(BadInputError):
+    """A checkpoint is not as it was written."""
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Of one rank: what it is about to write, and whether it is the one of its disk that lists and renames."""
+
+    byte_count: int
+    commits: bool
+
+
+# -- writing
+
+
+@contextmanager
+def atomic_checkpoint(folder: Path, about: Mapping[str, Any], writes: Writes) -> Iterator[Path]:
+    """A fresh folder to write into, which becomes `folder` when every rank has left this context.
+
+    Called on every rank. `about` says what run the checkpoint is of.
+
+    Raises:
+        RunStoppedError: there is no space for it, or it could not be written; what was there before is as it was.
+    """
+    step, partial = steps_at(folder), folder.parent / PARTIAL / folder.name
+    reached("saving", step)
+    _check_space(folder, writes)
+    if writes.commits:
+        shutil.rmtree(partial.parent, ignore_errors=True)
+        partial.mkdir(parents=True)
+    wait_for_everyone()
+    try:
+        yield partial
+        fault_at("written", step)
+        wait_for_everyone()  # every rank has written its part
+        if writes.commits:
+            flush(partial)
+            fault_at("flushed", step)
+            write_manifest(partial, about)
+            fault_at("listed", step)
+            _rename(partial, folder)
+            fault_at("renamed", step)
+    except (KeyboardInterrupt, SystemExit, RunStoppedError):
+        raise
+    except BaseException as error:  # DCP's own derives from it
+        if is_of_the_network(error):
+            raise
+        raise RunStoppedError(
+            f"The checkpoint after step {step} could not be written ({said_by(error)}; "
+            f"{shutil.disk_usage(folder.parent).free / GIB:.2f} GiB are free in {folder.parent}): make room there, or "
+            f"pass another --results_root; the checkpoint before is whole, and --resume_from {LAST} resumes from it."
+        ) from error
+    wait_for_everyone()
+
+
+def _check_space(folder: Path, writes: Writes) -> None:
+    """Refuse to begin what the disk cannot hold; every rank comes to the same end."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    of_ranks = gather_object([(writes.byte_count, writes.commits, free)])
+    needed = sum(count for count, _, _ in of_ranks) / max(1, sum(commits for _, commits, _ in of_ranks)) + SPARE_BYTES
+    least = min(free for _, _, free in of_ranks)
+    if least < needed:
+        raise RunStoppedError(
+            f"The checkpoint after step {steps_at(folder)} takes about {needed / GIB:.2f} GiB, but {least / GIB:.2f} "
+            f"GiB are free in {folder.parent}: make room there, or pass another --results_root; the checkpoint before "
+            f"is whole, and --resume_from {LAST} resumes from it."
+        )
+
+
+def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
+    """List the files of a folder, with what they are of; the last file that is written."""
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    path = folder / MANIFEST_FILE
+    path.write_bytes(_as_bytes({"about": dict(about), "files": files}))
+    _flush_file(path)
+    _flush_file(folder)
+
+
+def _as_bytes(listed: Mapping[str, Any]) -> bytes:
+    """The one way to write a manifest, so that no byte of it can change unseen."""
+    digest = sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+    return (json.dumps({**listed, "sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def flush(folder: Path) -> None:
+    """Have the system write a folder's files, and their names, to the disk now."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        _flush_file(path)
+    _flush_file(folder)
+
+
+def _flush_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rename(partial: Path, folder: Path) -> None:
+    """Give a written checkpoint its name; one of the same step, that an earlier start left, goes."""
+    if folder.exists():
+        remove([folder])
+    partial.rename(folder)
+    _flush_file(folder.parent)
+
+
+def rotate(checkpoints: Path, keep: set[str]) -> None:
+    """Remove every checkpoint but those named `keep`."""
+    remove([folder for folder in found_in(checkpoints) if folder.name not in keep])
+    fault_at("rotated", max((steps_at(checkpoints / name) for name in keep), default=0))
+
+
+def remove(folders: list[Path]) -> None:
+    """Remove checkpoints: first their names, at once, so that no half of one is left under its name."""
+    for folder in folders:
+        going = folder.parent / GOING
+        going.mkdir(exist_ok=True)
+        shutil.rmtree(going / folder.name, ignore_errors=True)
+        folder.rename(going / folder.name)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+# -- reading
+
+
+def steps_at(folder: Path) -> int:
+    """After how many optimizer steps a checkpoint was written, by its folder's name."""
+    named = CHECKPOINT.fullmatch(folder.name)
+    if not named:
+        raise BadInputError(f"{folder} is no checkpoint: its folder is to be called checkpoint-<step>.")
+    return int(named[1])
+
+
+def found_in(checkpoints: Path) -> list[Path]:
+    """The checkpoints of a run, whole or not, the newest first."""
+    folders = [path for path in checkpoints.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
+    return sorted(folders, key=steps_at, reverse=True)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: it is missing, or not as it was written.
+    """
+    try:
+        content = (folder / MANIFEST_FILE).read_bytes()
+    except OSError as error:
+        raise DamagedCheckpointError(
+            f"{folder} has no {MANIFEST_FILE} that can be read ({said_by(error)}), so that it is no whole checkpoint: "
+            "pass a folder checkpoint-<step> that a run of this folder wrote."
+        ) from None
+    try:
+        listed = json.loads(content)
+        del listed["sha256"]
+        unchanged = _as_bytes(listed) == content
+    except (ValueError, TypeError, KeyError, RecursionError):
+        unchanged = False
+    if not unchanged:
+        raise _damaged(folder, f"{MANIFEST_FILE} was changed")
+    return listed
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Read every byte of a checkpoint; what it is of (`about`).
+
+    Raises:
+        DamagedCheckpointError: a file is missing, new, of another size, or has other bytes than were written.
+    """
+    listed = read_manifest(folder)
+    files = listed["files"]
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    for name in sorted(there - {MANIFEST_FILE, *files}):
+        raise _damaged(folder, f"{name} was put beside its files")
+    for name, file in files.items():
+        path = folder / name
+        if name not in there:
+            raise _damaged(folder, f"{name} is missing")
+        if path.stat().st_size != file["bytes"]:
+            raise _damaged(folder, f"{name} has {path.stat().st_size:,} of {file['bytes']:,} bytes")
+        if _digest(path) != file["sha256"]:
+            raise _damaged(folder, f"{name} has other bytes than were written")
+    return listed["about"]
+
+
+def _damaged(folder: Path, reason: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"The checkpoint {folder} is damaged: {reason}. Go on from another: --resume_from {LAST} takes the newest "
+        "whole one of a run."
+    )
+
+
+def verify_once(folder: Path, is_main: bool) -> dict[str, Any]:
+    """`verify` on one rank for all, which come to the same end.
+
+    Raises:
+        DamagedCheckpointError: see `verify`.
+    """
+    found: dict[str, Any] = {}
+    reached("verifying", steps_at(folder))
+    if is_main:
+        try:
+            found = {"about": verify(folder)}
+        except DamagedCheckpointError as damage:
+            found = {"damage": str(damage)}
+    (found,) = [each for each in gather_object([found]) if each]
+    if "damage" in found:
+        raise DamagedCheckpointError(found["damage"])
+    return found["about"]
+
+
+def newest_whole(checkpoints: Path, sets_aside: bool = True) -> Path | None:
+    """A run's newest checkpoint that is as it was written; damaged ones are named, and with `sets_aside` renamed."""
+    for folder in found_in(checkpoints):
+        try:
+            verify(folder)
+        except DamagedCheckpointError as damage:
+            print(f"WARNING: {damage}")
+            if sets_aside:
+                aside = folder.with_name(folder.name + BAD)
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+                print(f"It is kept as {aside.name}; the one before is tried.")
+        else:
+            return folder
+    return None
+
+
+# -- what a run can resume from
+
+
+def about_run(run: RunConfig, rows: int) -> dict[str, Any]:
+    """Return what a checkpoint says of its run, which a resumed run must share; `rows`: to train on."""
+    return {
+        "technique": technique_of(run),
+        "parallel": run.parallel,
+        "loop": "trainer" if run.loop == "trainer" else "plain",
+        "ranks": run.world_size,
+        "rows_per_step": run.effective_batch_size,
+        "rows": rows,
+        "seed": run.seed,
+    }
+
+
+def technique_of(run: RunConfig) -> str:
+    """`lora` stands for any adapters."""
+    return "lora" if run.method.has_adapters else "full"
+
+
+def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
+    """Refuse a checkpoint that cannot be resumed, by its list alone: its bytes are read when training begins.
+
+    `rows`: to train on.
+
+    Raises:
+        BadInputError: see `check_resumable`; or nothing is left to train, or this run would move its folder away.
+    """
+    own_name = run.run_name or default_run_name(run, launcher)
+    own = run.results_folder(own_name)
+    if run.resume_from == LAST:
+        _check_newest(own / "checkpoints", run, rows)
+        return
+    folder = Path(run.resume_from).expanduser()
+    _check_listed(folder, run, rows)
+    steps = run.max_steps if run.max_steps > 0 else run.epochs * -(-rows // run.effective_batch_size)
+    if steps_at(folder) >= steps:
+        raise BadInputError(
+            f"resume_from is {folder}, a checkpoint after step {steps_at(folder)}, and this run has {steps}: nothing "
+            "is left to train; raise --epochs or --max_steps."
+        )
+    if folder.resolve().is_relative_to(own.resolve()):
+        raise BadInputError(
+            f"resume_from lies in the results of a run called {own_name}, as this one would be: pass --resume_from "
+            f"{LAST} to resume that run, or another --run_name."
+        )
+
+
+def _check_newest(checkpoints: Path, run: RunConfig, rows: int) -> None:
+    """Look at a run's own newest one, if there is any; a damaged one is named and kept aside when training begins."""
+    for folder in found_in(checkpoints)[:1]:
+        with suppress(DamagedCheckpointError):
+            _check_listed(folder, run, rows)
+
+
+def _check_listed(folder: Path, run: RunConfig, rows: int) -> None:
+    about = read_manifest(folder)["about"]
+    check_resumable(run, about["rows"] if run.cut_off_share else rows, folder, about)
+
+
+def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that this run, of so many training rows, cannot resume from.
+
+    Raises:
+        BadInputError: what it is of, and what the run is.
+    """
+    own = about_run(run, rows)
+    of_another = f"resume_from is {folder}, a checkpoint"
+    if about["parallel"] != own["parallel"] and not _replicas(about["parallel"], own["parallel"]):
+        raise BadInputError(
+            f"{of_another} of {about['parallel']}, but parallel is {run.parallel}: pass --parallel {about['parallel']}."
+        )
+    if about["loop"] != own["loop"]:
+        raise BadInputError(
+            f"{of_another} of another loop ({about['loop']}), which this workflow cannot read: pass another "
+            "--run_name, or take the workflow that wrote it."
+        )
+    if about["technique"] != own["technique"]:
+        raise BadInputError(
+            f"{of_another} of {about['technique']}, but technique is {run.technique}: pass --technique "
+            f"{about['technique']}."
+        )
+    if about["ranks"] != own["ranks"] and not run.parallelism.resumes_on_other_ranks:
+        raise BadInputError(
+            f"{of_another} of {about['ranks']} ranks, but there are {own['ranks']}, and the parts of {run.parallel} "
+            f"fit no other number: pass --devices {about['ranks']}."
+        )
+    if about["rows_per_step"] != own["rows_per_step"]:
+        raise BadInputError(
+            f"{of_another} of steps of {about['rows_per_step']} rows, but this run's have {own['rows_per_step']} "
+            f"(batch_size {run.batch_size} x accumulation_steps {run.accumulation_steps} x {run.data_parallel_ranks} "
+            "ranks): make them equal, or rows would be skipped or repeated."
+        )
+    for name, unit in (("rows", "training rows"), ("seed", "as seed")):
+        if about[name] != own[name]:
+            raise BadInputError(
+                f"{of_another} with {about[name]} {unit}, but this run has {own[name]}: make them equal, or rows would "
+                "be skipped or repeated."
+            )
+
+
+def _replicas(one: str, other: str) -> bool:
+    """Whether in both ways every rank has the whole model."""
+    return all(PARALLELISMS[name].is_single or PARALLELISMS[name].replicates for name in (one, other))

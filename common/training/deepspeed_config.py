@@ -1,0 +1,59 @@
+"""What DeepSpeed is told of a run; imports neither torch nor DeepSpeed."""
+
+from typing import Any
+
+from common.base.run_config import RunConfig
+
+
+def zero_stage(run: RunConfig) -> int:
+    """1, 2 or 3."""
+    return int(run.parallel.removeprefix("zero"))
+
+
+def deepspeed_config(run: RunConfig) -> dict[str, Any]:
+    """What DeepSpeed is told; sizes that follow from the model are `auto`, as in a file for Accelerate.
+
+    `zero_allow_untested_optimizer`: the optimizer is PyTorch's own, of which ZeRO divides the states.
+    `use_multi_rank_bucket_allreduce` off: each gradient is summed on the rank that needs it; else all ranks get all
+    gradients, half as much traffic again.
+    """
+    stage, on_host = zero_stage(run), {"device": "cpu", "pin_memory": True}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": run.device == "cuda",
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "use_multi_rank_bucket_allreduce": False,
+        "reduce_bucket_size": "auto",
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    if run.offload == "cpu":
+        zero["offload_optimizer"] = on_host
+        if stage == 3:
+            zero["offload_param"] = on_host
+    return {
+        "train_micro_batch_size_per_gpu": run.batch_size,
+        "gradient_accumulation_steps": run.accumulation_steps,
+        "gradient_clipping": run.max_grad_norm,
+        "bf16": {"enabled": run.arithmetic == "bf16"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+def with_sizes(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
+    """`config` with the sizes that Transformers takes for `auto` (transformers/integrations/deepspeed.py)."""
+    sizes = {
+        "reduce_bucket_size": hidden_size**2,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    zero = {name: sizes[name] if value == "auto" else value for name, value in config["zero_optimization"].items()}
+    return {**config, "zero_optimization": zero}

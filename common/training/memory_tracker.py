@@ -1,0 +1,155 @@
+"""Bytes of tensors, real or fake, by part and moment of a step, as PyTorch computes it."""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from common.planning.terms import PARTS
+
+ALLOCATION_BYTES = 512
+"""CUDA's allocator hands out multiples of this (kMinBlockSize in c10/cuda/CUDACachingAllocator)."""
+HANDING_ON = "handing on"
+"""What follows the last layer of a device without a head: the hidden state is sent, and its gradient received."""
+
+Bytes = dict[str, float]
+"""Bytes of each of `PARTS`."""
+Timeline = dict[str, Bytes]
+"""What is alive at the highest moment of each segment of the step."""
+
+
+class Watch(Protocol):
+    """What is told where in the step it goes on."""
+
+    def enter(self, segment: str, new_part: str = "activations") -> None:
+        """`segment` begins; what it makes counts as `new_part`."""
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of live storages by part, and remembers the highest moment of each segment.
+
+    A storage counts once, from the operation that makes it until nothing refers to it any more.
+    """
+
+    def __init__(self, vocab_size: int, rounded_to: int = ALLOCATION_BYTES) -> None:
+        """`vocab_size` tells logits by their last dimension; sizes are rounded up to `rounded_to` bytes."""
+        super().__init__()
+        self.vocab_size, self.rounded_to = vocab_size, rounded_to
+        self.part_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.live: Counter[str] = Counter()
+        self.segment, self.new_part = "load", "activations"
+        self.timeline: Timeline = {}
+
+    def enter(self, segment: str, new_part: str = "activations") -> None:
+        """From now on the peak is of `segment`, and what is made counts as `new_part`."""
+        self.segment, self.new_part = segment, new_part
+        self._remember()
+
+    def add(self, tensor: torch.Tensor, part: str) -> None:
+        """Count a tensor's storage as `part`; one that was counted as another part moves."""
+        storage = tensor.untyped_storage()
+        if storage in self.part_of:
+            entry = self.part_of[storage]
+            self.live[entry[0]] -= entry[1]
+        else:
+            entry = [part, -(-storage.nbytes() // self.rounded_to) * self.rounded_to]
+            self.part_of[storage] = entry
+            weakref.finalize(storage, self._free, entry)
+        entry[0] = part
+        self.live[part] += entry[1]
+
+    def _free(self, entry: list) -> None:
+        self.live[entry[0]] -= entry[1]
+
+    def _remember(self) -> None:
+        highest = self.timeline.get(self.segment)
+        if highest is None or sum(self.live.values()) > sum(highest.values()):
+            self.timeline[self.segment] = {part: self.live[part] for part in PARTS}
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run the operation, and count what it made."""
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.part_of:
+                self.add(tensor, self._part_of_new(func, args, tensor))
+        self._remember()
+        return made
+
+    def _part_of_new(self, func: Callable, args: tuple, tensor: torch.Tensor) -> str:
+        if func is torch.ops.aten._to_copy.default and self._part(args[0]) == "weights":
+            return "weights"  # autocast's copy in the precision of the arithmetic
+        if self.new_part == "activations" and tensor.dim() and tensor.shape[-1] == self.vocab_size:
+            return "logits"
+        return self.new_part
+
+    def _part(self, tensor: torch.Tensor) -> str | None:
+        entry = self.part_of.get(tensor.untyped_storage())
+        return entry[0] if entry else None
+
+
+def like_cuda() -> AbstractContextManager:
+    """Has a CPU choose the operations that a GPU would.
+
+    Dropout keeps a mask of bytes; attention's kernels keep a seed for theirs; autocast computes layer norms and softmax
+    in fp32.
+    """
+    layer_norm, softmax, attention = functional.layer_norm, functional.softmax, functional.scaled_dot_product_attention
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+    return mock.patch.multiple(
+        functional,
+        dropout=dropout,
+        scaled_dot_product_attention=lambda *args, **kwargs: attention(*args, **{**kwargs, "dropout_p": 0.0}),
+        layer_norm=_in_fp32_under_autocast(layer_norm),
+        softmax=_in_fp32_under_autocast(softmax),
+    )
+
+
+def _in_fp32_under_autocast(function: Callable) -> Callable:
+    def cast(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and torch.is_autocast_enabled("cpu") else value
+
+    def in_fp32(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return function(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+
+    return in_fp32
+
+
+def _mark(layer: torch.nn.Module, place: str, tracker: Watch) -> None:
+    class Marked(type(layer)):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            tracker.enter(f"forward: {place}")
+            output = super().__call__(*args, **kwargs)
+            hidden = output[0] if isinstance(output, tuple) else output
+            if hidden.requires_grad:
+                hidden.register_hook(lambda gradient: tracker.enter(f"backward: {place}"))
+            return output
+
+    layer.__class__ = Marked
+
+
+def _mark_end(layer: torch.nn.Module, after_layers: str, tracker: Watch) -> None:
+    class Marked(type(layer)):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().__call__(*args, **kwargs)
+            tracker.enter(f"forward: {after_layers}")
+            return output
+
+    layer.__class__ = Marked
+
+
+def watch_gradients(model: torch.nn.Module, tracker: MemoryTracker) -> None:
+    """Have the tracker count each weight's gradient as such once it is there."""
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda weight: tracker.add(weight.grad, "gradients"))

@@ -1,0 +1,427 @@
+"""Pipeline parallel: each rank holds one stage of the model, and works on one micro-batch while others work on theirs.
+
+A stage is the model itself with the layers of the other stages taken out, so that names, adapters, masks and rotary
+positions are those of the whole model. PyTorch's schedules (`torch.distributed.pipelining`) order the passes and send
+hidden states and gradients; this module cuts the stages, weighs the loss, and times every pass.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, PreTrainedModel
+
+from common.base.run_config import RunConfig
+from common.data.rows import IGNORED_LABEL
+from common.models.loading import (
+    ATTENTION,
+    LOADING_LOGGERS,
+    add_lora,
+    check_model,
+    class_names,
+    load_base_model,
+    model_class,
+    same_random_numbers_after,
+    silent,
+    start_head,
+    train_own_weights,
+    weight_dtype,
+)
+from common.planning.device_maps import whole_model_on
+from common.runtime.world import Rank
+from common.training.placement import StageMap
+from common.training.trainer import keeps_logits, with_head_on_answers
+
+SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
+"""Each has buffers for the hidden states of a whole batch: on a GPU they would add up over the batches' shapes. A new
+one costs a handshake of 1 to 4 ms (two ranks with gloo)."""
+
+
+# -- stages
+
+
+class PassThrough(torch.nn.Module):
+    """Stands where another stage has a module, and hands on what it gets."""
+
+    def forward(
+        self, hidden: torch.Tensor | None = None, *_: object, inputs_embeds: torch.Tensor | None = None, **__: object
+    ) -> torch.Tensor | None:
+        """The hidden state: layers get it first, embeddings by name."""
+        return inputs_embeds if hidden is None else hidden
+
+    @property
+    def word_embeddings(self) -> "PassThrough":
+        """Of an encoder's embeddings: gradient checkpointing asks for it."""
+        return self
+
+
+def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
+    """Take out of `model` what other stages hold; of the whole model it keeps `whole_config` and `ends_are_tied`.
+
+    The last stage of a model whose head is tied to its embeddings keeps a copy of them.
+    """
+    is_last = stage == max(stage_map.values())
+    if not hasattr(model, "whole_config"):  # with adapters a model is cut twice
+        model.whole_config = deepcopy(model.config)
+        model.whole_config.architectures = [library_class(model).__name__]
+        model.ends_are_tied = bool(model.all_tied_weights_keys)  # a classifier's config may say so of another head
+    keeps_embeddings = is_last and model.ends_are_tied
+    for name, holder in stage_map.items():
+        is_shared = name.endswith("rotary_emb") or (keeps_embeddings and name.endswith("embed_tokens"))
+        if holder != stage and not is_shared:
+            model.set_submodule(name, PassThrough())
+    if not is_last:  # nothing is left to be tied
+        model.config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}
+
+
+def library_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The class that plain Transformers loads what is saved with."""
+    return next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+
+
+def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel:
+    """This rank's stage of the base model; of pretrained weights nothing else is read into memory.
+
+    (Random weights are made for the whole model first, so that they are the same at any number of stages.)
+    """
+    if run.weights == "random":
+        model = load_base_model(run, whole_model_on(rank.device))
+        cut(model, stage_map, rank.rank)
+        return model
+    source = check_model(run.model)
+    named = class_names(run) if run.goal.classifies else {}
+    whole = model_class(run, AutoConfig.from_pretrained(source, trust_remote_code=False))
+
+    class Stage(whole):
+        _keys_to_ignore_on_load_unexpected = (r".*",)  # other stages' weights
+
+        def __init__(self, config: transformers.PretrainedConfig) -> None:
+            super().__init__(config)
+            cut(self, stage_map, rank.rank)
+
+    device_map = whole_model_on(rank.device)
+    with silent(*LOADING_LOGGERS) if named else nullcontext(), same_random_numbers_after(device_map):
+        model, about = Stage.from_pretrained(
+            source,
+            dtype=weight_dtype(run),
+            attn_implementation=ATTENTION[run.attention],
+            device_map=device_map,
+            output_loading_info=True,
+            ignore_mismatched_sizes=bool(named),  # a head for other labels is started anew
+            **named,
+        )
+    if named:
+        start_head(model, about, run.seed)
+    return model.eval()
+
+
+def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:
+    """Adapters on this stage's layers, with the starting values that they would have on one device.
+
+    Each adapter draws random numbers when it is made; so those of other stages are made, too, beside layers on `meta`,
+    and taken out again.
+    """
+    with torch.device("meta"):
+        whole = model_class(run, model.config)(model.config)
+    for name in stage_map:
+        if isinstance(model.get_submodule(name), PassThrough) and not name.endswith("lm_head"):
+            model.set_submodule(name, whole.get_submodule(name))
+    adapted = add_lora(model, run)
+    cut(model, stage_map, stage)
+    return adapted
+
+
+def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
+    """This rank's layers with the trained weights switched on; with LoRA adapters beside frozen ones.
+
+    Raises:
+        BadInputError: `target_modules` names no layer of this stage: every stage must have something to train.
+    """
+    stage = load_stage(run, stage_map, rank)
+    if run.method.has_adapters:
+        return add_lora_to_stage(stage, run, stage_map, rank.rank)
+    train_own_weights(stage, run)
+    return stage
+
+
+class StageModule(torch.nn.Module):
+    """What a schedule calls: token ids or a hidden state in, a hidden state or logits out."""
+
+    def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
+        """`model` comes from `load_stage`, with or without adapters."""
+        super().__init__()
+        self.model = model
+        self.causal = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.causal.config.use_cache = False
+        self.is_first, self.is_last = rank.rank == 0, rank.rank == rank.world_size - 1
+        self.autocast_dtype = torch.bfloat16 if run.precision.startswith("bf16") else None
+        self.device_type = run.device
+        self.positions: torch.Tensor | None = None
+        """Where the last stage computes logits, shape (positions,); None = everywhere."""
+
+    def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """`given` has shape (rows, tokens) on the first stage, else (rows, tokens, hidden); the mask (rows, tokens)."""
+        inputs = {"input_ids" if self.is_first else "inputs_embeds": given, "attention_mask": attention_mask}
+        with self._autocast():
+            if not self.is_last:
+                return self.causal.base_model(**inputs).last_hidden_state
+            if self.positions is not None:
+                inputs["logits_to_keep"] = self.positions
+            return self.causal(**inputs).logits
+
+    def _autocast(self) -> AbstractContextManager:
+        return torch.autocast(self.device_type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """Of hidden states between stages."""
+        return hidden_dtype(self.causal, autocasts=self.autocast_dtype is not None)
+
+
+def hidden_dtype(model: PreTrainedModel, autocasts: bool) -> torch.dtype:
+    """Of hidden states between layers; under autocast layer norms, which end an encoder's layers, give fp32."""
+    ends_with_layer_norm = not hasattr(model.base_model, "embed_tokens")
+    return torch.float32 if autocasts and ends_with_layer_norm else model.dtype
+
+
+# -- passes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass of one micro-batch through one stage; times in seconds since its step began."""
+
+    kind: str
+    """`forward`, `loss` or `backward`."""
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+
+Mark = Any
+"""A moment: seconds on CPU, an event of the GPU's stream there, which is read when the work is done."""
+
+
+TIMED_STEPS = 100
+"""Whose passes are kept one by one: a long training has millions."""
+
+
+class PassClock:
+    """Times the passes of this rank's stage, on CPU by the machine's clock, on a GPU by events of its stream."""
+
+    def __init__(self, device: str) -> None:
+        """Nothing was timed yet."""
+        self.device, self.on_gpu = device, device != "cpu"
+        self.passes: list[tuple[str, int, Mark, Mark]] = []
+        self.steps: list[tuple[Mark, Mark, list[tuple[str, int, Mark, Mark]]]] = []
+        """The latest ones; of those before, the sums alone."""
+        self.earlier_busy_s, self.earlier_total_s = 0.0, 0.0
+
+    def mark(self) -> Mark:
+        """Now."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def timed(self, kind: str, micro_batch: int, work: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What `work` returns; its time is kept."""
+        start = self.mark()
+        done = work(*args, **kwargs)
+        self.passes.append((kind, micro_batch, start, self.mark()))
+        return done
+
+    def step(self, work: Callable, *args: Any, **kwargs: Any) -> Any:
+        """What `work`, a whole step of a schedule, returns; its passes belong to it."""
+        self.passes, start = [], self.mark()
+        done = work(*args, **kwargs)
+        self.steps.append((start, self.mark(), self.passes))
+        self.passes = []  # what follows, say validation, is of no training step
+        if len(self.steps) > TIMED_STEPS:
+            last = self.steps.pop()
+            self.earlier_busy_s, self.earlier_total_s = self.busy_and_total_s()
+            self.steps = [last]
+        return done
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.steps, self.earlier_busy_s, self.earlier_total_s = [], 0.0, 0.0
+
+    def busy_and_total_s(self) -> tuple[float, float]:
+        """Seconds in which this stage computed, and seconds of the steps, over all steps since `forget`."""
+        self._wait()
+        busy_s = sum(self._seconds(start, end) for _, _, passes in self.steps for _, _, start, end in passes)
+        total_s = sum(self._seconds(start, end) for start, end, _ in self.steps)
+        return self.earlier_busy_s + busy_s, self.earlier_total_s + total_s
+
+    def last_passes(self) -> list[Pass]:
+        """The passes of the last step."""
+        self._wait()
+        begin, _, passes = self.steps[-1]
+        return [
+            Pass(kind, micro_batch, self._seconds(begin, start), self._seconds(begin, end))
+            for kind, micro_batch, start, end in passes
+        ]
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.accelerator.synchronize()
+
+    def _seconds(self, start: Mark, end: Mark) -> float:
+        return start.elapsed_time(end) / 1e3 if self.on_gpu else end - start
+
+
+class TimedStage(PipelineStage):
+    """A stage whose passes are timed."""
+
+    def __init__(self, clock: PassClock, *args: Any, **kwargs: Any) -> None:
+        """`clock` keeps the times; the rest is PyTorch's."""
+        super().__init__(*args, **kwargs)
+        self.clock = clock
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of one micro-batch."""
+        return self.clock.timed("forward", fwd_chunk_id, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The backward pass of one micro-batch."""
+        return self.clock.timed("backward", bwd_chunk_id, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
+
+
+# -- schedules
+
+
+class Pipeline:
+    """This rank's stage and its schedules, one for each shape of a micro-batch; of these the latest are kept."""
+
+    def __init__(self, module: StageModule, run: RunConfig, rank: Rank) -> None:
+        """Nothing is sent yet."""
+        self.module, self.rank = module, rank
+        self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
+        self.clock = PassClock(rank.device)
+        self.keeps_logits = keeps_logits(module.causal)
+        self.loss_divisor = 1.0
+        self.schedules: dict[tuple[object, ...], PipelineScheduleSingle] = {}
+        """The latest used last: the same on every rank, as all see the same shapes in the same order."""
+        self.kept_schedules = KEPT_SCHEDULES[run.device]
+
+    def train_step(
+        self, batch: dict[str, torch.Tensor], loss_divisor: float, schedule: str = "", micro_batches: int = 0
+    ) -> torch.Tensor:
+        """Forward and backward passes of all micro-batches of `batch`; gradients add up.
+
+        `batch` is the same on every rank, with a number of rows that the micro-batches divide; `input_ids` and
+        `attention_mask` have shape (rows, tokens). The loss is a sum over labelled tokens over `loss_divisor`, so that
+        uneven micro-batches weigh what they should. `schedule` and `micro_batches` stand in for the run's.
+
+        Returns:
+            The loss on the last stage, 0 on others.
+        """
+        name, count = schedule or self.schedule_name, micro_batches or self.micro_batches
+        self.module.train()
+        return self._run(batch, loss_divisor, name, count, "training")
+
+    def bare_step(self, batch: dict[str, torch.Tensor], micro_batches: int) -> None:
+        """The passes of this stage alone on micro-batches of `batch`: nothing is sent, received or waited for.
+
+        Hidden states are made up. Gradients add up.
+        """
+        self.module.train()
+        inputs = self._to_device(with_head_on_answers(batch) if self.keeps_logits else batch)
+        self.module.positions = inputs.get("logits_to_keep")
+        parts = [inputs[name].chunk(micro_batches) for name in ("input_ids", "attention_mask", "labels")]
+        for ids, mask, labels in zip(*parts, strict=True):
+            shape = (*ids.shape, self.module.causal.config.hidden_size)
+            made_up = torch.rand(shape, dtype=self.module.hidden_dtype, device=ids.device, requires_grad=True)
+            output = self.module(ids if self.module.is_first else made_up, mask)
+            if self.module.is_last:
+                self._weighted_loss(output, labels).backward()
+            else:
+                output.backward(torch.ones_like(output))
+
+    @torch.no_grad()
+    def validate(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The sum of the losses of all labelled tokens, on the last stage; 0 on others."""
+        self.module.eval()
+        return self._run(batch, 1.0, "gpipe", self.micro_batches, "validation")
+
+    @torch.no_grad()
+    def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Logits of all positions, fp32, shape (rows, tokens, vocabulary), on the last stage; None on others."""
+        self.module.eval()
+        self.module.positions = None
+        inputs = self._to_device(batch)
+        schedule = self._schedule(inputs["input_ids"].shape, "gpipe", self.micro_batches, "logits")
+        ids = (inputs["input_ids"],) if self.module.is_first else ()
+        made = schedule.eval(*ids, attention_mask=inputs["attention_mask"])
+        return made.float() if self.module.is_last else None
+
+    def _run(
+        self, batch: dict[str, torch.Tensor], loss_divisor: float, name: str, count: int, purpose: str
+    ) -> torch.Tensor:
+        inputs = self._to_device(with_head_on_answers(batch) if self.keeps_logits else batch)
+        self.module.positions = inputs.get("logits_to_keep")
+        self.loss_divisor = loss_divisor
+        schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
+        ids = (inputs["input_ids"],) if self.module.is_first else ()
+        losses: list[torch.Tensor] = []
+        target = {"target": inputs["labels"], "losses": losses} if self.module.is_last else {}
+        given = {"attention_mask": inputs["attention_mask"], "return_outputs": False, **target}
+        if purpose == "training":
+            self.clock.step(schedule.step, *ids, **given)
+        else:
+            schedule.eval(*ids, **given)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
+
+    def _to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}
+
+    def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
+        """The schedule for batches of `shape` (rows, tokens): kept for the next ones, as its buffers have that shape.
+
+        In place of the one that was not used for longest, which is dropped first: its memory is free at once.
+        """
+        key = (tuple(shape), name, count, purpose)
+        found = self.schedules.pop(key, None)
+        if found is None and len(self.schedules) == self.kept_schedules:
+            del self.schedules[next(iter(self.schedules))]
+        self.schedules[key] = found or self._new_schedule(shape, name, count, purpose)
+        return self.schedules[key]
+
+    def _new_schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
+        rows, length = shape[0] // count, shape[1]
+        hidden = torch.empty(
+            (rows, length, self.module.causal.config.hidden_size), dtype=self.module.hidden_dtype, device="meta"
+        ).requires_grad_(purpose == "training")
+        ids = torch.empty((rows, length), dtype=torch.long, device="meta")
+        stage = TimedStage(
+            self.clock,
+            self.module,
+            self.rank.rank,
+            self.rank.world_size,
+            torch.device(self.rank.device),
+            input_args=ids if self.module.is_first else hidden,
+            output_args=hidden,  # the last stage's goes nowhere, and its shape is not looked at
+        )
+        loss = None if purpose == "logits" else self._loss
+        return SCHEDULES[name](stage, count, loss_fn=loss, scale_grads=False)
+
+    def _loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The loss of one micro-batch; `logits` (rows, positions, classes) and `target` (rows, positions)."""
+        return self.clock.timed("loss", -1, self._weighted_loss, logits, target)
+
+    def _weighted_loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        flat = logits.float().flatten(0, -2)
+        return cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum") / self.loss_divisor

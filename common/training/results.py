@@ -1,0 +1,147 @@
+"""What a training proves and measures: rows seen, steps taken, losses, speed."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from accelerate.utils import gather_object
+
+from common.base.run_config import RunConfig
+from common.hardware.devices import gpu_of_device, gpus
+from common.runtime.recorder import RunLog
+from common.runtime.world import Rank
+from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
+from common.training.trainer import CountingTrainer
+
+
+def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, object]]:
+    """The world after training: per rank its machine, device, samples and tokens; the same list on every rank.
+
+    Raises:
+        RuntimeError: a rank did nothing, rows were skipped or repeated, or the learning rate decayed at another pace
+            than once per optimizer step that was taken.
+    """
+    work = trainer.work
+    place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
+    shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
+    for share in shares:
+        if share["samples"] == 0 and trainer.state.global_step > trainer.first_step:
+            raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
+    rows_by_rank = trainer.of_own_rows([share.pop("rows") for share in shares])
+    check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer), goes_on=trainer.first_step > 0)
+    scheduled, skipped = trainer.lr_scheduler.last_epoch, trainer.skips.steps
+    if scheduled + skipped != trainer.state.global_step:
+        raise RuntimeError(
+            f"The learning rate took {scheduled} steps, training {trainer.state.global_step}, of which {skipped} were "
+            "skipped."
+        )
+    return shares
+
+
+def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int, goes_on: bool = False) -> None:
+    """Every row was used once per epoch, by one rank only; in an epoch that ended early, at most once.
+
+    `row_uses` is how many rows the steps had room for: epochs times rows, or less where training ended early, or where
+    it `goes_on` after a checkpoint, and so began within an epoch.
+
+    Raises:
+        RuntimeError: rows were skipped or repeated.
+    """
+    times_used = Counter(row for rows in rows_by_rank for row in rows)
+    if times_used.total() != row_uses:
+        raise RuntimeError(f"{times_used.total()} rows were used, but the steps had room for {row_uses}.")
+    full_epochs, rest = divmod(row_uses, row_count)
+    allowed = (full_epochs, full_epochs + 1) if rest else (full_epochs,)
+    if goes_on:  # part of a first epoch and part of a last one
+        allowed = range(full_epochs - 1, full_epochs + 3)
+    wrong = [row for row in range(row_count) if times_used[row] not in allowed]
+    if wrong:
+        raise RuntimeError(
+            f"{len(wrong)} of {row_count} rows were used another number of times than {full_epochs}; "
+            f"row {wrong[0]}: {times_used[wrong[0]]} times."
+        )
+
+
+def steps_per_epoch(trainer: CountingTrainer) -> int:
+    """Optimizer steps in an epoch."""
+    return -(-len(trainer.batches) // trainer.batches.accumulation_steps)
+
+
+def row_uses(trainer: CountingTrainer) -> int:
+    """Rows that the finished steps of this run had room for."""
+    row_count = len(trainer.train_dataset)
+
+    def until(step: int) -> int:
+        epochs, rest_steps = divmod(step, steps_per_epoch(trainer))
+        return epochs * row_count + min(rest_steps * trainer.batches.rows_per_step, row_count)
+
+    return until(trainer.state.global_step) - until(trainer.first_step)
+
+
+def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], log: RunLog) -> dict[str, object]:
+    """What the record says of training: steps, losses, speed, FLOPs, best checkpoint.
+
+    `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
+    leave it out. `world` comes from `check_training`.
+    """
+    log.training_ended()
+    history, run = trainer.state.log_history, log.run
+    trained, multiplied = trainer.parameter_counts()
+    flops = training_flops(trained, multiplied - trained, is_encoder_decoder=run.goal.summarizes)
+    train_time_s, reporting_s = log.phases_s["training"], trainer.work.reporting_s
+    tokens = sum(trainer.of_own_rows([share["tokens"] for share in world]))
+    tokens_per_s = tokens / (train_time_s - reporting_s)
+    return {
+        "world": world,
+        "effective_batch_size": run.effective_batch_size,
+        "peak_learning_rate": run.peak_learning_rate,
+        "steps": trainer.state.global_step,
+        "skipped_steps": trainer.skips.steps,
+        "train_time_s": train_time_s,
+        "reporting_s": reporting_s,
+        "tokens_per_s": tokens_per_s,
+        "trained_parameters": trained,
+        **trainer.updates.figures(),
+        **flops,
+        "mfu": model_flops_utilization(tokens_per_s * flops["flops_per_token"] / run.devices, run),
+        "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
+        "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
+        "best_validation_loss": min(entry[VALIDATION_LOSS] for entry in history if VALIDATION_LOSS in entry),
+        **accuracy_figures(history),
+        "checkpoints": {
+            "best": Path(trainer.state.best_model_checkpoint).name,
+            "went_on_from": trainer.goes_on_from.name if trainer.goes_on_from else None,
+        },
+    }
+
+
+def accuracy_figures(history: list[dict[str, float]]) -> dict[str, object]:
+    """With classification: the validation accuracy by step, and the best one, whose checkpoint is the model."""
+    found = [[entry["step"], entry[ACCURACY]] for entry in history if ACCURACY in entry]
+    return {"validation_accuracies": found, "best_accuracy": max(value for _, value in found)} if found else {}
+
+
+def training_flops(
+    trained_parameters: int, frozen_parameters: int, is_encoder_decoder: bool = False
+) -> dict[str, object]:
+    """Floating-point operations per token of a training step, and the formula.
+
+    Forward 2N, the activations' gradients 2N, the weights' gradients 2N (Kaplan et al. 2020, section 2.1); frozen
+    weights need no gradients of their own: 4N. Recomputation is not counted. With an encoder-decoder a token goes
+    through one of the two, about half of the weights.
+    """
+    flops = 6 * trained_parameters + 4 * frozen_parameters
+    if is_encoder_decoder:
+        return {"flops_per_token": flops // 2, "flops_formula": "3N: each token through encoder or decoder"}
+    formula = "4N frozen + 6N trained" if frozen_parameters else "6N full"
+    return {"flops_per_token": flops, "flops_formula": formula}
+
+
+def model_flops_utilization(flops_per_s: float, run: RunConfig) -> float | None:
+    """MFU: a device's useful floating-point operations per second over its dense peak in the run's precision.
+
+    None on CPU, and on a GPU that the catalogue does not know. (Chowdhery et al. 2022, "PaLM", appendix B.)
+    """
+    gpu = gpu_of_device(gpus()[1][0]) if run.device == "cuda" else None
+    peak_tflops = gpu.tflops_dense[run.arithmetic] if gpu else None
+    return flops_per_s / (peak_tflops * 1e12) if peak_tflops else None

@@ -1,0 +1,72 @@
+"""Reading shards without running what a stranger may have put into them: DCP unpickles whatever it finds."""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, metadata
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from common.base.errors import BadInputError
+
+METADATA_FILE = ".metadata"
+ALLOWED = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath", "WindowsPath"),
+    "collections": ("OrderedDict",),
+}
+"""By module, what a list of shards is made of, beside number formats and the classes of DCP's `metadata`."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a list of shards, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """One of the names that such a list has.
+
+        Raises:
+            UnpicklingError: it is another.
+        """
+        known = name in ALLOWED.get(module, ())
+        is_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        part = getattr(metadata, name, None) if module == metadata.__name__ else None
+        if not known and not is_format and getattr(part, "__module__", None) != metadata.__name__:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a list of shards")
+        return super().find_class(module, name)
+
+
+class SafeReader(FileSystemReader):
+    """PyTorch's reader of shards, which looks at the list before it is unpickled."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The list of shards.
+
+        Raises:
+            BadInputError: it has something in it that could run.
+        """
+        path = Path(self.path) / METADATA_FILE
+        try:
+            with path.open("rb") as file:
+                _Unpickler(file).load()
+        except pickle.UnpicklingError as error:
+            raise BadInputError(f"{path} is not read ({error}): resume from another checkpoint.") from None
+        return super().read_metadata(*args, **kwargs)
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """PyTorch's planner of loading, which unpickles plain values alone."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """A value that is no tensor, such as a learning rate.
+
+        Raises:
+            UnpicklingError: it has something in it that could run.
+        """
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)

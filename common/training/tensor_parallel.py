@@ -1,0 +1,231 @@
+"""Tensor parallel: each rank has a part of every layer's matrices, and all ranks work on the same rows.
+
+Of Megatron's kind (Shoeybi et al. 2019, section 3), by PyTorch's own `parallelize_module`: Transformers has no plan for
+BERT and RoBERTa. A rank has some of the attention's heads and some of the feed-forward's inner neurons; their outputs
+are summed over the ranks twice a layer, and so are the gradients of their inputs on the way back. What is between is
+whole on every rank, which is why dropout must draw the same masks everywhere: seed all ranks alike.
+"""
+
+import re
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.utils import get_total_norm
+from transformers import PretrainedConfig, PreTrainedModel
+
+from common.base.errors import BadInputError
+from common.models.shards import local_part
+
+PLANNED = ("bert", "roberta")
+"""Model types whose layers have the plan's names."""
+COLUMN_WISE, ROW_WISE = "column-wise", "row-wise"
+"""By outputs (the weight's first dimension, and the bias), and by inputs (its second; the bias is whole)."""
+PLAN = {
+    "attention.self.query": COLUMN_WISE,
+    "attention.self.key": COLUMN_WISE,
+    "attention.self.value": COLUMN_WISE,
+    "attention.output.dense": ROW_WISE,
+    "intermediate.dense": COLUMN_WISE,
+    "output.dense": ROW_WISE,
+}
+"""Of every encoder layer. All else is whole on every rank: embeddings, layer norms, pooler and classifier."""
+STYLES = {COLUMN_WISE: ColwiseParallel, ROW_WISE: RowwiseParallel}
+AGREEMENT = 1e-7
+"""By which a whole weight may differ between ranks."""
+
+
+# -- the plan
+
+
+def check_divisible(config: PretrainedConfig, ranks: int) -> None:
+    """Refuse a model that the ranks cannot share evenly, or that there is no plan for; its config is enough.
+
+    Raises:
+        BadInputError: with the values and the next step.
+    """
+    if config.model_type not in PLANNED:
+        raise BadInputError(
+            f"model is of type {config.model_type}, which has no plan of tensor parallel: choose one of type "
+            f"{' or '.join(PLANNED)}, or pass --parallel ddp."
+        )
+    heads, inner = config.num_attention_heads, config.intermediate_size
+    if heads % ranks or inner % ranks:
+        fitting = [f"--devices {count}" for count in range(2, heads + 1) if heads % count == inner % count == 0]
+        raise BadInputError(
+            f"The model's num_attention_heads is {heads} and its intermediate_size {inner}, which {ranks} ranks cannot "
+            f"share evenly: pass {' or '.join([*fitting, '--parallel ddp'])}."
+        )
+
+
+def layers_of(model: PreTrainedModel | PeftModel) -> Iterable[torch.nn.Module]:
+    """The encoder's layers."""
+    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    return whole.base_model.encoder.layer
+
+
+def layer_plan(layer: torch.nn.Module) -> dict[str, str]:
+    """`PLAN` with the adapters that the layer has.
+
+    An adapter is divided where its matrix is: lora_B by outputs, or lora_A by inputs. The other one is whole, and so is
+    what it gets and gives: its gradient is complete on every rank.
+    """
+    plan = {}
+    for name, way in PLAN.items():
+        module = layer.get_submodule(name)
+        if not isinstance(module, LoraLayer):
+            plan[name] = way
+            continue
+        plan[f"{name}.base_layer"] = way
+        divided = "lora_B" if way == COLUMN_WISE else "lora_A"
+        plan |= {f"{name}.{divided}.{adapter}": way for adapter in getattr(module, divided)}
+    return plan
+
+
+def planned_dimensions(model: PreTrainedModel | PeftModel) -> dict[str, int | None]:
+    """Of every parameter the dimension that the plan divides, or None: it stays whole."""
+    dimensions: dict[str, int | None] = {name: None for name, _ in model.named_parameters()}
+    names = {module: name for name, module in model.named_modules()}
+    for layer in layers_of(model):
+        for path, way in layer_plan(layer).items():
+            name = names[layer.get_submodule(path)]
+            dimensions[f"{name}.weight"] = 0 if way == COLUMN_WISE else 1
+            if way == COLUMN_WISE and f"{name}.bias" in dimensions:
+                dimensions[f"{name}.bias"] = 0
+    return dimensions
+
+
+def split_by_plan(model: PreTrainedModel | PeftModel, mesh: DeviceMesh) -> PreTrainedModel | PeftModel:
+    """Divide every layer's matrices among the ranks of `mesh`, in place; values are those of its first rank.
+
+    Raises:
+        BadInputError: see `check_divisible`; nothing was divided then.
+    """
+    check_divisible(model.config, mesh.size())
+    for layer in layers_of(model):
+        styles = {name: STYLES[way]() for name, way in layer_plan(layer).items()}
+        parallelize_module(layer, mesh, styles | shared_input(layer))
+    return model
+
+
+def shared_input(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
+    """Have query, key and value take one DTensor: its gradient is summed over the ranks once, and not three times.
+
+    What is whole of their adapters takes it as the tensor that it is on every rank.
+    """
+    whole = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
+    styles = {"attention.self": PrepareModuleInput(**whole)}
+    for name in PLAN:
+        module = layer.get_submodule(name)
+        if name.startswith("attention.self.") and isinstance(module, LoraLayer):
+            for adapter in module.lora_dropout:
+                styles[f"{name}.lora_dropout.{adapter}"] = PrepareModuleInput(**whole, use_local_output=True)
+    return styles
+
+
+# -- what each rank holds
+
+
+def split_dimension(weight: torch.Tensor) -> int | None:
+    """The dimension along which a weight (or a gradient) is divided, None if it is whole."""
+    if not isinstance(weight, DTensor) or not weight.placements[0].is_shard():
+        return None
+    return weight.placements[0].dim
+
+
+def split_table(model: PreTrainedModel | PeftModel) -> list[dict[str, object]]:
+    """What this rank holds, for print and record: a row for each weight, layers together."""
+    rows: dict[str, dict[str, object]] = {}
+    for name, weight in model.named_parameters():
+        pattern = re.sub(r"\.\d+\.", ".*.", name)
+        about = {"weights": pattern, "split_dimension": split_dimension(weight), "held": 0, "whole": 0}
+        row = rows.setdefault(pattern, about)
+        row["held"] += local_part(weight).numel()
+        row["whole"] += weight.numel()
+    return list(rows.values())
+
+
+def check_split(model: PreTrainedModel | PeftModel, ranks: int) -> None:
+    """Refuse a model that only looks divided, or is divided where it should be whole.
+
+    Raises:
+        RuntimeError: with the weight, how it was to be divided, and how it is.
+    """
+    planned = planned_dimensions(model)
+    for name, weight in model.named_parameters():
+        found, local = split_dimension(weight), local_part(weight).numel()
+        parts = 1 if planned[name] is None else ranks
+        if found != planned[name] or local * parts != weight.numel():
+            raise RuntimeError(
+                f"{name} is {_divided(found)}, and this rank has {local:,} of its {weight.numel():,} elements, but "
+                f"over {ranks} ranks it was to be {_divided(planned[name])}."
+            )
+
+
+def _divided(dimension: int | None) -> str:
+    return "whole" if dimension is None else f"divided along dimension {dimension}"
+
+
+def check_whole_weights_agree(model: torch.nn.Module) -> None:
+    """Refuse ranks whose copies of a whole weight went apart, as other dropout masks would make them; on every rank.
+
+    Raises:
+        RuntimeError: with the weight, and by how much.
+    """
+    for name, weight in model.named_parameters():
+        if split_dimension(weight) is None:
+            own = local_part(weight.detach())
+            ends = torch.stack([own, -own])
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX)  # the largest and, with its sign turned, the smallest value
+            difference = (ends[0] + ends[1]).max().item()
+            if not difference <= AGREEMENT:  # also where it is no number
+                raise RuntimeError(
+                    f"{name} is whole on every rank, but its copies differ by up to {difference:.1e}: were all ranks "
+                    "seeded alike, and do they see the same rows?"
+                )
+
+
+# -- steps
+
+
+def separate_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Move what is a DTensor into parameter groups of its own, with the same settings; before a scheduler is built.
+
+    PyTorch's `foreach` and `fused` steps take no list with both kinds.
+    """
+    for group in list(optimizer.param_groups):
+        divided = [weight for weight in group["params"] if isinstance(weight, DTensor)]
+        if 0 < len(divided) < len(group["params"]):
+            group["params"] = [weight for weight in group["params"] if not isinstance(weight, DTensor)]
+            optimizer.add_param_group({**group, "params": divided})
+
+
+def clip_gradients(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Clip by the norm of all gradients, in place, as `clip_grad_norm_` does on one device; on every rank.
+
+    Squares of divided gradients are summed over the ranks; what every rank has whole counts once.
+
+    Returns:
+        The norm before.
+    """
+    gradients = [weight.grad for weight in parameters if weight.grad is not None]
+    divided = [gradient for gradient in gradients if split_dimension(gradient) is not None]
+    parts = [gradient.to_local() for gradient in divided]
+    whole = [local_part(gradient) for gradient in gradients if split_dimension(gradient) is None]
+    squares = get_total_norm(parts) ** 2
+    if divided:
+        dist.all_reduce(squares, group=divided[0].device_mesh.get_group())
+    norm = (squares + get_total_norm(whole) ** 2).sqrt()
+    torch._foreach_mul_(parts + whole, (max_norm / (norm + 1e-6)).clamp(max=1))
+    return norm

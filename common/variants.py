@@ -1,0 +1,86 @@
+"""A workflow with several settings: one of them with its ranks, or all of them one after the other, by command.
+
+Such a workflow has `RUN`, `SETTINGS` (the options of each, for all) and `defaults_for(technique, parallel)`, which
+gives a setting's run before further overrides.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from common.base.command_line import ended_by_one_sentence
+from common.base.run_config import RunConfig
+from common.checks.folder_runs import (
+    first_options,
+    name_of,
+    run_of_arguments,
+)
+from common.checks.inputs import check_inputs
+from common.launch import run_or_launch
+from common.reporting.classification import results_text
+from common.reporting.rows import clock, results_of_this_machine
+from common.runtime.launchers import ranks_command, stream_command
+
+
+def run_settings_from_command_line(workflow: ModuleType) -> None:
+    """Run what the command line says."""
+    options, overrides = first_options(workflow.RUN).parse_known_args()
+    if {"-h", "--help"} & set(overrides):
+        print(help_text(workflow, options.technique, options.parallel))
+        sys.exit(0)
+    with ended_by_one_sentence():
+        if options.all:
+            sys.exit(run_all(workflow, options.quick, overrides))
+        run = run_of_arguments(workflow, sys.argv[1:])
+        run_or_launch(workflow.workflow, run, Path(workflow.__file__).name, sys.argv[1:])
+
+
+def help_text(workflow: ModuleType, technique: str, parallel: str) -> str:
+    """What the workflow does, its own options, and what the setting that the others chose has unlike the defaults."""
+    parser, usual = first_options(workflow.RUN), RunConfig()
+    parser.description, parser.formatter_class = workflow.__doc__, argparse.RawDescriptionHelpFormatter
+    run = workflow.defaults_for(technique, parallel)
+    own = [
+        f"  --{name} {value}"
+        for name, value in run.to_dict().items()
+        if value != getattr(usual, name) and name not in ("technique", "parallel", "task", "run_folder")
+    ]
+    parser.epilog = "\n".join([
+        f"Fields of this setting ({technique}, {parallel}) that are not at their defaults; each takes another value,",
+        "as does every other field of common/base/run_config.py:",
+        *own,
+    ])  # fmt: skip
+    return parser.format_help()
+
+
+def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> int:
+    """Every setting in processes of its own, then the table of all; the exit code.
+
+    All are checked before the first one starts; one that fails then does not keep the others from running.
+
+    Raises:
+        BadInputError: a setting refuses its input; none was started.
+    """
+    script, failed, start_s = Path(workflow.__file__), [], time.perf_counter()
+    settings = [[*setting, *(["--quick"] if is_quick else []), *overrides] for setting in workflow.SETTINGS]
+    runs = [run_of_arguments(workflow, setting) for setting in settings]
+    for run in runs:
+        check_inputs(run)
+    names = [name_of(run) for run in runs]
+    for number, (setting, run, name) in enumerate(zip(settings, runs, names, strict=True), 1):
+        so_far = f"{clock(time.perf_counter() - start_s)} so far"
+        print(f"\n== setting {number} of {len(runs)}: {name} ({so_far})", flush=True)
+        try:
+            stream_command(ranks_command(run, script.name, setting), cwd=script.parent)
+        except RuntimeError as failure:
+            print(f"{name}: {failure}")
+            failed.append(name)
+    done = {(run.run_folder, name) for run, name in zip(runs, names, strict=True)}
+    records = [each for each in results_of_this_machine() if (each["run_folder"], each["run_name"]) in done]
+    print(f"\n== all settings: {clock(time.perf_counter() - start_s)}\n\n{results_text(records)}")
+    if failed:
+        print(f"error: {len(failed)} of {len(names)} settings failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
