@@ -1,4 +1,4 @@
-"""Start a run folder's workflow, whatever its number of ranks:
+"""Start a run folder's workflow, whatever its number of ranks.
 
 python -m common.launch --batch_size 8
 """
@@ -17,10 +17,7 @@ from common.base.run_folders import workflows_of
 from common.checks.inputs import check_inputs
 from common.reporting.loops import results_text
 from common.reporting.rows import results_in
-from common.runtime.launchers import (
-    ranks_command,
-    stream_command,
-)
+from common.runtime.launchers import ranks_command, stream_command
 
 
 def run_or_launch(

@@ -11,7 +11,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.secrets import secret_in, secrets_here
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Parallelism, Task, Technique
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, HasSpecs, Task
 
 LAST = "last"
 """The setting `resume_from` for a run's own newest whole checkpoint."""
@@ -38,7 +38,7 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(HasSpecs):
     """One fine-tuning run. A run folder's literal holds only what differs from these defaults.
 
     Raises:
@@ -452,16 +452,6 @@ class RunConfig:
                 raise BadInputError(f"{setting.name} is {value!r}, but must be of type {expected.__name__}.")
 
     @property
-    def method(self) -> Technique:
-        """What is trained."""
-        return TECHNIQUES[self.technique]
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """How devices share the work."""
-        return PARALLELISMS[self.parallel]
-
-    @property
     def goal(self) -> Task:
         """What is learnt."""
         return TASKS[self.task]
@@ -470,11 +460,6 @@ class RunConfig:
     def world_size(self) -> int:
         """Ranks (processes) of the run."""
         return 1 if self.parallelism.in_one_process else self.devices
-
-    @property
-    def data_parallel_ranks(self) -> int:
-        """Ranks that work on rows of their own."""
-        return self.devices if self.parallelism.splits_rows else 1
 
     @property
     def is_sharded(self) -> bool:

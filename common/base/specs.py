@@ -275,3 +275,26 @@ TASKS = {
         ),
     )
 }
+
+
+class HasSpecs:
+    """What names a technique and a parallelism, and so can ask what they do: a run's settings, a job to be planned."""
+
+    technique: str
+    parallel: str
+    devices: int
+
+    @property
+    def method(self) -> Technique:
+        """What is trained."""
+        return TECHNIQUES[self.technique]
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """How devices share the work."""
+        return PARALLELISMS[self.parallel]
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Ranks that work on rows of their own."""
+        return self.devices if self.parallelism.splits_rows else 1

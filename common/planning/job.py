@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.base.errors import BadInputError
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Parallelism, Technique
+from common.base.specs import TASKS, HasSpecs
 from common.planning.architectures import Architecture, Linear, Stack
 
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
@@ -86,7 +86,7 @@ class BatchShape:
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
 
     Raises:
@@ -155,16 +155,6 @@ class Job:
             raise BadInputError(f"--offload with --parallel {self.parallel} is not planned: pass fsdp or zero3.")
 
     @property
-    def method(self) -> Technique:
-        """What is trained."""
-        return TECHNIQUES[self.technique]
-
-    @property
-    def parallelism(self) -> Parallelism:
-        """How devices share the work."""
-        return PARALLELISMS[self.parallel]
-
-    @property
     def arithmetic_bytes(self) -> int:
         """`a`: bytes of a number in matrix products."""
         return 4 if self.precision == "fp32" else 2
@@ -208,11 +198,6 @@ class Job:
     def shards(self) -> int:
         """Ranks that share what the way of sharding divides."""
         return self.devices if self.parallelism.shards else 1
-
-    @property
-    def data_parallel_ranks(self) -> int:
-        """Ranks that work on rows of their own."""
-        return self.devices if self.parallelism.splits_rows else 1
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches of which a stage, counted from 0, holds activations at once.
