@@ -53,7 +53,7 @@ def quality(options: argparse.Namespace) -> list[Entry]:
 
     if options.quick:
         return quality.entries(options.technique, quality.SEEDS[:1], 1, QUICK_QUESTIONS)
-    return quality.entries(options.technique, quality.SEEDS, RunConfig().epochs, QUESTIONS)
+    return quality.entries(options.technique, quality.SEEDS, RunConfig().num_train_epochs, QUESTIONS)
 
 
 def planner(options: argparse.Namespace) -> list[Entry]:

@@ -38,7 +38,7 @@ def entries(rounds: int, questions: int) -> list[Entry]:
 
 def _run(folder: str, rows_at_once: int, questions: int) -> RunConfig:
     return RunConfig(
-        evaluation_batch_size=rows_at_once,
+        per_device_eval_batch_size=rows_at_once,
         test_rows=questions,
         results_root=folder,
         run_name=f"batch{rows_at_once}",

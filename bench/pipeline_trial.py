@@ -41,7 +41,7 @@ def measure(model: str, rows: int, steps: int, rounds: int) -> dict[str, object]
         parallel="pp",
         devices=RANKS,
         micro_batches=MICRO_BATCHES,
-        batch_size=rows,
+        per_device_train_batch_size=rows,
         model=model,
         weights="random",
         report_to="none",
@@ -65,7 +65,7 @@ def _tell(what: str, line: str) -> None:
 def _trainer(run: RunConfig, rank: Rank, folder: Path) -> PipelineTrainer:
     tokenizer, splits = load_tokenizer(run), load_splits(run)
     train, validation = (tokenize_rows(rows, tokenizer, run.max_length) for rows in (splits.train, splits.validation))
-    stage = load_stage(run, place_stages(run, longest_batch(train, run.batch_size)).stage_map, rank)
+    stage = load_stage(run, place_stages(run, longest_batch(train, run.per_device_train_batch_size)).stage_map, rank)
     train_linear_layers(stage, run.target_modules)
     trainer_class = partial(PipelineTrainer, pipeline=Pipeline(StageModule(stage, run, rank), run, rank))
     arguments, one_for_all = training_arguments(run, folder), replace(rank, rank=0, world_size=1)

@@ -136,7 +136,7 @@ class GridPoint:
         """What distinguishes it from the grid's other points."""
         run, batch = self.run, self.batch
         special = [
-            "checkpointed" if run.gradient_checkpointing != "none" else "",
+            "checkpointed" if run.gradient_checkpointing else "",
             "eager" if run.attention == "eager" else "",
             "padded" if batch.padded else "",
             "linear layers" if run.technique == "full" and run.target_modules != "all" else "",
@@ -159,7 +159,7 @@ def dry_run_grid() -> list[GridPoint]:
 
     Full fine-tuning is of every weight, but for some points with linear layers only, or with divided layers.
     """
-    techniques, checkpointings = ("lora", "full"), ("none", "non-reentrant")
+    techniques, checkpointings = ("lora", "full"), (False, True)
     points = [
         _point(technique, model, checkpointing, shape, precision=precision)
         for technique, model, checkpointing, precision in product(
@@ -173,10 +173,10 @@ def dry_run_grid() -> list[GridPoint]:
         points.append(_point(technique, model, checkpointing, shape, padded=True))
     for technique, checkpointing in product(techniques, checkpointings):
         points.append(_point(technique, "llama-3.1-8b", checkpointing, (4, 512), parallel="ddp", devices=4))
-    points += [_point(technique, "llama-3.1-8b", "none", (1, 2048), labelled=64) for technique in techniques]
+    points += [_point(technique, "llama-3.1-8b", False, (1, 2048), labelled=64) for technique in techniques]
     for model, checkpointing in product(LINEAR_ONLY, checkpointings):
         points.append(_point("full", model, checkpointing, (4, 512), target_modules="all-linear"))
-    points.append(_point("full", LINEAR_ONLY[0], "none", (4, 512), target_modules="all-linear", precision="fp32"))
+    points.append(_point("full", LINEAR_ONLY[0], False, (4, 512), target_modules="all-linear", precision="fp32"))
     points += divided_points()
     # fitcheck knows no dropout
     points += [
@@ -192,7 +192,7 @@ def divided_points() -> list[GridPoint]:
     ways = ({"parallel": "mp"}, {**pipeline, "schedule": "1f1b"}, {**pipeline, "schedule": "gpipe"})
     common = {"target_modules": "all-linear", "device": "cuda"}
     return [
-        _point(technique, model, "none", (8, 512), gpu=gpu, devices=devices, **common, **way)
+        _point(technique, model, False, (8, 512), gpu=gpu, devices=devices, **common, **way)
         for (model, gpu, devices), technique, way in product(DIVIDED, ("lora", "full"), ways)
     ]
 
@@ -432,7 +432,7 @@ def point_name(record: dict[str, Any]) -> str:
     """What distinguishes a measured point from the others."""
     special = [
         "linear layers" if record["linear_only"] else "",
-        "checkpointed" if record["gradient_checkpointing"] != "none" else "",
+        "checkpointed" if record["gradient_checkpointing"] else "",
         record["quantization"] if record["technique"] == "qlora" else "",
         record["card"],
     ]

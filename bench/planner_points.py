@@ -62,7 +62,7 @@ class Point:
     rows: int
     length: int
     """Tokens of a row."""
-    gradient_checkpointing: str
+    gradient_checkpointing: bool
     card: str = ""
     """The smaller card, by its name in the catalogue, whose memory it gets; empty = all that there is."""
     linear_only: bool = False
@@ -106,9 +106,9 @@ class Point:
 
 def all_points(here: Gpu) -> list[Point]:
     """With the whole card (also linear layers alone, and qlora), then with the memory of smaller ones."""
-    grid = product(TECHNIQUES, MODELS, SHAPES, ("none", "non-reentrant"))
+    grid = product(TECHNIQUES, MODELS, SHAPES, (False, True))
     whole_card = [Point(technique, model, *shape, checkpointing) for technique, model, shape, checkpointing in grid]
-    linear_grid = product(MODELS, SHAPES[:1], ("none", "non-reentrant"))
+    linear_grid = product(MODELS, SHAPES[:1], (False, True))
     whole_card += [
         Point("full", model, *shape, checkpointing, linear_only=True) for model, shape, checkpointing in linear_grid
     ]
@@ -119,19 +119,19 @@ def all_points(here: Gpu) -> list[Point]:
 
 def qlora_points() -> list[Point]:
     """Weights in 4 bits: middling models in every shape, a large one, and double quantization."""
-    grid = product(QLORA_MODELS, SHAPES, ("none", "non-reentrant"))
+    grid = product(QLORA_MODELS, SHAPES, (False, True))
     points = [Point("qlora", model, *shape, checkpointing) for model, shape, checkpointing in grid]
-    points += [Point("qlora", LARGE_QLORA_MODEL, *shape, "non-reentrant") for shape in SHAPES[:2]]
-    points.append(Point("qlora", LARGE_QLORA_MODEL, 1, 512, "none"))
+    points += [Point("qlora", LARGE_QLORA_MODEL, *shape, True) for shape in SHAPES[:2]]
+    points.append(Point("qlora", LARGE_QLORA_MODEL, 1, 512, False))
     for model in (QLORA_MODELS[0], LARGE_QLORA_MODEL):
-        points.append(Point("qlora", model, *SHAPES[0], "non-reentrant", quantization="nf4-double"))
+        points.append(Point("qlora", model, *SHAPES[0], True, quantization="nf4-double"))
     return points
 
 
 def small_card_points(card: str) -> list[Point]:
     """The points that are planned to fill the card nearest to each of `FULLNESS`, on either side of full."""
     gpu = find_gpu(card)
-    grid = product(TECHNIQUES, MODELS, SMALL_CARD_SHAPES, ("none", "non-reentrant"))
+    grid = product(TECHNIQUES, MODELS, SMALL_CARD_SHAPES, (False, True))
     fullness = {}
     for technique, model, shape, checkpointing in grid:
         point = Point(technique, model, *shape, checkpointing, card)

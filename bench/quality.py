@@ -50,7 +50,7 @@ def entries(techniques: list[Technique], seeds: tuple[int, ...], epochs: int, qu
 def _run(technique: Technique, seed: int, epochs: int, questions: int, folder: str) -> RunConfig:
     return RunConfig(
         learning_rate=LEARNING_RATES[technique],
-        epochs=epochs,
+        num_train_epochs=epochs,
         test_rows=questions,
         seed=seed,
         report_to="none",

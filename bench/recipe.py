@@ -50,10 +50,10 @@ class Trial:
     def run_config(self) -> RunConfig:
         """The same as a run of this repository would be set."""
         return RunConfig(
-            batch_size=BATCH_SIZE,
-            epochs=MOST_EPOCHS,
+            per_device_train_batch_size=BATCH_SIZE,
+            num_train_epochs=MOST_EPOCHS,
             learning_rate=self.learning_rate,
-            scheduler=SCHEDULER,
+            lr_scheduler_type=SCHEDULER,
             weight_decay=WEIGHT_DECAY,
             max_grad_norm=MAX_GRAD_NORM,
             seed=self.seed,

@@ -49,7 +49,7 @@ def measure(technique: Technique, global_batch_rows: int, steps: int) -> dict[st
     run = RunConfig(
         parallel="ddp" if world_size > 1 else "single",
         devices=world_size,
-        batch_size=global_batch_rows // world_size,
+        per_device_train_batch_size=global_batch_rows // world_size,
         max_steps=WARM_UP_STEPS + steps,
     )
     rank, clock = start_rank(run), _StepClock()

@@ -154,7 +154,7 @@ def train_llama_factory(clock: Clock) -> None:
     run = clock.trial.run_config()
     lora = {
         "finetuning_type": "lora",
-        "lora_rank": run.lora_rank,
+        "lora_rank": run.lora_r,
         "lora_alpha": run.lora_alpha,
         "lora_dropout": run.lora_dropout,
         "use_rslora": True,

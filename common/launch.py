@@ -12,7 +12,8 @@ from typing import NoReturn
 
 from common.base.command_line import exit_with
 from common.base.errors import BadInputError
-from common.base.run_config import RunConfig, parse_overrides
+from common.base.parsing import parse_overrides
+from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of
 from common.checks.inputs import check_inputs
 from common.reporting.loops import results_text

@@ -29,7 +29,7 @@ BAR = 1.5
 """How many times as fast the best way must be as sending after the backward pass, at `SLOW_MBIT`."""
 RUN_S = 600.0
 """How long one run may take."""
-SHORT = ("--report_share", "0.5", "--validation_rows", "32", "--test_rows", "4", "--max_new_tokens", "8", "--beams",
+SHORT = ("--eval_steps", "0.5", "--validation_rows", "32", "--test_rows", "4", "--max_new_tokens", "8", "--num_beams",
          "1", "--report_to", "none")  # fmt: skip
 """What surrounds the steps, cut short: it is not measured."""
 

@@ -72,7 +72,7 @@ def accelerate_config(run: RunConfig) -> str:
         comment = CPU_COMMENT
     elif run.parallelism.uses_fsdp:
         kind, comment, more = "FSDP", FSDP_COMMENT, FSDP_CONFIG.format(offload=str(run.offload == "cpu").lower())
-        mixed_precision = run.arithmetic.replace("fp32", "no")
+        mixed_precision = run.compute_dtype.replace("fp32", "no")
     elif run.parallelism.uses_deepspeed:
         kind, comment = "DEEPSPEED", ZERO_COMMENT.format(deepspeed_config=DEEPSPEED_CONFIG_NAME)
         more = ZERO_CONFIG.format(deepspeed_config=DEEPSPEED_CONFIG_NAME)

@@ -38,7 +38,18 @@ if not HAS_CUDA:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
-SMALL = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--epochs", "1", "--max_new_tokens", "8")
+SMALL = (
+    "--train_rows",
+    "65",
+    "--validation_rows",
+    "9",
+    "--test_rows",
+    "9",
+    "--num_train_epochs",
+    "1",
+    "--max_new_tokens",
+    "8",
+)
 TINY_ENCODER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
                 "initializer_range": 0.2}  # fmt: skip
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

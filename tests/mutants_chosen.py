@@ -183,7 +183,7 @@ LOSS = (
     Fault(
         "accumulation is left out: each micro-batch is a step",
         "common/training/trainer.py",
-        "gradient_accumulation_steps=run.accumulation_steps,",
+        "gradient_accumulation_steps=run.gradient_accumulation_steps,",
         "gradient_accumulation_steps=1,",
         _equals_one_device("DDP, accumulated, lora"),
     ),
@@ -204,8 +204,8 @@ LOSS = (
     Fault(
         "an early stop waits for one validation more",
         "common/training/trainer.py",
-        "EarlyStoppingCallback(run.early_stop)",
-        "EarlyStoppingCallback(run.early_stop + 1)",
+        "EarlyStoppingCallback(run.early_stopping_patience)",
+        "EarlyStoppingCallback(run.early_stopping_patience + 1)",
         _unit("training", "training_ends_after_validations_without_a_better_model"),
     ),
     Fault(
@@ -651,7 +651,7 @@ REPORTS = (
     Fault(
         "a cell of a table is typed, not taken from the record",
         "common/reporting/tables.py",
-        '                "Rows per device and step": str(record["config"]["batch_size"]),\n',
+        '                "Rows per device and step": str(record["config"]["per_device_train_batch_size"]),\n',
         '                "Rows per device and step": "8",\n',
         ("tests/repo/test_repository.py::test_every_table_is_what_the_records_say",),
     ),
@@ -782,7 +782,9 @@ PROCESSES = (
         "common/base/command_line.py",
         "    sys.exit(BAD_INPUT_EXIT_CODE)\n",
         "    sys.exit(1)\n",
-        _recipes("launchers", "bad_input_is_one_sentence_and_exit_code_2[overrides0-batch_size is 0-python]"),
+        _recipes(
+            "launchers", "bad_input_is_one_sentence_and_exit_code_2[overrides0-per_device_train_batch_size is 0-python]"
+        ),
     ),
     Fault(
         "gradients that are no numbers reach the weights",

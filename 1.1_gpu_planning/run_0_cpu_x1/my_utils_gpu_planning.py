@@ -8,7 +8,7 @@ import pandas as pd
 
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
-from common.checks.planner_command import cluster_of, job_of, parser
+from common.checks.planner_command import cluster_of, job_of, read_options
 from common.hardware.devices import CATALOGUE, GIB, cpu_device, find_gpu
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Precision
@@ -85,7 +85,7 @@ def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: i
     """
     given = {"model": model, "gpu": gpu, "gpus": gpus, "batch-size": batch_size, "seq-len": seq_len, "nodes": nodes}
     given |= {name.replace("_", "-"): value for name, value in options.items()}
-    asked = parser().parse_args([f"--{name}={value}" for name, value in given.items()])
+    asked = read_options([f"--{name}={value}" for name, value in given.items()])
     cluster = cluster_of(asked)
     return Question(read_architecture(asked.model), job_of(asked), cluster, asked.precision)
 

@@ -29,7 +29,8 @@ RUN = RunConfig(
     technique="lora",
     parallel="single",
     run_folder="2.1_lora_finetuning/run_0_cpu_x1",
-    gradient_checkpointing="reentrant",
+    gradient_checkpointing=True,
+    use_reentrant=True,
 )
 
 Tokenizer = PreTrainedTokenizerBase

@@ -33,8 +33,8 @@ RUN = RunConfig(
     parallel="ddp",  # (1)
     run_folder="2.2_lora_finetuning_with_ddp/run_0_cpu_x2",
     devices=2,
-    batch_size=8,
-    gradient_checkpointing="non-reentrant",  # (3)
+    per_device_train_batch_size=8,
+    gradient_checkpointing=True,  # (3)
 )
 
 Tokenizer = PreTrainedTokenizerBase

@@ -37,11 +37,11 @@ RUN = RunConfig(
     devices=4,
     model="Qwen/Qwen2.5-7B-Instruct",
     precision="bf16",
-    batch_size=14,
-    epochs=3,
+    per_device_train_batch_size=14,
+    num_train_epochs=3,
     learning_rate=1e-5,
-    evaluation_batch_size=8,
-    gradient_checkpointing="non-reentrant",  # (3)
+    per_device_eval_batch_size=8,
+    gradient_checkpointing=True,  # (3)
 )
 
 Tokenizer = PreTrainedTokenizerBase

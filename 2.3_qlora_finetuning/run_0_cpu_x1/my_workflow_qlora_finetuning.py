@@ -30,7 +30,7 @@ RUN = RunConfig(
     technique="qlora",
     parallel="single",
     run_folder="2.3_qlora_finetuning/run_0_cpu_x1",
-    gradient_checkpointing="non-reentrant",
+    gradient_checkpointing=True,
 )
 
 Tokenizer = PreTrainedTokenizerBase

@@ -35,12 +35,12 @@ RUN = RunConfig(
     model="Qwen/Qwen2.5-7B-Instruct",
     precision="bf16",
     quantization="nf4-double",
-    optimizer="paged_adamw_8bit",
-    batch_size=3,
-    epochs=3,
+    optim="paged_adamw_8bit",
+    per_device_train_batch_size=3,
+    num_train_epochs=3,
     learning_rate=1e-5,
-    evaluation_batch_size=3,
-    gradient_checkpointing="non-reentrant",
+    per_device_eval_batch_size=3,
+    gradient_checkpointing=True,
 )
 
 Tokenizer = PreTrainedTokenizerBase

@@ -34,11 +34,12 @@ RUN = RunConfig(
     gpu="A100 80GB SXM",
     model="Qwen/Qwen2.5-7B-Instruct",
     precision="bf16",
-    batch_size=10,
-    epochs=3,
+    per_device_train_batch_size=10,
+    num_train_epochs=3,
     learning_rate=1e-5,
-    evaluation_batch_size=8,
-    gradient_checkpointing="reentrant",
+    per_device_eval_batch_size=8,
+    gradient_checkpointing=True,
+    use_reentrant=True,
 )
 
 Tokenizer = PreTrainedTokenizerBase

@@ -50,7 +50,7 @@ def load_data(log: RunLog) -> tuple[Tokenizer, Splits, list[Tokens]]:
 def place(log: RunLog, train: list[Tokens]) -> Placement:
     """The device map (1), beside Accelerate's own and an even split."""
     with log.phase("place layers"):
-        batch = longest_batch(train, log.run.batch_size)
+        batch = longest_batch(train, log.run.per_device_train_batch_size)
         print(placement_table(log.run, batch, log.gpu()).to_string(index=False))
         return place_stages(log.run, batch, log.gpu())
 

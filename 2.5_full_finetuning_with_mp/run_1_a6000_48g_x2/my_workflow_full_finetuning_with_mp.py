@@ -38,11 +38,12 @@ RUN = RunConfig(
     devices=2,
     model="Qwen/Qwen2.5-7B-Instruct",
     precision="bf16",
-    batch_size=8,
-    epochs=3,
+    per_device_train_batch_size=8,
+    num_train_epochs=3,
     learning_rate=1e-5,
-    evaluation_batch_size=8,
-    gradient_checkpointing="reentrant",
+    per_device_eval_batch_size=8,
+    gradient_checkpointing=True,
+    use_reentrant=True,
 )
 
 Tokenizer = PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ def load_data(log: RunLog) -> tuple[Tokenizer, Splits, list[Tokens]]:
 def place(log: RunLog, train: list[Tokens]) -> Placement:
     """The device map (1), beside Accelerate's own and an even split."""
     with log.phase("place layers"):
-        batch = longest_batch(train, log.run.batch_size)
+        batch = longest_batch(train, log.run.per_device_train_batch_size)
         print(placement_table(log.run, batch, log.gpu()).to_string(index=False))
         return place_stages(log.run, batch, log.gpu())
 

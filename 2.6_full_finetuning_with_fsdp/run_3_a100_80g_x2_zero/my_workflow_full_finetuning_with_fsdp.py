@@ -40,12 +40,12 @@ RUN = RunConfig(
     devices=2,
     model="Qwen/Qwen2.5-7B-Instruct",
     precision="bf16",
-    batch_size=8,
-    epochs=3,
+    per_device_train_batch_size=8,
+    num_train_epochs=3,
     learning_rate=1e-5,
     learning_rate_scaling="sqrt",  # (3)
-    evaluation_batch_size=8,
-    gradient_checkpointing="non-reentrant",
+    per_device_eval_batch_size=8,
+    gradient_checkpointing=True,
 )
 
 Tokenizer = PreTrainedTokenizerBase

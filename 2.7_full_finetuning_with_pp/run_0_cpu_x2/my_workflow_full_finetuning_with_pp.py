@@ -39,7 +39,7 @@ RUN = RunConfig(
     parallel="pp",
     run_folder="2.7_full_finetuning_with_pp/run_0_cpu_x2",
     devices=2,
-    batch_size=64,
+    per_device_train_batch_size=64,
     micro_batches=8,
     learning_rate=4e-3,
 )
@@ -58,7 +58,7 @@ def load_data(log: RunLog) -> tuple[Tokenizer, Splits, list[Tokens]]:
 def place(log: RunLog, train: list[Tokens]) -> Placement:
     """Which stage holds which layers (1), so that no device is fuller than it must be in training."""
     with log.phase("place layers"):
-        placement = place_stages(log.run, longest_batch(train, log.run.batch_size), log.gpu())
+        placement = place_stages(log.run, longest_batch(train, log.run.per_device_train_batch_size), log.gpu())
         if log.rank.is_main:
             print(stage_table(placement).to_string(index=False))
         return placement

@@ -44,11 +44,11 @@ RUN = RunConfig(
     micro_batches=8,
     model="Qwen/Qwen2.5-7B-Instruct",
     precision="bf16",
-    batch_size=8,
-    epochs=3,
+    per_device_train_batch_size=8,
+    num_train_epochs=3,
     learning_rate=1e-5,
-    evaluation_batch_size=8,
-    gradient_checkpointing="non-reentrant",
+    per_device_eval_batch_size=8,
+    gradient_checkpointing=True,
 )
 
 Tokenizer = PreTrainedTokenizerBase
@@ -65,7 +65,7 @@ def load_data(log: RunLog) -> tuple[Tokenizer, Splits, list[Tokens]]:
 def place(log: RunLog, train: list[Tokens]) -> Placement:
     """Which stage holds which layers (1), so that no device is fuller than it must be in training."""
     with log.phase("place layers"):
-        placement = place_stages(log.run, longest_batch(train, log.run.batch_size), log.gpu())
+        placement = place_stages(log.run, longest_batch(train, log.run.per_device_train_batch_size), log.gpu())
         if log.rank.is_main:
             print(stage_table(placement).to_string(index=False))
         return placement

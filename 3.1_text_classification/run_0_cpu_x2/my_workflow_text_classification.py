@@ -44,15 +44,15 @@ RUN = RunConfig(
     data="assets/visitor_messages",
     target_modules="all",
     max_length=128,
-    batch_size=32,
-    epochs=3,
+    per_device_train_batch_size=32,
+    num_train_epochs=3,
     learning_rate=2e-4,
-    warmup_share=0.1,
+    warmup_steps=0.1,
     max_grad_norm=1.0,
-    report_share=0.2,
-    evaluation_batch_size=50,
+    eval_steps=0.2,
+    per_device_eval_batch_size=50,
 )
-LORA = {"target_modules": "query,value", "epochs": 4, "learning_rate": 2e-3, "lora_alpha": 16}  # (1)
+LORA = {"target_modules": "query,value", "num_train_epochs": 4, "learning_rate": 2e-3, "lora_alpha": 16}  # (1)
 SETTINGS = [
     ["--technique", technique, "--parallel", *way]
     for technique in ("full", "lora")

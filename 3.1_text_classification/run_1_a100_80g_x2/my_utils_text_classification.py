@@ -67,7 +67,7 @@ def say_split(model: PreTrainedModel | PeftModel) -> str:
 def stage_to_train(log: RunLog, train: list[dict]) -> Trained:
     """This rank's layers, placed so that no device is fuller than it must be; the head is with the last ones."""
     run, rank = log.run, log.rank
-    placement = place_stages(run, longest_batch(train, run.batch_size), log.gpu())
+    placement = place_stages(run, longest_batch(train, run.per_device_train_batch_size), log.gpu())
     module = StageModule(trained_stage(run, placement.stage_map, rank), run, rank)
     trainer_class = partial(PipelineTrainer, pipeline=Pipeline(module, run, rank))
     return module.model, trainer_class, placement.plan

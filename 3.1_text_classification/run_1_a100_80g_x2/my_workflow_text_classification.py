@@ -46,16 +46,16 @@ RUN = RunConfig(
     data="assets/visitor_messages",
     target_modules="all",
     max_length=128,
-    batch_size=16,
-    epochs=10,
+    per_device_train_batch_size=16,
+    num_train_epochs=10,
     learning_rate=1e-5,
-    warmup_share=0.06,
+    warmup_steps=0.06,
     max_grad_norm=1.0,
     precision="bf16-mixed",
-    report_share=0.05,
-    evaluation_batch_size=64,
+    eval_steps=0.05,
+    per_device_eval_batch_size=64,
 )
-LORA = {"target_modules": "query,value", "epochs": 15, "learning_rate": 3e-4, "lora_alpha": 16}  # (1)
+LORA = {"target_modules": "query,value", "num_train_epochs": 15, "learning_rate": 3e-4, "lora_alpha": 16}  # (1)
 SETTINGS = [
     ["--technique", technique, "--parallel", *way]
     for technique in ("full", "lora")

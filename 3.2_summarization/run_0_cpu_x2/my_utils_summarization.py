@@ -30,18 +30,18 @@ RUN = RunConfig(
     text_column="dialogue",
     target_modules="all",
     max_length=256,
-    max_summary_length=64,
+    max_target_length=64,
     max_new_tokens=64,
-    bucket_mib=0.25,
-    batch_size=16,
-    epochs=4,
+    per_device_train_batch_size=16,
+    num_train_epochs=4,
     learning_rate=2e-3,
-    warmup_share=0.1,
+    warmup_steps=0.1,
     max_grad_norm=1.0,
-    report_share=0.25,
-    evaluation_batch_size=25,
-    beams=2,
+    eval_steps=0.25,
+    per_device_eval_batch_size=25,
+    num_beams=2,
 )
+MACHINES = {"bucket_cap_mb": 0.25}
 
 Tokenizer = PreTrainedTokenizerBase
 Figures = dict[str, object]
@@ -49,7 +49,7 @@ Figures = dict[str, object]
 
 def run_with(loop: str) -> RunConfig:
     """This folder's run, by one of the three ways to write its loop."""
-    return replace(RUN, loop=loop)
+    return replace(RUN, loop=loop, **(MACHINES if loop == "machines" else {}))
 
 
 def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:

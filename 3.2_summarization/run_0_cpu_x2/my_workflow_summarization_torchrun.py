@@ -2,7 +2,7 @@
 
 From this folder:
     torchrun --standalone --nproc_per_node 2 my_workflow_summarization_torchrun.py
-    torchrun --standalone --nproc_per_node 2 my_workflow_summarization_torchrun.py --epochs 1
+    torchrun --standalone --nproc_per_node 2 my_workflow_summarization_torchrun.py --num_train_epochs 1
     python my_workflow_summarization_torchrun.py --parallel single --devices 1 --partitions N  # the steps of N ranks
 
 Nothing here says how many ranks there are: the Trainer finds out. The other two workflows of this folder do the same

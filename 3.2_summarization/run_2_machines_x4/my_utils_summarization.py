@@ -33,18 +33,19 @@ RUN = RunConfig(
     text_column="dialogue",
     target_modules="all",
     max_length=1024,
-    max_summary_length=128,
+    max_target_length=128,
     empty_rows="skip",
     max_new_tokens=128,
-    batch_size=4,
-    accumulation_steps=4,
-    epochs=1,
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=4,
+    num_train_epochs=1,
     learning_rate=5e-5,
-    warmup_share=0.1,
+    warmup_steps=0.1,
     max_grad_norm=1.0,
-    report_share=0.25,
-    evaluation_batch_size=8,
+    eval_steps=0.25,
+    per_device_eval_batch_size=8,
 )
+MACHINES = {}
 
 Tokenizer = PreTrainedTokenizerBase
 Figures = dict[str, object]
@@ -52,7 +53,7 @@ Figures = dict[str, object]
 
 def run_with(loop: str) -> RunConfig:
     """This folder's run, by one of the three ways to write its loop."""
-    return replace(RUN, loop=loop)
+    return replace(RUN, loop=loop, **(MACHINES if loop == "machines" else {}))
 
 
 def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:

@@ -34,7 +34,8 @@ from my_utils_summarization import (
 )
 from torch.nn.utils import clip_grad_norm_
 
-from common.base.run_config import RunConfig, parse_overrides
+from common.base.parsing import parse_overrides
+from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
 from common.records.store import Record

@@ -1,6 +1,5 @@
 """How a command ends: wrong usage and mistakes in one sentence, errors without secrets, each with its exit code."""
 
-import argparse
 import os
 import signal
 import sys
@@ -11,12 +10,15 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from common.base.errors import BadInputError, RunStoppedError, is_of_the_network, said_by
-from common.base.run_config import LAST, RunConfig, parse_overrides
+from common.base.parsing import parse_overrides
+from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
-TOLD_ALONE = f"error: this run was told to end (SIGTERM); --resume_from {LAST} resumes from its newest checkpoint."
+TOLD_ALONE = (
+    f"error: this run was told to end (SIGTERM); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
+)
 SPEAK_FIRST_S = 2.0
 """Other ranks leave after rank 0 has spoken: their launcher ends all ranks once the first is gone."""
 
@@ -37,7 +39,10 @@ def ended_by_one_sentence() -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: interrupted; --resume_from {LAST} resumes from the newest checkpoint.", file=sys.stderr)
+            print(
+                f"error: interrupted; --resume_from_checkpoint {LAST} resumes from the newest checkpoint.",
+                file=sys.stderr,
+            )
         sys.exit(INTERRUPTED_EXIT_CODE)
     except BadInputError as mistake:
         exit_with(mistake)
@@ -70,11 +75,3 @@ def exit_with(mistake: BadInputError) -> NoReturn:
     else:
         time.sleep(SPEAK_FIRST_S)
     sys.exit(BAD_INPUT_EXIT_CODE)
-
-
-class OneSentenceParser(argparse.ArgumentParser):
-    """A parser that refuses in one sentence, as the rest does."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with code 2."""
-        self.exit(2, f"error: {message}; --help lists the options\n")

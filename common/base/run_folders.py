@@ -8,6 +8,8 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 
+OWN_CHANGES = ("LORA", "MACHINES")
+"""Literals right after `RUN`: how the runs of a technique, or of a loop, differ from it."""
 LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 
 
@@ -52,11 +54,11 @@ def find_literal(source: str) -> ast.Assign:
 
 
 def literal_lines(source: str) -> tuple[int, int]:
-    """From which line to which a workflow's own literals go: `RUN`, and where it has one `LORA` right after it."""
+    """Return the lines, from the first up to the last, of a folder's own literals: `RUN`, and `LORA` or `MACHINES`."""
     statements, run = ast.parse(source).body, find_literal(source)
     after = [node for node in statements if node.lineno > run.lineno][:1]
-    is_lora = after and isinstance(after[0], ast.Assign) and ast.unparse(after[0].targets[0]) == "LORA"
-    last = after[0] if is_lora else run
+    is_own = after and isinstance(after[0], ast.Assign) and ast.unparse(after[0].targets[0]) in OWN_CHANGES
+    last = after[0] if is_own else run
     return run.lineno - 1, last.end_lineno
 
 

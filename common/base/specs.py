@@ -192,6 +192,7 @@ PARALLELISMS = {
             shards=frozenset({"optimizer"}),
             sharded_by=DEEPSPEED,
             takes_4_bits=False,
+            why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full",),  # it would divide next to nothing of an adapter
         ),
         Parallelism(
@@ -202,6 +203,7 @@ PARALLELISMS = {
             shards=frozenset({"gradients", "optimizer"}),
             sharded_by=DEEPSPEED,
             takes_4_bits=False,
+            why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full",),  # as stage 1
         ),
         Parallelism(
@@ -212,6 +214,7 @@ PARALLELISMS = {
             shards=_EVERYTHING,
             sharded_by=DEEPSPEED,
             takes_4_bits=False,
+            why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full", "lora"),
         ),
         Parallelism(

@@ -64,7 +64,7 @@ def disk_need(run: RunConfig) -> DiskNeed:
         saved_bytes = sum(weight.nbytes for weight in trained)
         models_bytes += saved_bytes
     states = sum(weight.numel() * _state_bytes(run, weight.itemsize) for weight in trained)
-    checkpoints = min(CHECKPOINTS_AT_ONCE, math.ceil(1 / run.report_share))
+    checkpoints = min(CHECKPOINTS_AT_ONCE, math.ceil(1 / run.eval_steps))
     return DiskNeed(saved_bytes + math.ceil(states), checkpoints, models_bytes)
 
 
@@ -79,7 +79,7 @@ def _state_bytes(run: RunConfig, weight_bytes: int) -> float:
     """Of the optimizer, per trained weight; of one that the planner does not know, Adam's."""
     if run.parallelism.uses_deepspeed:
         return 3 * 4  # DeepSpeed's bf16 has momentum, variance and a copy of the weights in fp32
-    known = OPTIMIZER_BYTES.get(run.optimizer)
+    known = OPTIMIZER_BYTES.get(run.optim)
     return 2 * weight_bytes if known is None else known
 
 
@@ -97,7 +97,7 @@ def check_disk(run: RunConfig) -> None:
     there = next(each for each in folder.parents if each.exists())
     free = shutil.disk_usage(there).free
     if free < need.total_bytes:
-        fewer = ", or --report_share 0.5 for two checkpoints at a time" if need.checkpoints > 2 else ""
+        fewer = ", or --eval_steps 0.5 for two checkpoints at a time" if need.checkpoints > 2 else ""
         raise BadInputError(
             f"This run would write up to {size_text(need.total_bytes)} ({need}), but {size_text(free)} are free in "
             f"{there}: make room there, or pass --results_root with a folder on another disk{fewer}."

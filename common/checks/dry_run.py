@@ -203,21 +203,21 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
     except BadInputError:
         of_max_length = f"rows of max_length {run.max_length}"
         return batch_of_length(run, run.max_length), f"{of_max_length}, as the model's tokenizer is not here"
-    batch = longest_batch(tokens_of(rows, tokenizer, run), run.batch_size)
+    batch = longest_batch(tokens_of(rows, tokenizer, run), run.per_device_train_batch_size)
     return batch, f"the longest {batch.rows} of the run's {len(rows):,} rows"
 
 
 def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
     """A batch of rows of exactly so many tokens, all learnt.
 
-    With classification each row has its one label, with summarization a summary of `max_summary_length` tokens.
+    With classification each row has its one label, with summarization a summary of `max_target_length` tokens.
     """
     if run.goal.classifies:
-        return BatchShape(run.batch_size, tokens, labelled=1, classes=len(label_names_of(run)))
+        return BatchShape(run.per_device_train_batch_size, tokens, labelled=1, classes=len(label_names_of(run)))
     if run.goal.summarizes:
-        summary = run.max_summary_length
-        return BatchShape(run.batch_size, tokens, labelled=summary, target_length=summary)
-    return BatchShape(run.batch_size, tokens, tokens - 1)
+        summary = run.max_target_length
+        return BatchShape(run.per_device_train_batch_size, tokens, labelled=summary, target_length=summary)
+    return BatchShape(run.per_device_train_batch_size, tokens, tokens - 1)
 
 
 def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
@@ -228,9 +228,8 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
     way = run.parallel
     if run.parallelism.pipelines:
         way = f"pp ({run.schedule}, {run.micro_batches} micro-batches)"
-    lines = [
-        f"{run.technique} of {run.model}, {run.precision}, checkpointing {run.gradient_checkpointing}, {way}: {shape}"
-    ]
+    checkpointed = "checkpointed, " if run.gradient_checkpointing else ""
+    lines = [f"{run.technique} of {run.model}, {run.precision}, {checkpointed}{way}: {shape}"]
     as_on_gpu = run.device != "cpu"
     if not divides_layers(run):
         device = dry_run(run, batch, as_on_gpu)
@@ -291,6 +290,8 @@ def answer_planner(options: argparse.Namespace, job: Job, cluster: Cluster, unkn
     parallel = options.parallel or ("ddp" if devices > 1 else "single")
     if TECHNIQUES[technique].quantizes or not (PARALLELISMS[parallel].is_single or PARALLELISMS[parallel].replicates):
         raise BadInputError(f"{unknown} The dry run stands in for lora and full, with single and ddp: pass these.")
+    has_adapters = TECHNIQUES[technique].has_adapters
+    adapters = {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout} if has_adapters else {}
     run = RunConfig(
         technique=technique,
         parallel=parallel,
@@ -298,12 +299,11 @@ def answer_planner(options: argparse.Namespace, job: Job, cluster: Cluster, unkn
         model=options.model,
         weights="random",
         precision=options.precision or usual_precision(technique, cluster),
-        optimizer=job.optimizer,
+        optim=job.optimizer,
         attention=job.attention if job.attention != "flash" else "sdpa",
-        gradient_checkpointing="non-reentrant" if options.gradient_checkpointing else "none",
-        lora_rank=job.lora_rank,
-        lora_dropout=job.lora_dropout,
-        target_modules=options.target_modules or ("all-linear" if TECHNIQUES[technique].has_adapters else "all"),
+        gradient_checkpointing=bool(options.gradient_checkpointing),
+        target_modules=options.target_modules or ("all-linear" if adapters else "all"),
+        **adapters,
     )
     result = dry_run(run, job.batch)
     fits = result.peak_gib <= gpu.memory_gib

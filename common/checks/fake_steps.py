@@ -359,18 +359,7 @@ def trainer_of_run(
 
 def step_arguments(run: RunConfig, folder: str) -> transformers.TrainingArguments:
     """The run's own training arguments, for a CPU and one rank."""
-    alone = replace(
-        run,
-        device="cpu",
-        gpu="",
-        parallel="single",
-        devices=1,
-        stages=0,
-        micro_batches=1,
-        device_map="balanced",
-        attention="eager",
-        report_to="none",
-    )
+    alone = run.changed_to(device="cpu", gpu="", parallel="single", devices=1, attention="eager", report_to="none")
     return training_arguments(alone, Path(folder))
 
 

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig, check_choice, parse_overrides
+from common.base.run_config import RunConfig, check_choice
 from common.base.run_folders import literal_file_of, read_literal, read_lora
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.data.rows import Splits
@@ -30,7 +31,7 @@ def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel
         changes |= lora
     way = PARALLELISMS[parallel]
     if not way.replicates:  # ranks have no rows of their own: one of them gets the whole batch
-        changes["batch_size"] = run.batch_size * run.devices
+        changes["per_device_train_batch_size"] = run.per_device_train_batch_size * run.devices
     if way.is_single:
         changes["devices"] = 1
     if way.pipelines:  # as many layers on each stage: balanced by memory, the embeddings' stage would get few to do

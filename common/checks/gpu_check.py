@@ -32,8 +32,9 @@ from typing import Any, NoReturn
 
 from tabulate import tabulate
 
-from common.base.command_line import INTERRUPTED_EXIT_CODE, OneSentenceParser
+from common.base.command_line import INTERRUPTED_EXIT_CODE
 from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
@@ -227,8 +228,8 @@ def devices_of(kind: str, machine: Record) -> Devices:
 def settings_for(technique: Trial, own: RunConfig, devices: Devices) -> dict[str, object]:
     """What a technique's run on these devices has unlike its folder, but for the model."""
     settings: dict[str, object] = {
-        "batch_size": CPU_ROWS,
-        "evaluation_batch_size": CPU_ROWS,
+        "per_device_train_batch_size": CPU_ROWS,
+        "per_device_eval_batch_size": CPU_ROWS,
         "report_to": "none",
         "independent_judge": "none",
         **technique.settings,
@@ -244,8 +245,8 @@ def settings_for(technique: Trial, own: RunConfig, devices: Devices) -> dict[str
         "stages": 0,
         "parallel": parallel,
         "precision": pure if devices.has_bf16 else "fp32",
-        "batch_size": GPU_ROWS,
-        "evaluation_batch_size": GPU_ROWS,
+        "per_device_train_batch_size": GPU_ROWS,
+        "per_device_eval_batch_size": GPU_ROWS,
     }
 
 

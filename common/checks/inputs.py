@@ -27,13 +27,13 @@ def check_inputs(run: RunConfig) -> None:
         BadInputError: what is unknown, missing or malformed, or cannot fit.
     """
     check_settings_and_data(run)
-    if not (run.resume_from or was_restarted()):  # what it wrote before takes the room that it needs
+    if not (run.resume_from_checkpoint or was_restarted()):  # what it wrote before takes the room that it needs
         check_disk(run)
     if run.parallelism.splits_matrices:
         check_divisible(any_shape_config(run.model), run.devices)
     if run.is_sharded:
         check_sharding_inputs(run)
-    if run.resume_from:
+    if run.resume_from_checkpoint:
         check_checkpoint(run, detect_launcher(), len(load_splits(run).train))
     check_placement_and_memory(run, load_splits(run).train, load_tokenizer(run))
 
@@ -64,7 +64,7 @@ def check_settings_and_data(run: RunConfig) -> None:
             raise BadInputError(f"report_to names {tracker!r}: choose none, or some of {known}.")
         if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
             raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
-    for name, known in (("scheduler", SchedulerType), ("optimizer", OptimizerNames)):
+    for name, known in (("lr_scheduler_type", SchedulerType), ("optim", OptimizerNames)):
         names = [choice.value for choice in known]
         if getattr(run, name) not in names:
             raise BadInputError(f"{name} is {getattr(run, name)!r}: choose one of {', '.join(names)}.")

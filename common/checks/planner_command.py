@@ -9,16 +9,18 @@ common/planning/time_plan.py. Exit code 0: it fits;
 1: it does not; 2: the question is wrong.
 """
 
-import argparse
 import json
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
 
-from common.base.command_line import OneSentenceParser
+from common.base.command_line import exit_with
 from common.base.errors import BadInputError
+from common.base.parsing import SettingsParser
+from common.base.run_config import RunConfig, not_meant_for
+from common.base.settings import setting
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
 from common.planning.architectures import UnknownArchitectureError, read_architecture
@@ -44,60 +46,109 @@ from common.planning.time_plan import (
 from common.records.store import kept_records
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
-    made = OneSentenceParser(
-        prog="python -m common.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
-    made.add_argument("--model", required=True, help="name in assets/model_configs, Hub id, folder, or config.json")
-    made.add_argument("--technique", choices=TECHNIQUES, help="without it, all are ranked")
-    made.add_argument("--parallel", choices=PARALLELISMS, help="without it, all that make sense are ranked")
-    made.add_argument("--gpu", action="append", default=[], help="once for all GPUs, or once for each, in their order; "
-                      "without it, this machine's")  # fmt: skip
-    made.add_argument("--gpus", type=int, help="how many there are, over all nodes")
-    made.add_argument("--nodes", type=int, default=1, help="machines")
-    made.add_argument("--gpu-memory-gib", type=float, help="of a GPU that the catalogue lacks")
-    made.add_argument("--gpu-tflops", type=float, help="of such a GPU: dense, in the precision of the run")
-    made.add_argument("--link", help="nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs")
-    made.add_argument("--batch-size", type=int, default=1, help="rows per data-parallel rank and step (1)")
-    made.add_argument("--seq-len", type=int, default=1024, help="tokens per row (1024)")
-    made.add_argument("--target-len", type=int, help="with encoder-decoders: tokens per summary; without it, as many "
-                      "as per row")  # fmt: skip
-    made.add_argument("--classes", type=int, default=0, help="labels of a classifier; 0 = the model's own head")
-    made.add_argument("--lora-rank", type=int, default=8)
-    made.add_argument("--target-modules", help="linear layers that get adapters or, with full, are trained: "
-                      "q_proj,v_proj (of BERT and RoBERTa query,value) or all-linear; without it: all-linear, with "
-                      "full every weight")  # fmt: skip
-    made.add_argument("--lora-dropout", type=float, default=0.0)
-    made.add_argument("--precision", choices=get_args(Precision), help="without it: bf16 for adapters and bf16-mixed "
-                      "for full fine-tuning; fp16-mixed where the GPU lacks bf16")  # fmt: skip
-    made.add_argument("--quantization", choices=get_args(Quantization), help="of qlora's weights (nf4)")
-    made.add_argument("--optimizer", default="adamw_torch_fused", help=f"one of {', '.join(OPTIMIZER_BYTES)}")
-    made.add_argument("--attention", choices=("eager", "sdpa", "flash"), default="sdpa")
-    made.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction,
-                      help="without it: where it does not fit otherwise")  # fmt: skip
-    made.add_argument("--micro-batches", type=int, help="with --parallel pp; without it, as many as make sense")
-    made.add_argument("--offload", action="store_true", help="optimizer states wait in the host's memory")
-    made.add_argument("--rows-per-epoch", type=int, default=DEFAULT_ROWS_PER_EPOCH)
-    made.add_argument("--usd-per-hour", type=float, help="of one GPU, instead of the catalogue's price")
-    made.add_argument("--against-nodes", type=int, help="compare the bill with the same GPUs on so many machines")
-    made.add_argument("--explain", action="store_true", help="unfold the first plan's memory into its terms")
-    made.add_argument("--json", action="store_true")
-    return made
+def shared(name: str, default: object, doc: str = "", **for_argparse: object) -> object:
+    """Return an option that is a run's setting: its names and its help, with the planner's own default."""
+    of_run = {each.name: each.metadata for each in fields(RunConfig)}[name]
+    return field(default=default, metadata={**of_run, "help": doc or of_run["help"], **for_argparse})
 
 
-def cluster_of(options: argparse.Namespace) -> Cluster:
+@dataclass(frozen=True)
+class PlannerOptions:
+    """The question to the planner; a run's settings have the names and the meaning that they have for a run."""
+
+    model: str = setting("", "Name in assets/model_configs, Hub id, folder, or config.json.", required=True)
+    technique: str | None = shared("technique", None, "Without it, all are ranked.")
+    parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
+    gpu: str | None = setting(
+        None, "Once for all GPUs, or once for each, in their order; without it, this machine's.", action="append"
+    )
+    gpus: int | None = setting(None, "Number of GPUs, over all nodes.", ("--devices",))
+    nodes: int = setting(1, "Machines.")
+    gpu_memory_gib: float | None = setting(None, "Memory of a GPU that the catalogue lacks, in GiB.")
+    gpu_tflops: float | None = setting(None, "Speed of such a GPU: dense TFLOPS in the precision of the run.")
+    link: str | None = setting(None, "nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs.")
+    per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
+    max_length: int = setting(1024, "Tokens per row (1024).", ("--seq-len", "--seq_len"))
+    max_target_length: int | None = setting(
+        None,
+        "With encoder-decoders: tokens per summary; without it, as many as per row.",
+        ("--target-len", "--target_len"),
+    )
+    classes: int = setting(0, "Labels of a classifier; 0 = the model's own head.")
+    lora_r: int = shared("lora_r", 8)
+    target_modules: str | None = shared(
+        "target_modules",
+        None,
+        "Linear layers that get adapters or, with full, are trained: q_proj,v_proj (of BERT and RoBERTa query,value) or "
+        "all-linear; without it: all-linear, with full every weight.",
+    )
+    lora_dropout: float = shared("lora_dropout", 0.0)
+    precision: Precision | None = shared(
+        "precision",
+        None,
+        "Without it: bf16 for adapters and bf16-mixed for full fine-tuning; fp16-mixed where the GPU lacks bf16.",
+    )
+    quantization: Quantization | None = setting(None, "Number format of qlora's frozen weights (nf4).")
+    optim: str = shared("optim", "adamw_torch_fused", f"One of {', '.join(OPTIMIZER_BYTES)}.")
+    attention: Literal["eager", "sdpa", "flash"] = shared("attention", "sdpa")
+    gradient_checkpointing: bool | None = shared(
+        "gradient_checkpointing",
+        None,
+        "Without it and --no-gradient-checkpointing: where it does not fit otherwise.",
+        nargs="?",
+        const=True,
+    )
+    micro_batches: int | None = shared("micro_batches", None, "With --parallel pp; without it, as many as make sense.")
+    offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
+    rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
+    usd_per_hour: float | None = setting(None, "Price of one GPU, instead of the catalogue's.")
+    against_nodes: int | None = setting(None, "Compare the bill with the same GPUs on so many machines.")
+    explain: bool = setting(False, "Unfold the first plan's memory into its terms.")
+    json: bool = setting(False, "Print JSON.")
+
+    def __post_init__(self) -> None:
+        """Check what a number or a technique alone can tell.
+
+        Raises:
+            BadInputError: a number is too low, or an option means nothing for the technique.
+        """
+        for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "lora_r",
+                     "micro_batches", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops", "usd_per_hour",
+                     "against_nodes"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise BadInputError(f"{short_option(self, name)} is {value:g}, but must be above 0.")
+        if self.classes < 0 or self.classes == 1:
+            raise BadInputError(f"--classes is {self.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
+        idle = not_meant_for(RunConfig(technique=self.technique)) if self.technique else {}
+        for name in ("lora_r", "lora_dropout"):
+            if name in idle and getattr(self, name) != getattr(type(self), name):
+                raise BadInputError(f"{short_option(self, name)} is for {idle[name]}: leave it out.")
+
+
+def short_option(options: PlannerOptions, name: str) -> str:
+    """Return the shortest spelling of an option on the command line."""
+    aliases = next(each for each in fields(options) if each.name == name).metadata["aliases"]
+    return min((f"--{name}", *aliases), key=len).replace("_", "-")
+
+
+def read_options(arguments: Sequence[str] | None = None) -> PlannerOptions:
+    """Return the question that the command line asks.
+
+    Raises:
+        SystemExit: an option is unknown, or a value of the wrong kind.
+        BadInputError: see `PlannerOptions`.
+    """
+    made = SettingsParser((PlannerOptions,), prog="python -m common.planner", description=__doc__)
+    return PlannerOptions(**made.settings(arguments))
+
+
+def cluster_of(options: PlannerOptions) -> Cluster:
     """The GPUs that the command line means.
 
     Raises:
         BadInputError: a GPU is unknown, or their number does not fit their names.
     """
-    for name in ("gpus", "nodes", "batch_size", "seq_len", "target_len", "lora_rank", "micro_batches", "rows_per_epoch",
-                 "gpu_memory_gib", "gpu_tflops", "usd_per_hour", "against_nodes"):  # fmt: skip
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise BadInputError(f"--{name.replace('_', '-')} is {value:g}, but must be above 0.")
     by_hand = ["this GPU"] if options.gpu_memory_gib else []
     chosen = [_one_gpu(name, options) for name in options.gpu or by_hand] or _gpus_here()
     count = options.gpus or len(chosen)
@@ -113,7 +164,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     return Cluster(tuple(chosen), options.nodes, link, options.usd_per_hour)
 
 
-def _one_gpu(name: str, options: argparse.Namespace) -> Gpu:
+def _one_gpu(name: str, options: PlannerOptions) -> Gpu:
     if options.gpu_memory_gib:
         tflops = options.gpu_tflops
         if tflops is None:
@@ -143,18 +194,20 @@ def _gpus_here() -> list[Gpu]:
     return [gpu for gpu in found if gpu is not None]
 
 
-def job_of(options: argparse.Namespace) -> Job:
+def job_of(options: PlannerOptions) -> Job:
     """The job that the command line means, as one GPU would do it; `ranked_plans` fills in technique and parallel."""
     method = TECHNIQUES.get(options.technique)
     if options.quantization and method and not method.has_adapters:
         raise BadInputError(WHY_NOT_QUANTIZED_FULL)
     if options.quantization and method and not method.quantizes:
         raise BadInputError("LoRA on quantized weights is QLoRA: pass --technique qlora.")
-    if options.classes < 0 or options.classes == 1:
-        raise BadInputError(f"--classes is {options.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
-    labelled = 1 if options.classes else options.target_len or options.seq_len
+    labelled = 1 if options.classes else options.max_target_length or options.max_length
     shape = BatchShape(
-        options.batch_size, options.seq_len, labelled, classes=options.classes, target_length=options.target_len or 0
+        options.per_device_train_batch_size,
+        options.max_length,
+        labelled,
+        classes=options.classes,
+        target_length=options.max_target_length or 0,
     )
     return Job(
         technique="lora",
@@ -162,17 +215,17 @@ def job_of(options: argparse.Namespace) -> Job:
         batch=shape,
         precision=options.precision or "bf16",
         quantization=options.quantization or "nf4",
-        optimizer=options.optimizer,
+        optimizer=options.optim,
         attention=options.attention,
-        lora_rank=options.lora_rank,
+        lora_rank=options.lora_r,
         target_modules=tuple(options.target_modules.split(",")) if options.target_modules else (),
         lora_dropout=options.lora_dropout,
-        offload=options.offload,
+        offload=options.offload == "cpu",
         cpu_operations=options.gpu == ["cpu"] and options.classes > 0,
     )
 
 
-def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[str]:
+def assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
     """What the answer rests on."""
     best = plans[0]
     job, link = best.job, best.cluster.slowest_link
@@ -200,7 +253,7 @@ def assumptions_of(plans: Sequence[Plan], options: argparse.Namespace) -> list[s
     return said
 
 
-def techniques_asked(options: argparse.Namespace) -> tuple[str, ...]:
+def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
     """The one that is named, else all that go with the task and the way to share work; quantization needs qlora."""
     if options.technique:
         return (options.technique,)
@@ -210,7 +263,7 @@ def techniques_asked(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(TECHNIQUES)
 
 
-def answer(options: argparse.Namespace) -> int:
+def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster = cluster_of(options)
     job = job_of(options)
@@ -277,8 +330,7 @@ def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> s
 def main() -> None:
     """`python -m common.planner`."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
-    options = parser().parse_args()
     try:
-        sys.exit(answer(options))
+        sys.exit(answer(read_options()))
     except BadInputError as mistake:
-        parser().exit(2, f"error: {mistake}\n")
+        exit_with(mistake)

@@ -66,8 +66,8 @@ def unknown_to_planner(run: RunConfig) -> str:
     """What the planner does not know of this run, which then goes without a plan; empty = nothing."""
     if device_of(run) is None:
         return f"the catalogue lacks {gpus()[1][0]}; --gpu may name one of like memory and speed"
-    if run.optimizer not in OPTIMIZER_BYTES:
-        return f"the planner does not know the optimizer {run.optimizer}"
+    if run.optim not in OPTIMIZER_BYTES:
+        return f"the planner does not know the optimizer {run.optim}"
     try:
         read_architecture(run.model)
     except UnknownArchitectureError as unknown:
@@ -96,8 +96,8 @@ def total_steps(run: RunConfig, row_count: int | None) -> int | None:
         return run.max_steps
     if row_count is None:
         return None
-    batches = -(-row_count // (run.batch_size * run.data_parallel_ranks))
-    return run.epochs * -(-batches // run.accumulation_steps)
+    batches = -(-row_count // (run.per_device_train_batch_size * run.data_parallel_ranks))
+    return run.num_train_epochs * -(-batches // run.gradient_accumulation_steps)
 
 
 # -- the answer
@@ -124,7 +124,7 @@ def announcement(run: RunConfig, rows: Rows, plan: Plan | None) -> str:
 
 def planned_step_s(run: RunConfig, plan: Plan) -> float:
     """Seconds of an optimizer step by the plan, with all its micro-batches."""
-    return plan.time.total_s * run.accumulation_steps
+    return plan.time.total_s * run.gradient_accumulation_steps
 
 
 def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:

@@ -65,8 +65,8 @@ def rows_of_run(run: RunConfig) -> Rows:
             f"fewer, pass --seq-len {run.max_length}."
         ) from None
     return Rows(
-        longest_rows(train, run.batch_size, run.task),
-        longest_rows(validation, run.evaluation_batch_size, run.task),
+        longest_rows(train, run.per_device_train_batch_size, run.task),
+        longest_rows(validation, run.per_device_eval_batch_size, run.task),
         len(train),
         f"the longest of {len(train):,}" + ("" if tokenizer_is_own else ", in tokens of the embedded tokenizer"),
     )
@@ -88,10 +88,15 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     if run.goal.classifies:
         labels = len(label_names_of(run)) - 1
     elif run.goal.summarizes:
-        labels = list(islice(cycle(ordinary), run.max_summary_length))
+        labels = list(islice(cycle(ordinary), run.max_target_length))
     row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": labels}
     count = run.train_rows if run.train_rows > 0 else None
-    return Rows([row] * run.batch_size, [row] * run.evaluation_batch_size, count, "by --seq-len, all of it learnt")
+    return Rows(
+        [row] * run.per_device_train_batch_size,
+        [row] * run.per_device_eval_batch_size,
+        count,
+        "by --seq-len, all of it learnt",
+    )
 
 
 def with_rows_at_hand(run: RunConfig) -> RunConfig:
@@ -119,5 +124,5 @@ def check_length(run: RunConfig, rows: Rows, option: str) -> None:
 
 def batch_of(run: RunConfig, rows: Rows) -> BatchShape:
     """The shape of the longest batch; the longest rows alone need not have every label."""
-    batch = longest_batch(rows.train, run.batch_size)
+    batch = longest_batch(rows.train, run.per_device_train_batch_size)
     return replace(batch, classes=len(label_names_of(run))) if batch.classes else batch

@@ -169,8 +169,8 @@ def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
     fitting = plan.max_batch_size if plan and not plan.fits else half
     if fitting == 0:
         return f"{said}and not even one row fits: set gradient_checkpointing, lower --max_length, or use larger devices"
-    accumulated = -(-rows * run.accumulation_steps // fitting)
-    return f"{said}try --batch_size {fitting} --accumulation_steps {accumulated}"
+    accumulated = -(-rows * run.gradient_accumulation_steps // fitting)
+    return f"{said}try --batch_size {fitting} --gradient_accumulation_steps {accumulated}"
 
 
 def measure(
@@ -191,7 +191,7 @@ def measure(
         _forget_peak(rank)
         trainer.train()
         training = [read_memory(device) for device in rank.devices]
-    fewer = f"validation has batches of its own: pass --evaluation_batch_size {len(rows.validation) // 2 or 1}"
+    fewer = f"validation has batches of its own: pass --per_device_eval_batch_size {len(rows.validation) // 2 or 1}"
     with phase("validation of one batch", rank, fewer):
         validation, validation_time_s = validate(trainer, rank)
     with phase("save and reload", rank, elsewhere):
@@ -242,7 +242,7 @@ def trainer_of_longest_batch(
     trainer = trainer_of_rows(
         model, tokenizer, rows.train, validation, arguments, rank, [], makes_steps, objective_of(run)
     )
-    trainer.batches = RepeatedBatch(len(rows.train), STEPS, run.accumulation_steps)
+    trainer.batches = RepeatedBatch(len(rows.train), STEPS, run.gradient_accumulation_steps)
     return trainer
 
 

@@ -100,26 +100,26 @@ def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) 
 
 
 def _tokenize(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
-    return tokenize_rows(rows, tokenizer, run.max_length, run.cut_off_share)
+    return tokenize_rows(rows, tokenizer, run.max_length, run.max_truncated_fraction)
 
 
 def tokenize_rows(
-    rows: list[Row], tokenizer: PreTrainedTokenizerBase, max_length: int, cut_off_share: float = 0.0
+    rows: list[Row], tokenizer: PreTrainedTokenizerBase, max_length: int, max_truncated_fraction: float = 0.0
 ) -> list[Tokens]:
     """Every row of messages as tokens; rows without a token to learn from within `max_length` are left out.
 
     Raises:
-        BadInputError: these are more than `cut_off_share` of all.
+        BadInputError: these are more than `max_truncated_fraction` of all.
     """
     tokenized = [tokenize_row(row, tokenizer, max_length) for row in rows]
     names = [str(row.get("id", f"number {number} of its split")) for number, row in enumerate(rows, 1)]
     empty = [all(label == IGNORED_LABEL for label in tokens["labels"]) for tokens in tokenized]
     without = [name for name, is_empty in zip(names, empty, strict=True) if is_empty]
-    if len(without) > cut_off_share * len(rows):
+    if len(without) > max_truncated_fraction * len(rows):
         more = f" ({len(without)} of {len(rows)} rows have none: {shown(without)})" if len(without) > 1 else ""
         raise BadInputError(
             f"Row {without[0]} has no answer token within its first {max_length} tokens{more}: shorten its question, "
-            "raise --max_length, or pass a --cut_off_share of the rows that may be left out."
+            "raise --max_length, or pass a --max_truncated_fraction of the rows that may be left out."
         )
     if without:
         print(f"{len(without):,} of {len(rows):,} rows have no answer within {max_length} tokens, and are left out")

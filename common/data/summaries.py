@@ -25,7 +25,7 @@ def tokenize_summaries(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run:
     check_long_texts(rows, tokenizer, run)
     texts = tokenizer([row["text"] for row in rows], truncation=True, max_length=run.max_length)["input_ids"]
     summaries = tokenizer(
-        text_target=[row["summary"] for row in rows], truncation=True, max_length=run.max_summary_length
+        text_target=[row["summary"] for row in rows], truncation=True, max_length=run.max_target_length
     )["input_ids"]
     return [
         {"input_ids": text, "attention_mask": [1] * len(text), "labels": summary}

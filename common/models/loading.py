@@ -322,7 +322,7 @@ def check_summarizer(run: RunConfig) -> None:
             "assets/embedded_summarizer or facebook/bart-large-cnn."
         )
     longest = longest_readable(config)
-    for name in ("max_length", "max_summary_length", "max_new_tokens"):
+    for name in ("max_length", "max_target_length", "max_new_tokens"):
         if longest and getattr(run, name) > longest:
             raise BadInputError(
                 f"{name} is {getattr(run, name)}, but {run.model} has room for {longest} tokens: pass --{name} "
@@ -409,7 +409,7 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     config = LoraConfig(
         task_type="SEQ_CLS" if run.goal.classifies else "CAUSAL_LM" if model.can_generate() else None,
         modules_to_save=head_modules(model) if run.goal.classifies else None,
-        r=run.lora_rank,
+        r=run.lora_r,
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
         use_rslora=True,

@@ -46,9 +46,9 @@ def check_bitsandbytes(run: RunConfig) -> None:
             f"technique is qlora and quantization {run.quantization}, but bitsandbytes, which quantizes, is not "
             "installed: `pip install bitsandbytes`, or pass --technique lora in a folder of 2.1."
         )
-    if any(part in run.optimizer for part in OF_BITSANDBYTES):
+    if any(part in run.optim for part in OF_BITSANDBYTES):
         raise BadInputError(
-            f"optimizer is {run.optimizer}, which is part of bitsandbytes, and that is not installed: "
+            f"optim is {run.optim}, which is part of bitsandbytes, and that is not installed: "
             "`pip install bitsandbytes`, or pass --optimizer adamw_torch_fused."
         )
 
@@ -58,7 +58,7 @@ def quantization_config(run: RunConfig) -> BitsAndBytesConfig:
 
     With FSDP what is stored looks like numbers of that arithmetic: FSDP flattens and divides only tensors of one type.
     """
-    compute_dtype = ARITHMETIC_DTYPES[run.arithmetic]
+    compute_dtype = ARITHMETIC_DTYPES[run.compute_dtype]
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -21,10 +21,7 @@ def on_fewer(run: RunConfig, devices: int) -> tuple[RunConfig, str]:
     except BadInputError:
         if devices > 1:
             raise
-    alone = replace(
-        run, parallel="single", devices=1, micro_batches=1, stages=0, device_map="balanced", offload="none",
-        learning_rate_scaling="none",
-    )  # fmt: skip
+    alone = run.changed_to(parallel="single", devices=1, learning_rate_scaling="none")
     folder = run.goal.folder_for_one or run.method.folder_for_one
     return alone, f"a run folder of {folder}"
 
@@ -46,7 +43,7 @@ def _planned(run: RunConfig, name: str) -> str:
     gpu, rows = gpu_of_device(name), run.rows_per_rank
     if gpu is None:
         return ""
-    target_length = run.max_summary_length if run.goal.summarizes else 0
+    target_length = run.max_target_length if run.goal.summarizes else 0
     batch = BatchShape(rows, run.max_length, run.max_length, target_length=target_length)
     try:
         plan = plan_run(run, batch, gpu)
@@ -63,4 +60,4 @@ def _verdict(run: RunConfig, plan: Plan) -> str:
     rows = plan.max_batch_size
     if not rows:
         return f"{planned}: not even one row fits"
-    return f"{planned}: pass --batch_size {rows} --accumulation_steps {-(-run.rows_per_rank // rows)}"
+    return f"{planned}: pass --batch_size {rows} --gradient_accumulation_steps {-(-run.rows_per_rank // rows)}"

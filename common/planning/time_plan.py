@@ -168,7 +168,7 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
         if record["status"] != "completed" or name is None or is_other or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         again = 3 / 2 if TECHNIQUES[record["technique"]].has_adapters else 4 / 3
-        recomputed = 1 if record["config"]["gradient_checkpointing"] == "none" else again
+        recomputed = again if record["config"]["gradient_checkpointing"] else 1
         flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
         reached.setdefault(name, []).append(flops_per_s * recomputed)
     return reached

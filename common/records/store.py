@@ -16,6 +16,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
+from common.base.settings import command_with_new_names, with_new_names
 from common.hardware import devices
 
 SCHEMA_VERSION = 2
@@ -48,7 +49,7 @@ def default_run_name(run: RunConfig, launcher: str) -> str:
     if run.goal.summarizes:
         return f"{launcher}-{run.loop}-x{run.devices}-seed{run.seed}"
     way = f"{run.parallel}-" if run.is_sharded else ""
-    return f"{launcher}-{way}batch{run.batch_size}-seed{run.seed}"
+    return f"{launcher}-{way}batch{run.per_device_train_batch_size}-seed{run.seed}"
 
 
 def environment(run: RunConfig) -> dict[str, object]:
@@ -111,7 +112,8 @@ def load_record(path: Path) -> Record:
     if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
         found = record.get("schema_version") if isinstance(record, dict) else None
         raise BadInputError(f"{path} has schema version {found}, this code reads {SCHEMA_VERSION}: run it again.")
-    return record
+    command = command_with_new_names(record["command"])
+    return {**record, "config": with_new_names(record["config"]), "command": command}
 
 
 def kept_records(root: Path = REPOSITORY) -> list[Record]:

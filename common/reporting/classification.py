@@ -106,7 +106,7 @@ def _compared(runs: list[Record], records: list[Record]) -> Row:
         "Figures": "measured",
         "Model": model_of(first),
         "Devices": devices_of(first),
-        "Epochs": str(first["config"]["epochs"]),
+        "Epochs": str(first["config"]["num_train_epochs"]),
         "Seeds": str(len(runs)),
         "Best accuracy": over_seeds([run["best_accuracy"] for run in runs], "{:.4f}"),
         "Training's peak memory per device (GiB)": _training_peaks(first),

@@ -88,15 +88,15 @@ def full_precision(records: list[Record]) -> pd.DataFrame:
     rows = []
     for record in completed(records, FULL):
         config, after = record["config"], record["quality"]["after"]
-        if record.get("updated_share") is None or (config["seed"], config["batch_size"]) != (
+        if record.get("updated_share") is None or (config["seed"], config["per_device_train_batch_size"]) != (
             42,
-            RunConfig().batch_size,
+            RunConfig().per_device_train_batch_size,
         ):
             continue
         rows.append({
             "Precision": config["precision"],
             "Learning rate": f"{config['learning_rate']:g}",
-            "Batch size": str(config["batch_size"]),
+            "Batch size": str(config["per_device_train_batch_size"]),
             "Steps": str(record["steps"]),
             "Weights that a step changes": percent(record["updated_share"]),
             "Validation loss": f"{record['best_validation_loss']:.4f}",
@@ -115,7 +115,9 @@ def full_memory(records: list[Record]) -> pd.DataFrame:
     for target_modules in ("all-linear", "all"):
         for precision in ("bf16", "bf16-mixed", "fp32"):
             settings = {**run.to_dict(), "precision": precision, "target_modules": target_modules}
-            plan = plan_run(RunConfig(**settings), BatchShape(run.batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH))
+            plan = plan_run(
+                RunConfig(**settings), BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH)
+            )
             parts = plan.devices[0].parts_gib
             rows.append({
                 "Trained": "linear layers" if target_modules == "all-linear" else "every weight",
@@ -150,7 +152,7 @@ def mp_quality(records: list[Record]) -> pd.DataFrame:
 
 def mp_speed(records: list[Record]) -> pd.DataFrame:
     """2.5: hardware, time, and what each GPU must have, beside one device."""
-    shown = _beside_one_device(by_command(records, FULL_MP), records, "batch_size")
+    shown = _beside_one_device(by_command(records, FULL_MP), records, "per_device_train_batch_size")
     rows = [_mp_row(record, baseline) for record, baseline in shown]
     baseline = published_results(FULL)[0]
     published = [_published_mp_row(result, baseline) for result in published_results(FULL, FULL_MP)]
@@ -192,7 +194,7 @@ def mp_maps(records: list[Record]) -> pd.DataFrame:
 
     tables = []
     for folder, run in _gpu_folders(FULL_MP):
-        table = placement_table(run, BatchShape(run.batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH))
+        table = placement_table(run, BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH))
         table.insert(0, "Run", folder)
         tables.append(table.drop(columns="Highest (GiB)"))
     return pd.concat(tables).assign(Figures=PROJECTED)
@@ -210,25 +212,25 @@ def mp_price(records: list[Record]) -> pd.DataFrame:
     """2.5: a smaller batch means more steps for the same rows: measured on one CPU device, projected on GPUs."""
     rows = []
     measured = [record for record in by_command(records, FULL) if record["config"]["seed"] == 42]
-    for record in sorted(measured, key=lambda record: -record["config"]["batch_size"]):
+    for record in sorted(measured, key=lambda record: -record["config"]["per_device_train_batch_size"]):
         config, seconds = record["config"], record["train_time_s"] - record["reporting_s"]
         rows.append({
             "Approach": approach(record),
             "Devices": devices_of(record),
-            "Batch size": str(config["batch_size"]),
-            "Rows": f"{config['epochs']} x {record['world'][0]['samples'] // config['epochs']:,}",
+            "Batch size": str(config["per_device_train_batch_size"]),
+            "Rows": f"{config['num_train_epochs']} x {record['world'][0]['samples'] // config['num_train_epochs']:,}",
             "Steps": f"{record['steps']:,}",
             "A step": f"{seconds / record['steps'] * 1e3:.0f} ms",
             "Training without validation": clock(seconds),
             "Figures": "measured",
         })  # fmt: skip
     for folder, run in _gpu_folders(FULL, FULL_MP, FULL_PP):
-        plan = plan_run(run, BatchShape(run.batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH))
-        steps = -(-PROJECTED_ROWS // run.batch_size)
+        plan = plan_run(run, BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH))
+        steps = -(-PROJECTED_ROWS // run.per_device_train_batch_size)
         rows.append({
             "Approach": f"{KIND_NAMES[run.technique, run.parallel]}, {folder}",
             "Devices": f"{run.gpu} x{run.devices}",
-            "Batch size": str(run.batch_size),
+            "Batch size": str(run.per_device_train_batch_size),
             "Rows": f"1 x {PROJECTED_ROWS:,} of {PROJECTED_LENGTH:,} tokens",
             "Steps": f"{steps:,}",
             "A step": f"{plan.time.total_s:.2f} s",
@@ -294,7 +296,7 @@ def pp_schedules(records: list[Record]) -> pd.DataFrame:
             speedup = pipeline["step_s"]["naive"] / pipeline["step_s"][name]
             rows.append({
                 "Model": _size(record),
-                "Rows per step": str(record["config"]["batch_size"]),
+                "Rows per step": str(record["config"]["per_device_train_batch_size"]),
                 "Schedule": words,
                 "Micro-batches": str(parts),
                 "A step": f"{pipeline['step_s'][name] * 1e3:,.0f} ms",
@@ -317,7 +319,7 @@ def pp_losses(records: list[Record]) -> pd.DataFrame:
         rows.append({
             "Run": approach(record),
             "Model": _size(record),
-            "Rows per step": str(record["config"]["batch_size"]),
+            "Rows per step": str(record["config"]["per_device_train_batch_size"]),
             "The formula's speed-up": f"{pipeline['ideal_speedup']:.2f}x",
             "Machine's ceiling": f"{pipeline['machine_ceiling']:.2f}x",
             "Allowed": f"{pipeline['allowed_speedup']:.2f}x",

@@ -113,7 +113,9 @@ def plot_accuracy(records: list[Record]) -> "Figure":
     for axes, technique in zip(panels[0], techniques, strict=True):
         for record in (record for record in records if record["technique"] == technique):
             config, parts = record["config"], record["config"]["micro_batches"]
-            epochs = [config["epochs"] * step / record["steps"] for step, _ in record["validation_accuracies"]]
+            epochs = [
+                config["num_train_epochs"] * step / record["steps"] for step, _ in record["validation_accuracies"]
+            ]
             in_parts = (
                 f", {parts} micro-batch{'es' * (parts > 1)}" if PARALLELISMS[config["parallel"]].pipelines else ""
             )

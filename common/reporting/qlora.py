@@ -1,7 +1,5 @@
 """The tables of QLoRA (2.3): quality of both merges, time, memory beside LoRA; full, LoRA and QLoRA side by side."""
 
-from dataclasses import replace
-
 import pandas as pd
 
 from common.base.run_config import RunConfig
@@ -53,7 +51,7 @@ def _name(record: Record) -> str:
     if not TECHNIQUES[record["technique"]].quantizes:
         return approach(record)
     usual = RunConfig()
-    config = {name: record["config"][name] for name in ("quantization", "optimizer")}
+    config = {name: record["config"][name] for name in ("quantization", "optim")}
     return ", ".join([approach(record), *(value for name, value in config.items() if value != getattr(usual, name))])
 
 
@@ -105,7 +103,7 @@ def _with_gpu_rows(table: pd.DataFrame) -> pd.DataFrame:
     for kind, command in NEEDS_GPUS.items():
         run = _run_of(FSDP_FOLDER if kind == QLORA_FSDP else SMALL_GPU_FOLDER)
         known = {"Approach": KIND_NAMES[kind], "Figures": NOT_RUN, "Seed": str(run.seed), "Devices": f"{run.gpu} x2",
-                 "Batch size": f"{run.batch_size} x2", "Epochs": str(run.epochs), "Command": command}  # fmt: skip
+                 "Batch size": f"{run.per_device_train_batch_size} x2", "Epochs": str(run.num_train_epochs), "Command": command}  # fmt: skip
         waiting.append({column: known.get(column, NOT_RUN) for column in table.columns})
     return pd.concat([table, pd.DataFrame(waiting)])
 
@@ -145,8 +143,8 @@ def _projected_memory() -> list[Row]:
     for run in run_folders().values():
         if (run.technique, run.parallel, run.device) != (*QLORA, "cuda"):
             continue
-        batch, gpu = BatchShape(run.batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH), find_gpu(run.gpu)
-        lora, qlora = (plan_run(replace(run, technique=technique), batch) for technique in ("lora", "qlora"))
+        batch, gpu = BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH), find_gpu(run.gpu)
+        lora, qlora = (plan_run(run.changed_to(technique=technique), batch) for technique in ("lora", "qlora"))
         for what in ("weights", "training's peak"):
             before, after = (
                 plan.devices[0].parts_gib["weights"] if what == "weights" else plan.devices[0].peak_gib
@@ -154,7 +152,7 @@ def _projected_memory() -> list[Row]:
             )
             fits = ["-" if what == "weights" else "yes" if gib <= gpu.memory_gib else "no" for gib in (before, after)]
             rows.append({
-                "Run": f"`{run.run_folder.split('/')[1]}`, {run.quantization}, {run.batch_size} rows of "
+                "Run": f"`{run.run_folder.split('/')[1]}`, {run.quantization}, {run.per_device_train_batch_size} rows of "
                 f"{PROJECTED_LENGTH:,} tokens",
                 "Of": f"{what}, 7B model" if what == "weights" else what,
                 "LoRA (GiB)": f"{before:.1f}",

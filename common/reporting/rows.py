@@ -36,9 +36,16 @@ KIND_NAMES: dict[Kind, str] = {
     for technique, way in product(TECHNIQUES.values(), PARALLELISMS.values())
 }
 FREE_SETTINGS = {
-    *("parallel", "devices", "batch_size", "accumulation_steps", "gradient_checkpointing"),
+    *(
+        "parallel",
+        "devices",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "use_reentrant",
+    ),
     *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload"),
-    *("loop", "partitions", "gradient_exchange", "bucket_mib", "step_timeout_s", "link", "figures"),
+    *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
 }
 """Settings that two runs need not share to be compared in time: how the work is divided, and what it is called."""
@@ -50,7 +57,8 @@ def results_of_this_machine(root: Path = REPOSITORY) -> list[Record]:
     """The records of the last runs, whether kept or not."""
     records = [record for results in root.glob("*/run_*/results") for record in results_in(results)]
     return sorted(
-        records, key=lambda record: (record["run_folder"], record["config"]["batch_size"], record["run_name"])
+        records,
+        key=lambda record: (record["run_folder"], record["config"]["per_device_train_batch_size"], record["run_name"]),
     )
 
 
@@ -135,7 +143,7 @@ def workload(record: Record) -> dict[str, object]:
     config, environment = {**RunConfig().to_dict(), **record["config"]}, record["environment"]  # older: fewer settings
     return {
         **{name: value for name, value in config.items() if name not in FREE_SETTINGS},
-        "recomputes_activations": config["gradient_checkpointing"] != "none",
+        "recomputes_activations": config["gradient_checkpointing"],
         "device_name": environment["devices"][0],
         "threads_per_rank": environment["threads_per_rank"],
     }
@@ -150,7 +158,11 @@ def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record 
     """
 
     def rows(run: Record) -> int:
-        return run["effective_batch_size"] if same == "effective_batch_size" else run["config"]["batch_size"]
+        return (
+            run["effective_batch_size"]
+            if same == "effective_batch_size"
+            else run["config"]["per_device_train_batch_size"]
+        )
 
     found = [
         candidate
@@ -206,7 +218,7 @@ def trained_on(record: Record) -> str:
     """The data, and how often they were gone through."""
     config = record["config"]
     samples = sum(share["samples"] for share in record["world"][: data_parallel_ranks(record)])
-    return f"{Path(config['data']).name}, {samples:,} rows in up to {config['epochs']} epochs"
+    return f"{Path(config['data']).name}, {samples:,} rows in up to {config['num_train_epochs']} epochs"
 
 
 def hardware_factors(record: Record, baseline: Record | None) -> Row:
@@ -239,9 +251,9 @@ def measured_quality(record: Record) -> Row:
         "Figures": "measured",
         "Seed": str(record["config"]["seed"]),
         "Devices": devices_of(record),
-        "Epochs": str(config["epochs"]),
-        "Batch size": str(config["batch_size"] * config["accumulation_steps"]),
-        "Effective batch size": f"{config['batch_size'] * config['accumulation_steps']} x{data_parallel_ranks(record)}",
+        "Epochs": str(config["num_train_epochs"]),
+        "Batch size": str(config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]),
+        "Effective batch size": f"{config['per_device_train_batch_size'] * config['gradient_accumulation_steps']} x{data_parallel_ranks(record)}",
         "Learning rate scaling": learning_rate_scaling(record),
         "Similarity score before (lower is better)": score(before["similarity_score"]),
         "Similarity score (lower is better)": score(after["similarity_score"]),
@@ -288,7 +300,7 @@ def measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Row
         "Seed": str(record["config"]["seed"]),
         "Devices": devices_of(record),
         **hardware_factors(record, baseline),
-        "Batch size": f"{record['config']['batch_size']} x{data_parallel_ranks(record)}",
+        "Batch size": f"{record['config']['per_device_train_batch_size']} x{data_parallel_ranks(record)}",
         "Steps": str(record["steps"]),
         "Training time": training_time(record),
         "Of that, validation and checkpoints": clock(record["reporting_s"]),
@@ -347,11 +359,11 @@ def not_run(folder: Path, run: RunConfig) -> Row:
         "Seed": str(run.seed),
         "Model": Path(run.model).name,
         "Devices": f"{run.gpu or 'CPU, 1 thread'} x{run.devices}",
-        "Epochs": str(run.epochs),
-        "Batch size": f"{run.batch_size} x{run.data_parallel_ranks}",
-        "Effective batch size": f"{run.batch_size * run.accumulation_steps} x{run.data_parallel_ranks}",
+        "Epochs": str(run.num_train_epochs),
+        "Batch size": f"{run.per_device_train_batch_size} x{run.data_parallel_ranks}",
+        "Effective batch size": f"{run.per_device_train_batch_size * run.gradient_accumulation_steps} x{run.data_parallel_ranks}",
         "Learning rate scaling": f"{run.peak_learning_rate / run.learning_rate:.3g}x ({run.peak_learning_rate:.3g})",
-        "Trained on": f"{run.epochs} epochs",
+        "Trained on": f"{run.num_train_epochs} epochs",
         "Command": f"`make run FOLDER={folder.relative_to(REPOSITORY)}`",
     }
 

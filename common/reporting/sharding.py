@@ -42,7 +42,9 @@ def _own_runs(records: list[Record]) -> list[Record]:
 
 def sharding_quality(records: list[Record]) -> pd.DataFrame:
     """2.6: quality beside one device."""
-    baselines = [record for record in by_command(records, FULL) if record["config"]["batch_size"] in (16, 32)]
+    baselines = [
+        record for record in by_command(records, FULL) if record["config"]["per_device_train_batch_size"] in (16, 32)
+    ]
     measured = [measured_quality(record) for record in (*baselines, *_own_runs(records))]
     columns = ["Shuffled, by MiniLM", "Answers shuffled", "By the tuned model"]
     return table_of(_own_runs(records), (FULL_FSDP, *FULL_ZERO), measured, []).drop(columns=columns, errors="ignore")
@@ -142,12 +144,12 @@ def sharding_memory(records: list[Record]) -> pd.DataFrame:
 def _projected(run: RunConfig, parallel: str) -> Row:
     way = PARALLELISMS[parallel]
     precision = "bf16" if way.uses_deepspeed else run.precision  # DeepSpeed's copy is in fp32
-    rows = run.batch_size * (run.devices if way.splits_layers else 1)
-    settings = {
-        **run.to_dict(), "parallel": parallel, "precision": precision, "batch_size": rows, "run_folder": "",
-        "micro_batches": 2 * run.devices if way.pipelines else 1,
-    }  # fmt: skip
-    plan = plan_run(RunConfig(**settings), BatchShape(rows, PROJECTED_LENGTH, PROJECTED_LENGTH))
+    rows = run.per_device_train_batch_size * (run.devices if way.splits_layers else 1)
+    micro_batches = {"micro_batches": 2 * run.devices} if way.pipelines else {}
+    asked = run.changed_to(
+        parallel=parallel, precision=precision, per_device_train_batch_size=rows, run_folder="", **micro_batches
+    )
+    plan = plan_run(asked, BatchShape(rows, PROJECTED_LENGTH, PROJECTED_LENGTH))
     memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
     parts = memory.parts_gib
     return {

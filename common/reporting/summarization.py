@@ -56,7 +56,7 @@ class Way:
     @property
     def rows_per_step(self) -> int:
         """Of all GPUs together, in one optimizer step."""
-        return self.batch.rows * self.run.accumulation_steps * self.machine.gpus * self.count
+        return self.batch.rows * self.run.gradient_accumulation_steps * self.machine.gpus * self.count
 
     def plan(self, cluster: Cluster, records: list[Record]) -> Plan:
         """The planner's answer; `records` are the kept runs, which may say how fast a GPU is."""
@@ -83,7 +83,11 @@ def published_costs() -> list[dict[str, Any]]:
 def way_as_published(result: dict[str, Any]) -> Way:
     """A published run with the settings of its own scripts."""
     rows, summary = result["rows_per_gpu"], result["summary_tokens"]
-    run = replace(literal_of(ONE_MACHINE), batch_size=rows, accumulation_steps=result["accumulation_steps"])
+    run = replace(
+        literal_of(ONE_MACHINE),
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=result["accumulation_steps"],
+    )
     batch = BatchShape(rows, result["text_tokens"], labelled=summary, target_length=summary)
     return Way(find_machine(result["machine"]), result["machines"], run, batch)
 
@@ -91,7 +95,9 @@ def way_as_published(result: dict[str, Any]) -> Way:
 def way_as_ours(result: dict[str, Any]) -> Way:
     """The same machines with the settings of our run: as many rows per step on all."""
     run = literal_of(ONE_MACHINE)
-    batch = BatchShape(run.batch_size, run.max_length, run.max_summary_length, target_length=run.max_summary_length)
+    batch = BatchShape(
+        run.per_device_train_batch_size, run.max_length, run.max_target_length, target_length=run.max_target_length
+    )
     return Way(find_machine(result["machine"]), result["machines"], run, batch)
 
 

@@ -90,7 +90,10 @@ def front(records: list[Record]) -> pd.DataFrame:
     """Root README: what two devices bring, by command, on the first seed."""
     by_command = [r for r in records if r["launcher"] in ("python", "torchrun") and r["config"]["seed"] == 42]
     rows = []
-    for same, words in (("effective_batch_size", "the same global batch"), ("batch_size", "the same rows per device")):
+    for same, words in (
+        ("effective_batch_size", "the same global batch"),
+        ("per_device_train_batch_size", "the same rows per device"),
+    ):
         scaling = "strong" if same == "effective_batch_size" else "weak"
         for row, record in zip(*_scaled(by_command, same, scaling), strict=True):
             after = record["quality"]["after"]
@@ -98,7 +101,7 @@ def front(records: list[Record]) -> pd.DataFrame:
             rows.append({
                 "What": f"{row['Approach']}, {words}" if replicates else row["Approach"],
                 "Devices": row["Devices"],
-                "Rows per device and step": str(record["config"]["batch_size"]),
+                "Rows per device and step": str(record["config"]["per_device_train_batch_size"]),
                 "Training time": row["Training time"],
                 "Speed-up": row["Training speedup factor"],
                 "Machine's ceiling": row["Machine's ceiling"],
@@ -158,7 +161,7 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
     """2.2: speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling)."""
     published = published_results(LORA, LORA_DDP)
     rows = [published_speed(result, published[0]) for result in published]
-    return table_of(records, (LORA_DDP,), _scaling(records, "batch_size", "weak"), rows)
+    return table_of(records, (LORA_DDP,), _scaling(records, "per_device_train_batch_size", "weak"), rows)
 
 
 def master(records: list[Record]) -> pd.DataFrame:
@@ -276,7 +279,7 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
         entries = {
             "approach": KIND_NAMES[kind_of(record)],
             "devices": devices_of(record),
-            "rows per device and step": config["batch_size"],
+            "rows per device and step": config["per_device_train_batch_size"],
             "effective batch size": record["effective_batch_size"],
             "steps": record["steps"],
             "similarity score before": score(before["similarity_score"]),
@@ -308,7 +311,7 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
             entries["idle share per stage"] = idle
         for same, ceiling, words in (
             ("effective_batch_size", "strong", "at the same effective batch"),
-            ("batch_size", "weak", "at the same rows per device"),
+            ("per_device_train_batch_size", "weak", "at the same rows per device"),
         ):
             baseline = (
                 baseline_of(record, records, same) if not PARALLELISMS[record["parallel"]].in_one_process else None
@@ -325,7 +328,7 @@ def planner_answer() -> str:
     """1.1: what the planner prints for the readme's own question."""
     said = io.StringIO()
     with redirect_stdout(said):
-        planner_command.answer(planner_command.parser().parse_args(PLANNER_QUESTION.split()))
+        planner_command.answer(planner_command.read_options(PLANNER_QUESTION.split()))
     return f"```text\n{said.getvalue().strip()}\n```\n"
 
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from common.base.errors import BadInputError
@@ -59,7 +58,7 @@ def _import_and_run(workflow_module: str, overrides: dict[str, object]) -> None:
     module = importlib.import_module(workflow_module)
     settings = hasattr(module, "SETTINGS")
     run = module.defaults_for(overrides["technique"], overrides["parallel"]) if settings else module.RUN
-    module.workflow(replace(run, **overrides))
+    module.workflow(run.changed_to(**overrides))
 
 
 def free_port() -> int:

@@ -43,7 +43,7 @@ NAMED_S = 3.0
 STORE_TIMEOUT_S = 60.0
 """How long an answer of the store may take: as long as a link may be away."""
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
-OWN_SETTINGS = ("model", "data", "resume_from", "results_root")
+OWN_SETTINGS = ("model", "data", "resume_from_checkpoint", "results_root")
 """Fields of a run that may differ from machine to machine: its places."""
 LOST_MEMBER_EXIT_CODE = 3
 
@@ -133,7 +133,7 @@ def world_joined(meeting: Meeting, run: RunConfig, member: Member, timeout_s: fl
             raise
         raise LostMemberError(
             f"Another of {meeting.world_size} members went away, or {member} waited {run.step_timeout_s:g} s for it "
-            f"({said_by(error)}): start all again, with --resume_from and the newest checkpoint of this run's results, "
+            f"({said_by(error)}): start all again, with --resume_from_checkpoint and the newest checkpoint of this run's results, "
             "or by torchrun with --max_restarts, which resumes by itself."
         ) from None
     finally:

@@ -65,7 +65,7 @@ def check_gpus(run: RunConfig) -> None:
     if found < needed:
         raise BadInputError(f"This run asks for {needed} GPU(s), but {found} can be seen: {offer(run, gpus()[1])}.")
     gpu = gpu_of_device(gpus()[1][0])
-    if gpu and gpu.tflops_dense[run.arithmetic] is None:
+    if gpu and gpu.tflops_dense[run.compute_dtype] is None:
         raise BadInputError(f"precision is {run.precision}, which {gpu.name} does not compute: pass --precision fp32.")
 
 

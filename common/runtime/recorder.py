@@ -59,7 +59,7 @@ class RunLog:
         from accelerate.utils import wait_for_everyone
 
         self.run, self.rank = run, rank
-        self.goes_on = goes_on or run.resume_from == LAST or was_restarted()
+        self.goes_on = goes_on or run.resume_from_checkpoint == LAST or was_restarted()
         """Whether this start resumes what an earlier one left in the results folder."""
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
         self.folder = run.results_folder(self.run_name)
@@ -123,7 +123,7 @@ class RunLog:
             if is_full_disk(error) and not isinstance(error, RunStoppedError):  # that has said it already
                 raise RunStoppedError(
                     f"The disk of {self.folder} is full ({name}: {said_by(error)}): make room there, or pass another "
-                    f"--results_root; --resume_from {LAST} resumes from the newest checkpoint."
+                    f"--results_root; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
                 ) from error
             raise
         self.phases_s[name] = time.perf_counter() - start_s
@@ -177,7 +177,7 @@ class RunLog:
             fits = f"by the plan {rows} rows fit: pass --batch_size {rows}" if rows else "by the plan no row fits"
         return (
             f"Out of memory ({tried}; the peak was {reading.peak_gib:.2f} of {reading.total_gib:.1f} GiB): {fits}, "
-            "with more --accumulation_steps for the same step, or look at what `python -m common.dry_run` shows."
+            "with more --gradient_accumulation_steps for the same step, or look at what `python -m common.dry_run` shows."
         )
 
     def gpu(self) -> devices.Gpu | None:
@@ -324,7 +324,7 @@ def _make_way(folder: Path) -> None:
             folder.rename(unfinished)
             print(
                 f"an unfinished run of this name ({', '.join(checkpoints)}) is kept as {unfinished.name}; with "
-                f"--resume_from {LAST} this run would have resumed it"
+                f"--resume_from_checkpoint {LAST} this run would have resumed it"
             )
         else:
             shutil.rmtree(folder)

@@ -190,7 +190,7 @@ class Watch:
         said = (
             f"Nothing moved for {waited_s:.0f} s (step_timeout_s is {self.step_timeout_s:g}): {named} "
             f"{'hangs' if len(hung) == 1 else 'hang'}. All ranks are ended. Look at that machine, or pass a longer "
-            "--step_timeout_s; --resume_from last resumes from the newest checkpoint."
+            "--step_timeout_s; --resume_from_checkpoint last resumes from the newest checkpoint."
         )
         self.tell(said)
         print(f"error: {said}", file=sys.stderr, flush=True)

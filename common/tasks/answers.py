@@ -176,7 +176,7 @@ def evaluate(
     run, rank = log.run, log.rank
     others = shuffled_answers(rows)
     lengths = [len(ids) for ids in _prompt_ids(rows, tokenizer)]
-    batches = batches_by_length(lengths, run.evaluation_batch_size, rank.rank, rank.world_size)
+    batches = batches_by_length(lengths, run.per_device_eval_batch_size, rank.rank, rank.world_size)
     scored: list[ScoredAnswer] = []
     moment, _, model_words = when.partition("_")
     title = f"{moment} tuning" + (f", {model_words.replace('_', ' ')}" if model_words else "")

@@ -157,7 +157,7 @@ def classify(
     run, rank = log.run, log.rank
     tokens, collate = tokens_of(rows, tokenizer, run), make_class_collator(tokenizer)
     lengths = [len(row["input_ids"]) for row in tokens]
-    batches = batches_by_length(lengths, run.evaluation_batch_size, rank.rank, rank.world_size)
+    batches = batches_by_length(lengths, run.per_device_eval_batch_size, rank.rank, rank.world_size)
     found: list[tuple[int, int]] = []
     title = f"{rank_prefix(rank.rank, rank.device)} labels {when} tuning, batches"
     for numbers in tqdm(batches, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):

@@ -100,13 +100,15 @@ def summarize(
     run, rank = log.run, log.rank
     tokens, collate = tokens_of(rows, tokenizer, run), make_collator(tokenizer)
     lengths = [len(row["input_ids"]) for row in tokens]
-    batches = batches_by_length(lengths, run.evaluation_batch_size, rank.rank, rank.world_size)
+    batches = batches_by_length(lengths, run.per_device_eval_batch_size, rank.rank, rank.world_size)
     written: list[tuple[int, str]] = []
     title = f"{rank_prefix(rank.rank, rank.device)} summaries {when} tuning, batches"
     for numbers in tqdm(batches, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
         batch = collate([tokens[number] for number in numbers])
         inputs = {name: batch[name].to(rank.device) for name in GENERATED}
-        generated = model.generate(**inputs, num_beams=run.beams, max_new_tokens=run.max_new_tokens, do_sample=False)
+        generated = model.generate(
+            **inputs, num_beams=run.num_beams, max_new_tokens=run.max_new_tokens, do_sample=False
+        )
         texts = tokenizer.batch_decode(generated, skip_special_tokens=True)
         written += zip(numbers, (text.strip() for text in texts), strict=True)
     in_order = tuple(text for _, text in sorted(gather_object(written)))
@@ -117,7 +119,7 @@ def summarize(
     if rank.is_main:
         summaries.save_csv(log.folder / f"predictions_{when}.csv", rows)
         print(f"{when} tuning: {summaries}")
-        if run.figures == "json":
+        if run.log_format == "json":
             print_figures({f"{name}_{when}": value for name, value in summaries.rouge.items()})
     return summaries
 

@@ -107,8 +107,8 @@ class CheckpointedTrainer(Trainer):
     def checkpoint_to_go_on_from(self, log: RunLog) -> Path | None:
         """Its newest whole one, where the run resumes, or else the one that it names; None: the beginning."""
         newest = self.newest_of_all(log) if log.goes_on else None
-        if newest is None and log.run.resume_from not in ("", LAST):
-            return Path(log.run.resume_from).expanduser()
+        if newest is None and log.run.resume_from_checkpoint not in ("", LAST):
+            return Path(log.run.resume_from_checkpoint).expanduser()
         if newest is None and log.goes_on and self.args.process_index == 0:
             print("there is no checkpoint to resume from: training starts at the beginning")
         return newest

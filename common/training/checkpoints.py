@@ -87,7 +87,7 @@ def atomic_checkpoint(folder: Path, about: Mapping[str, Any], writes: Writes) ->
         raise RunStoppedError(
             f"The checkpoint after step {step} could not be written ({said_by(error)}; "
             f"{shutil.disk_usage(folder.parent).free / GIB:.2f} GiB are free in {folder.parent}): make room there, or "
-            f"pass another --results_root; the checkpoint before is whole, and --resume_from {LAST} resumes from it."
+            f"pass another --results_root; the checkpoint before is whole, and --resume_from_checkpoint {LAST} resumes from it."
         ) from error
     wait_for_everyone()
 
@@ -103,7 +103,7 @@ def _check_space(folder: Path, writes: Writes) -> None:
         raise RunStoppedError(
             f"The checkpoint after step {steps_at(folder)} takes about {needed / GIB:.2f} GiB, but {least / GIB:.2f} "
             f"GiB are free in {folder.parent}: make room there, or pass another --results_root; the checkpoint before "
-            f"is whole, and --resume_from {LAST} resumes from it."
+            f"is whole, and --resume_from_checkpoint {LAST} resumes from it."
         )
 
 
@@ -235,7 +235,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def _damaged(folder: Path, reason: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"The checkpoint {folder} is damaged: {reason}. Go on from another: --resume_from {LAST} takes the newest "
+        f"The checkpoint {folder} is damaged: {reason}. Go on from another: --resume_from_checkpoint {LAST} takes the newest "
         "whole one of a run."
     )
 
@@ -307,20 +307,20 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     """
     own_name = run.run_name or default_run_name(run, launcher)
     own = run.results_folder(own_name)
-    if run.resume_from == LAST:
+    if run.resume_from_checkpoint == LAST:
         _check_newest(own / "checkpoints", run, rows)
         return
-    folder = Path(run.resume_from).expanduser()
+    folder = Path(run.resume_from_checkpoint).expanduser()
     _check_listed(folder, run, rows)
-    steps = run.max_steps if run.max_steps > 0 else run.epochs * -(-rows // run.effective_batch_size)
+    steps = run.max_steps if run.max_steps > 0 else run.num_train_epochs * -(-rows // run.effective_batch_size)
     if steps_at(folder) >= steps:
         raise BadInputError(
-            f"resume_from is {folder}, a checkpoint after step {steps_at(folder)}, and this run has {steps}: nothing "
-            "is left to train; raise --epochs or --max_steps."
+            f"resume_from_checkpoint is {folder}, a checkpoint after step {steps_at(folder)}, and this run has {steps}: nothing "
+            "is left to train; raise --num_train_epochs or --max_steps."
         )
     if folder.resolve().is_relative_to(own.resolve()):
         raise BadInputError(
-            f"resume_from lies in the results of a run called {own_name}, as this one would be: pass --resume_from "
+            f"resume_from_checkpoint lies in the results of a run called {own_name}, as this one would be: pass --resume_from_checkpoint "
             f"{LAST} to resume that run, or another --run_name."
         )
 
@@ -334,7 +334,7 @@ def _check_newest(checkpoints: Path, run: RunConfig, rows: int) -> None:
 
 def _check_listed(folder: Path, run: RunConfig, rows: int) -> None:
     about = read_manifest(folder)["about"]
-    check_resumable(run, about["rows"] if run.cut_off_share else rows, folder, about)
+    check_resumable(run, about["rows"] if run.max_truncated_fraction else rows, folder, about)
 
 
 def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str, Any]) -> None:
@@ -344,7 +344,7 @@ def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str,
         BadInputError: what it is of, and what the run is.
     """
     own = about_run(run, rows)
-    of_another = f"resume_from is {folder}, a checkpoint"
+    of_another = f"resume_from_checkpoint is {folder}, a checkpoint"
     if about["parallel"] != own["parallel"] and not _replicas(about["parallel"], own["parallel"]):
         raise BadInputError(
             f"{of_another} of {about['parallel']}, but parallel is {run.parallel}: pass --parallel {about['parallel']}."
@@ -367,8 +367,8 @@ def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str,
     if about["rows_per_step"] != own["rows_per_step"]:
         raise BadInputError(
             f"{of_another} of steps of {about['rows_per_step']} rows, but this run's have {own['rows_per_step']} "
-            f"(batch_size {run.batch_size} x accumulation_steps {run.accumulation_steps} x {run.data_parallel_ranks} "
-            "ranks): make them equal, or rows would be skipped or repeated."
+            f"(per_device_train_batch_size {run.per_device_train_batch_size} x gradient_accumulation_steps "
+            f"{run.gradient_accumulation_steps} x {run.data_parallel_ranks} ranks): make them equal, or rows would be skipped or repeated."
         )
     for name, unit in (("rows", "training rows"), ("seed", "as seed")):
         if about[name] != own[name]:

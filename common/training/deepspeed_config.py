@@ -37,10 +37,10 @@ def deepspeed_config(run: RunConfig) -> dict[str, Any]:
         if stage == 3:
             zero["offload_param"] = on_host
     return {
-        "train_micro_batch_size_per_gpu": run.batch_size,
-        "gradient_accumulation_steps": run.accumulation_steps,
+        "train_micro_batch_size_per_gpu": run.per_device_train_batch_size,
+        "gradient_accumulation_steps": run.gradient_accumulation_steps,
         "gradient_clipping": run.max_grad_norm,
-        "bf16": {"enabled": run.arithmetic == "bf16"},
+        "bf16": {"enabled": run.compute_dtype == "bf16"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

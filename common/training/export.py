@@ -53,7 +53,7 @@ def merge_and_reload(
 
 def validation_logits(trainer: CountingTrainer, run: RunConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The first batch of validation rows, and the trained model's logits of it, shape (rows, tokens, vocabulary)."""
-    batch = trainer.data_collator(trainer.eval_dataset[: run.evaluation_batch_size])
+    batch = trainer.data_collator(trainer.eval_dataset[: run.per_device_eval_batch_size])
     return batch, next_token_logits(trainer.accelerator.unwrap_model(trainer.model), batch)
 
 

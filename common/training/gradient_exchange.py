@@ -78,11 +78,11 @@ class GradientExchange:
         check_same_weights(model)
         self.ranks, self.overlaps = dist.get_world_size(), run.gradient_exchange != "after"
         self.model = model
-        self.buckets = buckets_of(list(model.parameters()), run.bucket_mib * 2**20)
+        self.buckets = buckets_of(list(model.parameters()), run.bucket_cap_mb * 2**20)
         if self.overlaps:
             own_gpu = None if run.device == "cpu" else [next(model.parameters()).device]
             self.model = DistributedDataParallel(
-                model, device_ids=own_gpu, bucket_cap_mb=run.bucket_mib, gradient_as_bucket_view=True
+                model, device_ids=own_gpu, bucket_cap_mb=run.bucket_cap_mb, gradient_as_bucket_view=True
             )
         if run.gradient_exchange == "overlapped-bf16":
             self.model.register_comm_hook(None, send_as_bf16)

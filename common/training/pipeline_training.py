@@ -237,7 +237,7 @@ def save_parts_and_reload(
         RuntimeError: what was saved is not what was trained.
     """
     run, rank, model = log.run, log.rank, trainer.pipeline.module.model
-    batch = trainer.collated(list(trainer.eval_dataset)[: run.evaluation_batch_size])
+    batch = trainer.collated(list(trainer.eval_dataset)[: run.per_device_eval_batch_size])
     expected = trainer.pipeline.logits(batch)
     device_map, differences = whole_model_on(rank.device), {}
     is_lora = isinstance(model, PeftModel)

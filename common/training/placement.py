@@ -174,7 +174,9 @@ def check_placement_and_memory(run: RunConfig, rows: list[Row], tokenizer: PreTr
     # tokens grow with characters, and tokenizing a few rows is enough
     longest = sorted(rows, key=lambda row: -sum(map(len, texts_of(row))))
     few = replace(run, long_texts="cut")  # those too long were refused before
-    batch = longest_batch(tokens_of(longest[: 4 * run.batch_size], tokenizer, few), run.batch_size)
+    batch = longest_batch(
+        tokens_of(longest[: 4 * run.per_device_train_batch_size], tokenizer, few), run.per_device_train_batch_size
+    )
     if run.parallelism.splits_layers:
         plan = place_stages(run, batch, gpu).plan
     else:

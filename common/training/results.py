@@ -143,5 +143,5 @@ def model_flops_utilization(flops_per_s: float, run: RunConfig) -> float | None:
     None on CPU, and on a GPU that the catalogue does not know. (Chowdhery et al. 2022, "PaLM", appendix B.)
     """
     gpu = gpu_of_device(gpus()[1][0]) if run.device == "cuda" else None
-    peak_tflops = gpu.tflops_dense[run.arithmetic] if gpu else None
+    peak_tflops = gpu.tflops_dense[run.compute_dtype] if gpu else None
     return flops_per_s / (peak_tflops * 1e12) if peak_tflops else None

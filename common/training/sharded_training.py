@@ -261,7 +261,7 @@ def as_computed(run: RunConfig) -> RunConfig:
     The fp32 weights of mixed precision are for the optimizer; two whole models of them would not fit beside each other
     where the shards do.
     """
-    return replace(run, precision=run.arithmetic)
+    return replace(run, precision=run.compute_dtype)
 
 
 def save_whole_and_reload(
@@ -278,7 +278,7 @@ def save_whole_and_reload(
         RuntimeError: what was saved is not what was trained.
     """
     run, rank, model = log.run, log.rank, trainer.model
-    batch = trainer.collated(list(trainer.eval_dataset)[: run.evaluation_batch_size])
+    batch = trainer.collated(list(trainer.eval_dataset)[: run.per_device_eval_batch_size])
     expected = trainer.logits(batch).float()
     is_lora, device_map = isinstance(model, PeftModel), whole_model_on(rank.device)
     folder = log.folder / ("adapter" if is_lora else "model")

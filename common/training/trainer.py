@@ -155,7 +155,7 @@ class CountingTrainer(CheckpointedTrainer):
             raise RunStoppedError(
                 f"The gradients of step {self.state.global_step + 1} are not finite (norm {float(norm)}), and would "
                 "spoil every weight: the step was not taken, and nothing was saved after step "
-                f"{self.state.global_step}. Lower --learning_rate or look at the step's rows; --resume_from {LAST} "
+                f"{self.state.global_step}. Lower --learning_rate or look at the step's rows; --resume_from_checkpoint {LAST} "
                 "resumes from the newest checkpoint."
             )
 
@@ -202,36 +202,33 @@ def with_head_on_answers(inputs: dict[str, Any]) -> dict[str, Any]:
 def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
     """The Trainer's settings, from the run's."""
     on_cpu = run.device == "cpu"
-    checkpointing = run.gradient_checkpointing != "none"
     kind = Seq2SeqTrainingArguments if run.goal.summarizes else TrainingArguments
     arguments = kind(
         output_dir=str(output_folder),
-        per_device_train_batch_size=run.batch_size,
-        per_device_eval_batch_size=run.evaluation_batch_size,
-        gradient_accumulation_steps=run.accumulation_steps,
-        num_train_epochs=run.epochs,
+        per_device_train_batch_size=run.per_device_train_batch_size,
+        per_device_eval_batch_size=run.per_device_eval_batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        num_train_epochs=run.num_train_epochs,
         max_steps=run.max_steps,
         learning_rate=run.peak_learning_rate,
-        lr_scheduler_type=run.scheduler,
-        warmup_steps=run.warmup_share,
-        optim=run.optimizer,
+        lr_scheduler_type=run.lr_scheduler_type,
+        warmup_steps=run.warmup_steps,
+        optim=run.optim,
         weight_decay=run.weight_decay,
         max_grad_norm=run.max_grad_norm,
-        gradient_checkpointing=checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": run.gradient_checkpointing == "reentrant"}
-        if checkpointing
-        else None,
+        gradient_checkpointing=run.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": run.use_reentrant} if run.gradient_checkpointing else None,
         bf16=run.precision.startswith("bf16"),
         fp16=run.precision == "fp16-mixed",
         use_cpu=on_cpu,
         ddp_backend=BACKENDS[run.device] if run.world_size > 1 else None,
         ddp_find_unused_parameters=False,
         eval_strategy="steps",
-        eval_steps=run.report_share,
+        eval_steps=run.eval_steps,
         logging_strategy="steps",
-        logging_steps=run.report_share,
+        logging_steps=run.eval_steps,
         save_strategy="steps",
-        save_steps=run.report_share,
+        save_steps=run.eval_steps,
         save_total_limit=None,  # `rotate` removes, and only after the next checkpoint is there
         restore_callback_states_from_checkpoint=True,  # how long an early stop has waited
         load_best_model_at_end=True,
@@ -271,9 +268,9 @@ def make_trainer(
     arguments = training_arguments(run, log.folder / "checkpoints")
     arguments.run_name = log.run_name
     ranks = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
-    callbacks: list[TrainerCallback] = [ProgressReport(rank, run.figures)]
-    if run.early_stop:
-        callbacks.append(EarlyStoppingCallback(run.early_stop))
+    callbacks: list[TrainerCallback] = [ProgressReport(rank, run.log_format)]
+    if run.early_stopping_patience:
+        callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))
     objective = objective_of(run)
     drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
     trainer = trainer_of_rows(

@@ -20,7 +20,7 @@ FOLDERS = {
 }
 SMALL = (
     "--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--max_new_tokens", "8", "--max_steps", "2",
-    "--report_share", "0.5", "--attention", "eager", "--independent_judge", "none", "--report_to", "none",
+    "--eval_steps", "0.5", "--attention", "eager", "--independent_judge", "none", "--report_to", "none",
     "--lora_dropout", "0", "--learning_rate", "1e-3",
 )  # fmt: skip
 """PyTorch's fused attention does not know the fake GPUs."""

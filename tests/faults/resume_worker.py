@@ -10,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from common.base.run_config import RunConfig, parse_overrides
+from common.base.parsing import parse_overrides
+from common.base.run_config import RunConfig
 from common.runtime import faults
 from common.runtime.rank import end_rank
 from common.training.trainer import CountingTrainer
@@ -18,7 +19,7 @@ from tests.short_runs import cut_short, find_port
 
 
 def run(module: object, run_config: RunConfig, fault: str = "") -> None:
-    resumed = "-resumed" if run_config.resume_from else ""
+    resumed = "-resumed" if run_config.resume_from_checkpoint else ""
     find_port(Path(run_config.results_root) / f"port-{run_config.run_name}{resumed}")
     if fault:
         os.environ[faults.VARIABLE] = fault
@@ -50,7 +51,7 @@ def work(job: dict, results_root: str) -> None:
         run(module, settings(str(number)), fault)
         for name in resumed:
             setattr(CountingTrainer, name, lambda *_, **__: None)
-        run(module, settings(str(number), "--resume_from", "last"))
+        run(module, settings(str(number), "--resume_from_checkpoint", "last"))
         for name, own in resumed.items():
             setattr(CountingTrainer, name, own)
 

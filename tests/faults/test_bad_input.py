@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
 from common.base.errors import BadInputError
+from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig, parse_overrides
+from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks.inputs import check_results_folder
 from common.data.messages import read_messages, tokenize_rows
@@ -90,8 +91,8 @@ def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
     with pytest.raises(
         BadInputError, match=r"Row long-1 has no answer token .*\(2 of 4 rows have none: long-1, long-2"
     ):
-        tokenize_rows(rows, tokenizer, 60, cut_off_share=0.4)
-    assert len(tokenize_rows(rows, tokenizer, 60, cut_off_share=0.5)) == 2
+        tokenize_rows(rows, tokenizer, 60, max_truncated_fraction=0.4)
+    assert len(tokenize_rows(rows, tokenizer, 60, max_truncated_fraction=0.5)) == 2
     assert "2 of 4 rows have no answer within 60 tokens, and are left out" in capsys.readouterr().out
     outcomes.keep(19, "all", "counted; refused above a limit")
 

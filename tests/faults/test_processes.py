@@ -57,7 +57,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
     done = int(kept.name.partition("-")[2])
     assert done >= 3, "nothing that was complete is lost"
 
-    again = start(technique, "--resume_from", "last")
+    again = start(technique, "--resume_from_checkpoint", "last")
     first_step_s = again.wait_until(lambda: f"resumes after step {done}" in again.output, FIRST_STEP_S)
     assert again.end(120) == 0, again.output[-3000:]
     assert again.record["status"] == "completed"
@@ -237,7 +237,7 @@ def test_a_results_folder_has_one_owner_at_a_time(start: Callable, outcomes: obj
 @pytest.mark.parametrize("technique", first("single", TECHNIQUES))
 def test_a_run_whose_steps_are_done_goes_on_to_its_end(start: Callable, completed: Callable, technique: str) -> None:
     (completed(technique) / "run_record.json").unlink()  # as if it had been killed before it was written
-    again = start(technique, "--resume_from", "last")
+    again = start(technique, "--resume_from_checkpoint", "last")
     assert again.end(120) == 0, again.output[-3000:]
     assert "resumes after step 10" in again.output
     assert again.record["status"] == "completed"
@@ -250,7 +250,7 @@ def test_of_a_damaged_newest_checkpoint_the_one_before_is_gone_on_from(start: Ca
     assert run.end(120) != 0
     damaged = run.results / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:100])
-    again = start("single", "--resume_from", "last")
+    again = start("single", "--resume_from_checkpoint", "last")
     assert again.end(120) == 0, again.output[-3000:]
     assert "checkpoint-4 is damaged: adapter_model.safetensors has 100 of" in again.output
     assert again.record["checkpoints"]["went_on_from"] == "checkpoint-3"
@@ -260,7 +260,7 @@ def test_of_a_damaged_newest_checkpoint_the_one_before_is_gone_on_from(start: Ca
 def test_a_refused_resume_leaves_the_record_of_a_completed_run(start: Callable, completed: Callable) -> None:
     record = completed("single") / "run_record.json"
     before = record.read_bytes()
-    again = start("single", "--train_rows", "64", "--resume_from", "last")
+    again = start("single", "--train_rows", "64", "--resume_from_checkpoint", "last")
     assert again.end(60) == BAD_INPUT_EXIT_CODE
     assert "65 training rows, but this run has 64" in again.output
     assert again.record["status"] == "completed"
@@ -269,7 +269,10 @@ def test_a_refused_resume_leaves_the_record_of_a_completed_run(start: Callable, 
 
 @pytest.mark.parametrize(
     ("how", "code", "said"),
-    [(signal.SIGTERM, 1, "was told to end (SIGTERM)"), (signal.SIGINT, 130, "error: interrupted; --resume_from last")],
+    [
+        (signal.SIGTERM, 1, "was told to end (SIGTERM)"),
+        (signal.SIGINT, 130, "error: interrupted; --resume_from_checkpoint last"),
+    ],
 )
 def test_a_run_that_is_told_to_end_says_so_and_leaves_a_record(
     start: Callable, how: signal.Signals, code: int, said: str
@@ -287,9 +290,9 @@ def test_a_run_that_is_told_to_end_says_so_and_leaves_a_record(
 @pytest.mark.parametrize("technique", ["ddp", "pp"])
 def test_an_early_stop_goes_on_counting(start: Callable, technique: str) -> None:
     """Weights that do not change: the first validation is the best, and the fourth worse one is that of step 5."""
-    settings = ("--early_stop", "4", "--learning_rate", "1e-30")
+    settings = ("--early_stopping_patience", "4", "--learning_rate", "1e-30")
     assert start(technique, *settings, fault="kill rank=1 step=4 point=batch").end(120) != 0
-    again = start(technique, *settings, "--resume_from", "last")
+    again = start(technique, *settings, "--resume_from_checkpoint", "last")
     assert again.end(120) == 0, again.output[-3000:]
     assert again.record["checkpoints"]["went_on_from"] == "checkpoint-3"
     assert again.record["validation_losses"][-1][0] == 5

@@ -31,7 +31,7 @@ def test_a_run_survives_any_kill(
     ended_s, lost, number = 0.0, 0, 0
     kills = -(-KILLS // len(TECHNIQUES)) or (IN_MAKE_TEST if technique in FAST else IN_TEST_ALL)
     for kill in range(kills):
-        run = start(technique, "--resume_from", "last", name=f"run{number}")
+        run = start(technique, "--resume_from_checkpoint", "last", name=f"run{number}")
         checkpoints = run.results / "checkpoints"
         run.wait_until(lambda run=run: run.place(0)["step"] > 0 or run.process.poll() is not None, 90)
         time.sleep(chance.random() * 1.5)
@@ -49,7 +49,7 @@ def test_a_run_survives_any_kill(
         assert not list(checkpoints.glob(f"*{BAD}"))
         lost = max(lost, step - 1 - (steps_at(kept) if kept else 0))
         number += code == 0  # it was over before: the next one starts anew
-    last = start(technique, "--resume_from", "last", name=f"run{number}")
+    last = start(technique, "--resume_from_checkpoint", "last", name=f"run{number}")
     assert last.end(FINISHED_S) == 0, last.output[-3000:]
     ends = [results / "checkpoints" / f"checkpoint-{STEPS}" for results in (straight(technique), last.results)]
     assert largest_difference(*ends) == 0

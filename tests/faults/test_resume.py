@@ -34,7 +34,7 @@ class Job:
     forgets: str = ""
 
 
-ACCUMULATES = ("--accumulation_steps", "2", "--batch_size")
+ACCUMULATES = ("--gradient_accumulation_steps", "2", "--batch_size")
 
 
 MORE = {
@@ -121,7 +121,16 @@ def test_without_a_ranks_random_numbers_or_with_other_rows_a_run_does_not_go_on(
     (kept / MANIFEST_FILE).unlink()
     write_manifest(kept, about)
     place, _, own = workflows["single"]
-    command = [sys.executable, Path(place).name, *own, "--epochs", "3", *MORE["single"], "--resume_from", str(kept)]
+    command = [
+        sys.executable,
+        Path(place).name,
+        *own,
+        "--num_train_epochs",
+        "3",
+        *MORE["single"],
+        "--resume_from_checkpoint",
+        str(kept),
+    ]
     refusals = {"lacks rng_state.pth": (), "of steps of 16 rows, but this run's have 8": ("--batch_size", "4")}
     for said, more in refusals.items():
         log = tmp_path / "refused.log"

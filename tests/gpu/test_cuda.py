@@ -64,7 +64,7 @@ def test_layers_on_two_gpus_compute_the_losses_of_one(run_workflow: Callable) ->
 
 @needs_gpu
 def test_a_gpu_computes_the_losses_of_the_cpu(run_workflow: Callable) -> None:
-    recipe = ("--batch_size", "16", "--lora_dropout", "0", "--max_steps", "6", "--report_share", "0.16")
+    recipe = ("--batch_size", "16", "--lora_dropout", "0", "--max_steps", "6", "--eval_steps", "0.16")
     losses = {}
     for device in ("cpu", "cuda"):
         done = run_workflow("python", "--device", device, *recipe, "--train_rows", "819", name=device)
@@ -117,7 +117,7 @@ def test_a_gpu_computes_the_qlora_losses_of_the_cpu(run_workflow: Callable) -> N
 @needs_gpu
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
 def test_a_gpu_takes_what_was_planned_of_weights_in_4_bits(quantization: str) -> None:
-    point = Point("qlora", "llama-3.2-1b", 2, 1024, "non-reentrant", quantization=quantization)
+    point = Point("qlora", "llama-3.2-1b", 2, 1024, True, quantization=quantization)
     found_gib = max(watched_steps(point.run, point.batch, "cuda").segments_gib.values())
     architecture = read_architecture(point.model)
     closed = device_memory(architecture, job_of_run(point.run, point.batch), whole_model(architecture))
@@ -174,7 +174,7 @@ def test_each_zero_stage_trains_on_both_gpus(run_workflow: Callable, stage: str)
 
 @needs_gpu
 @pytest.mark.parametrize("technique", ["lora", "full"])
-@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_gpu_takes_what_was_planned_and_what_the_dry_run_says(technique: str, checkpointing: str) -> None:
     """Peak allocated memory of a real shape; `python -m bench.planner_points` has the whole grid."""
     point = Point(technique, "llama-3.2-1b", rows=2, length=1024, gradient_checkpointing=checkpointing)

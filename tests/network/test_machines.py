@@ -33,7 +33,7 @@ DATA = REPOSITORY / "assets" / "chat_summaries"
 MASTER = f"10.77.0.1:{PORT}"
 STEPS, PARTITIONS = 30, 3
 RUN = ("--train_rows", "65", "--validation_rows", "17", "--test_rows", "5", "--report_to", "none", "--batch_size", "4",
-       "--max_new_tokens", "8", "--beams", "1", "--max_steps", f"{STEPS}", "--report_share", f"{1 / STEPS}",
+       "--max_new_tokens", "8", "--num_beams", "1", "--max_steps", f"{STEPS}", "--eval_steps", f"{1 / STEPS}",
        "--partitions", f"{PARTITIONS}", "--run_name", "test")  # fmt: skip
 JOIN_S = 30
 """How long members wait for each other, unless a test says otherwise: they come some seconds apart."""
@@ -283,7 +283,7 @@ def test_a_killed_host_ends_the_others(hosts: Callable[..., Place], count: int, 
     for worker in set(members) - {members[lost]}:
         assert worker.process.returncode == LOST_MEMBER_EXIT_CODE
         assert f"Another of {count} members went away" in worker.error
-        assert "--resume_from" in worker.error
+        assert "--resume_from_checkpoint" in worker.error
         assert worker.record["status"] == "failed"
 
 

@@ -18,7 +18,7 @@ SOURCES = list({(path.parts[-3], path.name): path for path in reversed(NOTEBOOKS
 """Each technique's first ones; that the rest have the same cells is proved in tests/unit/test_siblings.py."""
 LONGEST_CELL_LINES = 25
 ROWS = 33
-SMALL = {"train_rows": ROWS, "test_rows": 5, "epochs": 1}
+SMALL = {"train_rows": ROWS, "test_rows": 5, "num_train_epochs": 1}
 PLANNING = [path for path in NOTEBOOKS if path.parts[-3].startswith("1.1_")]  # they train nothing; they have own tests
 ACROSS = [path for path in NOTEBOOKS if path.parts[-3].startswith("3.2_") and path.parent.name[:5] != "run_0"]
 """Copies of a notebook that starts three worlds, and takes minutes; only the copy for the CPU is run."""
@@ -86,14 +86,17 @@ def parameters_for(path: Path, tmp_path: Path, encoder: str) -> dict:
     parameters = {**SMALL, "results_root": str(tmp_path)}
     if "classification" in path.stem:
         parameters = {"train_rows": ROWS, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
-        parameters["settings"] = {"epochs": 1}
+        parameters["settings"] = {"num_train_epochs": 1}
     if "summarization" in path.stem:
         parameters = {"train_rows": ROWS, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
-        parameters["settings"] = {"epochs": 1, "max_new_tokens": 12}
+        parameters["settings"] = {"num_train_epochs": 1, "max_new_tokens": 12}
     if "zero" in path.stem:
         parameters["steps"] = -1  # all of the epoch's
     if path not in FOR_CPU:
-        parameters |= {"settings": {**parameters.get("settings", {}), **EMBEDDED_DEFAULT}, "batch_size": 8}
+        parameters |= {
+            "settings": {**parameters.get("settings", {}), **EMBEDDED_DEFAULT},
+            "per_device_train_batch_size": 8,
+        }
         if {"ddp", "pp", "fsdp", "zero", "classification"} & set(path.stem.split("_")):
             parameters["devices"] = 2
         if "mp" in path.stem.split("_"):
@@ -102,7 +105,7 @@ def parameters_for(path: Path, tmp_path: Path, encoder: str) -> dict:
             parameters["precision"] = parameters["settings"]["precision"]
             parameters["settings"] = {k: v for k, v in EMBEDDED_DEFAULT.items() if k != "precision"}
         if "classification" in path.stem:
-            parameters["settings"] |= {"model": encoder, "batch_size": 8}
+            parameters["settings"] |= {"model": encoder, "per_device_train_batch_size": 8}
         if "acclaunch" in path.stem:
             parameters["config_file"] = "../run_0_cpu_x2/my_accelerate_config.yaml"
     return parameters
@@ -164,13 +167,16 @@ def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
     "path", [pytest.param(path, id=path.stem, marks=marks_of(slow=path.name != FIRST[0])) for path in FOR_CPU]
 )
 def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Path) -> None:
-    wrong = {"batch_size": 0}
-    parameters = {**SMALL, **(wrong if "batch_size = " in parameters_cell(path) else {"settings": wrong})}
+    wrong = {"per_device_train_batch_size": 0}
+    parameters = {
+        **SMALL,
+        **(wrong if "per_device_train_batch_size = " in parameters_cell(path) else {"settings": wrong}),
+    }
     parameters["results_root"] = str(tmp_path)
     with pytest.raises(papermill.PapermillExecutionError) as failed:
         papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
     partial = (tmp_path / "out.ipynb").read_text()
-    assert "batch_size is 0, but must be at least 1" in str(failed.value) + partial
+    assert "per_device_train_batch_size is 0, but must be at least 1" in str(failed.value) + partial
     assert not (tmp_path / "results").exists()
 
 

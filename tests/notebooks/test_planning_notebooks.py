@@ -14,7 +14,7 @@ import pytest
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
-from common.checks.planner_command import cluster_of, job_of, parser
+from common.checks.planner_command import cluster_of, job_of, read_options
 from common.hardware.devices import find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import memory_with_overhead
@@ -71,7 +71,7 @@ def test_the_strategies_are_the_planners_in_its_order(tmp_path: Path) -> None:
     asked = {"model": "qwen2.5-7b", "gpu": "A100 40GB SXM", "gpus": 2, "batch_size": 2, "seq_len": 512}
     notebook = executed("choosing_a_strategy", tmp_path, **asked, fast_link="nvlink", large_counts=[8, 16])
     words = [f"--{name.replace('_', '-')}={value}" for name, value in {**asked, "link": "nvlink"}.items()]
-    options = parser().parse_args(words)
+    options = read_options(words)
     cluster = cluster_of(options)
     assert cluster.slowest_link == parse_link("nvlink", find_gpu("A100 40GB SXM"))
     plans = ranked_plans(
@@ -97,7 +97,9 @@ def test_the_closed_form_is_near_the_dry_run_and_the_preflight_passes(tmp_path: 
     notebook = executed("dry_run_and_preflight", tmp_path, model="llama-3.2-1b", gpu="RTX A5000 24GB", seq_len=512)
     text = shown(notebook)
     gpu = find_gpu("a5000").name
-    run = RunConfig(device="cuda", gpu=gpu, model="llama-3.2-1b", weights="random", precision="bf16", batch_size=2)
+    run = RunConfig(
+        device="cuda", gpu=gpu, model="llama-3.2-1b", weights="random", precision="bf16", per_device_train_batch_size=2
+    )
     closed_gib = plan_run(run, BatchShape(2, 512, 512)).devices[0].allocated_gib
     assert figure(r"closed form: ([\d.]+) GiB", text) == f"{closed_gib:.3f}"
     assert float(figure(r"dry run: ([\d.]+) GiB", text)) == pytest.approx(closed_gib, rel=0.02)
@@ -111,7 +113,7 @@ def test_the_closed_form_is_near_the_dry_run_and_the_preflight_passes(tmp_path: 
     [
         ("vram_arithmetic", "--batch-size is 0, but must be above 0"),
         ("choosing_a_strategy", "--batch-size is 0, but must be above 0"),
-        ("dry_run_and_preflight", "batch_size is 0, but must be at least 1"),
+        ("dry_run_and_preflight", "per_device_train_batch_size is 0, but must be at least 1"),
     ],
 )
 def test_bad_input_ends_the_notebook_with_the_planners_sentence(name: str, sentence: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from common.base.run_config import parse_overrides
+from common.base.parsing import parse_overrides
 from common.checks.folder_runs import run_of_arguments
 from common.runtime.rank import end_rank
 from tests.short_runs import cut_short, find_port

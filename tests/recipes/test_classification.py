@@ -19,7 +19,7 @@ from common.base.paths import REPOSITORY
 pytestmark = pytest.mark.slow
 FOLDER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 QUICK = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--report_to", "none",
-         "--learning_rate", "1e-3", "--max_steps", "5", "--report_share", "0.2")  # fmt: skip
+         "--learning_rate", "1e-3", "--max_steps", "5", "--eval_steps", "0.2")  # fmt: skip
 WAYS = {"ddp": "8", "pp": "16", "tp": "16"}
 """With the rows of a rank at once."""
 Runs = dict[str, Any]

@@ -39,29 +39,29 @@ TORCHRUN, ACCELERATE, MACHINES = (
     SUMMARIZATION / f"my_workflow_summarization_{way}.py" for way in ("torchrun", "accelerate", "machines")
 )
 
-SAME = ("--train_rows", "33", "--validation_rows", "9", "--evaluation_batch_size", "4", "--test_rows", "1",
+SAME = ("--train_rows", "33", "--validation_rows", "9", "--per_device_eval_batch_size", "4", "--test_rows", "1",
         "--report_to", "none", "--learning_rate_scaling", "none", "--lora_dropout", "0")  # fmt: skip
 RECIPES = {
-    "SGD": ("--optimizer", "sgd", "--warmup_share", "0", "--max_steps", "5", "--report_share", "0.2"),
-    "AdamW": ("--learning_rate", "1e-3", "--max_steps", "20", "--report_share", "0.05"),
+    "SGD": ("--optimizer", "sgd", "--warmup_steps", "0", "--max_steps", "5", "--eval_steps", "0.2"),
+    "AdamW": ("--learning_rate", "1e-3", "--max_steps", "20", "--eval_steps", "0.05"),
 }
 OF_TASK = {
     "chat": ("--independent_judge", "none", "--max_new_tokens", "1"),
     "classification": ("--test_rows", "2"),
-    "summarization": ("--max_new_tokens", "2", "--beams", "1"),
+    "summarization": ("--max_new_tokens", "2", "--num_beams", "1"),
 }
 ALL = ("--target_modules", "all")
 WHOLE_BATCH = ("--batch_size", "8")
 OF_RANK = ("--batch_size", "4")
-ACCUMULATED = ("--batch_size", "2", "--accumulation_steps", "2")
+ACCUMULATED = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
 STAGES = (*WHOLE_BATCH, "--micro_batches", "4")
-STAGES_ACCUMULATED = ("--batch_size", "4", "--accumulation_steps", "2", "--micro_batches", "2")
+STAGES_ACCUMULATED = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--micro_batches", "2")
 GPIPE = ("--schedule", "gpipe")
 TWO_GPUS = ("--device", "cuda", "--devices", "2", "--stages", "0", "--attention", "eager")
 """Fake ones; PyTorch's fused attention does not know them."""
-OWN_WRAP = ("--wrap", "LlamaMLP,LlamaAttention", "--gradient_checkpointing", "non-reentrant")
+OWN_WRAP = ("--wrap", "LlamaMLP,LlamaAttention", "--gradient_checkpointing")
 TWO_PARTS = ("--parallel", "single", "--devices", "1", "--partitions", "2")
-OVERLAPPED = ("--gradient_exchange", "overlapped", "--bucket_mib", "0.05")
+OVERLAPPED = ("--gradient_exchange", "overlapped", "--bucket_cap_mb", "0.05")
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def divided(note: str, *overrides: str) -> Case:
 
 CASES = [
     divided("", "--device_map", "even"),
-    divided("every weight, checkpointed", *ALL, "--gradient_checkpointing", "reentrant"),
+    divided("every weight, checkpointed", *ALL, "--gradient_checkpointing", "--use_reentrant"),
     sharded("DDP", "full", "--parallel", "ddp", *OF_RANK),
     chat("DDP", "lora", DDP, *OF_RANK),
     chat("DDP", "qlora", QLORA, "--parallel", "ddp", "--devices", "2", *OF_RANK),
@@ -188,7 +188,7 @@ CASES = [
         for way, size in (("DDP", OF_RANK), ("PP", STAGES), ("TP", WHOLE_BATCH))
         for technique in ("full", "lora")
     ),
-    classifying("TP, accumulated", "full", *OF_RANK, "--accumulation_steps", "2"),
+    classifying("TP, accumulated", "full", *OF_RANK, "--gradient_accumulation_steps", "2"),
     summarizing("Seq2SeqTrainer", TORCHRUN, *OF_RANK),
     summarizing("plain loop, Accelerate", ACCELERATE, *OF_RANK),
     summarizing("plain loop, torch.distributed", MACHINES, *OF_RANK),

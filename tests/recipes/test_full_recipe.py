@@ -9,7 +9,7 @@ import pytest
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_lora_learns_form_and_facts(run_workflow: Callable, launcher: str) -> None:
     rows = ("--train_rows", "-1", "--validation_rows", "-1", "--test_rows", "-1")
-    done = run_workflow(launcher, *rows, "--epochs", "6", "--max_new_tokens", "48")
+    done = run_workflow(launcher, *rows, "--num_train_epochs", "6", "--max_new_tokens", "48")
     assert done.exit_code == 0, done.output
     before, after = done.record["quality"]["before"], done.record["quality"]["after"]
     assert before["questions"] == after["questions"] == 74

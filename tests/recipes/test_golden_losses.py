@@ -23,7 +23,7 @@ GOLDEN_FULL_VALIDATION_LOSSES = [8.514771, 7.318025, 6.385015, 5.787826, 5.47855
     ("launcher", "batch_size"), [("python", "16"), pytest.param("torchrun", "8", marks=pytest.mark.slow)]
 )
 def test_the_first_losses_are_the_golden_ones(run_workflow: Callable, launcher: str, batch_size: str) -> None:
-    recipe = ("--batch_size", batch_size, "--lora_dropout", "0", "--max_steps", "6", "--report_share", "0.16")
+    recipe = ("--batch_size", batch_size, "--lora_dropout", "0", "--max_steps", "6", "--eval_steps", "0.16")
     done = run_workflow(launcher, *ROWS, *recipe)
     assert done.exit_code == 0, done.output
     training = [loss for _, loss in done.record["training_losses"]]
@@ -38,7 +38,7 @@ def test_the_first_losses_are_the_golden_ones(run_workflow: Callable, launcher: 
 def test_the_first_losses_of_full_finetuning_are_the_golden_ones(
     run_workflow: Callable, launcher: str, micro_batches: str
 ) -> None:
-    recipe = ("--batch_size", "16", "--learning_rate", "1e-3", "--max_steps", "6", "--report_share", "0.16")
+    recipe = ("--batch_size", "16", "--learning_rate", "1e-3", "--max_steps", "6", "--eval_steps", "0.16")
     folder = FULL if launcher == "python" else PP
     done = run_workflow(launcher, *ROWS, *recipe, "--micro_batches", micro_batches, folder=folder)
     assert done.exit_code == 0, done.output

@@ -105,7 +105,7 @@ def test_two_ranks_where_one_is_asked_for_fail(run_workflow: Callable) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("--batch_size", "0"), "batch_size is 0"),
+        (("--batch_size", "0"), "per_device_train_batch_size is 0"),
         (("--data", "no/such/folder"), "The data no/such/folder do not exist"),
         (("--model", "nobody/no-such-model"), "hf download nobody/no-such-model"),
     ],

@@ -23,7 +23,7 @@ BASE = REPOSITORY / "assets" / "embedded_base"
 
 QUICK = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "1", "--independent_judge", "none",
          "--max_new_tokens", "1", "--report_to", "none", "--batch_size", "16", "--learning_rate", "1e-3",
-         "--max_steps", "5", "--report_share", "0.2")  # fmt: skip
+         "--max_steps", "5", "--eval_steps", "0.2")  # fmt: skip
 PIPELINES = {
     "linear layers": (),
     "all": ("--target_modules", "all"),
@@ -83,7 +83,7 @@ def greedy(model: torch.nn.Module, tokenizer: object, question: str) -> str:
 
 
 def test_a_workflow_tells_the_truth_about_its_stages_and_saves_a_plain_model(run_workflow: Callable) -> None:
-    recipe = ("--batch_size", "16", "--epochs", "4", "--report_share", "0.25", "--max_new_tokens", "48")
+    recipe = ("--batch_size", "16", "--num_train_epochs", "4", "--eval_steps", "0.25", "--max_new_tokens", "48")
     done = run_workflow("torchrun", *recipe, folder=PP)
     assert done.exit_code == 0, done.output
     record = done.record
@@ -139,7 +139,7 @@ def check_measurements(measured: dict) -> None:
 def test_micro_batches_that_do_not_divide_the_batch_are_refused(run_workflow: Callable) -> None:
     done = run_workflow("python", "--micro_batches", "5", "--batch_size", "16", folder=PP)
     assert done.exit_code == 2
-    said = "error: batch_size is 16, which 5 micro-batches do not divide"
+    said = "error: per_device_train_batch_size is 16, which 5 micro-batches do not divide"
     assert sum(said in line for line in done.output.splitlines()) == 1
     assert "Traceback" not in done.output
     assert not done.results.exists()

@@ -20,14 +20,14 @@ SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
 QUICK = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "1", "--independent_judge", "none",
          "--max_new_tokens", "1", "--report_to", "none", "--learning_rate_scaling", "none",
          "--learning_rate", "1e-3")  # fmt: skip
-EIGHT_STEPS = ("--max_steps", "8", "--report_share", "0.25", "--warmup_share", "0", "--batch_size", "6")
-CONSTANT = ("--scheduler", "constant")
-HALF = ("--max_steps", "4", "--report_share", "0.5")
-FOUR_STEPS = ("--max_steps", "4", "--report_share", "0.5", "--batch_size", "8")
+EIGHT_STEPS = ("--max_steps", "8", "--eval_steps", "0.25", "--warmup_steps", "0", "--batch_size", "6")
+CONSTANT = ("--lr_scheduler_type", "constant")
+HALF = ("--max_steps", "4", "--eval_steps", "0.5")
+FOUR_STEPS = ("--max_steps", "4", "--eval_steps", "0.5", "--batch_size", "8")
 FSDP = {
     "fsdp": EIGHT_STEPS,
     "ddp": (*FOUR_STEPS, "--parallel", "ddp"),
-    "all, checkpointed": (*FOUR_STEPS, "--target_modules", "all", "--gradient_checkpointing", "non-reentrant",
+    "all, checkpointed": (*FOUR_STEPS, "--target_modules", "all", "--gradient_checkpointing",
                           "--wrap", "LlamaMLP,LlamaAttention"),
     "lora": (*FOUR_STEPS, "--technique", "lora"),
     "whole": (*EIGHT_STEPS, *CONSTANT),
@@ -57,8 +57,8 @@ def zero(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Ru
 def gone_on(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Runs], fsdp: Runs) -> Runs:
     """Two ranks that go on from checkpoints of `fsdp`: from the last one, and half the way."""
     runs = {
-        "two": (*EIGHT_STEPS, "--max_steps", "12", "--resume_from", checkpoint_of(fsdp["fsdp"], 8)),
-        "rest": (*EIGHT_STEPS, *CONSTANT, "--resume_from", checkpoint_of(fsdp["half"], 4)),
+        "two": (*EIGHT_STEPS, "--max_steps", "12", "--resume_from_checkpoint", checkpoint_of(fsdp["fsdp"], 8)),
+        "rest": (*EIGHT_STEPS, *CONSTANT, "--resume_from_checkpoint", checkpoint_of(fsdp["half"], 4)),
     }
     jobs = {name: (SHARDED, (*QUICK, *overrides)) for name, overrides in runs.items()}
     return run_several(tmp_path_factory.mktemp("two"), jobs, 2)
@@ -80,7 +80,7 @@ def held(run: Any) -> tuple[dict[str, float], dict[str, float]]:
 
 def test_each_rank_holds_half_of_everything_with_fsdp_and_everything_with_ddp(fsdp: Runs) -> None:
     for share in held(fsdp["fsdp"]):
-        assert share == pytest.approx({"weights": 0.5, "gradients": 0.5, "optimizer": 0.5}, abs=0.01)
+        assert share == pytest.approx({"weights": 0.5, "gradients": 0.5, "optim": 0.5}, abs=0.01)
     for share in held(fsdp["ddp"]):
         assert share["weights"] == share["gradients"] == 1
 
@@ -125,7 +125,7 @@ def test_shards_of_two_ranks_go_on_with_three(
     fsdp: Runs, gone_on: Runs, tmp_path: Path, run_several: Callable[..., Runs]
 ) -> None:
     assert fsdp["fsdp"].record["checkpoints"]["best"] == "checkpoint-8"
-    more = (*EIGHT_STEPS, "--max_steps", "12", "--resume_from", checkpoint_of(fsdp["fsdp"], 8))
+    more = (*EIGHT_STEPS, "--max_steps", "12", "--resume_from_checkpoint", checkpoint_of(fsdp["fsdp"], 8))
     three_ranks = (*QUICK, *more, "--batch_size", "4", "--devices", "3")
     two, three = gone_on["two"], run_several(tmp_path, {"three": (SHARDED, three_ranks)}, 3)["three"]
     assert two.record["steps"] == three.record["steps"] == 12
@@ -142,7 +142,7 @@ def test_deepspeed_goes_on_from_its_own_parts(
 ) -> None:
     """What follows a checkpoint is what follows without one: optimizer states and schedule are taken along."""
     checkpoint = checkpoint_of(zero["zero3, to be gone on with"], 8)
-    more = (*QUICK, *EIGHT_STEPS, "--max_steps", "12", "--parallel", "zero3", "--resume_from", checkpoint)
+    more = (*QUICK, *EIGHT_STEPS, "--max_steps", "12", "--parallel", "zero3", "--resume_from_checkpoint", checkpoint)
     after = run_several(tmp_path, {"zero": (SHARDED, more)}, 2)["zero"]
     for kind in ("training_losses", "validation_losses"):
         assert after.losses(kind) == pytest.approx(gone_on["two"].losses(kind), rel=1e-4)

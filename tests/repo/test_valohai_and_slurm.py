@@ -11,8 +11,9 @@ import pytest
 from valohai_yaml.objs import Config, Step
 from valohai_yaml.parsing import parse
 
+from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig, parse_overrides
+from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.runtime.rendezvous import meeting_options
 
@@ -123,13 +124,13 @@ def test_a_steps_command_starts_the_run_that_its_parameters_say(
     config: Config, commands: Path, tmp_path: Path, name: str, launcher: list[str], way: str
 ) -> None:
     step, inputs = config.steps[name], tmp_path / "inputs"
-    asked: dict[str, object] = {"epochs": 3, "learning_rate": 1e-6, "data": "s3://bucket/chats"}
+    asked: dict[str, object] = {"num_train_epochs": 3, "learning_rate": 1e-6, "data": "s3://bucket/chats"}
     if name != "train-task":
         asked["devices"] = 2
     words, run = run_of(step, asked, inputs)
     assert words == [*launcher, f"my_workflow_summarization_{way}.py"]
     assert {field: getattr(run, field) for field in asked} == asked
-    assert (run.figures, run.results_root) == ("json", "/outputs of the step")
+    assert (run.log_format, run.results_root) == ("json", "/outputs of the step")
     (inputs / "data").mkdir(parents=True)
     (inputs / "data" / "train.json").write_text("[]")
     assert run_of(step, asked, inputs)[1].data == str(inputs / "data")
@@ -156,8 +157,8 @@ def test_the_slurm_script_starts_one_process_on_each_of_the_run_folders_machines
     activate = tmp_path / ".venv" / "bin" / "activate"
     activate.parent.mkdir(parents=True)
     activate.write_text("")
-    command = ["bash", str(SLURM), "--epochs", "1"]
+    command = ["bash", str(SLURM), "--num_train_epochs", "1"]
     words = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
     script = "my_workflow_summarization_machines.py"
-    assert words[2:] == ["srun", "--label", "python", script, "--epochs", "1"]
+    assert words[2:] == ["srun", "--label", "python", script, "--num_train_epochs", "1"]
     assert (SLURM.parent / script).is_file()

@@ -131,14 +131,13 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
         technique=case.get("technique", "full"),
         parallel="pp",
         devices=rank.world_size,
-        batch_size=ROWS,
+        per_device_train_batch_size=ROWS,
         micro_batches=4,
         schedule=case["schedule"],
         model=str(folder),
         weights=case.get("weights", "pretrained"),
         target_modules=case.get("targets", "all-linear"),
-        lora_dropout=0.0,
-        lora_rank=2,
+        **({"lora_dropout": 0.0, "lora_r": 2} if is_lora else {}),
     )
     batch, stage_map = make_batch(kind), stage_map_of(folder, rank.world_size)
     whole = load_whole(run, kind)
@@ -259,7 +258,7 @@ def loaded_again(stage: torch.nn.Module, saved: Path) -> float:
 
 def main() -> None:
     folder, world_size = Path(sys.argv[1]), int(sys.argv[2])
-    rank = start_rank(RunConfig(parallel="pp", devices=world_size, batch_size=ROWS, micro_batches=4))
+    rank = start_rank(RunConfig(parallel="pp", devices=world_size, per_device_train_batch_size=ROWS, micro_batches=4))
     compared = {}
     for number, name in enumerate(sys.argv[3:]):
         stages = gather_object([compare(cases()[name], folder / str(number), rank)])

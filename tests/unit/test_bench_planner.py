@@ -53,7 +53,7 @@ def test_kept_runs_count_where_they_were_planned_and_measured() -> None:
 
 def measured_record(planned_gib: float, found_gib: float | None, card: str = "a4000") -> dict[str, object]:
     return {
-        **vars(Point("full", "llama-3.2-1b", 4, 512, "none", card)),
+        **vars(Point("full", "llama-3.2-1b", 4, 512, False, card)),
         "planned_gib": planned_gib,
         "planned_with_overhead_gib": planned_gib + 1,
         "capacity_gib": 15.59,
@@ -182,7 +182,7 @@ def test_full_fine_tuning_is_of_every_weight_but_where_a_point_says_otherwise() 
     assert sum(point.linear_only for point in points) == sum(point.linear_only for point in full) == 6
     assert all(point.run.target_modules == ("all-linear" if point.linear_only else "all") for point in full)
     assert {point.run.target_modules for point in points if point.technique == "lora"} == {"all-linear"}
-    every, linear = (Point("full", "llama-3.2-1b", 4, 512, "none", linear_only=only) for only in (False, True))
+    every, linear = (Point("full", "llama-3.2-1b", 4, 512, False, linear_only=only) for only in (False, True))
     assert linear.planned(find_gpu("l4")).peak_gib < every.planned(find_gpu("l4")).peak_gib
 
 
@@ -225,7 +225,7 @@ def test_the_watch_keeps_each_segments_peak_and_forgets_the_first_step() -> None
     assert watch.reserved_gib == 99
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("technique", ["lora", "full"])
 @pytest.mark.usefixtures("counted_memory")
 def test_the_real_trainer_takes_the_watched_steps(technique: str, checkpointing: str) -> None:
@@ -262,5 +262,5 @@ def test_a_stopped_measurement_goes_on_where_it_stopped(tmp_path: Path, asked: l
 
 
 def test_what_is_far_too_large_is_not_tried_but_told(asked: list[Point]) -> None:
-    record = planner_points.measured_point(Point("full", "llama-3.1-8b", 1, 2048, "none"), find_gpu("a4000"))
+    record = planner_points.measured_point(Point("full", "llama-3.1-8b", 1, 2048, False), find_gpu("a4000"))
     assert (record["outcome"], record["allocated_gib"], asked) == ("skipped", None, [])

@@ -36,8 +36,8 @@ def test_a_checkpoint_has_the_weights_and_both_of_adams_states(full: RunConfig) 
     assert need.checkpoint_bytes == pytest.approx(3 * need.models_bytes)
     assert need.models_bytes == pytest.approx(saved_bytes(EMBEDDED_BASE), rel=0.01)
     assert need.checkpoints == 4  # the best, the two newest, and the one that is being written
-    assert disk_need(replace(full, report_share=0.5)).checkpoints == 2
-    assert disk_need(replace(full, optimizer="sgd")).checkpoint_bytes == need.models_bytes
+    assert disk_need(replace(full, eval_steps=0.5)).checkpoints == 2
+    assert disk_need(replace(full, optim="sgd")).checkpoint_bytes == need.models_bytes
     bf16 = disk_need(replace(full, precision="bf16"))
     assert bf16.total_bytes == need.total_bytes / 2
     assert disk_need(replace(full, precision="bf16", parallel="zero2", devices=2)).checkpoint_bytes == (
@@ -98,4 +98,4 @@ def test_a_run_that_goes_on_counts_not_what_it_wrote_before(full: RunConfig, mon
     with_free(monkeypatch, 0)
     with pytest.raises(BadInputError, match="This run would write"):
         check_inputs(run)
-    check_inputs(replace(run, resume_from="last"))
+    check_inputs(replace(run, resume_from_checkpoint="last"))

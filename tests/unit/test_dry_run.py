@@ -76,13 +76,19 @@ def total(parts: dict[str, float]) -> float:
 
 
 @pytest.mark.parametrize("technique", ["lora", "full"])
-@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("checkpointing", [(False, False), (True, True), (True, False)])
 def test_fake_tensors_take_what_real_ones_take(
-    technique: str, checkpointing: str, shape: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    technique: str, checkpointing: tuple[bool, bool], shape: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tracker sees the same in a real step as in a fake one, and PyTorch's own profiler the same peak."""
     model = shape(num_hidden_layers=3)  # a first, a middle and a last one
-    run = RunConfig(technique=technique, model=model, weights="random", gradient_checkpointing=checkpointing)
+    run = RunConfig(
+        technique=technique,
+        model=model,
+        weights="random",
+        gradient_checkpointing=checkpointing[0],
+        use_reentrant=checkpointing[1],
+    )
     config = any_shape_config(run.model)
     fake = fake_step(run, config, BATCH, as_on_gpu=False)
 
@@ -126,8 +132,8 @@ def test_the_extrapolation_depends_on_the_layers(shape: Callable[..., str]) -> N
     assert 1.6 < twelve / six < 2
 
 
-PLAIN = ("bf16", "none", BatchShape(2, 512, 511))
-PADDED = ("bf16-mixed", "non-reentrant", BatchShape(4, 256, 100, padded=True))
+PLAIN = ("bf16", False, BatchShape(2, 512, 511))
+PADDED = ("bf16-mixed", True, BatchShape(4, 256, 100, padded=True))
 
 
 def grid() -> list:
@@ -144,7 +150,7 @@ def grid() -> list:
         for k, way in enumerate((PLAIN, PADDED))
     ]
     attention = ("llama-3.1-8b", "full", "q_proj,v_proj", *PLAIN)
-    mlp = ("llama-3.1-8b", "full", "gate_proj,up_proj,down_proj", "bf16-mixed", "none", BatchShape(2, 512, 511))
+    mlp = ("llama-3.1-8b", "full", "gate_proj,up_proj,down_proj", "bf16-mixed", False, BatchShape(2, 512, 511))
     return [*points, attention, pytest.param(*mlp, marks=[pytest.mark.slow])]
 
 
@@ -173,7 +179,7 @@ def test_the_closed_form_says_the_same(
         pytest.param({"precision": "bf16-mixed"}, BatchShape(2, 256, 512, target_length=512), marks=pytest.mark.slow),
         pytest.param({"precision": "fp32", "parallel": "ddp", "devices": 4},
                      BatchShape(4, 1024, 128, target_length=128), marks=pytest.mark.slow),
-        ({"precision": "fp32", "gradient_checkpointing": "non-reentrant", "parallel": "ddp", "devices": 4},
+        ({"precision": "fp32", "gradient_checkpointing": True, "parallel": "ddp", "devices": 4},
          BatchShape(16, 1024, 128, padded=True, target_length=128)),
     ],
 )  # fmt: skip
@@ -222,7 +228,7 @@ def test_the_closed_form_says_the_same_of_a_classifier(model: str, technique: st
 
 @pytest.mark.parametrize("technique", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_classifier_s_stages_are_as_planned(technique: str) -> None:
-    way = {"parallel": "pp", "devices": 2, "batch_size": 8, "micro_batches": 4, "device_map": "even"}
+    way = {"parallel": "pp", "devices": 2, "per_device_train_batch_size": 8, "micro_batches": 4, "device_map": "even"}
     run = replace(classifier(technique, "roberta-large"), **way, device="cuda", gpu="A100 80GB SXM")
     plan = place_stages(run, CLASSIFIED).plan
     for memory, device in zip(plan.devices, dry_runs_of_shares(run, CLASSIFIED), strict=True):
@@ -253,7 +259,7 @@ def test_a_classifier_of_fake_tensors_takes_what_a_real_one_takes(shape: Callabl
     for segment in real:
         assert total(real[segment]) == pytest.approx(total(fake[segment]), rel=0.01), segment
     head = 128 * 128 + 128 + 128 * 6 + 6
-    adapters = 3 * 2 * run.lora_rank * (128 + 128)
+    adapters = 3 * 2 * run.lora_r * (128 + 128)
     assert real["optimizer: clipping and step"]["gradients"] == pytest.approx(4 * (head + adapters), rel=0.05)
 
 
@@ -275,7 +281,7 @@ def test_ddp_keeps_all_gradients_all_the_time() -> None:
 
 # -- divided models
 
-PIPELINE = {"parallel": "pp", "devices": 2, "batch_size": 4, "micro_batches": 4, "weights": "random"}
+PIPELINE = {"parallel": "pp", "devices": 2, "per_device_train_batch_size": 4, "micro_batches": 4, "weights": "random"}
 TWO_GPUS = {"parallel": "mp", "devices": 2, "device": "cuda", "gpu": "RTX A6000 48GB", "weights": "random"}
 
 
@@ -293,7 +299,7 @@ def test_the_fullest_device_speaks_for_a_divided_model(
     run = RunConfig(technique="full", model=model, device_map="even", **way)
     devices = dry_runs_of_shares(run, BATCH)
     weights = [device.timeline["load"]["weights"] for device in devices]
-    whole = dry_run(replace(run, parallel="single", devices=1, device="cpu", gpu="", micro_batches=1), BATCH)
+    whole = dry_run(run.changed_to(parallel="single", devices=1, device="cpu", gpu=""), BATCH)
     assert sum(weights) == pytest.approx(whole.timeline["load"]["weights"], rel=0.001)
     monkeypatch.setattr(dry_run_room, "dry_runs_of_shares", lambda *_: devices)
     assert dry_run(run, BATCH).peak_gib == max(device.peak_gib for device in devices)
@@ -348,7 +354,7 @@ def test_two_small_depths_tell_a_larger_share(way: dict, number: int, shape: Cal
 
 def test_a_stage_holds_what_its_schedule_has_in_flight(shape: Callable[..., str]) -> None:
     """1F1B: as many micro-batches as stages from here on; GPipe: all. Buffers for all of them either way."""
-    asked = RunConfig(technique="full", model=shape(), device_map="even", lora_dropout=0.0, **PIPELINE)
+    asked = RunConfig(technique="full", model=shape(), device_map="even", **PIPELINE)
     batch = BatchShape(rows=4, length=256, labelled=1)  # next to no logits
     segment = "forward: layers, last layer"
     devices = {schedule: dry_runs_of_shares(replace(asked, schedule=schedule), batch) for schedule in ("1f1b", "gpipe")}
@@ -366,7 +372,7 @@ def test_a_stage_holds_what_its_schedule_has_in_flight(shape: Callable[..., str]
 
 
 DIVIDED = [
-    ("full", "llama-3.2-1b", {"schedule": "1f1b", "gradient_checkpointing": "non-reentrant"}, BatchShape(4, 512, 511)),
+    ("full", "llama-3.2-1b", {"schedule": "1f1b", "gradient_checkpointing": True}, BatchShape(4, 512, 511)),
     ("full", "llama-3.2-1b", {"schedule": "gpipe", "precision": "bf16-mixed"}, BatchShape(4, 512, 100, padded=True)),
     ("full", "roberta-large", {"schedule": "gpipe", "precision": "bf16-mixed"}, BatchShape(8, 256, 255)),
     ("lora", "llama-3.2-1b", {**TWO_GPUS, "micro_batches": 1}, BatchShape(2, 512, 511)),
@@ -385,7 +391,7 @@ def test_the_closed_form_says_the_same_of_each_device(
 ) -> None:
     targets = "all" if technique == "full" else "all-linear"
     asked = {"model": model, "technique": technique, "target_modules": targets, "precision": "bf16"}
-    run = RunConfig(**{**PIPELINE, **asked, **settings, "batch_size": batch.rows})
+    run = RunConfig(**{**PIPELINE, **asked, **settings, "per_device_train_batch_size": batch.rows})
     plan = place_stages(run, batch).plan
     for memory, device in zip(plan.devices, dry_runs_of_shares(run, batch), strict=True):
         assert memory.allocated_gib == pytest.approx(device.peak_gib, rel=0.05)
@@ -455,7 +461,7 @@ def test_the_dry_run_of_a_folder_with_settings_takes_the_setting_s_own_recipe(
     monkeypatch.setattr(sys, "argv", ["dry_run", folder, "--technique", "lora", "--parallel", "single"])
     dry_run_room.main()
     said = capsys.readouterr().out
-    assert "lora of all-minilm-l6-v2, fp32, checkpointing none, single: 64 rows of " in said
+    assert "lora of all-minilm-l6-v2, fp32, single: 64 rows of " in said
     assert "logits of 6 classes (the longest 64 of the run's 1,600 rows)" in said
     monkeypatch.setattr(sys, "argv", ["dry_run", folder, "--parallel", "tp"])
     with pytest.raises(SystemExit) as ended:

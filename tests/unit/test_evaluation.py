@@ -74,7 +74,7 @@ def test_each_reference_is_shuffled_to_another_row(run_config: RunConfig) -> Non
 
 
 def test_every_question_is_answered_once_in_the_files_order(run_config: RunConfig, tmp_path: Path) -> None:
-    run = replace(run_config, results_root=str(tmp_path), test_rows=7, evaluation_batch_size=2, max_new_tokens=4)
+    run = replace(run_config, results_root=str(tmp_path), test_rows=7, per_device_eval_batch_size=2, max_new_tokens=4)
     log = RunLog(run, Rank(rank=0, world_size=1, device="cpu", launcher="python"))
     model, tokenizer = load_base_model(run, CPU), load_tokenizer(run)
     rows = load_splits(run).test

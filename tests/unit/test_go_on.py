@@ -39,19 +39,19 @@ def _check(run: RunConfig, rows: int = ROWS) -> None:
 
 
 def test_a_checkpoint_of_the_same_rows_per_step_can_have_other_ranks(tmp_path: Path) -> None:
-    run = replace(FSDP, resume_from=_checkpoint(tmp_path))
+    run = replace(FSDP, resume_from_checkpoint=_checkpoint(tmp_path))
     _check(run)
-    _check(replace(run, devices=4, batch_size=8))
+    _check(replace(run, devices=4, per_device_train_batch_size=8))
     with pytest.raises(BadInputError, match="steps of 32 rows, but this run's have 64"):
         _check(replace(run, devices=4))
 
 
 def test_one_device_and_replicas_go_on_from_each_other(tmp_path: Path) -> None:
-    ddp = RunConfig(parallel="ddp", devices=2, batch_size=8)
-    one_device = RunConfig(resume_from=_checkpoint(tmp_path, ddp))
+    ddp = RunConfig(parallel="ddp", devices=2, per_device_train_batch_size=8)
+    one_device = RunConfig(resume_from_checkpoint=_checkpoint(tmp_path, ddp))
     _check(one_device)
     with pytest.raises(BadInputError, match="steps of 16 rows, but this run's have 8"):
-        _check(replace(one_device, batch_size=8))
+        _check(replace(one_device, per_device_train_batch_size=8))
 
 
 PP = {"parallel": "pp", "micro_batches": 4}
@@ -60,16 +60,16 @@ PP = {"parallel": "pp", "micro_batches": 4}
 @pytest.mark.parametrize(
     ("changes", "about", "said"),
     [
-        ({"batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(batch_size 8 x accumulation_steps 1 x 2"),
+        ({"per_device_train_batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(per_device_train_batch_size 8 x gradient"),
         ({"parallel": "zero3"}, {}, "a checkpoint of fsdp, but parallel is zero3: pass --parallel fsdp"),
         ({"technique": "lora"}, {}, "a checkpoint of full, but technique is lora: pass --technique full"),
         ({"max_steps": 3}, {}, "a checkpoint after step 3, and this run has 3: nothing is left to train; raise"),
-        ({"epochs": 1}, {}, "a checkpoint after step 3, and this run has 3"),
+        ({"num_train_epochs": 1}, {}, "a checkpoint after step 3, and this run has 3"),
         ({"seed": 43}, {}, "with 42 as seed, but this run has 43"),
         ({}, {"rows": 95}, "with 95 training rows, but this run has 96"),
         ({}, {"loop": "plain"}, "of another loop .plain., which this workflow cannot read"),
         ({"parallel": "zero3"}, {"parallel": "zero1"}, "a checkpoint of zero1, but parallel is zero3: pass --par"),
-        ({"parallel": "zero3", "devices": 4, "batch_size": 8}, {"parallel": "zero3"},
+        ({"parallel": "zero3", "devices": 4, "per_device_train_batch_size": 8}, {"parallel": "zero3"},
          "a checkpoint of 2 ranks, but there are 4, and the parts of zero3 fit no other number: pass --devices 2"),
         ({**PP, "devices": 4}, {"parallel": "pp", "rows_per_step": 16}, "of 2 ranks, but there are 4, and the parts"),
     ],
@@ -79,18 +79,18 @@ def test_a_checkpoint_of_another_run_is_refused(
 ) -> None:
     folder = _checkpoint(tmp_path, **about)
     with pytest.raises(BadInputError, match=said):
-        _check(replace(FSDP, resume_from=folder, **changes))
+        _check(replace(FSDP, resume_from_checkpoint=folder, **changes))
 
 
 def test_no_checkpoint_and_one_in_the_way_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DamagedCheckpointError, match=f"has no {MANIFEST_FILE} that can be read"):
-        _check(replace(FSDP, resume_from=str(tmp_path)))
+        _check(replace(FSDP, resume_from_checkpoint=str(tmp_path)))
     run = replace(FSDP, results_root=str(tmp_path), run_name="same")
     own = _checkpoint(tmp_path / "results" / "same" / "checkpoints")
-    with pytest.raises(BadInputError, match=r"in the results of a run called same.*pass --resume_from last"):
-        _check(replace(run, resume_from=own))
-    _check(replace(run, resume_from=own, run_name="other"))
-    _check(replace(run, resume_from="last"))
+    with pytest.raises(BadInputError, match=r"in the results of a run called same.*pass --resume_from_checkpoint last"):
+        _check(replace(run, resume_from_checkpoint=own))
+    _check(replace(run, resume_from_checkpoint=own, run_name="other"))
+    _check(replace(run, resume_from_checkpoint="last"))
 
 
 # -- which one
@@ -129,10 +129,13 @@ def test_without_a_best_checkpoint_the_two_newest_are_kept(trainer: Checkpointed
 def test_a_run_started_again_before_its_first_checkpoint_goes_on_from_the_one_it_names(
     trainer: CheckpointedTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    named, log = tmp_path / "other" / "checkpoint-3", SimpleNamespace(goes_on=True, run=RunConfig(resume_from="last"))
+    named, log = (
+        tmp_path / "other" / "checkpoint-3",
+        SimpleNamespace(goes_on=True, run=RunConfig(resume_from_checkpoint="last")),
+    )
     assert trainer.checkpoint_to_go_on_from(log) is None
     assert "there is no checkpoint to resume from: training starts at the beginning" in capsys.readouterr().out
-    log.run = RunConfig(resume_from=str(named))
+    log.run = RunConfig(resume_from_checkpoint=str(named))
     assert trainer.checkpoint_to_go_on_from(log) == named
     trainer.train()
     assert trainer.checkpoint_to_go_on_from(log).name == "checkpoint-4", "its own, once there is one"

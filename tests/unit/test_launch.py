@@ -96,8 +96,8 @@ def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
-        ("scheduler", "foo", "scheduler is 'foo': choose one of linear"),
-        ("optimizer", "foo", "optimizer is 'foo'"),
+        ("lr_scheduler_type", "foo", "lr_scheduler_type is 'foo': choose one of linear"),
+        ("optim", "foo", "optim is 'foo'"),
         ("report_to", "foo", "report_to names 'foo': choose none, or some of"),
         ("report_to", "tensorboard,wandb", "report_to names wandb, which is not installed: `pip install wandb`"),
     ],
@@ -113,7 +113,7 @@ def test_unknown_names_are_refused_with_those_that_are_known(
 def test_heads_that_ranks_cannot_share_are_refused_before_anything_starts() -> None:
     run = RunConfig(
         task="classification", technique="full", parallel="tp", devices=5, model="all-minilm-l6-v2",
-        data="assets/visitor_messages", target_modules="all", batch_size=160, weights="random",
+        data="assets/visitor_messages", target_modules="all", per_device_train_batch_size=160, weights="random",
         run_folder="3.1_text_classification/run_0_cpu_x2",
     )  # fmt: skip
     with pytest.raises(BadInputError, match=r"num_attention_heads is 12 .* which 5 ranks .* pass --devices 2 or"):
@@ -165,14 +165,14 @@ def test_a_folder_with_several_workflows_runs_each_and_prints_their_table(
     monkeypatch.setattr(launch, "stream_command", started.append)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(sys, "argv", ["launch", "--results_root", str(tmp_path), "--epochs", "1"])
+    monkeypatch.setattr(sys, "argv", ["launch", "--results_root", str(tmp_path), "--num_train_epochs", "1"])
     (tmp_path / "results" / "kept").mkdir(parents=True)
     kept = folder / "records" / "torchrun-machines-x2-seed42.json"
     (tmp_path / "results" / "kept" / "run_record.json").write_text(kept.read_text())
     launch.main()
     names = [f"my_workflow_summarization_{way}.py" for way in ("accelerate", "machines", "torchrun")]
     assert [next(word for word in command if word.startswith("my_")) for command in started] == names
-    assert all(command[-4:] == ["--results_root", str(tmp_path), "--epochs", "1"] for command in started)
+    assert all(command[-4:] == ["--results_root", str(tmp_path), "--num_train_epochs", "1"] for command in started)
     assert all("--nproc_per_node" in command for command in started)
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("== way")] == [

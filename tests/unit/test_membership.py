@@ -100,7 +100,9 @@ def test_who_differs_is_named(changes: dict[str, object], said: str) -> None:
 
 
 def test_places_may_differ() -> None:
-    run = replace(RUN, model="~/mine", data="/data", results_root="/scratch", resume_from="/old/checkpoint-4")
+    run = replace(
+        RUN, model="~/mine", data="/data", results_root="/scratch", resume_from_checkpoint="/old/checkpoint-4"
+    )
     there = member_of(Meeting("10.0.0.1", 29500, 1, 3, "a test"), run, ROWS)
     check_members_agree([member(0), there])
     otherwise = member_of(Meeting("10.0.0.1", 29500, 1, 3, "a test"), replace(run, seed=7), ROWS)

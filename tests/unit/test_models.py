@@ -108,7 +108,7 @@ def test_lora_adapts_every_linear_layer_but_the_head_and_adds_nothing_yet(run_co
 
 
 def test_rank_stabilised_scaling_is_alpha_over_root_rank(run_config: RunConfig) -> None:
-    adapted = add_lora(load_base_model(run_config, CPU), replace(run_config, lora_rank=4, lora_alpha=64))
+    adapted = add_lora(load_base_model(run_config, CPU), replace(run_config, lora_r=4, lora_alpha=64))
     scales = {module.scaling["default"] for module in adapted.modules() if isinstance(module, LoraLayer)}
     assert scales == {32.0}
 

@@ -19,7 +19,12 @@ def run_of(folder: str) -> RunConfig:
     [
         ("2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4", [A6000] * 2, "torchrun --nproc_per_node 2", "of 47.4 GiB"),
         ("2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4", [A6000], "`python my_workflow", "of 47.4 GiB"),
-        ("2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4", [A4000], "`python my_workflow", "--batch_size 1 --accumul"),
+        (
+            "2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4",
+            [A4000],
+            "`python my_workflow",
+            "--batch_size 1 --gradient_a",
+        ),
         ("2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4", ["NVIDIA XYZ"], "`python my_workflow", "--devices 1`, or"),
         ("2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2", [A6000], "a run folder of 2.4_full", "of 47.4 GiB"),
         ("2.5_full_finetuning_with_mp/run_2_a5000_24g_x4", [A6000] * 2, "`python my_workflow", "of 47.4 GiB"),

@@ -31,7 +31,7 @@ from common.training.placement import (
 
 BATCH = BatchShape(16, 40, 20, padded=True)
 MP = RunConfig(technique="full", parallel="mp", stages=2)
-PP = RunConfig(technique="full", parallel="pp", devices=2, batch_size=16, micro_batches=8)
+PP = RunConfig(technique="full", parallel="pp", devices=2, per_device_train_batch_size=16, micro_batches=8)
 ON_A5000S = literal_of(Path("2.5_full_finetuning_with_mp/run_2_a5000_24g_x4"))
 ON_A6000S = literal_of(Path("2.7_full_finetuning_with_pp/run_1_a6000_48g_x2"))
 GOOD = {
@@ -235,16 +235,18 @@ def test_every_stage_of_a_computed_map_is_seen(way: str, stages: int) -> None:
 
 def test_a_batch_that_cannot_fit_is_refused_with_the_one_that_would() -> None:
     gpu = find_gpu("a6000")
-    run = replace(ON_A6000S, batch_size=4096)
+    run = replace(ON_A6000S, per_device_train_batch_size=4096)
     plan = place_stages(run, BatchShape(4096, 256, 255), gpu).plan
     with pytest.raises(BadInputError, match=r"4096 rows of 256 tokens cannot fit: device \d would need") as refused:
         check_fits(plan)
     fits = int(str(refused.value).rpartition("--batch_size ")[2].rstrip("."))
     assert 0 < fits < 4096
     assert fits % run.micro_batches == 0
-    check_fits(place_stages(replace(run, batch_size=fits), BatchShape(fits, 256, 255), gpu).plan)
+    check_fits(place_stages(replace(run, per_device_train_batch_size=fits), BatchShape(fits, 256, 255), gpu).plan)
     with pytest.raises(BadInputError, match="cannot fit"):
-        check_fits(place_stages(replace(run, batch_size=2 * fits), BatchShape(2 * fits, 256, 255), gpu).plan)
+        check_fits(
+            place_stages(replace(run, per_device_train_batch_size=2 * fits), BatchShape(2 * fits, 256, 255), gpu).plan
+        )
 
 
 def test_a_model_that_cannot_fit_at_all_is_refused() -> None:
@@ -283,7 +285,7 @@ def test_what_fits_passes_and_what_does_not_is_refused_before_the_model_loads(
 
 def test_fewer_rows_than_a_batch_are_filled_up_in_a_pipeline() -> None:
     """As training fills them up: 33 rows in 8 micro-batches are 40."""
-    run = replace(PP, batch_size=64, micro_batches=8)
+    run = replace(PP, per_device_train_batch_size=64, micro_batches=8)
     rows = load_splits(run).train[:33]
     assert place_stages(run, BatchShape(33, 64, 63)).plan.job.batch.rows == 40
     check_placement_and_memory(run, rows, load_tokenizer(run))
@@ -327,7 +329,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(way: str) -> None:
     gpu, run = find_gpu("a6000"), replace(ON_A6000S, device_map=way)
 
     def placed(rows: int) -> Plan:
-        return place_stages(replace(run, batch_size=rows), BatchShape(rows, 256, 255), gpu).plan
+        return place_stages(replace(run, per_device_train_batch_size=rows), BatchShape(rows, 256, 255), gpu).plan
 
     largest = placed(8).max_batch_size
     assert largest % run.micro_batches == 0

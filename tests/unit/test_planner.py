@@ -244,13 +244,13 @@ def test_a_run_is_planned_on_its_folder_s_gpu_or_on_the_cpu() -> None:
     assert on_cpu.cluster.gpus[0].name == CPU_DEVICE
     assert on_cpu.devices[0].parts_gib["overhead"] == pytest.approx(CPU_PROCESS_GIB)
     with pytest.raises(BadInputError, match="'adafactor' is not known to the planner"):
-        plan_run(RunConfig(optimizer="adafactor"), batch)
+        plan_run(RunConfig(optim="adafactor"), batch)
 
 
 def test_a_divided_run_is_placed_as_its_device_map_says(tmp_path: Path) -> None:
     batch = BatchShape(8, 256, 255)
     run = RunConfig(
-        parallel="pp", devices=2, device="cuda", gpu=A6000.name, model="llama-3.2-1b", precision="bf16", batch_size=8,
+        parallel="pp", devices=2, device="cuda", gpu=A6000.name, model="llama-3.2-1b", precision="bf16", per_device_train_batch_size=8,
         micro_batches=4, schedule="gpipe",
     )  # fmt: skip
     balanced = plan_run(run, batch)
@@ -267,7 +267,7 @@ def test_a_divided_run_is_placed_as_its_device_map_says(tmp_path: Path) -> None:
         ((2,), True, False, 2),
         ((14,), False, True, 1),
     ]
-    given = plan_run(replace(run, parallel="mp", micro_batches=1, device_map="auto"), batch, shares=by_file.shares)
+    given = plan_run(run.changed_to(parallel="mp", device_map="auto"), batch, shares=by_file.shares)
     assert [(share.layers, share.in_flight) for share in given.shares] == [((2,), 1), ((14,), 1)]
     assert 0 < even.max_batch_size < balanced.max_batch_size
     assert by_file.max_batch_size % 4 == 0
@@ -280,7 +280,12 @@ def test_stages_on_one_cpu_device_are_planned_as_one() -> None:
     marked = plan_run(RunConfig(parallel="mp", stages=2), batch)
     assert (marked.job.parallel, len(marked.devices)) == ("single", 1)
     assert marked.devices[0].peak_gib == plan_run(RunConfig(), batch).devices[0].peak_gib
-    assert len(plan_run(RunConfig(parallel="pp", devices=2, batch_size=8, micro_batches=2), batch).devices) == 2
+    assert (
+        len(
+            plan_run(RunConfig(parallel="pp", devices=2, per_device_train_batch_size=8, micro_batches=2), batch).devices
+        )
+        == 2
+    )
 
 
 def test_full_runs_train_linear_layers_and_the_command_line_asks_for_them(asked) -> None:  # noqa: ANN001
@@ -333,7 +338,11 @@ def test_tensor_parallel_and_classifiers_are_asked_for_by_name(asked) -> None:  
 def test_runs_that_classify_have_a_head_for_their_labels() -> None:
     batch = BatchShape(16, 128, 1, padded=True, classes=4)
     run = RunConfig(
-        task="classification", model="all-minilm-l6-v2", target_modules="query,value", batch_size=16, attention="sdpa"
+        task="classification",
+        model="all-minilm-l6-v2",
+        target_modules="query,value",
+        per_device_train_batch_size=16,
+        attention="sdpa",
     )
     assert architecture_of_run(run, batch) == as_classifier(read_architecture("all-minilm-l6-v2"), 4)
     assert architecture_of_run(run, replace(batch, classes=0)) == read_architecture("all-minilm-l6-v2")

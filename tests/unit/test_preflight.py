@@ -45,7 +45,7 @@ def run(run_config: RunConfig) -> RunConfig:
 
 @pytest.fixture
 def plan(run: RunConfig) -> Plan:
-    return plan_run(run, longest_batch(preflight_rows.rows_of_length(run, 64).train, run.batch_size))
+    return plan_run(run, longest_batch(preflight_rows.rows_of_length(run, 64).train, run.per_device_train_batch_size))
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def ranks_and_devices(output: str) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_two_ranks_pass_and_each_has_its_row(tmp_path: Path) -> None:
-    output = preflight_process(tmp_path, DDP, "--accumulation_steps", "2")
+    output = preflight_process(tmp_path, DDP, "--gradient_accumulation_steps", "2")
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
     assert "[RANK1" not in output
     assert output.count("planned for") == 1
@@ -141,8 +141,8 @@ def test_a_sharded_run_passes_and_each_rank_has_its_part(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_adapters_on_a_pipeline_pass_with_accumulation_and_checkpointing(tmp_path: Path) -> None:
-    asked = ("--technique", "lora", "--gradient_checkpointing", "non-reentrant", "--schedule", "gpipe")
-    output = preflight_process(tmp_path, PP, *asked, "--accumulation_steps", "2", "--batch_size", "32")
+    asked = ("--technique", "lora", "--gradient_checkpointing", "--schedule", "gpipe")
+    output = preflight_process(tmp_path, PP, *asked, "--gradient_accumulation_steps", "2", "--batch_size", "32")
     assert "tries lora of assets/embedded_base with pp on 2 x cpu: 32 rows" in output
     assert "78 steps" in output
     assert output.splitlines()[-1].startswith("passed: ")
@@ -151,7 +151,7 @@ def test_adapters_on_a_pipeline_pass_with_accumulation_and_checkpointing(tmp_pat
 @pytest.mark.usefixtures("own_environment")
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
 def test_weights_in_4_bits_pass(quantization: str, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--seq-len", "16", "--batch_size", "2", "--evaluation_batch_size", "2")
+    small = ("--seq-len", "16", "--batch_size", "2", "--per_device_eval_batch_size", "2")
     assert exit_code(QLORA, *small, "--quantization", quantization) == 0
     said = capsys.readouterr().out
     assert "tries qlora of assets/embedded_base" in said
@@ -160,7 +160,7 @@ def test_weights_in_4_bits_pass(quantization: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("folder", [FULL, MP])
 def test_full_fine_tuning_passes(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(folder, "--seq-len", "16", "--batch_size", "2", "--evaluation_batch_size", "2") == 0
+    assert exit_code(folder, "--seq-len", "16", "--batch_size", "2", "--per_device_eval_batch_size", "2") == 0
     said = capsys.readouterr().out
     assert "tries full of assets/embedded_base" in said
     assert ranks_and_devices(said) == [["0", "cpu"]]  # on CPU one device holds all stages
@@ -175,7 +175,9 @@ def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: 
     """MiniLM once, and a tiny encoder."""
     model = "all-minilm-l6-v2" if (technique, parallel) == ("full", "tp") else encoders["bert"]
     asked = ("--technique", technique, "--parallel", parallel, "--model", model)
-    output = preflight_process(tmp_path, CLASSIFICATION, *asked, "--batch_size", "8", "--evaluation_batch_size", "8")
+    output = preflight_process(
+        tmp_path, CLASSIFICATION, *asked, "--batch_size", "8", "--per_device_eval_batch_size", "8"
+    )
     assert f"tries {technique} of {model} with {parallel} on 2 x cpu: 8 rows" in output
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
     assert output.splitlines()[-1].startswith("passed: ")
@@ -183,7 +185,7 @@ def test_classifiers_pass_on_two_ranks(technique: str, parallel: str, tmp_path: 
 
 @pytest.mark.parametrize("technique", ["full", "lora"])
 def test_a_classifier_passes_on_rows_of_a_length(technique: str, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--seq-len", "16", "--batch_size", "4", "--evaluation_batch_size", "4")
+    small = ("--seq-len", "16", "--batch_size", "4", "--per_device_eval_batch_size", "4")
     assert exit_code(CLASSIFICATION, "--technique", technique, "--parallel", "single", *small) == 0
     said = capsys.readouterr().out
     assert f"tries {technique} of all-minilm-l6-v2 with single on 1 x cpu: 4 rows of up to 16 tokens" in said
@@ -192,7 +194,7 @@ def test_a_classifier_passes_on_rows_of_a_length(technique: str, capsys: pytest.
 
 @pytest.mark.slow
 def test_a_summarizer_passes_on_two_ranks(tmp_path: Path) -> None:
-    small = ("--batch_size", "4", "--evaluation_batch_size", "4")
+    small = ("--batch_size", "4", "--per_device_eval_batch_size", "4")
     output = preflight_process(tmp_path, SUMMARIZATION, *small)
     assert "tries full of assets/embedded_summarizer with ddp on 2 x cpu: 4 rows of up to 1" in output
     assert ranks_and_devices(output) == [["0", "cpu"], ["1", "cpu"]]
@@ -200,7 +202,7 @@ def test_a_summarizer_passes_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_a_summarizer_passes_on_rows_of_a_length(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--seq-len", "16", "--batch_size", "4", "--evaluation_batch_size", "4", "--max_summary_length", "24")
+    small = ("--seq-len", "16", "--batch_size", "4", "--per_device_eval_batch_size", "4", "--max_target_length", "24")
     assert exit_code(SUMMARIZATION, "--parallel", "single", "--devices", "1", *small) == 0
     said = capsys.readouterr().out
     assert "with single on 1 x cpu: 4 rows of up to 16 tokens with summaries of up to 24 (by --seq-len" in said
@@ -225,7 +227,7 @@ def test_the_longest_texts_are_tried_with_the_longest_summaries() -> None:
     ("arguments", "said"),
     [
         (["no/such/folder"], "no/such/folder is no run folder"),
-        ([SINGLE, "--batch_size", "0"], "batch_size is 0"),
+        ([SINGLE, "--batch_size", "0"], "per_device_train_batch_size is 0"),
         ([SINGLE, "--data", "no/such/data"], "The data no/such/data do not exist"),
         ([SINGLE, "--model", "nobody/no-such-model"], "There is no shape of nobody/no-such-model"),
         ([SINGLE, "--max_length", "4"], "no answer token within its first 4 tokens"),
@@ -280,7 +282,7 @@ def test_what_does_not_fit_is_not_tried_unless_asked_for(
 
 @pytest.mark.parametrize("folder", [SINGLE, FULL, MP, PP])
 def test_a_shape_too_large_for_any_machine_does_not_fit(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--model", "llama-3.1-70b", "--batch_size", "8", "--evaluation_batch_size", "8", "--seq-len", "8192")
+    asked = ("--model", "llama-3.1-70b", "--batch_size", "8", "--per_device_eval_batch_size", "8", "--seq-len", "8192")
     assert exit_code(folder, *asked) == 1
     assert "not even one row would fit" in capsys.readouterr().out
 
@@ -319,12 +321,17 @@ def test_rows_of_a_length_have_no_padding_in_them(run: RunConfig) -> None:
 def test_rows_of_a_length_are_learnt_as_a_whole_and_need_no_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunConfig
 ) -> None:
-    batch = longest_batch(preflight_rows.rows_of_length(run, 100).train, run.batch_size)
+    batch = longest_batch(preflight_rows.rows_of_length(run, 100).train, run.per_device_train_batch_size)
     assert (batch.rows, batch.length, batch.labelled, batch.padded) == (16, 100, 99, False)
     monkeypatch.setattr(preflight, "measure_all", lambda *_: [MEASURED])
     assert exit_code(SINGLE, "--seq-len", "100", "--data", "no/such/data") == 0
     assert "not known without the number of rows" in capsys.readouterr().out
-    assert exit_code(SINGLE, "--seq-len", "100", "--data", "no/such/data", "--train_rows", "160", "--epochs", "1") == 0
+    assert (
+        exit_code(
+            SINGLE, "--seq-len", "100", "--data", "no/such/data", "--train_rows", "160", "--num_train_epochs", "1"
+        )
+        == 0
+    )
     assert "training time: projected 0:00:02 for 10 steps" in capsys.readouterr().out
 
 
@@ -334,8 +341,8 @@ def test_rows_of_a_length_are_learnt_as_a_whole_and_need_no_data(
 def test_steps_are_those_that_the_run_takes(
     run: RunConfig, rows: int, batch_size: int, devices: int, accumulated: int
 ) -> None:
-    asked = replace(run, parallel="ddp", gradient_checkpointing="none", devices=devices, batch_size=batch_size,
-                    accumulation_steps=accumulated, epochs=3)  # fmt: skip
+    asked = replace(run, parallel="ddp", gradient_checkpointing=False, devices=devices, per_device_train_batch_size=batch_size,
+                    gradient_accumulation_steps=accumulated, num_train_epochs=3)  # fmt: skip
     epoch = EpochBatches([1] * rows, batch_size, devices, 0, 0, accumulated)
     assert preflight.total_steps(asked, rows) == 3 * len(list(epoch.steps()))
     assert preflight.total_steps(replace(asked, max_steps=7), None) == 7
@@ -343,7 +350,7 @@ def test_steps_are_those_that_the_run_takes(
 
 
 def test_the_stages_of_a_pipeline_share_their_steps(run: RunConfig) -> None:
-    asked = replace(run, parallel="pp", devices=2, batch_size=64, micro_batches=8, epochs=6)
+    asked = replace(run, parallel="pp", devices=2, per_device_train_batch_size=64, micro_batches=8, num_train_epochs=6)
     assert preflight.total_steps(asked, 819) == 6 * 13
 
 
@@ -385,7 +392,7 @@ def test_a_whole_model_loads_by_the_stages_where_a_rank_has_several_devices(run:
 def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = replace(run, batch_size=4, evaluation_batch_size=4, accumulation_steps=2)
+    asked = replace(run, per_device_train_batch_size=4, per_device_eval_batch_size=4, gradient_accumulation_steps=2)
     rows = preflight_rows.rows_of_run(asked)
     with rank_started(asked) as rank:
         trainer = preflight_steps.trainer_of_longest_batch(asked, rows, {}, rank, tmp_path)
@@ -405,7 +412,13 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
 def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunConfig, tmp_path: Path) -> None:
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     GPTNeoXConfig(**shape, vocab_size=1536, architectures=["GPTNeoXForCausalLM"]).save_pretrained(tmp_path / "model")
-    asked = replace(run, technique="full", model=str(tmp_path / "model"), batch_size=2, evaluation_batch_size=2)
+    asked = replace(
+        run,
+        technique="full",
+        model=str(tmp_path / "model"),
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+    )
     rows = preflight_rows.rows_of_length(asked, 16)
     assert "gpt_neox" in preflight.announcement(asked, rows, None)
     said = preflight.report(asked, rows, None, measure_all(asked, rows, {}, None))
@@ -432,14 +445,14 @@ def test_out_of_memory_is_one_sentence_and_exit_code_1(
 
 
 def test_after_out_of_memory_a_smaller_batch_of_the_same_rows_is_named(run: RunConfig, plan: Plan) -> None:
-    assert "try --batch_size 8 --accumulation_steps 2" in preflight_steps.smaller_batch(run, 16, plan)
+    assert "try --batch_size 8 --gradient_accumulation_steps 2" in preflight_steps.smaller_batch(run, 16, plan)
     small = replace(cpu_device(), memory_gib=plan.devices[0].peak_gib - 0.01)
     tight = replace(plan, cluster=replace(plan.cluster, gpus=(small,)))
     assert 0 < tight.max_batch_size < 16
     assert f"try --batch_size {tight.max_batch_size} " in preflight_steps.smaller_batch(run, 16, tight)
     assert "not even one row fits" in preflight_steps.smaller_batch(run, 1, plan)
-    staged = replace(run, parallel="pp", devices=2, micro_batches=8, batch_size=24)
-    assert "try --batch_size 8 --accumulation_steps 3" in preflight_steps.smaller_batch(staged, 24, None)
+    staged = replace(run, parallel="pp", devices=2, micro_batches=8, per_device_train_batch_size=24)
+    assert "try --batch_size 8 --gradient_accumulation_steps 3" in preflight_steps.smaller_batch(staged, 24, None)
 
 
 # -- what is said
@@ -466,7 +479,7 @@ def test_what_was_measured_is_said_against_the_plan(run: RunConfig, plan: Plan) 
     table = preflight.memory_table(plan, [replace(MEASURED, peak_gib=1.5 * planned)])
     for cell in (f" {planned:.2f} ", f" {1.5 * planned:.2f} ", " +50% ", " 20.0 "):
         assert cell in table
-    asked = replace(run, accumulation_steps=2)
+    asked = replace(run, gradient_accumulation_steps=2)
     measured_s = plan.time.total_s
     step, training, cost = preflight.time_lines(asked, rows, plan, measured_s)
     assert f"measured {measured_s:.3g} s, planned {2 * measured_s:.3g} s (-50%)" in step
@@ -497,7 +510,7 @@ def test_what_was_measured_is_kept_as_data(
 def test_each_device_of_a_divided_model_has_its_plan(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
     asked = replace(run, device="cuda", parallel="mp", devices=2, model="llama-3.1-8b", device_map="even")
-    batch = longest_batch(preflight_rows.rows_of_length(asked, 64).train, asked.batch_size)
+    batch = longest_batch(preflight_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size)
     stage_map, plan = preflight.place_and_plan(asked, batch)
     assert set(stage_map.values()) == {0, 1}
     measured = [
@@ -523,6 +536,6 @@ def test_rent_is_of_all_gpus(run: RunConfig, monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_of_a_gpu_is_compared_without_its_overhead(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"]))
     asked = replace(run, device="cuda")
-    batch = longest_batch(preflight_rows.rows_of_length(asked, 64).train, asked.batch_size)
+    batch = longest_batch(preflight_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size)
     plan = plan_run(asked, batch, preflight.device_of(asked))
     assert preflight_steps.planned_gib(plan, 0) == plan.devices[0].allocated_gib < plan.devices[0].peak_gib

@@ -98,8 +98,8 @@ def gradients(run: RunConfig, repack: bool) -> tuple[float, list[torch.Tensor]]:
         model(ids)
     torch.manual_seed(0)
     adapted = add_lora(model, run).train()
-    if run.gradient_checkpointing != "none":
-        adapted.gradient_checkpointing_enable({"use_reentrant": run.gradient_checkpointing == "reentrant"})
+    if run.gradient_checkpointing:
+        adapted.gradient_checkpointing_enable({"use_reentrant": run.use_reentrant})
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.02)
@@ -124,10 +124,10 @@ def test_gradients_are_those_of_the_dequantized_weights_also_after_an_evaluation
         assert max((one - other).norm() / other.norm() for one, other in zip(repacked, expected, strict=True)) > 0.1
 
 
-@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
-def test_checkpointing_keeps_the_gradients(checkpointing: str) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_keeps_the_gradients(reentrant: bool) -> None:
     _, expected = gradients(QLORA, repack=False)
-    _, found = gradients(replace(QLORA, gradient_checkpointing=checkpointing), repack=False)
+    _, found = gradients(replace(QLORA, gradient_checkpointing=True, use_reentrant=reentrant), repack=False)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
@@ -199,7 +199,7 @@ def test_fsdp_divides_4_bit_numbers_and_leaves_loss_and_gradients(tmp_path: Path
 def test_bitsandbytes_optimizers_step_and_keep_8_bit_states_of_large_weights(optimizer: str, tmp_path: Path) -> None:
     from transformers import Trainer
 
-    run = replace(QLORA, optimizer=optimizer, lora_rank=64)  # 64 x 128 weights: from 4,096 on states are in 8 bits
+    run = replace(QLORA, optim=optimizer, lora_r=64)  # 64 x 128 weights: from 4,096 on states are in 8 bits
     tokenizer = load_tokenizer(run)
     rows = tokenize_rows(load_splits(replace(run, train_rows=4)).train, tokenizer, run.max_length)
     arguments = training_arguments(replace(run, max_steps=1, report_to="none"), tmp_path)
@@ -221,14 +221,14 @@ def test_bitsandbytes_optimizers_step_and_keep_8_bit_states_of_large_weights(opt
     ("settings", "said"),
     [
         ({}, r"quantization nf4, .* not installed: `pip install bitsandbytes`, or pass --technique lora"),
-        ({"technique": "lora", "optimizer": "paged_adamw_8bit"}, r"optimizer is paged_adamw_8bit.*`pip install bits"),
-        ({"technique": "full", "optimizer": "adamw_bnb_8bit"}, r"optimizer is adamw_bnb_8bit.*`pip install bits"),
+        ({"technique": "lora", "optim": "paged_adamw_8bit"}, r"optim is paged_adamw_8bit.*`pip install bits"),
+        ({"technique": "full", "optim": "adamw_bnb_8bit"}, r"optim is adamw_bnb_8bit.*`pip install bits"),
     ],
 )
 def test_without_bitsandbytes_what_needs_it_is_refused(
     settings: dict, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = replace(QLORA, **settings)
+    run = QLORA.changed_to(**settings)
     check_inputs(run)
     monkeypatch.setattr("common.models.quantization.is_installed", lambda: False)
     check_bitsandbytes(RunConfig())
@@ -238,7 +238,7 @@ def test_without_bitsandbytes_what_needs_it_is_refused(
 
 WITHOUT = """
 import importlib.abc, importlib.metadata, importlib.util, os, runpy, sys
-REFUSED = ("bitsandbytes", "trl", "datasets")
+REFUSED = ("bitsandbytes", "datasets")
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in REFUSED:
@@ -267,14 +267,25 @@ for script in scripts:
     else:
         print("exit code 0", flush=True)
 """
-"""Runs scripts, in one process, as on a machine where three packages are not installed."""
+"""Runs scripts, in one process, as on a machine where two packages are not installed."""
 
 
 def test_runs_import_only_what_they_need(tmp_path: Path) -> None:
     """Adapters and every weight are trained; what needs a package that is missing is refused."""
     folders = ("2.1_lora_finetuning", "2.4_full_finetuning", "2.3_qlora_finetuning")
     scripts = [next((REPOSITORY / folder / "run_0_cpu_x1").glob("my_workflow_*.py")) for folder in folders]
-    small = ("--train_rows", "17", "--test_rows", "2", "--epochs", "1", "--max_steps", "1", "--max_new_tokens", "2")
+    small = (
+        "--train_rows",
+        "17",
+        "--test_rows",
+        "2",
+        "--num_train_epochs",
+        "1",
+        "--max_steps",
+        "1",
+        "--max_new_tokens",
+        "2",
+    )
     settings = (*small, "--independent_judge", "none", "--report_to", "none")
     command = [sys.executable, "-c", WITHOUT, str(tmp_path), ",".join(map(str, scripts)), *settings]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

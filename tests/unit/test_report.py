@@ -30,7 +30,9 @@ def records() -> list[Record]:
     kept = [record for record in kept_records() if record["config"]["learning_rate_scaling"] == "none"]
     single = copy.deepcopy(next(record for record in kept if record["launcher"] == "python"))
     strong, weak = (
-        copy.deepcopy(next(r for r in kept if r["launcher"] == "torchrun" and r["config"]["batch_size"] == batch))
+        copy.deepcopy(
+            next(r for r in kept if r["launcher"] == "torchrun" and r["config"]["per_device_train_batch_size"] == batch)
+        )
         for batch in (8, 16)
     )
     single["train_time_s"], strong["train_time_s"], weak["train_time_s"] = 100.0, 60.0, 50.0
@@ -48,7 +50,14 @@ def test_speedups_are_times_against_the_one_device_run_with_the_same_batch(recor
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("epochs", 1), ("seed", 7), ("train_rows", 65), ("model", "other"), ("max_length", 99), ("report_share", 0.5)],
+    [
+        ("num_train_epochs", 1),
+        ("seed", 7),
+        ("train_rows", 65),
+        ("model", "other"),
+        ("max_length", 99),
+        ("eval_steps", 0.5),
+    ],
 )
 def test_runs_of_other_work_are_not_compared(records: list[Record], setting: str, value: object) -> None:
     single, strong, _ = records

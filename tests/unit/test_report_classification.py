@@ -45,9 +45,16 @@ def classification(
     record = copy.deepcopy(lora)
     run = literal_of(REPOSITORY / FOLDER)
     single = parallel == "single"
-    rows = run.batch_size if parallel == "ddp" else run.effective_batch_size
-    changed = {"parallel": parallel, "devices": 1 if single else 2, "batch_size": rows, "micro_batches": micro_batches}
-    config = replace(run, **changed, schedule="gpipe" if micro_batches == 1 else "1f1b", seed=seed)
+    rows = run.per_device_train_batch_size if parallel == "ddp" else run.effective_batch_size
+    changed = {
+        "parallel": parallel,
+        "devices": 1 if single else 2,
+        "per_device_train_batch_size": rows,
+        "micro_batches": micro_batches,
+    }
+    config = run.changed_to(
+        **changed, **({"schedule": "gpipe"} if parallel == "pp" and micro_batches == 1 else {}), seed=seed
+    )
     record |= {
         "technique": "full",
         "parallel": parallel,

@@ -1,33 +1,36 @@
 """RunConfig refuses what cannot be run, with the value and the next step."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from common.base.errors import BadInputError
-from common.base.run_config import RunConfig, parse_overrides
+from common.base.parsing import parse_overrides
+from common.base.run_config import RunConfig
+from common.base.settings import RENAMED, command_with_new_names, with_new_names
 
 
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("batch_size", 0, "batch_size is 0"),
-        ("batch_size", -3, "batch_size is -3"),
+        ("per_device_train_batch_size", 0, "per_device_train_batch_size is 0"),
+        ("per_device_train_batch_size", -3, "per_device_train_batch_size is -3"),
         ("devices", 0, "devices is 0"),
-        ("epochs", 0, "epochs is 0"),
+        ("num_train_epochs", 0, "num_train_epochs is 0"),
         ("learning_rate", 0.0, "learning_rate is 0.0"),
         ("learning_rate", float("nan"), "learning_rate is nan"),
         ("learning_rate", float("inf"), "learning_rate is inf"),
-        ("report_share", 0.0, "report_share is 0.0"),
-        ("warmup_share", 1.5, "warmup_share is 1.5"),
+        ("eval_steps", 0.0, "eval_steps is 0.0"),
+        ("warmup_steps", -0.5, "warmup_steps is -0.5"),
         ("lora_dropout", -0.1, "lora_dropout is -0.1"),
         ("max_steps", 0, "max_steps is 0"),
         ("test_rows", -2, "test_rows is -2"),
         ("devices", 2, "devices is 2, but parallel is single"),
         ("precision", "fp7", "precision is 'fp7': choose one of 'fp32', 'bf16'"),
-        ("batch_size", "8", "batch_size is '8', but must be of type int"),
-        ("batch_size", 1.5, "batch_size is 1.5, but must be of type int"),
-        ("epochs", True, "epochs is True, but must be of type int"),
+        ("per_device_train_batch_size", "8", "per_device_train_batch_size is '8', but must be of type int"),
+        ("per_device_train_batch_size", 1.5, "per_device_train_batch_size is 1.5, but must be of type int"),
+        ("num_train_epochs", True, "num_train_epochs is True, but must be of type int"),
         ("run_name", "../../x", "'../../x'"),
         ("run_name", "a\0b", "cannot name a folder"),
         ("run_name", "x" * 300, "cannot name a folder"),
@@ -43,20 +46,20 @@ def test_a_value_out_of_range_is_refused_with_the_value(
 
 
 def test_reentrant_checkpointing_is_refused_with_ddp(run_config: RunConfig) -> None:
-    with pytest.raises(BadInputError, match="non-reentrant"):
-        replace(run_config, parallel="ddp", devices=2, gradient_checkpointing="reentrant")
+    with pytest.raises(BadInputError, match="use_reentrant is True, but DDP"):
+        replace(run_config, parallel="ddp", devices=2, gradient_checkpointing=True, use_reentrant=True)
 
 
 def test_effective_batch_size_counts_ranks_and_accumulation(run_config: RunConfig) -> None:
-    ddp = replace(run_config, parallel="ddp", devices=4, batch_size=14, accumulation_steps=2)
+    ddp = replace(run_config, parallel="ddp", devices=4, per_device_train_batch_size=14, gradient_accumulation_steps=2)
     assert (ddp.world_size, ddp.effective_batch_size) == (4, 112)
     assert (run_config.world_size, run_config.effective_batch_size) == (1, 16)
 
 
 def test_overrides_keep_the_literal_and_take_the_command_line(run_config: RunConfig) -> None:
-    literal = replace(run_config, lora_rank=4, gradient_checkpointing="reentrant")
+    literal = replace(run_config, lora_r=4, gradient_checkpointing=True, use_reentrant=True)
     run = parse_overrides(literal, ["--batch_size", "8", "--learning_rate", "1e-4"])
-    assert run == replace(literal, batch_size=8, learning_rate=1e-4)
+    assert run == replace(literal, per_device_train_batch_size=8, learning_rate=1e-4)
 
 
 @pytest.mark.parametrize("arguments", [["--batchsize", "8"], ["--batch_size", "many"], ["--precision", "fp7"]])
@@ -120,21 +123,24 @@ ON_GPUS = {"device": "cuda", "gpu": "RTX A6000 48GB"}
         ({"parallel": "mp", "devices": 2}, "pass --devices 1, and --stages 2"),
         ({"parallel": "mp", "devices": 2, "stages": 4, **ON_GPUS}, "stages is 4, but there is one for each of 2"),
         ({**PIPELINE, "stages": 3}, "stages is 3, but there is one for each of 2"),
-        ({"stages": 2}, "stages is 2, but there is one for each of 1 devices: leave --stages out"),
+        ({"stages": 2}, "stages is 2, which is for mp and pp (2.5, 2.7): leave --stages out"),
         ({"stages": -1}, "stages is -1, but must be at least 0"),
-        ({"parallel": "mp", "stages": 2, "micro_batches": 4}, "micro_batches is 4, but parallel is mp"),
-        ({"micro_batches": 2}, "micro_batches is 2, but parallel is single"),
+        ({"parallel": "mp", "stages": 2, "micro_batches": 4}, "micro_batches is 4, which is for pp"),
+        ({"micro_batches": 2}, "micro_batches is 2, which is for pp"),
         ({**PIPELINE, "micro_batches": 0}, "micro_batches is 0, but must be at least 1"),
         ({**PIPELINE, "micro_batches": 1}, "micro_batches is 1, but 1F1B needs one for each of 2 stages"),
         (
             {**PIPELINE, "micro_batches": 5},
-            "batch_size is 16, which 5 micro-batches do not divide: pass --batch_size 15",
+            "per_device_train_batch_size is 16, which 5 micro-batches do not divide: pass --per_device_train_batch_size 15",
         ),
-        ({**PIPELINE, "batch_size": 4}, "batch_size is 4, which 8 micro-batches do not divide: pass --batch_size 8"),
+        (
+            {**PIPELINE, "per_device_train_batch_size": 4},
+            "per_device_train_batch_size is 4, which 8 micro-batches do not divide: pass --per_device_train_batch_size 8",
+        ),
         ({**PIPELINE, "schedule": "zigzag"}, "schedule is 'zigzag': choose one of '1f1b', 'gpipe'"),
         ({**PIPELINE, "device_map": "auto"}, "device_map is auto, which is for mp"),
         ({**PIPELINE, "precision": "fp16-mixed"}, "precision is fp16-mixed, which pp does not scale losses for"),
-        ({**PIPELINE, "gradient_checkpointing": "reentrant"}, "pass --gradient_checkpointing non-reentrant"),
+        ({**PIPELINE, "gradient_checkpointing": True, "use_reentrant": True}, "leave --use_reentrant out"),
         ({"target_modules": "all"}, "target_modules is all, but adapters stand beside linear layers"),
     ],
 )
@@ -153,7 +159,7 @@ def test_layers_and_micro_batches_that_contradict_are_refused(settings: dict[str
         ({"parallel": "mp", "stages": 3}, 1, 1, 3, 16),
         ({"parallel": "mp", "devices": 4, **ON_GPUS}, 1, 1, 4, 16),
         ({"parallel": "mp", "devices": 4, "stages": 4, **ON_GPUS}, 1, 1, 4, 16),
-        ({**PIPELINE, "devices": 4, "accumulation_steps": 3}, 4, 1, 4, 48),
+        ({**PIPELINE, "devices": 4, "gradient_accumulation_steps": 3}, 4, 1, 4, 48),
         ({**PIPELINE, "schedule": "gpipe", "micro_batches": 1}, 2, 1, 2, 16),
         ({"technique": "full", "target_modules": "all"}, 1, 1, 1, 16),
     ],
@@ -178,20 +184,23 @@ TENSOR_PARALLEL = {**CLASSIFIER, "parallel": "tp", "devices": 2}
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({**TENSOR_PARALLEL, "devices": 1}, "parallel is tp, but devices is 1, and nothing to divide: pass --devices"),
+        (
+            {**TENSOR_PARALLEL, "devices": 1},
+            "parallel is tp, but there is 1 device, and nothing to divide: pass --devices",
+        ),
         ({**TENSOR_PARALLEL, "task": "chat"}, "task is chat, but technique is full and parallel tp: it is done with"),
-        ({**TENSOR_PARALLEL, "precision": "bf16"}, "precision is bf16 and gradient_checkpointing none: pass --precisi"),
-        ({**TENSOR_PARALLEL, "gradient_checkpointing": "non-reentrant"}, "and --gradient_checkpointing none"),
-        ({**TENSOR_PARALLEL, "optimizer": "adafactor"}, "optimizer is adafactor, which parts of a matrix are not tes"),
+        ({**TENSOR_PARALLEL, "precision": "bf16"}, "parallel is tp, but precision is bf16: pass --precisi"),
+        ({**TENSOR_PARALLEL, "gradient_checkpointing": True}, "gradient_checkpointing is True, which tp is not"),
+        ({**TENSOR_PARALLEL, "optim": "adafactor"}, "optim is adafactor, which parts of a matrix are not tes"),
         ({**CLASSIFIER, "technique": "qlora"}, "task is classification, but technique is qlora and parallel single"),
         ({**CLASSIFIER, "parallel": "fsdp", "devices": 2}, "technique is full and parallel fsdp: it is done with full"),
         ({**CLASSIFIER, "parallel": "mp", "stages": 2}, "full or lora, and single, ddp, pp, tp (3.1)"),
         (
             {"long_texts": "refuse"},
-            "long_texts is refuse, which is for classification (3.1) and summarization (3.2): leave it",
+            "long_texts is refuse, which is for classification (3.1) and summarization (3.2)",
         ),
         ({**CLASSIFIER, "long_texts": "keep"}, "long_texts is 'keep': choose one of 'cut', 'refuse'"),
-        ({**CLASSIFIER, "early_stop": -1}, "early_stop is -1, but must be at least 0"),
+        ({**CLASSIFIER, "early_stopping_patience": -1}, "early_stopping_patience is -1, but must be at least 0"),
     ],
 )
 def test_what_classification_is_not_done_with_is_refused(settings: dict[str, object], said: str) -> None:
@@ -204,3 +213,76 @@ def test_what_classification_is_not_done_with_is_refused(settings: dict[str, obj
 def test_tensor_parallel_ranks_work_on_the_same_rows() -> None:
     run = RunConfig(**TENSOR_PARALLEL)
     assert (run.world_size, run.data_parallel_ranks, run.stage_count, run.effective_batch_size) == (2, 1, 1, 16)
+
+
+def test_names_take_dashes_and_short_spellings(run_config: RunConfig) -> None:
+    asked = ["--per-device-eval-batch-size", "4", "--batch-size", "8", "--lora-rank", "2", "--optimizer", "sgd"]
+    expected = replace(run_config, per_device_eval_batch_size=4, per_device_train_batch_size=8, lora_r=2, optim="sgd")
+    assert parse_overrides(run_config, asked) == expected
+    assert (
+        parse_overrides(replace(run_config, gradient_checkpointing=True), ["--no-gradient-checkpointing"]) == run_config
+    )
+
+
+def test_settings_come_from_yaml_below_the_command_line(run_config: RunConfig, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("learning_rate: 1e-4\nlora_r: 2\nmax_grad_norm: 1\n")
+    run = parse_overrides(run_config, ["--config", str(file), "--lora_r", "4"])
+    assert run == replace(run_config, learning_rate=1e-4, lora_r=4, max_grad_norm=1)
+
+
+@pytest.mark.parametrize("text", ["- 1", "rank: 4", "lora_r: [1, 2]", "lora_r: 2\n  oops"])
+def test_a_yaml_file_with_something_else_in_it_is_refused(run_config: RunConfig, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises((BadInputError, SystemExit)):
+        parse_overrides(run_config, ["--config", str(file)])
+    with pytest.raises(BadInputError, match=r"no\.yaml"):
+        parse_overrides(run_config, ["--config", str(tmp_path / "no.yaml")])
+
+
+def test_an_old_name_is_refused_with_the_new_one(run_config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_overrides(run_config, ["--accumulation_steps", "2"])
+    assert left.value.code == 2
+    assert "--gradient_accumulation_steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"technique": "full", "lora_r": 4}, "lora_r"),
+        ({"quantization": "nf4-double"}, "quantization"),
+        ({"use_reentrant": True}, "use_reentrant"),
+        ({"device_map": "even"}, "device_map"),
+        ({"schedule": "gpipe"}, "schedule"),
+        ({"wrap": "LlamaMLP"}, "wrap"),
+        ({"offload": "cpu", "device": "cuda"}, "offload"),
+        ({"num_beams": 1}, "num_beams"),
+        ({"label_column": "kind"}, "label_column"),
+        ({"bucket_cap_mb": 1.0}, "bucket_cap_mb"),
+    ],
+)
+def test_a_setting_that_means_nothing_for_the_run_is_refused(settings: dict[str, object], name: str) -> None:
+    with pytest.raises(BadInputError, match=f"^{name} is .* which is for .*: leave --{name} out"):
+        RunConfig(**settings)
+
+
+def test_a_run_that_becomes_another_loses_what_means_nothing_any_more(run_config: RunConfig) -> None:
+    pipeline = replace(run_config, parallel="pp", devices=2, micro_batches=8, lora_r=4)
+    one_device = pipeline.changed_to(parallel="single", devices=1)
+    assert (one_device.micro_batches, one_device.lora_r) == (1, 4)
+    with pytest.raises(BadInputError, match="micro_batches is 4, which is for pp"):
+        pipeline.changed_to(parallel="single", devices=1, micro_batches=4)
+
+
+def test_records_have_the_names_of_today() -> None:
+    old = {"batch_size": 8, "gradient_checkpointing": "reentrant", "report_share": 0.2, "seed": 1}
+    new = {"per_device_train_batch_size": 8, "gradient_checkpointing": True, "use_reentrant": True, "eval_steps": 0.2}
+    assert with_new_names(old) == {**new, "seed": 1}
+    assert with_new_names(RunConfig().to_dict()) == RunConfig().to_dict()
+    assert set(RENAMED.values()) <= set(RunConfig().to_dict())
+    command = "python x.py --batch_size 8 --epochs 2 --gradient_checkpointing non-reentrant --seed 1"
+    asked = command_with_new_names(command).split()[2:]
+    expected = RunConfig(per_device_train_batch_size=8, num_train_epochs=2, gradient_checkpointing=True, seed=1)
+    assert parse_overrides(RunConfig(), asked) == expected

@@ -41,7 +41,10 @@ def test_a_failed_phase_leaves_a_record_with_its_status(
 
 def test_a_disk_that_fills_in_a_phase_ends_it_with_a_next_step(run_config: RunConfig, tmp_path: Path) -> None:
     log = RunLog(replace(run_config, results_root=str(tmp_path)), RANK)
-    with pytest.raises(RunStoppedError, match=r"is full .*--results_root; --resume_from last"), log.phase("merge"):
+    with (
+        pytest.raises(RunStoppedError, match=r"is full .*--results_root; --resume_from_checkpoint last"),
+        log.phase("merge"),
+    ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert load_record(log.folder / RECORD_NAME)["status"] == "failed"
 

@@ -50,7 +50,7 @@ def test_one_device_pipelines_and_the_recipe_of_adapters(workflow: ModuleType, r
             workflow.LORA if run.technique == "lora" else {name: getattr(workflow.RUN, name) for name in workflow.LORA}
         )
         assert {name: getattr(run, name) for name in own} == own
-        assert run.report_share == workflow.RUN.report_share
+        assert run.eval_steps == workflow.RUN.eval_steps
     ways = [(run.parallel, run.micro_batches, run.schedule) for run in runs if run.parallel == "pp"]
     assert ways == [("pp", 1, "gpipe"), ("pp", 8, "1f1b")] * 2
 
@@ -61,17 +61,28 @@ def test_without_arguments_a_setting_is_the_folders_own_run(workflow: ModuleType
 
 
 def test_overrides_win_over_the_setting(workflow: ModuleType) -> None:
-    arguments = ["--technique", "lora", "--parallel", "pp", "--micro_batches", "4", "--epochs", "2", "--seed", "7"]
+    arguments = [
+        "--technique",
+        "lora",
+        "--parallel",
+        "pp",
+        "--micro_batches",
+        "4",
+        "--num_train_epochs",
+        "2",
+        "--seed",
+        "7",
+    ]
     run = run_of_arguments(workflow, arguments)
-    assert run == replace(workflow.defaults_for("lora", "pp"), micro_batches=4, epochs=2, seed=7)
-    assert run_of_arguments(workflow, ["--parallel", "single", "--batch_size", "5"]).batch_size == 5
+    assert run == replace(workflow.defaults_for("lora", "pp"), micro_batches=4, num_train_epochs=2, seed=7)
+    assert run_of_arguments(workflow, ["--parallel", "single", "--batch_size", "5"]).per_device_train_batch_size == 5
 
 
 def test_a_look_ahead_reads_the_same_run_from_the_folder(workflow: ModuleType) -> None:
-    for arguments in ([], ["--technique", "lora", "--parallel", "pp", "--epochs", "2"], ["--quick"]):
+    for arguments in ([], ["--technique", "lora", "--parallel", "pp", "--num_train_epochs", "2"], ["--quick"]):
         assert run_of_folder(FOLDER, arguments) == run_of_arguments(workflow, arguments)
     single = Path("2.1_lora_finetuning/run_0_cpu_x1")  # one setting only
-    assert run_of_folder(single, ["--epochs", "2"]) == replace(literal_of(single), epochs=2)
+    assert run_of_folder(single, ["--num_train_epochs", "2"]) == replace(literal_of(single), num_train_epochs=2)
 
 
 def test_help_is_of_the_setting_that_is_asked_for(
@@ -84,7 +95,7 @@ def test_help_is_of_the_setting_that_is_asked_for(
     assert left.value.code == 0
     assert said.count("usage:") == 1
     assert f"--learning_rate {workflow.LORA['learning_rate']}" in said
-    assert f"--batch_size {workflow.RUN.effective_batch_size}" in said
+    assert f"--per_device_train_batch_size {workflow.RUN.effective_batch_size}" in said
     assert "--device_map" not in said  # of other ways to share the work
 
 
@@ -158,11 +169,11 @@ def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
 
     monkeypatch.setattr("common.variants.stream_command", start)
     monkeypatch.setattr("common.variants.results_of_this_machine", list)
-    monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--all", "--quick", "--epochs", "1"])
+    monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--all", "--quick", "--num_train_epochs", "1"])
     with pytest.raises(SystemExit) as left:
         run_settings_from_command_line(workflow)
     assert left.value.code == 1
-    assert started == [([*setting, "--quick", "--epochs", "1"], FOLDER) for setting in workflow.SETTINGS]
+    assert started == [([*setting, "--quick", "--num_train_epochs", "1"], FOLDER) for setting in workflow.SETTINGS]
     said = capsys.readouterr()
     assert said.err == (
         "error: 2 of 10 settings failed: torchrun-full-ddp-160rows-seed42, torchrun-lora-ddp-160rows-seed42\n"

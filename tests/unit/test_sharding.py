@@ -43,15 +43,15 @@ def toy() -> LlamaForCausalLM:
     ("changes", "said"),
     [
         ({"devices": 1}, "parallel is fsdp, but there is 1 device, and nothing to divide: pass --devices 2 or more"),
-        ({"parallel": "zero2", "optimizer": "adafactor"}, "optimizer is adafactor, which DeepSpeed's ZeRO cannot div"),
-        ({"optimizer": "paged_adamw_8bit"}, "optimizer is paged_adamw_8bit, which FSDP cannot divide: choose one of"),
+        ({"parallel": "zero2", "optim": "adafactor"}, "optim is adafactor, which DeepSpeed's ZeRO cannot div"),
+        ({"optim": "paged_adamw_8bit"}, "optim is paged_adamw_8bit, which FSDP cannot divide: choose one of"),
         ({"technique": "qlora", "parallel": "zero3"}, "technique is qlora, but parallel is zero3"),
         (
             {"precision": "bf16-mixed", "parallel": "zero2"},
             "DeepSpeed's bf16 keeps an fp32 copy of the weights already",
         ),
         ({"precision": "fp16-mixed"}, "precision is fp16-mixed, which fsdp does not scale losses for"),
-        ({"gradient_checkpointing": "reentrant"}, "gradient_checkpointing is reentrant, but FSDP"),
+        ({"gradient_checkpointing": True, "use_reentrant": True}, "use_reentrant is True, but FSDP"),
         ({"offload": "cpu"}, "offload is cpu, but device is cpu"),
         ({"prefetch": -1}, "prefetch is -1"),
     ],
@@ -63,7 +63,7 @@ def test_what_contradicts_sharding_is_refused(changes: dict[str, object], said: 
 
 @pytest.mark.parametrize("setting", [{"offload": "cpu"}])
 def test_settings_of_sharding_are_for_sharding(setting: dict[str, str]) -> None:
-    with pytest.raises(BadInputError, match="parallel is single: it is for fsdp and zero"):
+    with pytest.raises(BadInputError, match="offload is cpu, which is for fsdp and zero"):
         RunConfig(**setting)
 
 
@@ -134,7 +134,7 @@ def test_mixed_precision_gathers_16_bits_and_adds_up_in_32() -> None:
 
 
 def test_deepspeed_is_told_the_stage_and_the_run_s_own_settings() -> None:
-    run = replace(ZERO, batch_size=4, accumulation_steps=2, max_grad_norm=0.5)
+    run = replace(ZERO, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_grad_norm=0.5)
     config = with_sizes(deepspeed_config(run), hidden_size=128)
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["gradient_accumulation_steps"] == 2

@@ -36,7 +36,10 @@ def test_a_changed_line_a_cell_and_a_number_of_processes_are_found_and_mended(co
     spoilt = {
         sibling / WORKFLOW: ("merge(log, trainer, tokenizer)", "merge(log, trainer, None)"),
         sibling / "my_accelerate_config.yaml": ("num_processes: 4", "num_processes: 2"),
-        sibling / "lora_finetuning_with_ddp_nblaunch.ipynb": ("batch_size = 14", "batch_size = 15"),
+        sibling / "lora_finetuning_with_ddp_nblaunch.ipynb": (
+            "per_device_train_batch_size = 14",
+            "per_device_train_batch_size = 15",
+        ),
     }
     for path, (right, wrong) in spoilt.items():
         assert right in path.read_text()
@@ -54,7 +57,9 @@ def test_a_new_gpu_is_a_copied_folder_and_an_edited_literal(copied: Path) -> Non
     with pytest.raises(BadInputError, match="run_3_mine has run_folder"):
         stale_files(copied)
     literal = (new / WORKFLOW).read_text().replace("run_1_a6000_48g_x2", "run_3_mine")
-    literal = literal.replace("devices=2", "devices=8").replace("batch_size=14", "batch_size=6")
+    literal = literal.replace("devices=2", "devices=8").replace(
+        "per_device_train_batch_size=14", "per_device_train_batch_size=6"
+    )
     (new / WORKFLOW).write_text(literal)
     for path, content in stale_files(copied).items():
         path.write_text(content)
@@ -64,7 +69,7 @@ def test_a_new_gpu_is_a_copied_folder_and_an_edited_literal(copied: Path) -> Non
     cells = nbformat.read(new / "lora_finetuning_with_ddp_acclaunch.ipynb", as_version=4).cells
     parameters = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
     assert "devices = 8" in parameters
-    assert "batch_size = 6  # rows per rank and step" in parameters
+    assert "per_device_train_batch_size = 6  # rows per rank and step" in parameters
 
 
 def test_processes_of_several_machines_stay_one_each() -> None:

@@ -111,7 +111,7 @@ def test_summaries_come_back_in_the_datas_order_and_their_figures_are_printed(
     """By a model that repeats what it reads; batches are made by length."""
     monkeypatch.setattr("common.tasks.summarization.gather_object", lambda own: own)
     rows = [{"text": "Ann: " + "yes, " * count + "Bob.", "summary": "Yes."} for count in (1, 9, 4, 2, 7)]
-    run = RunConfig(task="summarization", technique="full", evaluation_batch_size=2, figures=figures)
+    run = RunConfig(task="summarization", technique="full", per_device_eval_batch_size=2, log_format=figures)
     log = SimpleNamespace(run=run, rank=Rank(0, 1, "cpu", "python"), folder=tmp_path)
     parrot = SimpleNamespace(generate=lambda input_ids, attention_mask, **settings: input_ids)
     summaries = summarize(parrot, AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER), rows, log, "after")

@@ -206,7 +206,7 @@ def test_texts_and_summaries_become_tokens_that_end(run: RunConfig, tokenizer: P
     assert tokenizer.decode(row["labels"], skip_special_tokens=True).strip() == rows[0]["summary"]
     assert row["input_ids"][-1] == row["labels"][-1] == tokenizer.eos_token_id
     assert row["attention_mask"] == [1] * len(row["input_ids"])
-    (cut,) = tokens_of(rows, tokenizer, replace(run, max_length=5, max_summary_length=3))
+    (cut,) = tokens_of(rows, tokenizer, replace(run, max_length=5, max_target_length=3))
     assert (len(cut["input_ids"]), len(cut["labels"])) == (5, 3)
     assert cut["input_ids"][-1] == cut["labels"][-1] == tokenizer.eos_token_id
 

@@ -191,7 +191,7 @@ def test_measured_runs_recalibrate_their_gpu() -> None:
     record = {
         "status": "completed",
         "technique": "full",
-        "config": {"device": "cuda", "gradient_checkpointing": "none"},
+        "config": {"device": "cuda", "gradient_checkpointing": False},
         "environment": {"devices": ["NVIDIA A100-SXM4-80GB"]},
         "tokens_per_s": 1000.0,
         "flops_per_token": 1e11,
@@ -202,7 +202,7 @@ def test_measured_runs_recalibrate_their_gpu() -> None:
     assert calibration_from([record], "summarization") == {}
     calibration = calibration_from([record])
     assert calibration == {"A100 80GB SXM": [1e14]}
-    checkpointed = {**record, "technique": "lora", "config": {"device": "cuda", "gradient_checkpointing": "reentrant"}}
+    checkpointed = {**record, "technique": "lora", "config": {"device": "cuda", "gradient_checkpointing": True}}
     assert calibration_from([checkpointed]) == {"A100 80GB SXM": [1.5e14]}
     speed = achieved_speed(A100, FULL, calibration)
     assert speed.flops_per_s == 1e14

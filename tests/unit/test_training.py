@@ -64,11 +64,9 @@ def test_frozen_weights_need_no_gradients_of_their_own() -> None:
     assert training_flops(10, 90)["flops_per_token"] == 420
 
 
-@pytest.mark.parametrize(("setting", "reentrant"), [("reentrant", True), ("non-reentrant", False)])
-def test_the_way_of_checkpointing_is_set_explicitly(
-    run_config: RunConfig, tmp_path: Path, setting: str, reentrant: bool
-) -> None:
-    arguments = training_arguments(replace(run_config, gradient_checkpointing=setting), tmp_path)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_way_of_checkpointing_is_set_explicitly(run_config: RunConfig, tmp_path: Path, reentrant: bool) -> None:
+    arguments = training_arguments(replace(run_config, gradient_checkpointing=True, use_reentrant=reentrant), tmp_path)
     assert arguments.gradient_checkpointing
     assert arguments.gradient_checkpointing_kwargs == {"use_reentrant": reentrant}
     assert arguments.ddp_find_unused_parameters is False
@@ -85,7 +83,7 @@ def test_of_several_gpus_the_trainer_takes_one(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     arguments = training_arguments(replace(run_config, device="cuda"), tmp_path)
     assert arguments.n_gpu == 1
-    assert arguments.train_batch_size == run_config.batch_size
+    assert arguments.train_batch_size == run_config.per_device_train_batch_size
 
 
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -113,9 +111,9 @@ def trainer_of(tmp_path: Path) -> Iterator[Callable[..., CountingTrainer]]:
             task="classification",
             technique="full",
             target_modules="all",
-            batch_size=4,
+            per_device_train_batch_size=4,
             model="all-minilm-l6-v2",
-            report_share=0.1,
+            eval_steps=0.1,
             report_to="none",
             results_root=str(tmp_path),
             **settings,
@@ -137,7 +135,7 @@ def test_training_ends_after_validations_without_a_better_model(
     trainer_of: Callable[..., CountingTrainer], loop: str, early_stop: int, steps: int
 ) -> None:
     """A rate that changes nothing: the first validation of the eight is the best."""
-    trainer = trainer_of(loop, learning_rate=1e-12, epochs=2, early_stop=early_stop)
+    trainer = trainer_of(loop, learning_rate=1e-12, num_train_epochs=2, early_stopping_patience=early_stop)
     trainer.train()
     assert trainer.state.global_step == steps
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
@@ -152,14 +150,16 @@ def test_what_was_trained_to_its_end_can_be_trained_longer(
     trainer_of: Callable[..., CountingTrainer], loop: str, best: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a run of another name; no later model is better than the first one's best, or the next one is."""
-    short = trainer_of(loop, learning_rate=1e-12, epochs=1)
+    short = trainer_of(loop, learning_rate=1e-12, num_train_epochs=1)
     short.train()
     checkpoint, first = (Path(short.args.output_dir) / name for name in ("checkpoint-4", "checkpoint-1"))
     if best == "gone":
         shutil.rmtree(first)
     if best == "damaged":
         (first / "trainer_state.json").write_text("{}")
-    longer = trainer_of(loop, learning_rate=1e-12, epochs=2, run_name="longer", resume_from=str(checkpoint))
+    longer = trainer_of(
+        loop, learning_rate=1e-12, num_train_epochs=2, run_name="longer", resume_from_checkpoint=str(checkpoint)
+    )
     longer.train()
     assert longer.state.global_step == 8
     assert ("checkpoint-1, is gone or damaged" in capsys.readouterr().out) == (best != "there")
@@ -173,11 +173,11 @@ def test_when_to_report_and_how_long_to_wait_are_the_settings_of_the_run_that_go
     trainer_of: Callable[..., CountingTrainer], loop: str
 ) -> None:
     """Three validations without a better model before, one after each step, and two after, one after two steps each."""
-    short = trainer_of(loop, learning_rate=1e-12, epochs=1, early_stop=3)
+    short = trainer_of(loop, learning_rate=1e-12, num_train_epochs=1, early_stopping_patience=3)
     short.train()
     checkpoint = Path(short.args.output_dir) / "checkpoint-4"
-    settings = {"run_name": "longer", "resume_from": str(checkpoint), "early_stop": 5}
-    longer = trainer_of(loop, learning_rate=1e-12, epochs=3, **settings)
+    settings = {"run_name": "longer", "resume_from_checkpoint": str(checkpoint), "early_stopping_patience": 5}
+    longer = trainer_of(loop, learning_rate=1e-12, num_train_epochs=3, **settings)
     longer.train()
     assert longer.state.global_step == 8
 
@@ -187,14 +187,14 @@ def test_a_step_that_overflowed_is_none_of_the_schedules(
     trainer_of: Callable[..., CountingTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fp16 Accelerate skips the optimizer and the schedule then, and the Trainer counts the step; also before."""
-    short = trainer_of("the Trainer's", epochs=1)
+    short = trainer_of("the Trainer's", num_train_epochs=1)
     overflows = property(lambda _: short.state.global_step == 2)
     monkeypatch.setattr(Accelerator, "optimizer_step_was_skipped", overflows)
     short.train()
     check_training(short, Rank(0, 1, "cpu", "python"))
     assert (short.state.global_step, short.lr_scheduler.last_epoch, short.skips.steps) == (4, 3, 1)
     checkpoint = Path(short.args.output_dir) / "checkpoint-4"
-    longer = trainer_of("the Trainer's", epochs=2, run_name="longer", resume_from=str(checkpoint))
+    longer = trainer_of("the Trainer's", num_train_epochs=2, run_name="longer", resume_from_checkpoint=str(checkpoint))
     longer.train()
     check_training(longer, Rank(0, 1, "cpu", "python"))
     assert (longer.state.global_step, longer.skips.steps) == (8, 1)
@@ -202,7 +202,7 @@ def test_a_step_that_overflowed_is_none_of_the_schedules(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_schedule_that_is_behind_without_a_reason_is_refused(trainer_of: Callable[..., CountingTrainer]) -> None:
-    trainer = trainer_of("the Trainer's", epochs=1)
+    trainer = trainer_of("the Trainer's", num_train_epochs=1)
     trainer.train()
     trainer.skips.steps = 1
     with pytest.raises(RuntimeError, match="took 4 steps, training 4, of which 1 were skipped"):
@@ -215,7 +215,7 @@ def test_weights_that_are_given_up_take_no_memory_whoever_still_has_them(
     trainer_of: Callable[..., CountingTrainer], loop: str
 ) -> None:
     """As an optimizer's groups have them, and DDP's wrapper."""
-    trainer = trainer_of(loop, epochs=1)
+    trainer = trainer_of(loop, num_train_epochs=1)
     trainer.train()
     held, optimizer = list(trainer.model.parameters()), trainer.optimizer
     assert sum(weight.untyped_storage().nbytes() for weight in held) > 0
@@ -229,7 +229,9 @@ def test_weights_that_are_given_up_take_no_memory_whoever_still_has_them(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_validation_computes_logits_at_answers_alone_and_the_same_loss(run_config: RunConfig, tmp_path: Path) -> None:
-    run = replace(run_config, validation_rows=9, evaluation_batch_size=4, results_root=str(tmp_path), report_to="none")
+    run = replace(
+        run_config, validation_rows=9, per_device_eval_batch_size=4, results_root=str(tmp_path), report_to="none"
+    )
     tokenizer, model = load_tokenizer(run), load_base_model(run, {"": "cpu"})
     rows = tokenize_rows(load_splits(run).validation, tokenizer, run.max_length)
     batch = make_collator(tokenizer)(rows)

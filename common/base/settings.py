@@ -1,0 +1,299 @@
+"""The settings of a run, in groups: each field with its unit, its meaning and its default.
+
+Fields that mean what a field of Transformers' `TrainingArguments`, PEFT's `LoraConfig` or TRL's `SFTConfig` means have
+its name.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
+
+
+def setting(
+    default: object,
+    doc: str,
+    aliases: tuple[str, ...] = (),
+    choices: Mapping[str, object] | None = None,
+    **for_argparse: object,
+) -> object:
+    """Return a field. `choices` are looked up when they are needed; `aliases` are other options for the command line."""
+    metadata = {"help": doc, "aliases": list(aliases), **for_argparse}
+    return field(default=default, metadata={**metadata, **({"choices": choices} if choices is not None else {})})
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model, in which number format."""
+
+    _argument_group_name = "model"
+    model: str = setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
+    weights: Literal["pretrained", "random"] = setting(
+        "pretrained",
+        "random = the model's shape from assets/model_configs, with random weights and the embedded tokenizer: "
+        "memory and speed without a download.",
+    )
+    precision: Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"] = setting(
+        "fp32", "Number format of weights and arithmetic; mixed = fp32 weights, arithmetic under autocast."
+    )
+    quantization: Literal["nf4", "nf4-double"] = setting(
+        "nf4", "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too."
+    )
+    attention: Literal["eager", "sdpa", "flash", "flash3"] = setting(
+        "sdpa",
+        "Attention implementation; flash = the package flash-attn, flash3 = its third version for Hopper GPUs; both "
+        "on GPUs only, with weights in 16 bits.",
+    )
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which rows, and what happens to those that do not fit."""
+
+    _argument_group_name = "data"
+    data: str = setting(
+        "assets/exhibits",
+        "Rows of messages: a folder with train.jsonl, validation.jsonl and test.jsonl, one .jsonl file, "
+        "an fsspec URL of either, or the id of a dataset on the Hugging Face Hub; with classification rows of texts "
+        "and labels, with summarization of texts and summaries, also as .csv.",
+    )
+    text_column: str = setting("text", "With classification and summarization: the column with the texts.")
+    label_column: str = setting("label", "With classification: the column with the labels.")
+    summary_column: str = setting("summary", "With summarization: the column with the summaries.")
+    max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.")
+    max_target_length: int = setting(128, "With summarization: longest summary to learn from, in tokens.")
+    max_truncated_fraction: float = setting(
+        0.0,
+        "With messages: fraction of rows (0 to 1) that may be left out because all of their answer lies beyond "
+        "max_length.",
+    )
+    long_texts: Literal["cut", "refuse"] = setting(
+        "cut",
+        "With classification and summarization: what happens to texts of more than max_length tokens; they are counted "
+        "in any case.",
+    )
+    empty_rows: Literal["refuse", "skip"] = setting(
+        "refuse",
+        "With classification and summarization: what happens to rows with an empty text, label or summary; the number "
+        "of rows left out is printed.",
+    )
+    shared_rows: Literal["auto", "refuse", "skip"] = setting(
+        "auto",
+        "What happens to training rows that are also test rows (but for case and spacing): skip = they are left out; "
+        "auto = rows of messages are refused, and texts, of which public datasets have some twice, are reported.",
+    )
+    train_rows: int = setting(-1, "Training rows to use, from the first; -1 = all.")
+    validation_rows: int = setting(-1, "Validation rows to use, from the first; -1 = all.")
+    test_rows: int = setting(-1, "Test questions to answer, from the first; -1 = all.")
+    partitions: int = setting(
+        0,
+        "With summarization: parts of about equal size that the training rows are divided into, each rank drawing "
+        "from its own; 0 = one per rank.",
+    )
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What is trained, on what task, and by which steps."""
+
+    _argument_group_name = "training"
+    technique: str = setting(
+        "lora",
+        "What is trained: lora = low-rank adapters, base frozen; qlora = the same on a base in 4 bits; full = the "
+        "model's own weights.",
+        choices=TECHNIQUES,
+    )
+    task: str = setting(
+        "chat",
+        "What is learnt: to answer (rows of messages), which of several labels a text has (classification), or to "
+        "summarize a text (summarization).",
+        choices=TASKS,
+    )
+    loop: Literal["trainer", "accelerate", "machines"] = setting(
+        "trainer",
+        "What takes the steps: Transformers' Trainer; with summarization also a plain loop with Accelerate, or a plain "
+        "loop on torch.distributed whose ranks may be on several machines.",
+    )
+    per_device_train_batch_size: int = setting(
+        16, "Training rows per rank and step, before accumulation.", ("--batch_size", "--batch-size")
+    )
+    gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.")
+    num_train_epochs: int = setting(6, "Passes over the training rows.")
+    max_steps: int = setting(-1, "Optimizer steps after which training ends early; -1 = all epochs.")
+    learning_rate: float = setting(1e-3, "Peak learning rate, after warm-up and before scaling.")
+    learning_rate_scaling: Literal["none", "sqrt", "linear"] = setting(
+        "none", "Growth of the learning rate with the ranks that share a step: none, by their square root, or linear."
+    )
+    warmup_steps: float = setting(0.03, "Steps in which the learning rate rises; below 1, their share of all steps.")
+    lr_scheduler_type: str = setting("cosine", "Learning-rate schedule, by its name in Transformers.")
+    optim: str = setting("adamw_torch_fused", "Optimizer, by its name in Transformers.", ("--optimizer",))
+    weight_decay: float = setting(0.01, "Weight decay, per step and unit of learning rate.")
+    max_grad_norm: float = setting(0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.")
+    gradient_checkpointing: bool = setting(
+        False, "Compute activations again in the backward pass instead of keeping them."
+    )
+    use_reentrant: bool = setting(
+        False, "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one."
+    )
+    seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.")
+
+
+@dataclass(frozen=True)
+class AdapterSettings:
+    """What is trained beside or inside the model's layers."""
+
+    _argument_group_name = "adapters"
+    target_modules: str = setting(
+        "all-linear",
+        "Linear layers that get adapters (lora) or are trained (full), by their names with commas between; "
+        "all-linear = all but the head; all = every weight (full).",
+    )
+    lora_r: int = setting(8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"))
+    lora_alpha: int = setting(64, "Scale of the adapters; with rsLoRA they are multiplied by alpha / sqrt(rank).")
+    lora_dropout: float = setting(0.1, "Dropout before the adapters (0 to 1).")
+
+
+@dataclass(frozen=True)
+class ParallelismSettings:
+    """On which devices, and how they share the work."""
+
+    _argument_group_name = "parallelism"
+    parallel: str = setting(
+        "single",
+        "How devices share the work: not at all; by rows (ddp); by layers one after the other (mp: one process), or "
+        "with micro-batches in flight (pp: one process per device); by columns and rows of each layer's matrices (tp); "
+        "by rows of data, with what each rank holds divided, too (fsdp: PyTorch's FSDP2; zero1, zero2, zero3: "
+        "DeepSpeed's stages).",
+        choices=PARALLELISMS,
+    )
+    device: Literal["cpu", "cuda"] = setting("cpu", "Kind of device: cpu = one process with one thread.")
+    gpu: str = setting("", "GPU that the run folder was made for, by its name in the catalogue; empty on CPU.")
+    devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.")
+    stages: int = setting(
+        0, "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all."
+    )
+    device_map: str = setting(
+        "balanced",
+        "With mp and pp: which device holds which layers. balanced = the highest training peak as low as possible; "
+        "even = equal numbers of layers; auto (mp) = Accelerate's own; or a JSON file of module names and devices.",
+    )
+    schedule: Literal["1f1b", "gpipe"] = setting("1f1b", "With pp: the order of the micro-batches' passes.")
+    micro_batches: int = setting(1, "With pp: equal parts of a batch, which the stages work on at the same time.")
+    wrap: str = setting(
+        "layers",
+        "With fsdp: classes of the modules that are gathered one at a time, with commas between; layers = the "
+        "model's own layers.",
+    )
+    prefetch: int = setting(1, "With fsdp: wrapped modules that are gathered ahead of the one at work.")
+    offload: Literal["none", "cpu"] = setting(
+        "none",
+        "With fsdp and zero: where shards wait while they are not used; cpu = in the host's memory (zero1 and zero2: "
+        "the optimizer's states alone).",
+        nargs="?",
+        const="cpu",
+    )
+    gradient_exchange: Literal["after", "overlapped", "overlapped-bf16"] = setting(
+        "after",
+        "With loop machines: when gradients are averaged: in buckets after each backward pass; during it (DDP); or "
+        "during it, sent as bf16.",
+    )
+    bucket_cap_mb: float = setting(25.0, "With loop machines: gradients that are sent at once, in MiB.")
+    link: str = setting("", "With loop machines: what joins them, for the record, such as 100 Mbit/s.")
+    start_timeout_s: float = setting(
+        300.0, "Seconds that ranks wait for each other at their start, before those that are missing are named."
+    )
+    step_timeout_s: float = setting(
+        600.0,
+        "Seconds that a training step may take before the ranks that hang are named and all are ended; a batch of "
+        "validation, a checkpoint and an exchange between ranks may take ten times as long.",
+    )
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How often the model is validated and saved, and how it is judged."""
+
+    _argument_group_name = "evaluation"
+    eval_steps: float = setting(
+        0.05, "Steps after which the loss is logged, and the model validated and saved; below 1, a share of all steps."
+    )
+    early_stopping_patience: int = setting(
+        0, "Validations in a row without a better model after which training ends; 0 = never."
+    )
+    per_device_eval_batch_size: int = setting(32, "Rows per rank in validation and generation.")
+    max_new_tokens: int = setting(48, "Longest generated answer, in tokens.")
+    num_beams: int = setting(4, "With summarization: beams of the search for a summary; 1 = greedy.")
+    independent_judge: Literal["minilm", "none"] = setting(
+        "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
+    )
+
+
+@dataclass(frozen=True)
+class TrackingSettings:
+    """Where results go, and how they are reported."""
+
+    _argument_group_name = "tracking"
+    run_folder: str = setting("", "Run folder, relative to the repository's root.")
+    run_name: str = setting("", "Name of the results folder; empty = launcher, batch size and seed.")
+    results_root: str = setting("", "Folder that takes results/<run name>; empty = the run folder.")
+    resume_from_checkpoint: str = setting(
+        "",
+        "Folder of a checkpoint (results/<run>/checkpoints/checkpoint-<step>) to resume from; last = this run's own "
+        "newest one that is whole, in the same results folder, or the beginning where there is none.",
+    )
+    report_to: str = setting(
+        "tensorboard", "Experiment trackers by their names in Transformers, with commas between, or none."
+    )
+    log_format: Literal["text", "json"] = setting(
+        "text",
+        "How metrics are printed while training: for readers, or as JSON, one object a line, which Valohai plots.",
+    )
+
+
+GROUPS = (
+    ModelSettings, DataSettings, TrainingSettings, AdapterSettings, ParallelismSettings, EvaluationSettings,
+    TrackingSettings,
+)  # fmt: skip
+
+RENAMED = {
+    "batch_size": "per_device_train_batch_size",
+    "evaluation_batch_size": "per_device_eval_batch_size",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "epochs": "num_train_epochs",
+    "warmup_share": "warmup_steps",
+    "scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "report_share": "eval_steps",
+    "early_stop": "early_stopping_patience",
+    "cut_off_share": "max_truncated_fraction",
+    "beams": "num_beams",
+    "max_summary_length": "max_target_length",
+    "figures": "log_format",
+    "lora_rank": "lora_r",
+    "bucket_mib": "bucket_cap_mb",
+    "resume_from": "resume_from_checkpoint",
+}
+"""Names that settings had in older records and commands, and those that they have now."""
+
+
+def with_new_names(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a record's settings by the names that they have now; those that have them already stay."""
+    config = {RENAMED.get(name, name): value for name, value in config.items()}
+    checkpointing = config.get("gradient_checkpointing")
+    if isinstance(checkpointing, str):
+        config["gradient_checkpointing"] = checkpointing != "none"
+        config["use_reentrant"] = checkpointing == "reentrant"
+    return config
+
+
+def command_with_new_names(command: str) -> str:
+    """Return a record's command so that it can be given today; what is still an alias stays as short as it is."""
+    aliases = {alias.lstrip("-") for group in GROUPS for each in fields(group) for alias in each.metadata["aliases"]}
+    command = command.replace("--gradient_checkpointing non-reentrant", "--gradient_checkpointing")
+    return re.sub(
+        r"--(\w+)",
+        lambda option: option[0] if option[1] in aliases else f"--{RENAMED.get(option[1], option[1])}",
+        command,
+    )
