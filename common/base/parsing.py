@@ -61,8 +61,8 @@ class SettingsParser(OneSentenceParser, TrlParser):
 def parse_overrides(defaults: RunConfig, arguments: Sequence[str] | None = None) -> RunConfig:
     """Return `defaults` with the settings of the command line, or of its YAML file, in place of its own.
 
-    Those of `defaults` that mean nothing for the run any more, such as the rank of adapters with `--technique full`, fall
-    to their defaults.
+    Those of `defaults` that mean nothing for the run any more, such as the rank of adapters with `--technique full`,
+    fall to their defaults.
 
     Raises:
         SystemExit: with code 2 for an unknown field or a value of the wrong kind (argparse's own sentence).

@@ -19,7 +19,7 @@ def setting(
     choices: Mapping[str, object] | None = None,
     **for_argparse: object,
 ) -> object:
-    """Return a field. `choices` are looked up when they are needed; `aliases` are other options for the command line."""
+    """Return a field. `aliases` are more options of the command line; `choices` are looked up when they are needed."""
     metadata = {"help": doc, "aliases": list(aliases), **for_argparse}
     return field(default=default, metadata={**metadata, **({"choices": choices} if choices is not None else {})})
 

@@ -21,10 +21,12 @@ FOLDERS = {
 SMALL = (
     "--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--max_new_tokens", "8", "--max_steps", "2",
     "--eval_steps", "0.5", "--attention", "eager", "--independent_judge", "none", "--report_to", "none",
-    "--lora_dropout", "0", "--learning_rate", "1e-3",
+    "--learning_rate", "1e-3",
 )  # fmt: skip
 """PyTorch's fused attention does not know the fake GPUs."""
 ON_GPUS = (*SMALL, "--device", "cuda")
+OWN = {name: ("--lora_dropout", "0") if name in ("LoRA", "DDP") else () for name in FOLDERS}
+"""Settings of a folder's technique."""
 STARTER = "tests.fake_gpus.run"
 DEVICES = {"MP, two": 2, "MP, four": 4}
 Runs = dict[str, Any]
@@ -33,7 +35,7 @@ Runs = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def on_cpu(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    runs = {name: (FOLDERS[name], SMALL) for name in ("LoRA", "full")}
+    runs = {name: (FOLDERS[name], (*SMALL, *OWN[name])) for name in ("LoRA", "full")}
     runs["full, 64 rows"] = (FOLDERS["full"], (*SMALL, "--batch_size", "64"))  # as the pipeline's folder has
     return run_several(tmp_path_factory.mktemp("cpu"), runs, 1)
 
@@ -41,7 +43,7 @@ def on_cpu(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def one_process(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPathFactory, fake_gpus: None) -> Runs:
     """On a machine with four GPUs."""
-    runs = {name: (FOLDERS[name], ON_GPUS) for name in ("LoRA", "full")}
+    runs = {name: (FOLDERS[name], (*ON_GPUS, *OWN[name])) for name in ("LoRA", "full")}
     runs |= {
         name: (FOLDERS["MP"], (*ON_GPUS, "--devices", str(count), "--stages", "0")) for name, count in DEVICES.items()
     }
@@ -51,7 +53,7 @@ def one_process(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempP
 @pytest.fixture(scope="module")
 def two_ranks(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPathFactory, fake_gpus: None) -> Runs:
     """On the same machine."""
-    runs = {name: (FOLDERS[name], (*ON_GPUS, "--learning_rate_scaling", "none")) for name in ("DDP", "PP")}
+    runs = {name: (FOLDERS[name], (*ON_GPUS, *OWN[name], "--learning_rate_scaling", "none")) for name in ("DDP", "PP")}
     return run_several(tmp_path_factory.mktemp("two"), runs, 2, STARTER)
 
 

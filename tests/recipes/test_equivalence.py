@@ -40,7 +40,7 @@ TORCHRUN, ACCELERATE, MACHINES = (
 )
 
 SAME = ("--train_rows", "33", "--validation_rows", "9", "--per_device_eval_batch_size", "4", "--test_rows", "1",
-        "--report_to", "none", "--learning_rate_scaling", "none", "--lora_dropout", "0")  # fmt: skip
+        "--report_to", "none", "--learning_rate_scaling", "none")  # fmt: skip
 RECIPES = {
     "SGD": ("--optimizer", "sgd", "--warmup_steps", "0", "--max_steps", "5", "--eval_steps", "0.2"),
     "AdamW": ("--learning_rate", "1e-3", "--max_steps", "20", "--eval_steps", "0.05"),
@@ -92,7 +92,8 @@ class Case:
     def settings(self, model: str) -> tuple[str, ...]:
         """Of its run, which trains the tiny `model`."""
         sgd = (self.reference or self).sgd if self.recipe == "SGD" else ()
-        return ("--model", model, *SAME, *RECIPES[self.recipe], *sgd, *OF_TASK[self.task], *self.overrides)
+        dropout = () if self.technique == "full" else ("--lora_dropout", "0")
+        return ("--model", model, *SAME, *dropout, *RECIPES[self.recipe], *sgd, *OF_TASK[self.task], *self.overrides)
 
     def with_adamw(self) -> "Case":
         """The same with another optimizer, and more steps."""

@@ -18,8 +18,8 @@ FOLDER = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"
 WAYS = ("torchrun", "accelerate", "machines")
 QUICK = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--report_to", "none",
          "--max_new_tokens", "12", "--num_beams", "2", "--max_steps", "5", "--eval_steps", "0.2")  # fmt: skip
-ACCUMULATED = ("--optimizer", "sgd", "--learning_rate", "0.05", "--batch_size", "4", "--gradient_accumulation_steps", "2",
-               "--bucket_cap_mb", "0.05")  # fmt: skip
+ACCUMULATED = ("--optimizer", "sgd", "--learning_rate", "0.05", "--batch_size", "4",
+               "--gradient_accumulation_steps", "2", "--bucket_cap_mb", "0.05")  # fmt: skip
 EXCHANGES = ("after", "overlapped-bf16")
 Runs = dict[str, Any]
 

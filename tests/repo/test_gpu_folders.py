@@ -1,6 +1,5 @@
 """Every folder for GPUs has room for all models that are alive in one of its phases, not only for its training step."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ IN_USE = 0.93
 
 
 def whole_gib(run: RunConfig) -> float:
-    return disk_need(replace(run, technique="full", target_modules="all")).models_bytes / GIB
+    return disk_need(run.changed_to(technique="full", target_modules="all")).models_bytes / GIB
 
 
 def quantized_gib(run: RunConfig) -> float:

@@ -60,7 +60,7 @@ PP = {"parallel": "pp", "micro_batches": 4}
 @pytest.mark.parametrize(
     ("changes", "about", "said"),
     [
-        ({"per_device_train_batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(per_device_train_batch_size 8 x gradient"),
+        ({"per_device_train_batch_size": 8}, {}, r"steps of 32 rows, but this run's have 16 \(per_device_train"),
         ({"parallel": "zero3"}, {}, "a checkpoint of fsdp, but parallel is zero3: pass --parallel fsdp"),
         ({"technique": "lora"}, {}, "a checkpoint of full, but technique is lora: pass --technique full"),
         ({"max_steps": 3}, {}, "a checkpoint after step 3, and this run has 3: nothing is left to train; raise"),

@@ -250,8 +250,8 @@ def test_a_run_is_planned_on_its_folder_s_gpu_or_on_the_cpu() -> None:
 def test_a_divided_run_is_placed_as_its_device_map_says(tmp_path: Path) -> None:
     batch = BatchShape(8, 256, 255)
     run = RunConfig(
-        parallel="pp", devices=2, device="cuda", gpu=A6000.name, model="llama-3.2-1b", precision="bf16", per_device_train_batch_size=8,
-        micro_batches=4, schedule="gpipe",
+        parallel="pp", devices=2, device="cuda", gpu=A6000.name, model="llama-3.2-1b", precision="bf16",
+        per_device_train_batch_size=8, micro_batches=4, schedule="gpipe",
     )  # fmt: skip
     balanced = plan_run(run, batch)
     assert (balanced.job.schedule, balanced.job.micro_batches, balanced.job.devices) == ("gpipe", 4, 2)

