@@ -36,7 +36,8 @@ KEYS = ("fault", "technique", "outcome")
 KEEP = "KEEP_OUTCOMES"
 """Set by `make soak`: the outcomes are kept, for the README."""
 CHAT = ("--train_rows", "65", "--validation_rows", "8", "--test_rows", "1", "--num_train_epochs", "2",
-        "--eval_steps", "0.1", "--independent_judge", "none", "--report_to", "none", "--max_new_tokens", "1")  # fmt: skip
+        "--eval_steps", "0.1", "--independent_judge", "none", "--report_to", "none",
+        "--max_new_tokens", "1")  # fmt: skip
 SUMMARIES = ("--train_rows", "65", "--validation_rows", "4", "--test_rows", "2", "--num_train_epochs", "2",
              "--eval_steps", "0.1", "--report_to", "none", "--num_beams", "1", "--max_new_tokens", "2")  # fmt: skip
 WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {

@@ -341,8 +341,8 @@ def test_rows_of_a_length_are_learnt_as_a_whole_and_need_no_data(
 def test_steps_are_those_that_the_run_takes(
     run: RunConfig, rows: int, batch_size: int, devices: int, accumulated: int
 ) -> None:
-    asked = replace(run, parallel="ddp", gradient_checkpointing=False, devices=devices,
-                    per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulated, num_train_epochs=3)  # fmt: skip
+    asked = replace(run, parallel="ddp", gradient_checkpointing=False, devices=devices, num_train_epochs=3,
+                    per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulated)  # fmt: skip
     epoch = EpochBatches([1] * rows, batch_size, devices, 0, 0, accumulated)
     assert preflight.total_steps(asked, rows) == 3 * len(list(epoch.steps()))
     assert preflight.total_steps(replace(asked, max_steps=7), None) == 7
