@@ -16,8 +16,8 @@ from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of
 from common.checks.inputs import check_inputs
-from common.reporting.loops import results_text
 from common.reporting.rows import results_in
+from common.reporting.summarization import results_text
 from common.runtime.launchers import ranks_command, stream_command
 
 

@@ -3,15 +3,13 @@
 import argparse
 from pathlib import Path
 
-from common.base.errors import (
-    BadInputError,
-)
+from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.records.store import keep_record
 
 
 def main() -> None:
-    """`python -m common.run_record RESULTS_FOLDER`: keep a run's record."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Keep the record of a run: copy it where it is committed.")
     parser.add_argument("results_folder", type=Path, help="<run folder>/results/<name>")
     try:

@@ -1,11 +1,11 @@
-"""Sibling run folders of a technique: one source, copied; they differ in the `RunConfig` literal (and `LORA`) alone.
+"""Copy run folders of a technique from one source; siblings differ in the `RunConfig` literal (and `LORA`) alone.
 
     python -m common.siblings            copy each technique's first run folder to its siblings
     python -m common.siblings --check    exit 1 where a sibling is no copy
 
 The source is the folder `run_0_...`. A sibling's own is the literal in its `my_workflow_*.py` (or, where several
-workflows share it, in `my_utils_*.py`); from it follow the
-parameters cells of its notebooks, its `my_accelerate_config.yaml` and the number of processes in its docstring.
+workflows share it, in `my_utils_*.py`); from it follow the parameters cells of its notebooks, its
+`my_accelerate_config.yaml` and the number of processes in its docstring.
 A notebook's outputs stay where its cells do.
 """
 
@@ -19,14 +19,10 @@ from pathlib import Path
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import (
-    LITERAL,
-    literal_lines,
-    run_folders,
-)
+from common.base.run_folders import LITERAL, literal_lines, run_folders
+from common.base.specs import DEEPSPEED, FSDP
 from common.training.deepspeed_config import deepspeed_config
 
-ACCELERATE_CONFIG_NAME = "my_accelerate_config.yaml"
 DEEPSPEED_CONFIG_NAME = "my_deepspeed_config.json"
 ACCELERATE_CONFIG = """\
 # {comment}
@@ -37,8 +33,22 @@ num_machines: 1
 num_processes: {devices}
 machine_rank: 0
 mixed_precision: '{mixed_precision}'
-"""
-FSDP_CONFIG = """\
+{more}"""
+COMMENTS = {
+    "CPU": """\
+One rank per CPU device. MULTI_CPU would start one process only (Accelerate 1.15); MULTI_GPU with use_cpu starts all,
+# and they talk over gloo. The run checks that they came.""",
+    "MULTI_GPU": """\
+One rank per GPU; they talk over NCCL. Precision is the run's own setting, so that `no` stands here.""",
+    "FSDP": """\
+Accelerate divides the model by this file (FSDP2), and the run checks that it did; torchrun needs no file, and the
+# workflow divides it itself. The precision here must be the run's own, as it becomes the shards' policy.""",
+    "DEEPSPEED": f"""\
+DeepSpeed's settings stand in {DEEPSPEED_CONFIG_NAME}, for scripts of your own, too (the values `auto` are filled in
+# by Accelerate there, by this run here).""",
+}
+SETTINGS = {
+    "FSDP": """\
 fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
@@ -46,125 +56,104 @@ fsdp_config:
   fsdp_offload_params: {offload}
   fsdp_state_dict_type: SHARDED_STATE_DICT
   fsdp_cpu_ram_efficient_loading: false
-"""
-ZERO_CONFIG = """\
+""",
+    "DEEPSPEED": f"""\
 deepspeed_config:
-  deepspeed_config_file: {deepspeed_config}
+  deepspeed_config_file: {DEEPSPEED_CONFIG_NAME}
   zero3_init_flag: false
-"""
-CPU_COMMENT = """\
-One rank per CPU device. MULTI_CPU would start one process only (Accelerate 1.15); MULTI_GPU with use_cpu starts all,
-# and they talk over gloo. The run checks that they came."""
-FSDP_COMMENT = """\
-Accelerate divides the model by this file (FSDP2), and the run checks that it did; torchrun needs no file, and the
-# workflow divides it itself. The precision here must be the run's own, as it becomes the shards' policy."""
-ZERO_COMMENT = """\
-DeepSpeed's settings stand in {deepspeed_config}, for scripts of your own, too (the values `auto` are filled in
-# by Accelerate there, by this run here)."""
-GPU_COMMENT = "One rank per GPU; they talk over NCCL. Precision is the run's own setting, so that `no` stands here."
+""",
+}
+"""What Accelerate needs besides, by its `distributed_type`."""
+DISTRIBUTED_TYPES = {FSDP: "FSDP", DEEPSPEED: "DEEPSPEED", "": "MULTI_GPU"}
+"""Accelerate's name of what shards."""
+PARAMETER = re.compile(r"^(?P<name>\w+) = (?P<value>.*?)(?P<comment>  #.*)?$", re.MULTILINE)
 
 
 def accelerate_config(run: RunConfig) -> str:
-    """The file that `accelerate launch --config_file` takes."""
-    on_cpu, kind, comment, more = run.device == "cpu", "MULTI_GPU", GPU_COMMENT, ""
-    mixed_precision = "no"
-    if on_cpu:
-        comment = CPU_COMMENT
-    elif run.parallelism.uses_fsdp:
-        kind, comment, more = "FSDP", FSDP_COMMENT, FSDP_CONFIG.format(offload=str(run.offload == "cpu").lower())
-        mixed_precision = run.compute_dtype.replace("fp32", "no")
-    elif run.parallelism.uses_deepspeed:
-        kind, comment = "DEEPSPEED", ZERO_COMMENT.format(deepspeed_config=DEEPSPEED_CONFIG_NAME)
-        more = ZERO_CONFIG.format(deepspeed_config=DEEPSPEED_CONFIG_NAME)
-    made = ACCELERATE_CONFIG.format(
-        comment=comment,
-        distributed_type=kind,
+    """Return the file that `accelerate launch --config_file` takes."""
+    on_cpu = run.device == "cpu"
+    distributed_type = "MULTI_GPU" if on_cpu else DISTRIBUTED_TYPES[run.parallelism.sharded_by]
+    return ACCELERATE_CONFIG.format(
+        comment=COMMENTS["CPU" if on_cpu else distributed_type],
+        distributed_type=distributed_type,
         use_cpu=str(on_cpu).lower(),
         devices=run.devices,
-        mixed_precision=mixed_precision,
+        mixed_precision=run.compute_dtype.replace("fp32", "no") if distributed_type == "FSDP" else "no",
+        more=SETTINGS.get(distributed_type, "").format(offload=str(run.offload == "cpu").lower()),
     )
-    return made + more
 
 
-def _module_for(run: RunConfig, source: str, own: str) -> str:
-    """`source` with the literals of `own`, if it has any, and its number of processes."""
-    text = source
-    if LITERAL.search(source):
-        (start, end), (own_start, own_end) = literal_lines(source), literal_lines(own)
-        lines = source.splitlines(keepends=True)
-        text = "".join([*lines[:start], *own.splitlines(keepends=True)[own_start:own_end], *lines[end:]])
+def _module_for(run: RunConfig, source: Path, own: Path) -> str:
+    """Return the text of `source` with the literals of `own`, if it has any, and its number of processes."""
+    text = source.read_text(encoding="utf-8")
+    if LITERAL.search(text):
+        lines, own_lines = (path.read_text(encoding="utf-8").splitlines(keepends=True) for path in (source, own))
+        lines[slice(*literal_lines(text))] = own_lines[slice(*literal_lines("".join(own_lines)))]
+        text = "".join(lines)
     return re.sub(r"(--standalone --nproc_per_node) \d+", rf"\1 {run.devices}", text)  # of one machine
 
 
 def parameters_for(run: RunConfig, cell: str) -> str:
-    """A parameters cell with the values of `run` for the names that are settings."""
+    """Return a parameters cell with the values of `run` for the names that are settings."""
 
-    def line_for(line: str) -> str:
-        name, equals, rest = line.partition(" = ")
-        value, hash_sign, comment = rest.partition("  #")
-        if not hasattr(run, name):
-            return line
-        setting = getattr(run, name)
-        if setting == ast.literal_eval(value):
-            return line
+    def line_for(found: re.Match[str]) -> str:
+        setting = getattr(run, found["name"], None)
+        if not hasattr(run, found["name"]) or setting == ast.literal_eval(found["value"]):
+            return found[0]
         written = json.dumps(setting) if isinstance(setting, str) else repr(setting)  # quotes as the formatter has them
-        return f"{name}{equals}{written}{hash_sign and '  #'}{comment}"
+        return f"{found['name']} = {written}{found['comment'] or ''}"
 
-    return "\n".join(line_for(line) for line in cell.splitlines())
+    return PARAMETER.sub(line_for, cell)
 
 
 def _notebook_for(run: RunConfig, source: Path, sibling: Path) -> str:
-    """The source's cells with the sibling's parameters, and its own outputs where the cells are the same."""
+    """Return the source's cells with the sibling's parameters, and its own outputs where the cells are the same."""
     import nbformat  # here: it takes a second, and every run imports this module
 
     notebook = nbformat.read(source, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.update(execution_count=None, outputs=[])
-            if "parameters" in cell.metadata.get("tags", []):
-                cell.source = parameters_for(run, cell.source)
-    if sibling.is_file():
-        own = nbformat.read(sibling, as_version=4)
-        if [cell.source for cell in own.cells] == [cell.source for cell in notebook.cells]:
-            return sibling.read_text(encoding="utf-8")
+        if "parameters" in cell.metadata.get("tags", []):
+            cell.source = parameters_for(run, cell.source)
+    own_cells = nbformat.read(sibling, as_version=4).cells if sibling.is_file() else []
+    if [cell.source for cell in own_cells] == [cell.source for cell in notebook.cells]:
+        return sibling.read_text(encoding="utf-8")
     return nbformat.writes(notebook) + "\n"
 
 
 def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
-    """What the files of a run folder should hold, as copies of the `source` folder's."""
-    contents = {}
-    for path in sorted(source.glob("my_*.py")):
-        text, own = path.read_text(encoding="utf-8"), folder / path.name
-        contents[own] = _module_for(run, text, own.read_text(encoding="utf-8") if LITERAL.search(text) else "")
+    """Return what the files of a run folder should hold, as copies of the `source` folder's."""
+    modules, notebooks = sorted(source.glob("my_*.py")), source.glob("*.ipynb")
+    contents = {folder / path.name: _module_for(run, path, folder / path.name) for path in modules}
     if folder != source:
-        names = [path.name for path in source.glob("*.ipynb")]
-        contents |= {folder / name: _notebook_for(run, source / name, folder / name) for name in names}
+        contents |= {folder / path.name: _notebook_for(run, path, folder / path.name) for path in notebooks}
     if run.parallelism.replicates or run.is_sharded:
-        contents[folder / ACCELERATE_CONFIG_NAME] = accelerate_config(run)
+        contents[folder / "my_accelerate_config.yaml"] = accelerate_config(run)
     if run.parallelism.uses_deepspeed:
         contents[folder / DEEPSPEED_CONFIG_NAME] = json.dumps(deepspeed_config(run), indent=2) + "\n"
     return contents
 
 
 def stale_files(root: Path = REPOSITORY) -> dict[Path, str]:
-    """The files of run folders that are not what they should be, with what they should hold.
+    """Return the files of run folders that are not what they should be, with what they should hold.
 
     Raises:
-        BadInputError: a literal names another run folder than the one it stands in.
+        BadInputError: A literal names another run folder than the one it stands in.
     """
-    stale = {}
-    for folder, run in run_folders(root).items():
+    stale, folders = {}, run_folders(root)
+    for folder, run in folders.items():
         place = str(folder.relative_to(root))
         if run.run_folder != place:
             raise BadInputError(f"The literal in {place} has run_folder {run.run_folder!r}: write {place!r}.")
-        source = min(path for path in run_folders(root) if path.parent == folder.parent)
+        source = min(path for path in folders if path.parent == folder.parent)
         contents = contents_for(folder, run, source).items()
         stale |= {path: text for path, text in contents if not path.is_file() or path.read_text("utf-8") != text}
     return stale
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Copy each technique's first run folder to its siblings.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a sibling is no copy")
     check_only = parser.parse_args().check

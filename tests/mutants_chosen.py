@@ -665,15 +665,15 @@ REPORTS = (
     Fault(
         "a README that is out of date passes",
         "common/report.py",
-        "    return int(options.check and bool(stale))\n",
+        "    return int(bool(stale) and not write)\n",
         "    return 0\n",
         _unit("report", "tables_check_exits_with_1_when_a_readme_is_out_of_date"),
     ),
     Fault(
         "runs of different work are compared",
         "common/reporting/rows.py",
-        "if workload(candidate) == workload(record) and rows(candidate) == rows(record)",
-        "if rows(candidate) == rows(record)",
+        "if workload(candidate, same) == workload(record, same) and",
+        'if candidate["effective_batch_size"] == record["effective_batch_size"] and',
         _unit("report", "runs_of_other_work_are_not_compared", "runs_on_other_machines_are_not_compared"),
     ),
     Fault(

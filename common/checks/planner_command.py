@@ -79,7 +79,7 @@ class PlannerOptions:
     target_modules: str | None = shared(
         "target_modules",
         None,
-        "Linear layers that get adapters or, with full, are trained: q_proj,v_proj (of BERT and RoBERTa query,value) or "
+        "Linear layers that get adapters or, with full, are trained, such as q_proj,v_proj (of BERT query,value), or "
         "all-linear; without it: all-linear, with full every weight.",
     )
     lora_dropout: float = shared("lora_dropout", 0.0)

@@ -1,7 +1,4 @@
-"""Records of runs: schema, environment, save and load. Every figure of a table comes from one of these.
-
-Reading them imports no torch.
-"""
+"""Records of runs: their schema, how they are written, read and kept. Reading them imports no torch."""
 
 import json
 import os
@@ -23,14 +20,14 @@ SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
 PREVIOUS, UNFINISHED = ".previous", ".unfinished"
 PLAN_TOLERANCE = 0.1
-"""Share by which a device's peak may be off its plan before the run says so."""
+"""Share by which a device's peak may differ from its plan before the run warns."""
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
 
 Record = dict[str, Any]
 
 
 def settings_without_paths(run: RunConfig) -> dict[str, object]:
-    """The run's settings, without paths of this machine: of a model or data folder elsewhere, its name."""
+    """Return the run's settings without paths of this machine: of a model or data folder elsewhere, its name."""
     settings = {**run.to_dict(), "results_root": ""}
     for name in ("model", "data"):
         if str(settings[name]).startswith(("/", "~", ".")):
@@ -39,21 +36,19 @@ def settings_without_paths(run: RunConfig) -> dict[str, object]:
 
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
-    """What a run without a name is called; where one workflow shares the work in several ways, with its way."""
+    """Return what a run without a name is called; a workflow with several parallelisms or loops names them."""
     if run.goal.classifies:
         parts = f"-micro{run.micro_batches}" if run.parallelism.pipelines else ""
-        fewer = (
-            f"-{run.train_rows}rows" if run.train_rows > 0 else ""
-        )  # say with --quick: not to be taken for the whole
-        return f"{launcher}-{run.technique}-{run.parallel}{parts}{fewer}-seed{run.seed}"
+        rows = f"-{run.train_rows}rows" if run.train_rows > 0 else ""  # of --quick: not to be taken for the whole
+        return f"{launcher}-{run.technique}-{run.parallel}{parts}{rows}-seed{run.seed}"
     if run.goal.summarizes:
         return f"{launcher}-{run.loop}-x{run.devices}-seed{run.seed}"
-    way = f"{run.parallel}-" if run.is_sharded else ""
-    return f"{launcher}-{way}batch{run.per_device_train_batch_size}-seed{run.seed}"
+    sharding = f"{run.parallel}-" if run.is_sharded else ""
+    return f"{launcher}-{sharding}batch{run.per_device_train_batch_size}-seed{run.seed}"
 
 
 def environment(run: RunConfig) -> dict[str, object]:
-    """Packages, devices and the state of the code."""
+    """Return the versions of packages, the devices and the state of the code."""
     torch = sys.modules.get("torch")
     driver, gpu_names = devices.gpus()
     return {
@@ -69,7 +64,7 @@ def environment(run: RunConfig) -> dict[str, object]:
 
 
 def package_version(package: str) -> str | None:
-    """The version of an installed package; None = it is not installed."""
+    """Return the version of an installed package; None = it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -77,23 +72,16 @@ def package_version(package: str) -> str | None:
 
 
 def ask_git(*arguments: str) -> str | None:
-    """What git says of this repository; None where there is no git, or no history."""
+    """Return what git says of this repository; None = there is no git, or no history, as in an unpacked archive."""
     try:
         done = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None  # a copy without git history, say an unpacked archive
+        return None
     return done.stdout.strip()
 
 
-def save_record(record: Record, folder: Path) -> Path:
-    """Write `run_record.json`."""
-    path = folder / RECORD_NAME
-    write_json(record, path)
-    return path
-
-
 def write_json(data: dict[str, Any], path: Path) -> None:
-    """Write `data` without secrets in place of what is at `path`: a reader finds either of them whole."""
+    """Write `data` without secrets in place of what is at `path`; a reader finds either of them whole."""
     written = path.with_suffix(f".{os.getpid()}.new")  # ranks may end at once
     written.write_text(without_secrets(json.dumps(data, indent=2)) + "\n", encoding="utf-8")
     written.replace(path)
@@ -103,21 +91,21 @@ def load_record(path: Path) -> Record:
     """Read a record.
 
     Raises:
-        BadInputError: it is no record, or of a schema that this code does not know.
+        BadInputError: The file is no record, or has a schema that this code does not know.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInputError(f"{path} is no record ({error}): run `make run` first, then `make record`.") from None
-    if not isinstance(record, dict) or record.get("schema_version") != SCHEMA_VERSION:
-        found = record.get("schema_version") if isinstance(record, dict) else None
-        raise BadInputError(f"{path} has schema version {found}, this code reads {SCHEMA_VERSION}: run it again.")
+    found = record.get("schema_version") if isinstance(record, dict) else None
+    if found != SCHEMA_VERSION:
+        raise BadInputError(f"{path} has schema version {found}, but this code reads {SCHEMA_VERSION}: run it again.")
     command = command_with_new_names(record["command"])
     return {**record, "config": with_new_names(record["config"]), "command": command}
 
 
 def kept_records(root: Path = REPOSITORY) -> list[Record]:
-    """Every record that was kept, in the order of folders and names."""
+    """Return every record that was kept, in the order of folders and names."""
     return [load_record(path) for path in sorted(root.glob("*/run_*/records/*.json"))]
 
 
@@ -125,7 +113,7 @@ def keep_record(results_folder: Path) -> Path:
     """Copy a run's record from `<run folder>/results/<name>` to `<run folder>/records/<name>.json`, to be committed.
 
     Raises:
-        BadInputError: there is no record, or not in a run folder's results.
+        BadInputError: There is no record, or it is not in a run folder's results.
     """
     record = load_record(results_folder / RECORD_NAME)
     folder = results_folder.resolve()

@@ -4,7 +4,8 @@ Every row is `measured` (from a committed record), `published` (with its source)
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,27 +15,30 @@ import pandas as pd
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
-from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.hardware.devices import gpu_of_device
+from common.planning.job import BatchShape
+from common.planning.plans import Plan, plan_run
 from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, Record, load_record
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
-NOT_RUN, NOT_PUBLISHED, NO_GPU = "not run", "not published", "no GPU"
+NOT_RUN, NOT_PUBLISHED, NO_GPU, PROJECTED = "not run", "not published", "no GPU", "projected"
+PROJECTED_LENGTH = 1024
+"""Tokens of a row in projections for GPU folders."""
 PLANNED = "Training's peak, planned / measured (GiB)"
+WHAT = ("Approach", "Figures", "Seed", "Devices")
+FACTORS = ("CUDA scaling factor", "VRAM scaling factor")
+STEPS = ("Batch size", "Steps", "Training time")
+REPORTING = "Of that, validation and checkpoints"
+MEMORY = ("Peak memory per device (GiB)", PLANNED, "Command")
+SPEED = (*WHAT, *STEPS, REPORTING, "Tokens per second", *MEMORY)
+"""Columns of the tables of time and memory."""
 
 Kind = tuple[str, str]
-"""Technique and way to share the work."""
+"""Technique and parallelism."""
 LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
 QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
-FULL, FULL_MP, FULL_PP = ("full", "single"), ("full", "mp"), ("full", "pp")
-FULL_DDP = ("full", "ddp")
-FULL_FSDP, LORA_FSDP = ("full", "fsdp"), ("lora", "fsdp")
-ZERO = [way.name for way in PARALLELISMS.values() if way.uses_deepspeed]
-FULL_ZERO, LORA_ZERO = ([(technique, way) for way in ZERO] for technique in ("full", "lora"))
-KIND_NAMES: dict[Kind, str] = {
-    (technique.name, way.name): technique.title + ("" if way.is_single else f" with {way.label}")
-    for technique, way in product(TECHNIQUES.values(), PARALLELISMS.values())
-}
+FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full", "mp"), ("full", "pp")
 FREE_SETTINGS = {
     *(
         "parallel",
@@ -48,101 +52,92 @@ FREE_SETTINGS = {
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
 }
-"""Settings that two runs need not share to be compared in time: how the work is divided, and what it is called."""
+"""Settings that two runs need not share to be compared in time: how the work is divided, and what the run is called."""
 
 Row = dict[str, str]
 
 
-def results_of_this_machine(root: Path = REPOSITORY) -> list[Record]:
-    """The records of the last runs, whether kept or not."""
-    records = [record for results in root.glob("*/run_*/results") for record in results_in(results)]
+def as_table(rows_of: Callable[[list[Record]], Iterable[Row]]) -> Callable[[list[Record]], pd.DataFrame]:
+    """Make a function that yields the rows of a table return a `DataFrame`, with `not run` in cells without a value."""
+
+    @wraps(rows_of)
+    def table(records: list[Record]) -> pd.DataFrame:
+        return pd.DataFrame(rows_of(records)).fillna(NOT_RUN)
+
+    return table
+
+
+# -- what is on this machine, and what others published
+
+
+def results_in(*folders: Path) -> list[Record]:
+    """Return the records of the last runs that wrote into these `results` folders."""
+    found = [path for folder in folders for path in folder.glob(f"*/{RECORD_NAME}")]
+    return [load_record(path) for path in found if not path.parent.name.endswith((PREVIOUS, UNFINISHED))]
+
+
+def results_of_this_machine() -> list[Record]:
+    """Return the records of the last runs in every run folder, whether kept or not."""
+    found = results_in(*REPOSITORY.glob("*/run_*/results"))
     return sorted(
-        records,
+        found,
         key=lambda record: (record["run_folder"], record["config"]["per_device_train_batch_size"], record["run_name"]),
     )
 
 
-def results_in(folder: Path) -> list[Record]:
-    """The records of the last runs that wrote into one `results` folder."""
-    found = folder.glob(f"*/{RECORD_NAME}")
-    return [load_record(path) for path in found if not path.parent.name.endswith((PREVIOUS, UNFINISHED))]
-
-
-def published_results(*kinds: Kind) -> list[dict[str, Any]]:
-    """Results that others published of these kinds (none named: of all), on questions and answers, with sources."""
+def published_results(*kinds: Kind, metric: str = "similarity_score") -> list[dict[str, Any]]:
+    """Return what others published with this metric, with sources, of these kinds; none given: of all kinds."""
     found = json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
-    return [result for result in found if "similarity_score" in result and (not kinds or kind_of(result) in kinds)]
+    return [result for result in found if metric in result and (not kinds or kind_of(result) in kinds)]
+
+
+# -- which runs a table has
 
 
 def kind_of(result: dict[str, Any]) -> Kind:
-    """Technique and way to share the work of a record or of a published result."""
+    """Return technique and parallelism of a record or of a published result."""
     return result["technique"], result["parallel"]
 
 
-def training_time(record: Record) -> str:
-    """How long training took; of a run that resumed from a checkpoint, since then."""
-    before = record.get("checkpoints", {}).get("went_on_from")
-    return clock(record["train_time_s"]) + (f" (since {before})" if before else "")
+def task_of(record: Record) -> str:
+    """Return the name of the task that a run learnt; older records know one task only."""
+    return record["config"].get("task", "chat")
 
 
-def clock(seconds: float) -> str:
-    """`1:02:03` or `2:03`: hours, minutes and seconds, rounded."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def completed(records: Iterable[Record], *kinds: Kind, goal: str = "chats") -> list[Record]:
+    """Return the completed runs of these kinds, or of all kinds if none is given.
+
+    `goal` is what their task does: `chats`, `classifies` or `summarizes`, as `common.base.specs.Task` has it.
+    """
+    kinds = kinds or tuple(product(TECHNIQUES, PARALLELISMS))
+    tasks = [task.name for task in TASKS.values() if getattr(task, goal)]
+    return [
+        record
+        for record in records
+        if record["status"] == "completed" and kind_of(record) in kinds and task_of(record) in tasks
+    ]
 
 
-def clock_seconds(text: str) -> int:
-    """Seconds of `1:02:03` or `2:03`."""
-    seconds = 0
-    for part in text.split(":"):
-        seconds = seconds * 60 + int(part)
-    return seconds
+def by_setting(runs: Iterable[Record]) -> list[list[Record]]:
+    """Group runs that differ in their seed alone; a group begins with its lowest seed."""
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for run in runs:
+        same = {name: value for name, value in run["config"].items() if name not in ("seed", "run_name")}
+        groups.setdefault((run["launcher"], *same.items()), []).append(run)
+    return [sorted(group, key=lambda run: run["config"]["seed"]) for group in groups.values()]
 
 
-def percent(share: float | None) -> str:
-    """`63%`; data without facts have no share."""
-    return "no facts in the data" if share is None else f"{share:.0%}"
+def workload(record: Record, same: str) -> dict[str, object]:
+    """Return what two runs must share to be compared in time: settings that are not free, devices and batch size.
 
-
-def devices_of(record: Record) -> str:
-    """`AMD EPYC, 1 thread x2`: two CPU devices of one thread each."""
-    count, name = record["config"]["devices"], record["environment"]["devices"][0]
-    return f"{name}, 1 thread x{count}" if record["config"]["device"] == "cpu" else f"{name} x{count}"
-
-
-def data_parallel_ranks(record: Record) -> int:
-    """Ranks that worked on rows of their own; the stages of a model work on the same ones."""
-    return len(record["world"]) if PARALLELISMS[record["parallel"]].splits_rows else 1
-
-
-def peak_memory_gib(record: Record) -> str:
-    """Peak memory of each device: allocated on a GPU, resident (RSS) on CPU."""
-    peaks = [entry["peak_allocated_gib"] or entry["peak_rss_gib"] for entry in record["memory"]]
-    return " / ".join(f"{peak:.2f}" for peak in peaks)
-
-
-def planned_memory(record: Record) -> str:
-    """`0.64 / 0.63 (+1%)`: training's peak as planned and as measured, in GiB, of the device that is furthest off."""
-    pairs = [(entry["planned_gib"], entry.get("peak_training_gib")) for entry in record["memory"]]
-    known = [(planned, measured) for planned, measured in pairs if planned is not None and measured is not None]
-    if not known:
-        return NOT_RUN
-    planned, measured = max(known, key=lambda pair: abs(pair[0] / pair[1] - 1))
-    return f"{planned:.2f} / {measured:.2f} ({planned / measured - 1:+.0%})"
-
-
-def ceiling_of(record: Record, scaling: str) -> str:
-    """The run's own measurement of the highest speed-up to expect; `scaling` is `strong` or `weak`."""
-    ceiling = record.get("machine_ceiling")
-    return f"{ceiling[scaling]:.2f}x" if ceiling else NOT_RUN
-
-
-def workload(record: Record) -> dict[str, object]:
-    """What two runs must share to be compared in time: every setting but the free ones, and the kind of device."""
+    `same` is `effective_batch_size` (strong scaling) or `batch_size` (rows per device: weak scaling).
+    """
     config, environment = {**RunConfig().to_dict(), **record["config"]}, record["environment"]  # older: fewer settings
     return {
         **{name: value for name, value in config.items() if name not in FREE_SETTINGS},
+        "rows": record["effective_batch_size"]
+        if same == "effective_batch_size"
+        else config["per_device_train_batch_size"],
         "recomputes_activations": config["gradient_checkpointing"],
         "device_name": environment["devices"][0],
         "threads_per_rank": environment["threads_per_rank"],
@@ -150,111 +145,161 @@ def workload(record: Record) -> dict[str, object]:
 
 
 def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record | None:
-    """The one-device run that `record`'s speed-up is stated against: same work, seed and `same` batch size.
+    """Return the one-device run of the same `workload` that `record` is compared with.
 
-    A run by command comes before a notebook's, as the others are runs by command, too.
-
-    `same` is `effective_batch_size` (strong scaling) or `batch_size` (rows per device: weak scaling).
+    A run by command is preferred to a notebook's, as the others are runs by command, too. A base in 4 bits has no
+    baseline.
     """
-
-    def rows(run: Record) -> int:
-        return (
-            run["effective_batch_size"]
-            if same == "effective_batch_size"
-            else run["config"]["per_device_train_batch_size"]
-        )
-
+    alone = [way.name for way in PARALLELISMS.values() if way.is_single]
     found = [
         candidate
-        for candidate in completed(records, LORA, FULL, task=task_of(record))
-        if workload(candidate) == workload(record) and rows(candidate) == rows(record)
+        for candidate in records
+        if candidate["status"] == "completed" and candidate["parallel"] in alone
+        if workload(candidate, same) == workload(record, same) and not TECHNIQUES[record["technique"]].quantizes
     ]
     return min(found, key=lambda candidate: candidate["launcher"] != "python", default=None)
 
 
-def completed(records: Iterable[Record], *kinds: Kind, task: str = "chat") -> list[Record]:
-    """The completed runs among `records`, of the given kinds and task."""
-    return [
-        record
-        for record in records
-        if record["status"] == "completed" and kind_of(record) in kinds and task_of(record) == task
-    ]
+def beside_one_device(
+    runs: Iterable[Record], records: Iterable[Record], same: str
+) -> list[tuple[Record, Record | None]]:
+    """Return each run with its baseline (see `baseline_of`); before the first run of a baseline stands the baseline."""
+    pairs: list[tuple[Record, Record | None]] = []
+    for run in runs:
+        baseline = baseline_of(run, records, same)
+        if baseline and all(baseline is not shown for shown, _ in pairs):
+            pairs.append((baseline, baseline))
+        pairs.append((run, baseline))
+    return pairs
 
 
-def task_of(record: Record) -> str:
-    """What a run learnt; older records know one task only."""
-    return record["config"].get("task", "chat")
+# -- cells
 
 
-def mean_and_range(values: list[float], form: str) -> str:
-    """`0.92 (0.90 to 0.93)`: the mean, and the lowest and highest."""
-    mean, low, high = (form.format(value) for value in (sum(values) / len(values), min(values), max(values)))
-    return f"{mean} ({low} to {high})"
+def kind_name(technique: str, parallel: str) -> str:
+    """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
+    way = PARALLELISMS[parallel]
+    return TECHNIQUES[technique].title + ("" if way.is_single else f" with {way.label}")
 
 
-def over_seeds(values: list[float], form: str) -> str:
-    """One value as it is; of several the mean, and the lowest and highest."""
-    return mean_and_range(values, form) if len(values) > 1 else form.format(values[0])
+def approach(record: Record) -> str:
+    """Return what was done, and how it was started."""
+    return f"{kind_name(*kind_of(record))}, {record['launcher']}"
+
+
+def training_time(record: Record) -> str:
+    """Return how long training took; of a run that resumed from a checkpoint, since then."""
+    before = record.get("checkpoints", {}).get("went_on_from")
+    return clock(record["train_time_s"]) + (f" (since {before})" if before else "")
+
+
+def clock(seconds: float) -> str:
+    """Return `1:02:03` or `2:03`: hours, minutes and seconds, rounded."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def clock_seconds(text: str) -> int:
+    """Return the seconds of `1:02:03` or `2:03`."""
+    return sum(int(part) * 60**place for place, part in enumerate(reversed(text.split(":"))))
+
+
+def step_s(record: Record) -> float:
+    """Return the mean seconds of a training step, without validation and checkpoints."""
+    return (record["train_time_s"] - record["reporting_s"]) / record["steps"]
+
+
+def percent(share: float | None) -> str:
+    """Return `63%`; data without facts have no share."""
+    return "no facts in the data" if share is None else f"{share:.0%}"
 
 
 def score(value: float | None) -> str:
-    """A similarity score; None where nobody judged."""
+    """Return a similarity score; None = nobody judged."""
     return NOT_RUN if value is None else f"{value:.3f}"
 
 
-def learning_rate_scaling(record: Record) -> str:
-    """`1x (0.001)`: the peak learning rate, and how much of it comes from scaling with the ranks."""
-    peak = record["peak_learning_rate"]
-    return f"{peak / record['config']['learning_rate']:.3g}x ({peak:.3g})"
+def over_seeds(values: Sequence[float], form: str) -> str:
+    """Return a single value, or `0.92 (0.90 to 0.93)` of several: the mean, the lowest and the highest."""
+    mean, low, high = (form.format(value) for value in (sum(values) / len(values), min(values), max(values)))
+    return f"{mean} ({low} to {high})" if len(values) > 1 else mean
+
+
+def devices_of(record: Record) -> str:
+    """Return `AMD EPYC, 1 thread x2`: two CPU devices of one thread each."""
+    count, name = record["config"]["devices"], record["environment"]["devices"][0]
+    return f"{name}, 1 thread x{count}" if record["config"]["device"] == "cpu" else f"{name} x{count}"
 
 
 def model_of(record: Record) -> str:
-    """The model's name; random weights are told apart from the real ones."""
+    """Return the model's name; random weights are told apart from the real ones."""
     config = record["config"]
     return Path(config["model"]).name + (", random weights" if config["weights"] == "random" else "")
 
 
-def trained_on(record: Record) -> str:
-    """The data, and how often they were gone through."""
-    config = record["config"]
-    samples = sum(share["samples"] for share in record["world"][: data_parallel_ranks(record)])
-    return f"{Path(config['data']).name}, {samples:,} rows in up to {config['num_train_epochs']} epochs"
+def data_parallel_ranks(record: Record) -> int:
+    """Return the number of ranks that worked on rows of their own; the stages of a model work on the same rows."""
+    return len(record["world"]) if PARALLELISMS[record["parallel"]].splits_rows else 1
+
+
+def peak_memory_gib(record: Record) -> str:
+    """Return the peak memory of each device: allocated on a GPU, resident (RSS) on CPU."""
+    return " / ".join(f"{entry['peak_allocated_gib'] or entry['peak_rss_gib']:.2f}" for entry in record["memory"])
+
+
+def planned_memory(record: Record) -> str:
+    """Return `0.64 / 0.63 (+1%)`: training's peak as planned and measured, in GiB, of the device that is off most."""
+    pairs = [(entry["planned_gib"], entry.get("peak_training_gib")) for entry in record["memory"]]
+    known = [pair for pair in pairs if None not in pair]
+    if not known:
+        return NOT_RUN
+    planned, measured = max(known, key=lambda pair: abs(pair[0] / pair[1] - 1))
+    return f"{planned:.2f} / {measured:.2f} ({planned / measured - 1:+.0%})"
+
+
+def idle_shares(record: Record) -> str:
+    """Return `25% / 50%`: the share of the time in which each stage waited; `-` = there are no stages."""
+    return " / ".join(f"{stage['idle_share']:.0%}" for stage in record.get("stages") or []) or "-"
+
+
+def ceiling_of(record: Record, scaling: str) -> str:
+    """Return the run's own measurement of the highest speed-up to expect; `scaling` is `strong` or `weak`."""
+    ceiling = record.get("machine_ceiling")
+    return f"{ceiling[scaling]:.2f}x" if ceiling else NOT_RUN
+
+
+def learning_rate_scaling(peak: float, base: float) -> str:
+    """Return `1.41x (0.00141)`: how much of the peak learning rate comes from scaling with the ranks, and the peak."""
+    return f"{peak / base:.3g}x ({peak:.3g})"
 
 
 def hardware_factors(record: Record, baseline: Record | None) -> Row:
-    """CUDA cores and memory of a run's GPUs, as multiples of its baseline's."""
-    gpu, other = (gpu_of_device(run["environment"]["devices"][0]) if run else None for run in (record, baseline))
+    """Return CUDA cores and memory of a run's GPUs, as multiples of its baseline's, which are of the same kind."""
+    gpu, count = gpu_of_device(record["environment"]["devices"][0]), record["config"]["devices"]
     if gpu is None:
-        return {"CUDA scaling factor": NO_GPU, "VRAM scaling factor": NO_GPU}
-    count, base_count = record["config"]["devices"], baseline["config"]["devices"] if baseline else 1
-    base = other if baseline else gpu
-    if base is None:
-        return {"CUDA scaling factor": "another kind of device", "VRAM scaling factor": "another kind of device"}
-    cores = count * gpu.cuda_cores / (base_count * base.cuda_cores)
-    memory = count * gpu.memory_gib / (base_count * base.memory_gib)
-    return {
-        "CUDA scaling factor": f"{cores:.3g}x ({gpu.cuda_cores:,} x{count})",
-        "VRAM scaling factor": f"{memory:.3g}x ({gpu.memory_gib:.0f} GiB x{count})",
-    }
+        return dict.fromkeys(FACTORS, NO_GPU)
+    factor = count / (baseline["config"]["devices"] if baseline else 1)
+    sizes = (f"{gpu.cuda_cores:,} x{count}", f"{gpu.memory_gib:.0f} GiB x{count}")
+    return {name: f"{factor:.3g}x ({size})" for name, size in zip(FACTORS, sizes, strict=True)}
 
 
-def approach(record: Record) -> str:
-    """What was done, and how it was started."""
-    return f"{KIND_NAMES[record['technique'], record['parallel']]}, {record['launcher']}"
+# -- rows
 
 
 def measured_quality(record: Record) -> Row:
-    """A run's quality, before and after."""
+    """Return a run's quality, before and after."""
     config, before, after = record["config"], record["quality"]["before"], record["quality"]["after"]
+    rows = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
     return {
         "Approach": approach(record),
         "Figures": "measured",
-        "Seed": str(record["config"]["seed"]),
+        "Seed": str(config["seed"]),
         "Devices": devices_of(record),
         "Epochs": str(config["num_train_epochs"]),
-        "Batch size": str(config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]),
-        "Effective batch size": f"{config['per_device_train_batch_size'] * config['gradient_accumulation_steps']} x{data_parallel_ranks(record)}",
-        "Learning rate scaling": learning_rate_scaling(record),
+        "Batch size": str(rows),
+        "Effective batch size": f"{rows} x{data_parallel_ranks(record)}",
+        "Learning rate scaling": learning_rate_scaling(record["peak_learning_rate"], config["learning_rate"]),
         "Similarity score before (lower is better)": score(before["similarity_score"]),
         "Similarity score (lower is better)": score(after["similarity_score"]),
         "By the tuned model": score(after["similarity_score_tuned"]),
@@ -269,9 +314,9 @@ def measured_quality(record: Record) -> Row:
 
 
 def published_quality(result: dict[str, Any]) -> Row:
-    """The same of a published result."""
+    """Return the same of a published result."""
     return {
-        "Approach": KIND_NAMES[kind_of(result)],
+        "Approach": kind_name(*kind_of(result)),
         "Figures": f"published: {result['source']}",
         "Seed": NOT_PUBLISHED,
         "Devices": f"{result['gpu']} x{result['devices']}",
@@ -282,56 +327,61 @@ def published_quality(result: dict[str, Any]) -> Row:
         "Similarity score before (lower is better)": NOT_PUBLISHED,
         "Similarity score (lower is better)": score(result["similarity_score"]),
         **dict.fromkeys(
-            ("By the tuned model", "By MiniLM before", "By MiniLM", "Answers shuffled", "Shuffled, by MiniLM"),
+            ("By the tuned model", "By MiniLM before", "By MiniLM", "Answers shuffled", "Shuffled, by MiniLM",
+             "Facts said before", "Facts said (higher is better)", "Validation loss"),
             NOT_PUBLISHED,
         ),
-        "Facts said before": NOT_PUBLISHED,
-        "Facts said (higher is better)": NOT_PUBLISHED,
-        "Validation loss": NOT_PUBLISHED,
-    }
+    }  # fmt: skip
 
 
-def measured_speed(record: Record, baseline: Record | None, ceiling: str) -> Row:
-    """A run's time and memory, beside a baseline's; `ceiling` is `strong` or `weak`."""
-    speedup = baseline["train_time_s"] / record["train_time_s"] if baseline else None
+def measured_speed(record: Record, baseline: Record | None = None, scaling: str = "strong") -> Row:
+    """Return a run's time and memory, compared with a baseline's; `scaling` (`strong` or `weak`) is the ceiling's."""
+    config, stored = record["config"], record.get("quantization")
+    speedup = f"{baseline['train_time_s'] / record['train_time_s']:.2f}x" if baseline else NOT_RUN
+    needed_gib = max(entry["peak_allocated_gib"] or entry["peak_rss_gib"] for entry in record["memory"])
     return {
         "Approach": approach(record),
         "Figures": "measured",
-        "Seed": str(record["config"]["seed"]),
+        "Seed": str(config["seed"]),
         "Devices": devices_of(record),
         **hardware_factors(record, baseline),
-        "Batch size": f"{record['config']['per_device_train_batch_size']} x{data_parallel_ranks(record)}",
+        "Batch size": f"{config['per_device_train_batch_size']} x{data_parallel_ranks(record)}",
         "Steps": str(record["steps"]),
         "Training time": training_time(record),
-        "Of that, validation and checkpoints": clock(record["reporting_s"]),
-        "Training speedup factor": f"{speedup:.2f}x" if speedup else NOT_RUN,
-        "Machine's ceiling": "1x" if PARALLELISMS[record["parallel"]].is_single else ceiling_of(record, ceiling),
+        REPORTING: clock(record["reporting_s"]),
+        "Training speedup factor": speedup,
+        "Against one device": speedup,
+        "Machine's ceiling": "1x" if PARALLELISMS[record["parallel"]].is_single else ceiling_of(record, scaling),
         "Tokens per second": f"{record['tokens_per_s']:,.0f}",
+        "Validation loss": f"{record['best_validation_loss']:.4f}",
+        "Micro-batches": f"{config['micro_batches']}, {config['schedule']}" if record.get("stages") else "-",
+        "Idle share per stage": idle_shares(record),
+        "VRAM requirement per GPU": f"{needed_gib:.2f} GiB"
+        + (" (the process's memory)" if config["device"] == "cpu" else ""),
         "Peak memory per device (GiB)": peak_memory_gib(record),
         PLANNED: planned_memory(record),
+        "Bits per quantized weight": f"{stored['bits_per_quantized_weight']:.2f}" if stored else "-",
         "Command": f"`{record['command']}`" if record["command"] != "the notebook" else "the notebook",
     }
 
 
 def published_speed(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
-    """The same of a published result."""
+    """Return the same of a published result."""
     speedup = clock_seconds(baseline["train_time"]) / clock_seconds(result["train_time"])
+    cores, memory = (
+        result[name] * result["devices"] / (baseline[name] * baseline["devices"]) for name in ("cuda_cores", "vram_gb")
+    )
     return {
-        "Approach": KIND_NAMES[kind_of(result)],
+        **dict.fromkeys((*SPEED, "Machine's ceiling"), NOT_PUBLISHED),
+        "Approach": kind_name(*kind_of(result)),
         "Figures": f"published: {result['source']}",
-        "Seed": NOT_PUBLISHED,
         "Devices": f"{result['gpu']} x{result['devices']}",
-        **published_factors(result, baseline),
+        "CUDA scaling factor": f"{cores:.3g}x ({result['cuda_cores']:,} x{result['devices']})",
+        "VRAM scaling factor": f"{memory:.3g}x ({result['vram_gb']}G x{result['devices']})",
         "Batch size": _published_batch(result),
-        "Steps": NOT_PUBLISHED,
         "Training time": clock(clock_seconds(result["train_time"])),
-        "Of that, validation and checkpoints": NOT_PUBLISHED,
         "Training speedup factor": f"{speedup:.2f}x",
-        "Machine's ceiling": NOT_PUBLISHED,
-        "Tokens per second": NOT_PUBLISHED,
-        "Peak memory per device (GiB)": NOT_PUBLISHED,
-        PLANNED: NOT_PUBLISHED,
-        "Command": NOT_PUBLISHED,
+        "VRAM requirement per GPU": f"{result['vram_gb'] / baseline['vram_gb']:.2g}x ({result['vram_gb']} GB cards)",
     }
 
 
@@ -340,41 +390,62 @@ def _published_batch(result: dict[str, Any]) -> str:
     return f"{result['batch_size']} x{ranks}"
 
 
-def published_factors(result: dict[str, Any], baseline: dict[str, Any]) -> Row:
-    """CUDA cores and memory of all GPUs, as multiples of the baseline's."""
-    cores, memory = (
-        result[name] * result["devices"] / (baseline[name] * baseline["devices"]) for name in ("cuda_cores", "vram_gb")
-    )
-    return {
-        "CUDA scaling factor": f"{cores:.3g}x ({result['cuda_cores']:,} x{result['devices']})",
-        "VRAM scaling factor": f"{memory:.3g}x ({result['vram_gb']}G x{result['devices']})",
-    }
-
-
 def not_run(folder: Path, run: RunConfig) -> Row:
-    """What is known of a run folder without a record: its settings and its command."""
+    """Return what is known of a run folder without a record: its settings and its command."""
+    rows = run.per_device_train_batch_size
     return {
-        "Approach": KIND_NAMES[run.technique, run.parallel],
+        "Approach": kind_name(run.technique, run.parallel),
         "Figures": NOT_RUN,
         "Seed": str(run.seed),
         "Model": Path(run.model).name,
         "Devices": f"{run.gpu or 'CPU, 1 thread'} x{run.devices}",
         "Epochs": str(run.num_train_epochs),
-        "Batch size": f"{run.per_device_train_batch_size} x{run.data_parallel_ranks}",
-        "Effective batch size": f"{run.per_device_train_batch_size * run.gradient_accumulation_steps} x{run.data_parallel_ranks}",
-        "Learning rate scaling": f"{run.peak_learning_rate / run.learning_rate:.3g}x ({run.peak_learning_rate:.3g})",
+        "Batch size": f"{rows} x{run.data_parallel_ranks}",
+        "Effective batch size": f"{rows * run.gradient_accumulation_steps} x{run.data_parallel_ranks}",
+        "Learning rate scaling": learning_rate_scaling(run.peak_learning_rate, run.learning_rate),
         "Trained on": f"{run.num_train_epochs} epochs",
         "Command": f"`make run FOLDER={folder.relative_to(REPOSITORY)}`",
     }
 
 
-def table_of(records: list[Record], kinds: Iterable[Kind], measured: list[Row], published: list[Row]) -> pd.DataFrame:
-    """Measured rows, a row for each run folder of these kinds without any record, and published rows."""
+# -- tables
+
+
+def table_of(
+    records: list[Record],
+    kinds: Sequence[Kind],
+    measured: list[Row],
+    published: Sequence[Row] = (),
+    columns: Sequence[str] = (),
+) -> pd.DataFrame:
+    """Return measured rows, a row for each run folder of these kinds without any record, and published rows.
+
+    `columns` are those of the first row, if none are given.
+    """
     done = {record["run_folder"] for record in completed(records, *kinds)}
     waiting = [
         not_run(folder, run)
         for folder, run in run_folders().items()
         if run.goal.chats and (run.technique, run.parallel) in kinds and run.run_folder not in done
     ]
-    columns = list((measured + published + waiting)[0])
-    return pd.DataFrame(measured + waiting + published, columns=columns).fillna(NOT_RUN)
+    columns = columns or list([*measured, *published, *waiting][0])
+    return pd.DataFrame([*measured, *waiting, *published], columns=columns, dtype=object).fillna(NOT_RUN)
+
+
+def quality_table(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...] = ()) -> pd.DataFrame:
+    """Return the quality of runs of the kinds `shown`, with their run folders, and `beside` them of other kinds."""
+    measured = map(measured_quality, completed(records, *beside, *shown))
+    published = map(published_quality, published_results(*beside, *shown))
+    return table_of(records, shown, list(measured), list(published))
+
+
+def speed_table(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...] = ()) -> pd.DataFrame:
+    """Return the same runs' time and memory, each by itself."""
+    measured = map(measured_speed, completed(records, *beside, *shown))
+    published = [published_speed(result, result) for result in published_results(*beside, *shown)]
+    return table_of(records, shown, list(measured), published, SPEED)
+
+
+def projected_plan(run: RunConfig) -> Plan:
+    """Return the plan of a GPU folder's run, with rows of `PROJECTED_LENGTH` tokens."""
+    return plan_run(run, BatchShape(run.per_device_train_batch_size, PROJECTED_LENGTH, PROJECTED_LENGTH))

@@ -1,6 +1,6 @@
-"""The tables of summarization (3.2): one machine of four GPUs against four machines of one, in time and bill."""
+"""The tables of summarization (3.2): three ways to write the loop, what a network takes, and what machines cost."""
 
-import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,46 @@ from typing import Any
 import pandas as pd
 
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_of
+from common.base.run_folders import literal_of, run_folders
 from common.hardware.devices import Machine, find_gpu, find_machine
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, job_of_run, make_plan
 from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
 from common.records.store import Record
-from common.reporting.rows import NOT_PUBLISHED, PUBLISHED_FILE, Row, clock, clock_seconds
+from common.reporting.rows import (
+    NOT_PUBLISHED,
+    NOT_RUN,
+    PLANNED,
+    Row,
+    as_table,
+    by_setting,
+    clock,
+    clock_seconds,
+    completed,
+    devices_of,
+    model_of,
+    over_seeds,
+    planned_memory,
+    published_results,
+    step_s,
+    training_time,
+)
 
+LOOPS = {
+    "trainer": "Seq2SeqTrainer, by torchrun",
+    "accelerate": "plain loop, Accelerate",
+    "machines": "plain loop, torch.distributed",
+}
+EXCHANGES = {
+    "after": "after the backward pass, in buckets",
+    "overlapped": "while it goes on, in buckets (DDP)",
+    "overlapped-bf16": "while it goes on, in buckets, as bf16",
+}
+"""`RunConfig.gradient_exchange` in words."""
+BRIEF = ["Loop", "Devices", "ROUGE-L before -> after", "To the letter", "Validation loss", "Training time",
+         "Tokens per second"]  # fmt: skip
+"""Of the columns those that fit a terminal."""
 ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")
 """The run whose settings are ours in the projections."""
 MODEL_SHAPE = "bart-large-cnn"
@@ -24,64 +55,148 @@ SAMSUM_ROWS = 14_732
 """Training rows of SAMSum (Gliwa et al. 2019, "SAMSum Corpus"); an epoch goes through them once."""
 
 
+# -- measured
+
+
+def summarized(records: Iterable[Record], over_links: bool = False) -> list[Record]:
+    """Return the completed summarization runs, in the order of folders, devices and loops.
+
+    `over_links` picks the short runs whose ranks a limited network joined, else the runs without such a network.
+    """
+    found = [run for run in completed(records, goal="summarizes") if bool(run["config"]["link"]) == over_links]
+    return sorted(
+        found,
+        key=lambda r: (r["run_folder"], r["config"]["devices"], list(LOOPS).index(r["config"]["loop"]), r["run_name"]),
+    )
+
+
+def loops_table(records: list[Record]) -> pd.DataFrame:
+    """3.2: each way to write the loop, measured; and the GPU folders that were not run."""
+    runs = summarized(records)
+    return pd.DataFrame([*map(_loop, by_setting(runs)), *_not_run(runs)]).fillna(NOT_RUN)
+
+
+def front(records: list[Record]) -> pd.DataFrame:
+    """Root README: the measured loops, in brief."""
+    table = loops_table(records)
+    return table[table["Figures"] == "measured"].reindex(columns=BRIEF)
+
+
+def _loop(runs: list[Record]) -> Row:
+    first = runs[0]
+    before, after = first["quality"]["before"], first["quality"]["after"]
+    scores = {
+        f"{name.replace('rouge', 'ROUGE-')} before -> after": f"{before[name]:.3f} -> "
+        + over_seeds([run["quality"]["after"][name] for run in runs], "{:.3f}")
+        for name in after
+        if name.startswith("rouge")
+    }
+    return {
+        "Loop": LOOPS[first["config"]["loop"]],
+        "Figures": "measured",
+        "Model": model_of(first),
+        "Devices": devices_of(first),
+        "Seeds": str(len(runs)),
+        **scores,
+        "To the letter": f"{before['exact_share']:.0%} -> {after['exact_share']:.0%}",
+        "Validation loss": f"{first['best_validation_loss']:.4f}",
+        "Training time": training_time(first),
+        "Tokens per second": f"{first['tokens_per_s']:,.0f}",
+        PLANNED: planned_memory(first),
+        "Command": f"`{first['command']}`",
+    }
+
+
+def _not_run(runs: list[Record]) -> list[Row]:
+    done = {run["run_folder"] for run in runs}
+    return [
+        {
+            "Loop": loop,
+            "Figures": NOT_RUN,
+            "Model": run.model.rpartition("/")[2],
+            "Devices": f"{run.gpu} x1 in {run.devices} machines" if name == "machines" else f"{run.gpu} x{run.devices}",
+        }
+        for run in run_folders().values()
+        if run.goal.summarizes and run.run_folder not in done
+        for name, loop in LOOPS.items()
+        if (run.loop == "machines") == (name == "machines")
+    ]
+
+
+def network_table(records: list[Record]) -> pd.DataFrame:
+    """3.2: seconds per step over a network, by how gradients are exchanged, at the same global batch."""
+    runs = summarized(records, over_links=True)
+    slowest = {run["config"]["link"]: step_s(run) for run in runs if run["config"]["gradient_exchange"] == "after"}
+    return pd.DataFrame(
+        {
+            "Link": run["config"]["link"],
+            "Gradients are sent": EXCHANGES[run["config"]["gradient_exchange"]],
+            "Figures": "measured",
+            "Machines": f"{run['config']['devices']} network namespaces, {devices_of(run)}",
+            "Rows per step": str(run["effective_batch_size"]),
+            "Steps": str(run["steps"]),
+            "Step (s)": f"{step_s(run):.3f}",
+            "Faster than after the backward pass": f"{slowest[run['config']['link']] / step_s(run):.2f}x",
+            "Training loss at the end": f"{run['training_losses'][-1][1]:.4f}",
+        }
+        for run in sorted(
+            runs, key=lambda r: (r["config"]["link"], list(EXCHANGES).index(r["config"]["gradient_exchange"]))
+        )
+    )
+
+
+def results_text(records: list[Record]) -> str:
+    """Return the table of the last runs on this machine, for a terminal: a line for each."""
+    return front(records).to_markdown(tablefmt="simple", index=False, disable_numparse=True)
+
+
+# -- published and projected: one machine of four GPUs against four machines of one, in time and bill
+
+
 @dataclass(frozen=True)
 class Way:
-    """Machines, and how an epoch of BART-large-CNN on SAMSum is run on them."""
+    """`count` machines, and how an epoch of BART-large-CNN on SAMSum is run on them.
+
+    `run` has all settings but the devices; `batch` is one GPU's micro-batch, to whose lengths every row is padded.
+    """
 
     machine: Machine
     count: int
-    """Of such machines."""
     run: RunConfig
-    """All settings but the devices."""
     batch: BatchShape
-    """What one GPU works on at once; every row is padded to this."""
-
-    @property
-    def cluster(self) -> Cluster:
-        """All GPUs with their rent, and what joins them at all times."""
-        return Cluster(
-            (find_gpu(self.machine.gpu),) * self.machine.gpus * self.count,
-            nodes=self.count,
-            link=ethernet(self.machine.network_gbit) if self.count > 1 else None,
-            usd_per_hour=self.machine.usd_per_hour / self.machine.gpus,
-        )
 
     @property
     def clusters(self) -> list[Cluster]:
-        """The same, and where there are several machines also with what joins them at best, for minutes."""
-        if self.count == 1:
-            return [self.cluster]
-        return [self.cluster, replace(self.cluster, link=ethernet(self.machine.peak_gbit))]
+        """Return all GPUs with their rent and the network between machines; a second time with it at its peak.
 
-    @property
-    def rows_per_step(self) -> int:
-        """Of all GPUs together, in one optimizer step."""
-        return self.batch.rows * self.run.gradient_accumulation_steps * self.machine.gpus * self.count
+        A network is at its peak for minutes only; one machine has none.
+        """
+        gpus = (find_gpu(self.machine.gpu),) * self.machine.gpus * self.count
+        links = [ethernet(gbit) for gbit in (self.machine.network_gbit, self.machine.peak_gbit)]
+        usd_per_hour = self.machine.usd_per_hour / self.machine.gpus
+        return [
+            Cluster(gpus, nodes=self.count, link=link, usd_per_hour=usd_per_hour)
+            for link in (links if self.count > 1 else [None])
+        ]
 
     def plan(self, cluster: Cluster, records: list[Record]) -> Plan:
-        """The planner's answer; `records` are the kept runs, which may say how fast a GPU is."""
+        """Return the planner's answer; `records` are the kept runs, which may say how fast a GPU is."""
         job = job_of_run(replace(self.run, devices=len(cluster.gpus)), self.batch)
         return make_plan(read_architecture(MODEL_SHAPE), job, cluster, calibration_from(records, self.batch.task))
 
     def settings(self, figures: str) -> Row:
-        """What a table says of it in any case; `figures` is where its figures come from."""
-        machine = self.machine
+        """Return what a table says of it in any case; `figures` says where the rest comes from."""
+        gpus = self.machine.gpus
         return {
-            "Machines": f"{self.count} x {machine.name} ({machine.gpus} x {machine.gpu})",
+            "Machines": f"{self.count} x {self.machine.name} ({gpus} x {self.machine.gpu})",
             "Figures": figures,
-            "Rows per step": str(self.rows_per_step),
+            "Rows per step": str(self.batch.rows * self.run.gradient_accumulation_steps * gpus * self.count),
             "Text and summary (tokens)": f"{self.batch.length:,} and {self.batch.target_length:,}",
         }
 
 
-def published_costs() -> list[dict[str, Any]]:
-    """What the demo that 3.2 grew from says of time, price and bill; the one machine of four comes first."""
-    found = json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
-    return [result for result in found if "bill_usd" in result]
-
-
 def way_as_published(result: dict[str, Any]) -> Way:
-    """A published run with the settings of its own scripts."""
+    """Return a published run with the settings of its own scripts."""
     rows, summary = result["rows_per_gpu"], result["summary_tokens"]
     run = replace(
         literal_of(ONE_MACHINE),
@@ -93,7 +208,7 @@ def way_as_published(result: dict[str, Any]) -> Way:
 
 
 def way_as_ours(result: dict[str, Any]) -> Way:
-    """The same machines with the settings of our run: as many rows per step on all."""
+    """Return the same machines with the settings of our run: as many rows per step on all."""
     run = literal_of(ONE_MACHINE)
     batch = BatchShape(
         run.per_device_train_batch_size, run.max_length, run.max_target_length, target_length=run.max_target_length
@@ -101,25 +216,22 @@ def way_as_ours(result: dict[str, Any]) -> Way:
     return Way(find_machine(result["machine"]), result["machines"], run, batch)
 
 
-def cost_table(records: list[Record]) -> pd.DataFrame:
+@as_table
+def cost_table(records: list[Record]) -> Iterator[Row]:
     """3.2: time, price and bill of an epoch: published, projected with the published settings, projected with ours."""
-    results = published_costs()
-    rows = [_published(result) for result in results]
+    results = published_results(metric="bill_usd")
+    yield from map(_published, results)
     for settings, way_of in (("published", way_as_published), ("our", way_as_ours)):
-        one_machine, *_ = ways = [way_of(result) for result in results]
-        rows += [
-            _projected(way, cluster, f"projected, {settings} settings", one_machine, records)
-            for way in ways
-            for cluster in way.clusters
-        ]
-    return pd.DataFrame(rows)
+        ways = [way_of(result) for result in results]  # the one machine of four GPUs comes first
+        pairs = [(way, cluster) for way in ways for cluster in way.clusters]
+        yield from (_projected(*pair, f"projected, {settings} settings", ways[0], records) for pair in pairs)
 
 
 def _published(result: dict[str, Any]) -> Row:
     notes = ["estimated there"] * result["estimated"] + [result[key] for key in ("note",) if key in result]
-    notes.append(f"rows and tokens: {result['settings_source']}")
+    source = [f"published: {result['source']}", *notes, f"rows and tokens: {result['settings_source']}"]
     return {
-        **way_as_published(result).settings("; ".join([f"published: {result['source']}", *notes])),
+        **way_as_published(result).settings("; ".join(source)),
         "Network": NOT_PUBLISHED,
         "Peak per GPU (GiB)": NOT_PUBLISHED,
         "Time": clock(clock_seconds(result["time"])),
@@ -131,44 +243,37 @@ def _published(result: dict[str, Any]) -> Row:
 
 def _projected(way: Way, cluster: Cluster, figures: str, one_machine: Way, records: list[Record]) -> Row:
     plan = way.plan(cluster, records)
-    bill = plan.epoch_usd(SAMSUM_ROWS)
     assert plan.fits
-    assert bill is not None
     return {
         **way.settings(f"{figures}; price of {way.machine.price_date}"),
         "Network": cluster.slowest_link.name,
         "Peak per GPU (GiB)": f"{plan.devices[0].peak_gib:.1f} of {cluster.gpus[0].memory_gib:.1f}",
         "Time": clock(plan.epoch_s(SAMSUM_ROWS)),
         "USD per hour": f"{way.machine.usd_per_hour * way.count:.2f}",
-        "Bill (USD)": f"{bill:.2f}",
+        "Bill (USD)": f"{plan.epoch_usd(SAMSUM_ROWS):.2f}",
         "Bills no more than one machine from": _break_even(plan, one_machine, records) if way.count > 1 else "-",
     }
 
 
 def _break_even(plan: Plan, one_machine: Way, records: list[Record]) -> str:
-    """The network from which on the plan's machines bill no more than one machine for the very same steps."""
+    """Return the network from which on the plan's machines bill no more than one machine for the very same steps."""
     calibration = calibration_from(records, plan.job.batch.task)
-    gbit = break_even_gbit(plan.architecture, plan.job, one_machine.cluster, plan.cluster, calibration)
+    gbit = break_even_gbit(plan.architecture, plan.job, one_machine.clusters[0], plan.cluster, calibration)
     return "no network is fast enough" if gbit is None else f"{gbit:.3g} Gbit/s"
 
 
 def machines_table(records: list[Record]) -> pd.DataFrame:
     """3.2: what the projections of `cost_table` take from the catalogue, and where that was published."""
-    rows = []
-    for result in published_costs():
-        way = way_as_ours(result)
-        machine = way.machine
-        rows.append({
-            "Machine": machine.name,
-            "GPUs": f"{machine.gpus} x {machine.gpu}",
-            "Speed": "; ".join(way.plan(way.cluster, records).speed_sources),
-            "Network, always / for minutes (Gbit/s)": f"{machine.network_gbit:g} / {machine.peak_gbit:g}",
-            "Published": machine.network_source,
-            "USD per hour": f"{machine.usd_per_hour:g}",
-            "Price of": machine.price_date,
-            "Price's source": machine.price_source,
-        })  # fmt: skip
-    return pd.DataFrame(rows)
-
-
-TABLES = {"summarization-cost": cost_table, "summarization-machines": machines_table}
+    return pd.DataFrame(
+        {
+            "Machine": way.machine.name,
+            "GPUs": f"{way.machine.gpus} x {way.machine.gpu}",
+            "Speed": "; ".join(way.plan(way.clusters[0], records).speed_sources),
+            "Network, always / for minutes (Gbit/s)": f"{way.machine.network_gbit:g} / {way.machine.peak_gbit:g}",
+            "Published": way.machine.network_source,
+            "USD per hour": f"{way.machine.usd_per_hour:g}",
+            "Price of": way.machine.price_date,
+            "Price's source": way.machine.price_source,
+        }
+        for way in map(way_as_ours, published_results(metric="bill_usd"))
+    )

@@ -3,30 +3,46 @@
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
-from common.reporting import classification, equivalence, faults, full, loops, qlora, sharding, summarization
+from common.reporting import classification, full, outcomes, qlora, summarization
 from common.reporting.rows import (
-    KIND_NAMES,
+    FACTORS,
+    FULL,
+    FULL_MP,
+    FULL_PP,
     LORA,
     LORA_DDP,
+    LORA_PP,
+    MEMORY,
     NOT_PUBLISHED,
     NOT_RUN,
+    REPORTING,
+    STEPS,
+    WHAT,
     Row,
+    as_table,
     baseline_of,
+    beside_one_device,
     ceiling_of,
     clock,
     completed,
+    data_parallel_ranks,
     devices_of,
+    idle_shares,
+    kind_name,
     kind_of,
     measured_quality,
     measured_speed,
@@ -37,9 +53,11 @@ from common.reporting.rows import (
     published_quality,
     published_results,
     published_speed,
+    quality_table,
     score,
+    speed_table,
+    step_s,
     table_of,
-    trained_on,
 )
 
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
@@ -57,275 +75,266 @@ memory: on CPU the resident memory of the process, most of it Python and PyTorch
 weights that a step changes: the other updates are too small for the precision, and round away
 More in the folders' readmes."""
 
-
-def _step_times(record: Record, baseline: Record) -> Row:
-    """From one rank's step to DDP's, in ms; the middle three are bare steps, timed in the run itself."""
-    ceiling, steps = record["machine_ceiling"], record["steps"]
-
-    def trainer_step_s(run: Record) -> float:
-        return (run["train_time_s"] - run["reporting_s"]) / run["steps"]
-
-    seconds = {
-        "One rank, the whole batch, in training": trainer_step_s(baseline),
-        "One rank, the whole batch, bare": ceiling["one_rank_global_batch_step_s"],
-        "One rank, its share alone, bare": ceiling["one_rank_share_step_s"],
-        "All ranks at once, not synchronising, bare": ceiling["all_ranks_share_step_s"],
-        "All ranks, in training with DDP": trainer_step_s(record),
-    }
-    about = {"Seed": str(record["config"]["seed"]), "Started by": record["launcher"], "Steps": str(steps)}
-    return {**about, **{name: f"{value * 1e3:.0f} ms" for name, value in seconds.items()}}
+SCALED = (*STEPS, REPORTING, "Training speedup factor", "Machine's ceiling", "Tokens per second", *MEMORY)
+BEFORE = {
+    "Similarity score (lower is better)": "Similarity score before (lower is better)",
+    "By MiniLM": "By MiniLM before",
+    "Facts said (higher is better)": "Facts said before",
+}
+"""Columns of what was scored after training, and those of the same before."""
+MASTER = (*WHAT, "Batch size", "Training time", MEMORY[0], "Model", "Trained on", "Learning rate scaling", *BEFORE)
 
 
-def ddp_step(records: list[Record]) -> pd.DataFrame:
-    """2.2: where a step's time goes when its rows are shared."""
-    rows = []
-    for record in completed(records, LORA_DDP):
-        baseline = baseline_of(record, records, "effective_batch_size")
-        if baseline and record.get("machine_ceiling"):
-            rows.append(_step_times(record, baseline))
-    return pd.DataFrame(rows)
+# -- DDP
+
+
+def _ddp_runs(records: list[Record], same: str) -> list[tuple[Record, Record]]:
+    """Return the DDP runs that can be compared with one device, and the one-device runs themselves."""
+    return [pair for pair in beside_one_device(completed(records, LORA_DDP), records, same) if pair[1]]
+
+
+@as_table
+def ddp_step(records: list[Record]) -> Iterator[Row]:
+    """2.2: where a step's time goes when its rows are shared; the middle three are bare steps, timed in the run."""
+    for record, baseline in _ddp_runs(records, "effective_batch_size"):
+        if baseline is not record and record.get("machine_ceiling"):
+            ceiling = record["machine_ceiling"]
+            seconds = {
+                "One rank, the whole batch, in training": step_s(baseline),
+                "One rank, the whole batch, bare": ceiling["one_rank_global_batch_step_s"],
+                "One rank, its share alone, bare": ceiling["one_rank_share_step_s"],
+                "All ranks at once, not synchronising, bare": ceiling["all_ranks_share_step_s"],
+                "All ranks, in training with DDP": step_s(record),
+            }
+            yield {
+                "Seed": str(record["config"]["seed"]),
+                "Started by": record["launcher"],
+                "Steps": str(record["steps"]),
+                **{name: f"{value * 1e3:.0f} ms" for name, value in seconds.items()},
+            }
+
+
+def ddp_strong(records: list[Record]) -> pd.DataFrame:
+    """2.2: speed-up at the same effective batch size: the same steps, shared (strong scaling)."""
+    rows = [measured_speed(*pair, "strong") for pair in _ddp_runs(records, "effective_batch_size")]
+    return pd.DataFrame(rows, columns=(*WHAT, *SCALED))
+
+
+def ddp_weak(records: list[Record]) -> pd.DataFrame:
+    """2.2: speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling)."""
+    rows = [measured_speed(*pair, "weak") for pair in _ddp_runs(records, "per_device_train_batch_size")]
+    found = published_results(LORA, LORA_DDP)
+    published = [published_speed(result, found[0]) for result in found]
+    return table_of(records, (LORA_DDP,), rows, published, (*WHAT, *FACTORS, *SCALED))
+
+
+# -- the root README
 
 
 def front(records: list[Record]) -> pd.DataFrame:
-    """Root README: what two devices bring, by command, on the first seed."""
-    by_command = [r for r in records if r["launcher"] in ("python", "torchrun") and r["config"]["seed"] == 42]
+    """Root README: what two devices bring, by command, on the usual seed."""
+    launchers, seed = ("python", "torchrun"), RunConfig.seed
+    runs = [record for record in records if record["launcher"] in launchers and record["config"]["seed"] == seed]
     rows = []
-    for same, words in (
-        ("effective_batch_size", "the same global batch"),
-        ("per_device_train_batch_size", "the same rows per device"),
+    for same, scaling, words in (
+        ("effective_batch_size", "strong", "the same global batch"),
+        ("per_device_train_batch_size", "weak", "the same rows per device"),
     ):
-        scaling = "strong" if same == "effective_batch_size" else "weak"
-        for row, record in zip(*_scaled(by_command, same, scaling), strict=True):
-            after = record["quality"]["after"]
-            replicates = PARALLELISMS[record["parallel"]].replicates
+        for record, baseline in _ddp_runs(runs, same):
+            row = measured_speed(record, baseline, scaling)
             rows.append({
-                "What": f"{row['Approach']}, {words}" if replicates else row["Approach"],
+                "What": row["Approach"] if record is baseline else f"{row['Approach']}, {words}",
                 "Devices": row["Devices"],
                 "Rows per device and step": str(record["config"]["per_device_train_batch_size"]),
                 "Training time": row["Training time"],
                 "Speed-up": row["Training speedup factor"],
                 "Machine's ceiling": row["Machine's ceiling"],
-                "Facts said (higher is better)": percent(after["facts_said_share"]),
+                "Facts said (higher is better)": percent(record["quality"]["after"]["facts_said_share"]),
             })  # fmt: skip
     return pd.DataFrame(rows).drop_duplicates()
 
 
-def lora_quality(records: list[Record]) -> pd.DataFrame:
-    """2.1: quality on one device."""
-    published = [published_quality(result) for result in published_results(LORA)]
-    measured = [measured_quality(record) for record in completed(records, LORA)]
-    return table_of(records, (LORA,), measured, published)
-
-
-def lora_speed(records: list[Record]) -> pd.DataFrame:
-    """2.1: time and memory on one device."""
-    published = [published_speed(result, result) for result in published_results(LORA)]
-    measured = [measured_speed(record, record, "strong") for record in completed(records, LORA)]
-    columns = ["Training speedup factor", "Machine's ceiling", "CUDA scaling factor", "VRAM scaling factor"]
-    return table_of(records, (LORA,), measured, published).drop(columns=columns)
-
-
-def ddp_quality(records: list[Record]) -> pd.DataFrame:
-    """2.2: quality with DDP beside one device."""
-    published = [published_quality(result) for result in published_results(LORA, LORA_DDP)]
-    measured = [measured_quality(record) for record in completed(records, LORA, LORA_DDP)]
-    return table_of(records, (LORA, LORA_DDP), measured, published)
-
-
-def _scaling(records: list[Record], same: str, ceiling: str) -> list[Row]:
-    return _scaled(records, same, ceiling)[0]
-
-
-def _scaled(records: list[Record], same: str, ceiling: str) -> tuple[list[Row], list[Record]]:
-    """Each DDP run after the one-device run that it is stated against: its row, and its record."""
-    rows, of, shown = [], [], set()
-    for record in completed(records, LORA_DDP):
-        baseline = baseline_of(record, records, same)
-        if baseline and id(baseline) not in shown:
-            shown.add(id(baseline))
-            rows.append(measured_speed(baseline, baseline, ceiling))
-            of.append(baseline)
-        if baseline:
-            rows.append(measured_speed(record, baseline, ceiling))
-            of.append(record)
-    return rows, of
-
-
-def ddp_strong(records: list[Record]) -> pd.DataFrame:
-    """2.2: speed-up at the same effective batch size: the same steps, shared (strong scaling)."""
-    hardware = ["CUDA scaling factor", "VRAM scaling factor"]
-    return pd.DataFrame(_scaling(records, "effective_batch_size", "strong")).drop(columns=hardware, errors="ignore")
-
-
-def ddp_weak(records: list[Record]) -> pd.DataFrame:
-    """2.2: speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling)."""
-    published = published_results(LORA, LORA_DDP)
-    rows = [published_speed(result, published[0]) for result in published]
-    return table_of(records, (LORA_DDP,), _scaling(records, "per_device_train_batch_size", "weak"), rows)
-
-
 def master(records: list[Record]) -> pd.DataFrame:
     """Root README: one line per kept run."""
-    columns = ["Approach", "Figures", "Seed", "Devices", "Batch size", "Training time", "Peak memory per device (GiB)"]
-    measured = []
-    for record in completed(records, *KIND_NAMES):
-        speed, quality = measured_speed(record, None, "strong"), measured_quality(record)
-        measured.append({
-            **{name: speed[name] for name in columns},
-            "Model": model_of(record),
-            "Trained on": trained_on(record),
-            "Learning rate scaling": quality["Learning rate scaling"],
-            **{
-                after: f"{quality[before]} -> {quality[after]}"
-                for before, after in (
-                    ("Similarity score before (lower is better)", "Similarity score (lower is better)"),
-                    ("By MiniLM before", "By MiniLM"),
-                    ("Facts said before", "Facts said (higher is better)"),
-                )
-            },
-        })  # fmt: skip
     published = [
         {
-            **{name: published_speed(result, result)[name] for name in columns},
+            **published_speed(result, result),
             "Model": NOT_PUBLISHED,
             "Trained on": f"{result['epochs']} epochs",
             "Learning rate scaling": published_quality(result)["Learning rate scaling"],
+            **dict.fromkeys(BEFORE, NOT_PUBLISHED),
             "Similarity score (lower is better)": score(result["similarity_score"]),
-            "By MiniLM": NOT_PUBLISHED,
-            "Facts said (higher is better)": NOT_PUBLISHED,
         }
         for result in published_results()
     ]
-    return table_of(records, tuple(KIND_NAMES), measured, published)
+    measured = [_master_row(record) for record in completed(records)]
+    return table_of(records, tuple(product(TECHNIQUES, PARALLELISMS)), measured, published, MASTER)
 
 
-def bench_all(records: list[Record]) -> pd.DataFrame:
-    """What `make bench` measured last; it stands in bench.json, not in the `records`."""
-    return _bench_table(with_bars_only=False)
+def _master_row(record: Record) -> Row:
+    quality, config = measured_quality(record), record["config"]
+    rows = sum(rank["samples"] for rank in record["world"][: data_parallel_ranks(record)])
+    return {
+        **measured_speed(record),
+        "Model": model_of(record),
+        "Trained on": f"{Path(config['data']).name}, {rows:,} rows in up to {config['num_train_epochs']} epochs",
+        "Learning rate scaling": quality["Learning rate scaling"],
+        **{after: f"{quality[before]} -> {quality[after]}" for after, before in BEFORE.items()},
+    }
 
 
-def bench(records: list[Record]) -> pd.DataFrame:
-    """The figures of `bench_all` that have a bar."""
-    return _bench_table(with_bars_only=True)
+# -- the benchmark
 
 
-def planner(records: list[Record]) -> pd.DataFrame:
-    """1.1: how far the planner is off, as `make bench` measured it."""
-    table = _bench_table(with_bars_only=False)
-    return table[table["What"].str.startswith("planner")] if not table.empty else table
+def bench(_: list[Record], about: str = "", with_bars_only: bool = False) -> pd.DataFrame:
+    """Return what `make bench` measured last and wrote to bench.json: entries whose name begins with `about`."""
+    entries = json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
+    return pd.DataFrame(
+        _bench_row(entry)
+        for entry in entries
+        if entry["name"].startswith(about) and not (with_bars_only and entry["bar"] is None)
+    )
 
 
-def measured_value(entry: dict[str, Any]) -> str:
-    """`1.553 ratio`, `6,357 tokens per s`; what never got there says so in its name."""
+def _bench_row(entry: dict[str, Any]) -> Row:
+    """Return a line with `1.553 ratio`, `6,357 tokens per s`; what was not run says so in its name."""
     value = entry["value"]
     if value is None:
-        return NOT_RUN if NOT_RUN in entry["name"] else "not reached"
-    return f"{value:,.0f} {entry['unit']}" if value >= 1000 else f"{value:.3f} {entry['unit']}"
-
-
-def _holds(entry: dict[str, Any]) -> str:
-    if entry["value"] is None and NOT_RUN in entry["name"]:
-        return NOT_RUN
-    return {True: "yes", False: "**no**", None: ""}[entry["holds"]]
-
-
-def _bench_table(with_bars_only: bool) -> pd.DataFrame:
-    entries = json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
-    return pd.DataFrame([
-        {
-            "What": entry["name"],
-            "Measured": measured_value(entry),
-            "Bar": "" if entry["bar"] is None else f"{entry['bar_is']} {entry['bar']:g}",
-            "Holds": _holds(entry),
-            "Command": f"`{entry['command']}`",
-        }
-        for entry in entries
-        if not with_bars_only or entry["bar"] is not None
-    ])  # fmt: skip
+        measured = NOT_RUN if NOT_RUN in entry["name"] else "not reached"
+    else:
+        measured = f"{value:,.0f} {entry['unit']}" if value >= 1000 else f"{value:.3f} {entry['unit']}"
+    return {
+        "What": entry["name"],
+        "Measured": measured,
+        "Bar": "" if entry["bar"] is None else f"{entry['bar_is']} {entry['bar']:g}",
+        "Holds": NOT_RUN if measured == NOT_RUN else {True: "yes", False: "**no**", None: ""}[entry["holds"]],
+        "Command": f"`{entry['command']}`",
+    }
 
 
 TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
-    "bench": bench,
-    "bench-all": bench_all,
+    "bench": partial(bench, with_bars_only=True),
+    "bench-all": bench,
     "front": front,
-    "planner": planner,
+    "planner": partial(bench, about="planner"),
     "master": master,
-    "lora-quality": lora_quality,
-    "lora-speed": lora_speed,
-    "ddp-quality": ddp_quality,
+    "lora-quality": partial(quality_table, shown=(LORA,)),
+    "lora-speed": partial(speed_table, shown=(LORA,)),
+    "ddp-quality": partial(quality_table, shown=(LORA, LORA_DDP)),
     "ddp-strong": ddp_strong,
     "ddp-weak": ddp_weak,
     "ddp-step": ddp_step,
-    **full.TABLES,
-    **sharding.TABLES,
-    **qlora.TABLES,
-    **classification.TABLES,
-    **loops.TABLES,
-    **summarization.TABLES,
-    **equivalence.TABLES,
-    **faults.TABLES,
+    "full-quality": partial(full.full_quality, shown=(FULL,), beside=(LORA,)),
+    "full-speed": full.full_speed,
+    "full-precision": full.full_precision,
+    "full-memory": full.full_memory,
+    "mp-quality": partial(full.full_quality, shown=(FULL_MP,), beside=(FULL,)),
+    "mp-speed": full.mp_speed,
+    "mp-maps": full.mp_maps,
+    "mp-price": full.mp_price,
+    "pp-quality": partial(full.full_quality, shown=(FULL_PP, LORA_PP), beside=(FULL,)),
+    "pp-speed": full.pp_speed,
+    "pp-schedules": full.pp_schedules,
+    "pp-losses": full.pp_losses,
+    "pp-published": full.pp_published,
+    "sharding-quality": full.sharding_quality,
+    "sharding-speed": full.sharding_speed,
+    "sharding-held": full.sharding_held,
+    "sharding-traffic": full.sharding_traffic,
+    "sharding-memory": full.sharding_memory,
+    "qlora-quality": qlora.qlora_quality,
+    "qlora-speed": qlora.qlora_speed,
+    "qlora-memory": qlora.qlora_memory,
+    "best-good-ok": qlora.best_good_ok,
+    "classification-settings": classification.settings_table,
+    "classification-details": classification.details_table,
+    "classification-front": classification.front,
+    "summarization-loops": summarization.loops_table,
+    "summarization-network": summarization.network_table,
+    "summarization-front": summarization.front,
+    "summarization-cost": summarization.cost_table,
+    "summarization-machines": summarization.machines_table,
+    "equivalence": outcomes.equivalence,
+    "faults": outcomes.faults,
 }
 
 
+# -- runs side by side
+
+
 def side_by_side(records: list[Record]) -> pd.DataFrame:
-    """Runs as columns, what they were asked and what came of it as rows: what `make demo` prints."""
-    columns = {}
-    for record in records:
-        config, title = record["config"], f"{record['run_folder'].split('_')[0]} {record['run_name']}"
-        if record["status"] != "completed":
-            columns[title] = {"status": f"{record['status']}: {record.get('error', '')[:60]}"}
-            continue
-        before, after = record["quality"]["before"], record["quality"]["after"]
-        entries = {
-            "approach": KIND_NAMES[kind_of(record)],
-            "devices": devices_of(record),
-            "rows per device and step": config["per_device_train_batch_size"],
-            "effective batch size": record["effective_batch_size"],
-            "steps": record["steps"],
-            "similarity score before": score(before["similarity_score"]),
-            "similarity score after": score(after["similarity_score"]),
-            "by MiniLM before": score(before["similarity_score_minilm"]),
-            "by MiniLM after": score(after["similarity_score_minilm"]),
-            "answers shuffled": score(after["shuffled_score"]),
-            "shuffled, by MiniLM": score(after["shuffled_score_minilm"]),
-            "facts said before": percent(before["facts_said_share"]),
-            "facts said after": percent(after["facts_said_share"]),
-            "lowest validation loss": f"{record['best_validation_loss']:.4f}",
-            "training time": clock(record["train_time_s"]),
-            "of that, validation and checkpoints": clock(record["reporting_s"]),
-            "tokens per second": f"{record['tokens_per_s']:,.0f}",
-            "peak memory per device (GiB)": peak_memory_gib(record),
-            "training's peak, planned / measured": planned_memory(record),
-        }
-        if record.get("updated_share") is not None and not TECHNIQUES[record["technique"]].has_adapters:
-            entries["weights that a step changes"] = percent(record["updated_share"])
-        if record.get("quantization"):
-            stored, original = record["quantization"], record["quality"]["after_original_base"]
-            entries["weights of the base, in 4 bits / not (GiB)"] = (
-                f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}"
-            )
-            said = percent(original["facts_said_share"]) if original else NOT_RUN
-            entries["facts said, merged into the original base"] = said
-        if record.get("stages"):
-            idle = " / ".join(f"{stage['idle_share']:.0%}" for stage in record["stages"])
-            entries["idle share per stage"] = idle
-        for same, ceiling, words in (
-            ("effective_batch_size", "strong", "at the same effective batch"),
-            ("per_device_train_batch_size", "weak", "at the same rows per device"),
-        ):
-            baseline = (
-                baseline_of(record, records, same) if not PARALLELISMS[record["parallel"]].in_one_process else None
-            )
-            if baseline:
-                speedup = baseline["train_time_s"] / record["train_time_s"]
-                entries[f"speed-up {words}"] = f"{speedup:.2f}x"
-                entries[f"machine's ceiling {words}"] = ceiling_of(record, ceiling)
-        columns[title] = entries
+    """Return runs as columns, their settings and results as rows: what `make demo` prints."""
+    columns = {
+        f"{record['run_folder'].split('_')[0]} {record['run_name']}": _column(record, records) for record in records
+    }
     return pd.DataFrame(columns).dropna(how="all").fillna("")
 
 
+def _column(record: Record, records: list[Record]) -> dict[str, object]:
+    if record["status"] != "completed":
+        return {"status": f"{record['status']}: {record.get('error', '')[:60]}"}
+    before, after = record["quality"]["before"], record["quality"]["after"]
+    return {
+        "approach": kind_name(*kind_of(record)),
+        "devices": devices_of(record),
+        "rows per device and step": record["config"]["per_device_train_batch_size"],
+        "effective batch size": record["effective_batch_size"],
+        "steps": record["steps"],
+        "similarity score before": score(before["similarity_score"]),
+        "similarity score after": score(after["similarity_score"]),
+        "by MiniLM before": score(before["similarity_score_minilm"]),
+        "by MiniLM after": score(after["similarity_score_minilm"]),
+        "answers shuffled": score(after["shuffled_score"]),
+        "shuffled, by MiniLM": score(after["shuffled_score_minilm"]),
+        "facts said before": percent(before["facts_said_share"]),
+        "facts said after": percent(after["facts_said_share"]),
+        "lowest validation loss": f"{record['best_validation_loss']:.4f}",
+        "training time": clock(record["train_time_s"]),
+        "of that, validation and checkpoints": clock(record["reporting_s"]),
+        "tokens per second": f"{record['tokens_per_s']:,.0f}",
+        "peak memory per device (GiB)": peak_memory_gib(record),
+        "training's peak, planned / measured": planned_memory(record),
+        **_of_technique(record),
+        **_speedups(record, records),
+    }
+
+
+def _of_technique(record: Record) -> Row:
+    """Return what only some techniques and parallelisms have."""
+    is_full = not TECHNIQUES[record["technique"]].has_adapters
+    share, stored = record.get("updated_share"), record.get("quantization")
+    original = record["quality"].get("after_original_base")
+    said = percent(original["facts_said_share"]) if original else NOT_RUN
+    entries = {
+        "weights that a step changes": percent(share) if is_full and share is not None else None,
+        "weights of the base, in 4 bits / not (GiB)": f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}"
+        if stored
+        else None,
+        "facts said, merged into the original base": said if stored else None,
+        "idle share per stage": idle_shares(record) if record.get("stages") else None,
+    }
+    return {name: value for name, value in entries.items() if value is not None}
+
+
+def _speedups(record: Record, records: list[Record]) -> Row:
+    entries = {}
+    for same, ceiling, words in (
+        ("effective_batch_size", "strong", "at the same effective batch"),
+        ("per_device_train_batch_size", "weak", "at the same rows per device"),
+    ):
+        baseline = baseline_of(record, records, same)
+        if baseline and not PARALLELISMS[record["parallel"]].in_one_process:
+            speedup = baseline["train_time_s"] / record["train_time_s"]
+            entries[f"speed-up {words}"] = f"{speedup:.2f}x"
+            entries[f"machine's ceiling {words}"] = ceiling_of(record, ceiling)
+    return entries
+
+
+# -- READMEs
+
+
 def planner_answer() -> str:
-    """1.1: what the planner prints for the readme's own question."""
+    """Return what the planner prints for the question of 1.1's readme."""
     said = io.StringIO()
     with redirect_stdout(said):
         planner_command.answer(planner_command.read_options(PLANNER_QUESTION.split()))
@@ -333,7 +342,7 @@ def planner_answer() -> str:
 
 
 def rendered(name: str, records: list[Record]) -> str:
-    """A table as Markdown, or the planner's answer as it prints it."""
+    """Return a table as Markdown, or the planner's answer as it prints it."""
     if name == "planner-answer":
         return planner_answer()
     table = TABLES[name](records)
@@ -341,10 +350,11 @@ def rendered(name: str, records: list[Record]) -> str:
 
 
 def with_tables(text: str, records: list[Record]) -> str:
-    """`text` with each marked table replaced by what the records say."""
+    """Return `text` with each marked table replaced by what the records say."""
     return MARKED_TABLE.sub(lambda found: found[1] + rendered(found["name"], records) + found[3], text)
 
 
-def readmes(root: Path = REPOSITORY) -> list[Path]:
-    """The READMEs with tables: the root's, the benchmark's and the technique folders'."""
-    return [root / "README.md", root / "bench" / "README.md", *sorted(root.glob("[0-9].[0-9]_*/*_readme.md"))]
+def readmes() -> list[Path]:
+    """Return the READMEs with tables: the root's, the benchmark's and the technique folders'."""
+    own = sorted(REPOSITORY.glob("[0-9].[0-9]_*/*_readme.md"))
+    return [REPOSITORY / "README.md", REPOSITORY / "bench" / "README.md", *own]

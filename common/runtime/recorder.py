@@ -40,8 +40,8 @@ from common.records.store import (
     default_run_name,
     environment,
     load_record,
-    save_record,
     settings_without_paths,
+    write_json,
 )
 
 
@@ -155,7 +155,7 @@ class RunLog:
         if follows and (self.folder / RECORD_NAME).exists():
             return
         try:
-            save_record(self._record(status, figures), self.folder)
+            write_json(self._record(status, figures), self.folder / RECORD_NAME)
         except OSError as error:
             print(f"WARNING: the record of this failure cannot be written ({error}).")
 
@@ -206,7 +206,7 @@ class RunLog:
             for warning in beyond_plan(memory):
                 print(warning)
         if self.writes:
-            save_record(record, self.folder)
+            write_json(record, self.folder / RECORD_NAME)
         if self.rank.is_main:
             print(f"record: {RECORD_NAME} in {self.folder.relative_to(self.folder.parents[1])}")
         self.stop()

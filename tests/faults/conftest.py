@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers.trainer_pt_utils import safe_globals
 
 from common.base.paths import REPOSITORY
-from common.reporting.faults import OUTCOMES
+from common.reporting.outcomes import ENDED_FAULTS
 from common.runtime.faults import VARIABLE
 from common.runtime.launchers import torchrun_command
 from common.training.checkpoints import read_manifest
@@ -271,10 +271,10 @@ def all_outcomes() -> Iterator[Outcomes]:
     found = Outcomes()
     yield found
     if KEEP in os.environ:  # beside what other tests came to; `make soak` begins with none
-        before = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else []
+        before = json.loads(ENDED_FAULTS.read_text()) if ENDED_FAULTS.exists() else []
         rows = {**{tuple(row[name] for name in KEYS): row for row in before}, **found.rows}
         ordered = [rows[key] for key in sorted(rows)]
-        OUTCOMES.write_text(json.dumps(ordered, indent=1) + "\n")
+        ENDED_FAULTS.write_text(json.dumps(ordered, indent=1) + "\n")
 
 
 # -- two checkpoints

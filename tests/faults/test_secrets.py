@@ -126,5 +126,5 @@ def test_without_hiding_it_would_be_there(tmp_path: Path, monkeypatch: pytest.Mo
     from common.records import store
 
     monkeypatch.setattr(store, "without_secrets", lambda text: text)
-    store.save_record({"error": SECRETS["HF_TOKEN"]}, tmp_path)
+    store.write_json({"error": SECRETS["HF_TOKEN"]}, tmp_path / store.RECORD_NAME)
     assert _files_with_secrets(tmp_path) == ["run_record.json"]

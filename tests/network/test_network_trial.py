@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from common.network_trial import BAR, SLOW_MBIT, STEPS, Link, gain, measure, table
-from common.reporting.loops import EXCHANGES
+from common.network_trial import BAR, SLOW_MBIT, STEPS, gain, link_name, measure, table
+from common.reporting.summarization import EXCHANGES
 from common.runtime.virtual_hosts import VirtualHost, namespaces_refused
 from tests.forked import Forked
 
 refusal = namespaces_refused()
 
 
-def test_a_link_has_words_and_a_name() -> None:
-    assert (str(Link(100, 0)), Link(100, 0).name) == ("100 Mbit/s", "100mbit")
-    assert (str(Link(0, 50)), Link(0, 50).name) == ("not limited, 50 ms", "not-limited-50ms")
+def test_a_link_is_named_by_its_rate_and_delay() -> None:
+    assert (link_name(100, 0), link_name(0, 0)) == ("100 Mbit/s", "not limited")
+    assert (link_name(0, 50), link_name(2.5, 50)) == ("not limited, 50 ms", "2.5 Mbit/s, 50 ms")
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def forks_on_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("forks_on_hosts")
 @pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: {refusal}")
 def test_overlap_and_bf16_are_worth_it_on_100_mbit(tmp_path: Path) -> None:
-    records = measure(Link(SLOW_MBIT, 0), EXCHANGES, STEPS, tmp_path)
+    records = measure(SLOW_MBIT, 0, EXCHANGES, STEPS, tmp_path)
     print(table(records))
     assert [record["config"]["link"] for record in records] == ["100 Mbit/s"] * 3
     assert len({record["effective_batch_size"] for record in records}) == 1

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.base.paths import REPOSITORY
-from common.reporting.equivalence import OUTCOMES, merged
+from common.reporting.outcomes import EQUIVALENCE, merged
 from common.training.sharded_training import SHARDS
 
 KEEP = "KEEP_OUTCOMES"
@@ -296,7 +296,7 @@ def differences() -> Iterator[Differences]:
             }
             for case in CASES
         ]
-        OUTCOMES.write_text(json.dumps(merged(measured), indent=1) + "\n", encoding="utf-8")
+        EQUIVALENCE.write_text(json.dumps(merged(measured), indent=1) + "\n", encoding="utf-8")
 
 
 def saved_weights(run: Any) -> dict[str, torch.Tensor]:

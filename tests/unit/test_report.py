@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from common import report
 from common.base.run_folders import run_folders
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.records.store import Record, kept_records
 from common.reporting import tables
 from common.reporting.rows import (
@@ -18,7 +20,7 @@ from common.reporting.rows import (
     clock,
     clock_seconds,
     hardware_factors,
-    learning_rate_scaling,
+    measured_quality,
     published_results,
 )
 from common.reporting.tables import TABLES, rendered, side_by_side, with_tables
@@ -96,6 +98,20 @@ def test_a_failed_run_is_a_column_not_a_gap(records: list[Record]) -> None:
     assert (shown["Figures"] == "not run").sum() == len(answering)
 
 
+def test_what_is_registered_at_run_time_stands_in_the_tables(
+    records: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TECHNIQUES, "dora", replace(TECHNIQUES["lora"], name="dora", label="DoRA"))
+    monkeypatch.setitem(PARALLELISMS, "hsdp", replace(PARALLELISMS["fsdp"], name="hsdp", label="HSDP"))
+    chat = replace(TASKS["chat"], parallelisms=(*TASKS["chat"].parallelisms, "hsdp"))
+    monkeypatch.setitem(TASKS, "chat", chat)
+    monkeypatch.setitem(TASKS, "dialogue", replace(chat, name="dialogue"))
+    records[0] |= {"technique": "dora", "parallel": "hsdp", "config": {**records[0]["config"], "task": "dialogue"}}
+    assert "DoRA with HSDP, python" in TABLES["master"](records)["Approach"].tolist()
+    assert side_by_side(records[:1]).loc["approach"].tolist() == ["DoRA with HSDP"]
+    assert "Full fine-tuning with HSDP" in TABLES["sharding-memory"]([])["Approach"].tolist()
+
+
 def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None:
     for when in ("before", "after"):
         records[0]["quality"][when]["facts_said_share"] = None
@@ -125,8 +141,8 @@ def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Recor
 
 def test_the_learning_rates_scaling_is_shown_with_the_rate(records: list[Record]) -> None:
     records[1]["peak_learning_rate"] = records[1]["config"]["learning_rate"] * 2**0.5
-    assert learning_rate_scaling(records[0]) == "1x (0.001)"
-    assert learning_rate_scaling(records[1]) == "1.41x (0.00141)"
+    assert measured_quality(records[0])["Learning rate scaling"] == "1x (0.001)"
+    assert measured_quality(records[1])["Learning rate scaling"] == "1.41x (0.00141)"
 
 
 def test_the_bench_table_says_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ import pytest
 
 from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
+from common.base.specs import TASKS
 from common.records.store import Record, kept_records
 from common.reporting.classification import (
-    by_setting,
-    confusion_table,
     details_table,
     results_text,
     setting_name,
+    settings_of,
     settings_table,
 )
 from common.reporting.rows import LORA, completed, task_of
@@ -162,12 +162,19 @@ def test_records_of_classification_stand_in_no_chat_table(records: list[Record],
     kept = kept_records()
     pd.testing.assert_frame_equal(TABLES[name]([*kept, *records]), TABLES[name](kept))
     assert "roberta" not in str(TABLES[name](kept).to_dict())  # nor does its folder that nobody has run
-    assert by_setting([record for record in kept if task_of(record) == "chat"]) == {}
+    assert settings_of([record for record in kept if task_of(record) == "chat"]) == []
 
 
 def test_runs_of_a_notebook_and_failed_ones_are_left_out(records: list[Record]) -> None:
     records[0]["launcher"], records[1]["status"] = "notebook", "failed"
     assert list(measured_rows(records)) == ["Full fine-tuning", "Full fine-tuning with DDP"]
+
+
+def test_a_task_that_classifies_needs_no_line_here(records: list[Record], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "topics", replace(TASKS["classification"], name="topics"))
+    for record in records:
+        record["config"]["task"] = "topics"
+    assert len(measured_rows(records)) == 4
 
 
 def test_the_terminals_table_has_a_line_for_each_setting(records: list[Record]) -> None:
@@ -176,8 +183,3 @@ def test_the_terminals_table_has_a_line_for_each_setting(records: list[Record]) 
     assert any(line.startswith("Full fine-tuning with PP, 1 micro-batch (naive MP)") for line in lines)
     assert any(line.startswith("Full fine-tuning ") and "0.9270 (0.9120 to 0.9420)" in line for line in lines)
     assert max(map(len, lines)) < 200
-
-
-def test_confusion_has_the_classes_meant_as_lines(records: list[Record]) -> None:
-    table = confusion_table(records[0])
-    assert (table.loc["events", "tickets"], table.loc["tickets", "events"]) == (1, 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.reporting.equivalence import equivalence, merged
+from common.reporting.outcomes import equivalence, merged
 
 
 def outcome(technique: str, loss: float | None, weight: float | None, note: str = "") -> dict[str, object]:
@@ -17,7 +17,7 @@ def outcome(technique: str, loss: float | None, weight: float | None, note: str 
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("common.reporting.equivalence.OUTCOMES", tmp_path / "equivalence.json")
+    monkeypatch.setattr("common.reporting.outcomes.EQUIVALENCE", tmp_path / "equivalence.json")
     return tmp_path / "equivalence.json"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from common.base.run_config import RunConfig
 from common.records.store import Record
-from common.reporting.loops import EXCHANGES, LOOPS, front, loops_table, network_table, results_text
+from common.reporting.summarization import EXCHANGES, LOOPS, front, loops_table, network_table, results_text
 
 
 def record(loop: str, train_time_s: float, **settings: object) -> Record:

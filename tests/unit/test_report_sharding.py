@@ -1,11 +1,11 @@
-"""The tables of 2.6: what is held and sent is of the records, and every way of sharing is projected."""
+"""The tables of 2.6: what is held and sent is of the records, and every parallelism is projected."""
 
 import copy
 
 import pytest
 
 from common.records.store import Record, kept_records
-from common.reporting.sharding import sharding_held, sharding_memory, sharding_quality, sharding_speed, sharding_traffic
+from common.reporting.full import sharding_held, sharding_memory, sharding_quality, sharding_speed, sharding_traffic
 
 MIB = 2**20
 
@@ -53,7 +53,7 @@ def test_quality_has_every_folder() -> None:
     assert {"A100 80GB SXM x2", "RTX A6000 48GB x4"} <= devices
 
 
-def test_every_way_of_sharing_is_projected() -> None:
+def test_every_parallelism_is_projected() -> None:
     table = sharding_memory([])
     assert len(table) == 14
     assert set(table["Figures"]) == {"projected"}

@@ -4,12 +4,11 @@ import pandas as pd
 import pytest
 
 from common.reporting.plots import plot_cost
-from common.reporting.rows import clock_seconds
+from common.reporting.rows import clock_seconds, published_results
 from common.reporting.summarization import (
     SAMSUM_ROWS,
     cost_table,
     machines_table,
-    published_costs,
     way_as_ours,
     way_as_published,
 )
@@ -73,8 +72,8 @@ def test_with_our_settings_all_machines_take_the_same_steps(table: pd.DataFrame)
 
 
 def test_a_plan_is_the_planners_own(table: pd.DataFrame) -> None:
-    way = way_as_ours(published_costs()[1])
-    assert way.rows_per_step == 64
+    way = way_as_ours(published_results(metric="bill_usd")[1])
+    assert way.settings("")["Rows per step"] == "64"
     always, at_best = way.clusters
     assert (always.slowest_link.name, at_best.slowest_link.name) == ("Ethernet 2.5 Gbit/s", "Ethernet 10 Gbit/s")
     plan = way.plan(always, [])
@@ -83,7 +82,7 @@ def test_a_plan_is_the_planners_own(table: pd.DataFrame) -> None:
     steps = SAMSUM_ROWS / 64
     sent_s = plan.time.communication_s * way.run.gradient_accumulation_steps
     assert plan.epoch_s(SAMSUM_ROWS) > steps * 0.9 * sent_s  # what the network takes is most of it
-    assert way_as_published(published_costs()[0]).batch.target_length == 1024
+    assert way_as_published(published_results(metric="bill_usd")[0]).batch.target_length == 1024
 
 
 def test_the_catalogue_s_figures_stand_beside_their_sources() -> None:

@@ -40,10 +40,9 @@ def test_files_of_the_input_are_the_data_and_no_files_are_none(
 
 def test_all_files_of_the_model_are_one_version_and_the_weights_have_the_alias(tmp_path: Path) -> None:
     folder = make_model(tmp_path)
-    sidecars = name_model(tmp_path, "summarizer", "exec-7")
-    assert sidecars == [folder / f"{name}.metadata.json" for name in FILES]
+    assert name_model(tmp_path, "summarizer", "exec-7") == [folder / name for name in FILES]
     version = [{"uri": "dataset://summarizer/exec-7", "targeting_aliases": ["summarizer"]}]
-    config, weights, tokenizer = (json.loads(path.read_text()) for path in sidecars)
+    config, weights, tokenizer = (json.loads((folder / f"{name}.metadata.json").read_text()) for name in FILES)
     assert config == tokenizer == {"valohai.dataset-versions": version}
     assert weights == {"valohai.dataset-versions": version, "valohai.alias": "summarizer"}
     assert not list(folder.parent.glob("*.metadata.json"))
@@ -75,7 +74,7 @@ def test_what_was_named_is_said(
     assert not list(folder.glob("*.metadata.json"))
     call(monkeypatch, "name-model", "--alias", "summarizer")
     assert capsys.readouterr().out.splitlines() == [
-        f"{tmp_path} has no model to name: of a distributed task the first member saves it.",
+        f"{tmp_path} has no model to name: the first member of a distributed task saves it.",
         "The model gets no alias.",
         "The 3 files of the model are 'summarizer' from now on.",
     ]

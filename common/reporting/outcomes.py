@@ -1,0 +1,166 @@
+"""The tables of what tests measured: how exactly strategies agree with one device, and how faults end."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+
+from common.base.paths import REPOSITORY
+from common.base.specs import TECHNIQUES
+from common.records.store import Record
+from common.reporting.rows import NOT_RUN, Row
+
+Outcome = dict[str, object]
+EQUIVALENCE = REPOSITORY / "tests" / "recipes" / "equivalence.json"
+"""What tests/recipes/test_equivalence.py measured: a list of `task`, `strategy`, `technique`, `note`, and the largest
+`loss_difference` (relative) and `weight_difference` (absolute), or None where a case was skipped."""
+ENDED_FAULTS = REPOSITORY / "tests" / "faults" / "outcomes.json"
+"""What `make soak` measured: a list of `fault`, `technique`, `outcome`, `noticed_s`, `ended_s`, `lost_steps`."""
+FAULTS = {
+    1: "a rank is killed (SIGKILL)",
+    2: "killed while a checkpoint is written, at any write or rename",
+    3: "killed while an asynchronous save goes on",
+    4: "a checkpoint is cut short",
+    5: "one byte of a checkpoint is another",
+    6: "the state of the random numbers is missing",
+    7: "the disk is full",
+    8: "going on with another number of ranks",
+    9: "stopped and resumed: is it exact?",
+    10: "one rank raises an error",
+    11: "a rank is stopped (SIGSTOP)",
+    12: "a rank sleeps outside of any exchange",
+    13: "the port is taken",
+    14: "a wrong master's address",
+    15: "two runs into one results folder",
+    16: "a results folder that cannot be written",
+    17: "rows without keys, or with wrong roles",
+    18: "an empty answer",
+    19: "rows too long to leave an answer",
+    20: "not UTF-8, or cut JSONL",
+    21: "an id twice",
+    22: "a test row in the training rows",
+    23: "a loss that is no number, on one rank",
+    24: "out of memory",
+    25: "ended by the kernel's memory killer",
+    26: "a wrong device map",
+    27: "an unknown model, or offline and not cached",
+    28: "a notebook's cell is interrupted",
+    29: "the kernel, launcher or agent is killed",
+    30: "a kernel that dies or hangs under papermill",
+    31: "a hostile pickle in a checkpoint",
+    32: "a model folder with code of its own",
+    33: "a run name that leads elsewhere",
+    34: "an error with a token in it",
+}
+ELSEWHERE = (
+    {
+        "fault": 3,
+        "technique": "all",
+        "outcome": "cannot be: every save is done before the next step",
+        "test": "common/training/checkpoints.py",
+    },
+    {
+        "fault": 11,
+        "technique": "single",
+        "outcome": "cannot be seen: nobody else is there; SIGCONT lets it go on",
+        "test": "common/runtime/watch.py",
+    },
+    {
+        "fault": 13,
+        "technique": "machines",
+        "outcome": "refused; launchers look for another",
+        "test": "tests/network/test_machines.py",
+    },
+    {
+        "fault": 14,
+        "technique": "machines",
+        "outcome": "refused in time, with what to try",
+        "test": "tests/network/test_machines.py",
+    },
+    {
+        "fault": 26,
+        "technique": "mp, pp",
+        "outcome": "refused before anything is loaded",
+        "test": "tests/unit/test_device_maps.py",
+    },
+    {
+        "fault": 27,
+        "technique": "all",
+        "outcome": "refused at once, with the command that fetches it",
+        "test": "tests/unit/test_models.py",
+    },
+)
+"""Faults whose tests measure no time."""
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    """Return what is in the file; nothing if there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+# -- equal steps
+
+
+def merged(measured: list[Outcome]) -> list[Outcome]:
+    """Return the outcomes for the file, sorted; of a case that was not run now, what was measured before."""
+    before = {_case(row): row for row in read_outcomes(EQUIVALENCE)}
+    rows = [before.get(_case(row), row) if row["loss_difference"] is None else row for row in measured]
+    return sorted(map(_rounded, rows), key=_case)
+
+
+def _case(row: Outcome) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in ("task", "strategy", "technique", "note"))
+
+
+def _rounded(row: Outcome) -> Outcome:
+    """Return differences with two digits: more of them are different on another machine."""
+    return {name: float(f"{value:.1e}") if isinstance(value, float) else value for name, value in row.items()}
+
+
+def equivalence(_: list[Record]) -> pd.DataFrame:
+    """One line per task and strategy; a cell has the largest differences of losses and of weights."""
+    columns = ["task", "strategy", "technique", "loss_difference", "weight_difference"]
+    cases = pd.DataFrame(read_outcomes(EQUIVALENCE), columns=columns)
+    return pd.DataFrame(
+        {
+            "Task": task,
+            "Strategy": strategy,
+            **{each.short[0].upper() + each.short[1:]: _cell(rows[rows["technique"] == each.name])
+               for each in TECHNIQUES.values()},
+        }
+        for (task, strategy), rows in cases.groupby(["task", "strategy"], sort=False)
+    )  # fmt: skip
+
+
+def _cell(cases: pd.DataFrame) -> str:
+    found = cases[["loss_difference", "weight_difference"]].dropna()
+    if found.empty:
+        return "" if cases.empty else NOT_RUN
+    return " / ".join(f"{value:.0e}" if value else "0" for value in found.max())
+
+
+# -- faults
+
+
+def faults(_: list[Record]) -> pd.DataFrame:
+    """One line per fault and technique; seconds count from the fault on."""
+    rows = [*read_outcomes(ENDED_FAULTS), *ELSEWHERE]
+    return pd.DataFrame(_line(row) for row in sorted(rows, key=lambda row: row["fault"]))
+
+
+def _line(row: Outcome) -> Row:
+    steps = row.get("lost_steps")
+    return {
+        "": str(row["fault"]),
+        "Fault": FAULTS[row["fault"]],
+        "Technique": row["technique"],
+        "Outcome": row["outcome"],
+        "Noticed (s)": _seconds(row.get("noticed_s")),
+        "Ended (s)": _seconds(row.get("ended_s")),
+        "Steps lost": "" if steps is None else str(steps),
+        "Where": f"[{Path(row['test']).name}]({row['test']})",
+    }
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
