@@ -1,6 +1,7 @@
 """Classification's tables say what its records say, call what nobody ran `not run`, and leave the chat tables alone."""
 
 import copy
+from dataclasses import replace
 
 import pandas as pd
 import pytest
