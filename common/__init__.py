@@ -1,4 +1,4 @@
-"""What the technique folders share."""
+"""Code that the technique folders share."""
 
 import logging
 import os

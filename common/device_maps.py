@@ -1,4 +1,4 @@
-"""Device maps: which device holds which layers, and as which device torch spells a rank's."""
+"""Device maps: which device holds which layers, and the name that torch has for a rank's device."""
 
 from common.hardware.devices import device_name
 from common.planning.device_maps import (

@@ -24,10 +24,10 @@ from common.runtime.launchers import ranks_command, stream_command
 def run_or_launch(
     workflow: Callable[[RunConfig], object], run: RunConfig, script: str, overrides: Sequence[str]
 ) -> None:
-    """Run `workflow` as this process's rank; where several are asked for and this is none, torchrun starts them.
+    """Run `workflow` as this process's rank, or, if the run asks for several and this is none, start them by torchrun.
 
     Raises:
-        BadInputError: the run refuses its input; no rank was started.
+        BadInputError: If the run refuses its input; no rank was started.
     """
     if run.world_size > 1 and "WORLD_SIZE" not in os.environ:
         check_inputs(run)
@@ -36,14 +36,14 @@ def run_or_launch(
 
 
 def _become(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
-    """Start a workflow's ranks, one or several, in this process's place."""
+    """Replace this process by a workflow's ranks, one or several."""
     command = ranks_command(run, script, overrides)
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
 def main() -> None:
-    """Check this run folder's run, then start it in this process's place; several workflows one after the other."""
+    """Check this run folder's run, then replace this process by it; run several workflows one after the other."""
     overrides = sys.argv[1:]
     try:
         scripts = workflows_of(Path.cwd())
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def run_each(scripts: Sequence[Path], run: RunConfig, overrides: Sequence[str]) -> None:
-    """A folder's workflows one after the other, then their table."""
+    """Run a folder's workflows one after the other, then print the table of their results."""
     for number, script in enumerate(scripts, 1):
         print(f"\n== way {number} of {len(scripts)}: {script.name}", flush=True)
         named = ["--run_name", f"{run.run_name}-{script.stem.rpartition('_')[2]}"] if run.run_name else []

@@ -388,10 +388,10 @@ SEVERAL_RANKS = (
         _unit("membership", "other_weights_are_refused"),
     ),
     Fault(
-        "several machines: members of a Valohai task are ranked as texts, 10 before 9",
+        "several machines: each member of a Valohai task takes itself for the first",
         "common/runtime/rendezvous.py",
-        "key=int if all(map(_is_number, addresses)) else str",
-        "key=str",
+        "primary_local_ip, distributed.rank",
+        "primary_local_ip, 0",
         _unit("rendezvous", "members_rank_by_their_ids"),
     ),
     Fault(
@@ -685,9 +685,9 @@ REPORTS = (
     ),
     Fault(
         "a run that failed pushes a completed one out",
-        "common/runtime/recorder.py",
-        "    if previous.exists() and not _completed(folder):\n",
-        "    if previous.exists() and _completed(folder):\n",
+        "common/runtime/disks.py",
+        "    if aside.exists() and not _completed(folder):\n",
+        "    if aside.exists() and _completed(folder):\n",
         _unit("run_record", "a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before"),
     ),
     Fault(
@@ -795,7 +795,7 @@ PROCESSES = (
     ),
     Fault(
         "two runs write into one results folder",
-        "common/runtime/recorder.py",
+        "common/runtime/disks.py",
         "            except Timeout:\n                taken = True\n",
         "            except Timeout:\n                taken = False\n",
         _faults("processes", "a_results_folder_has_one_owner_at_a_time[single]"),

@@ -7,7 +7,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from common.runtime.launchers import free_port
+from accelerate.utils.other import get_free_port
 
 
 def cut_short() -> None:
@@ -30,7 +30,7 @@ def find_port(file: Path) -> None:
     """
     if os.environ.get("RANK", "0") == "0":
         part = file.with_name(f"{file.name}.part")
-        part.write_text(str(free_port()))
+        part.write_text(str(get_free_port()))
         part.rename(file)
     while not file.exists():  # torchrun ends whoever waits for a rank that is gone
         time.sleep(0.01)

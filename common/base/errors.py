@@ -1,4 +1,4 @@
-"""Errors: a user's mistake, what stops a run, and how an error of a library is classified and said in one line."""
+"""Errors: a user's mistake, what stops a run, and how a library's error is classified and told in one sentence."""
 
 import errno
 import re
@@ -7,21 +7,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# What NCCL, and PyTorch around it, say where another rank is gone (ncclResult_t in nccl.h; ProcessGroupNCCL.cpp).
 NCCL_LOST_RANK = ("ncclRemoteError", "ncclSystemError", "timeout", "Timeout", "timed out", "was aborted")
-"""What NCCL, and PyTorch around it, say where another rank is gone (ncclResult_t in nccl.h; ProcessGroupNCCL.cpp)."""
 
 
 class RunStoppedError(RuntimeError):
-    """What ended a run that was asked for rightly, told in one sentence: what happened, and the next step."""
+    """A failure that ends a correctly configured run, told in one sentence: what happened, and the next step."""
 
 
 class LeftBehindError(Exception):
-    """Work took too long, and may go on without end in a thread of its own."""
+    """Raised when work takes too long; it may continue indefinitely in a thread of its own."""
 
 
 @contextmanager
 def told_later() -> Iterator[None]:
-    """A SIGTERM waits until this is left, such as one that comes while a failure is written down."""
+    """Hold back a SIGTERM until the block is left, such as one that arrives while a failure is being recorded."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -36,9 +36,10 @@ def told_later() -> Iterator[None]:
 
 
 def is_of_the_network(error: BaseException) -> bool:
-    """Whether an error comes from the exchange with other ranks, one of which is gone; gloo's have no class.
+    """Return whether an error means that another rank is gone.
 
-    NCCL has one class for all that it meets: its own out-of-memory, or two ranks on one GPU, are no lost rank.
+    Gloo's errors have no class of their own. NCCL's have a single one for everything, but its own out-of-memory error,
+    or two ranks on one GPU, are no lost rank.
     """
     from torch.distributed import DistBackendError, DistError  # here: reports need no torch
 
@@ -49,20 +50,20 @@ def is_of_the_network(error: BaseException) -> bool:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether nothing more could be written; safetensors has a class of its own for it, with the system's number."""
+    """Return whether an error means a full disk; safetensors' own class has the system's number in its message."""
     number = f"os error {errno.ENOSPC}"
     return getattr(error, "errno", None) == errno.ENOSPC or number in str(error)
 
 
 def said_by(error: BaseException) -> str:
-    """The first sentence of a library's error, without the place in its source."""
+    """Return the first sentence of a library's error, without the place in its source."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     first_line = re.sub(r"^\[\S+\]\s*", "", lines[0])
     return first_line.partition(". ")[0][:200].rstrip(".")
 
 
 def status_of(error: BaseException) -> str:
-    """What a run that ended with `error` is called."""
+    """Return the status of a run that ended with `error`: `interrupted`, `oom` or `failed`."""
     if isinstance(error, KeyboardInterrupt | SystemExit):  # the latter: told to end by SIGTERM
         return "interrupted"
     name = type(error).__name__
@@ -73,4 +74,4 @@ def status_of(error: BaseException) -> str:
 
 
 class BadInputError(ValueError):
-    """A user's mistake, told in one sentence: what was wrong, the actual value, the next step."""
+    """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""

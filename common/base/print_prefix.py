@@ -5,6 +5,7 @@ import io
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from common.base.secrets import without_secrets
 
 
 def print_figures(figures: Mapping[str, float]) -> None:
-    """Figures as one line of JSON, which is what Valohai plots: without a rank's prefix, and without `nan`."""
+    """Print metrics as one line of JSON, as Valohai plots them: without a rank's prefix, and without `nan`."""
     numbers = {name: value for name, value in figures.items() if math.isfinite(value)}
     sys.stdout.write(json.dumps(numbers) + "\n")  # `print` puts the prefix before it
     sys.stdout.flush()
@@ -22,35 +23,33 @@ Print = Callable[..., None]
 
 
 def rank_prefix(rank: int, device: str) -> str:
-    """The prefix of a rank on `device` (`cpu`, `cuda:1`)."""
+    """Return the prefix of a rank on `device` (`cpu`, `cuda:1`)."""
     kind, _, index = device.partition(":")
     return f"[RANK{rank}:CPU]" if kind == "cpu" else f"[RANK{rank}:GPU{index or 0}]"
 
 
 def prefixed_print(prefix: str, original: Print) -> Print:
-    """`original` (a `print`) with `prefix` before each line that goes to the screen.
+    """Return `original` (a `print`) with `prefix` before each line that goes to the screen.
 
     `sep`, `end`, `file`, `flush` and any object keep their meaning. A line printed in pieces (`end=""`) gets one
     prefix. What is printed into any other file than stdout and stderr passes through unchanged.
     """
-    at_line_start = {"stdout": True, "stderr": True}
+    at_line_start: dict[int, bool] = {}
 
     def print_with_prefix(*objects: object, sep: str | None = None, end: str | None = None,
                           file: object = None, flush: bool = False) -> None:  # fmt: skip
         target = sys.stdout if file is None else file
-        stream = {id(sys.stdout): "stdout", id(sys.stderr): "stderr"}.get(id(target))
-        if stream is None or target is None:
+        if target is None or target not in (sys.stdout, sys.stderr):
             original(*objects, sep=sep, end=end, file=file, flush=flush)
             return
         plain = io.StringIO()
         original(*objects, sep=sep, end=end, file=plain)
-        lines = without_secrets(plain.getvalue()).splitlines(keepends=True)
-        marked = [f"{prefix} {line}" for line in lines]
-        if lines and not at_line_start[stream]:
-            marked[0] = lines[0]
+        lines = textwrap.indent(without_secrets(plain.getvalue()), f"{prefix} ", lambda line: True)
+        if not at_line_start.get(id(target), True):
+            lines = lines.removeprefix(f"{prefix} ")
         if lines:
-            at_line_start[stream] = lines[-1].endswith("\n")
-        original("".join(marked), end="", file=target, flush=flush)
+            at_line_start[id(target)] = lines.endswith("\n")
+        original(lines, end="", file=target, flush=flush)
 
     return print_with_prefix
 

@@ -1,21 +1,24 @@
-"""Files of ranks that may stand on machines with a disk each, or share one: who writes, and how all get the same."""
+"""Files of ranks that may run on machines with a disk each, or share one: who writes, and how all get the same."""
 
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from uuid import uuid4
 
-import torch
-import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object, wait_for_everyone
+from filelock import FileLock, Timeout
 
+from common.base.errors import BadInputError
+from common.base.run_config import LAST
+from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, load_record
+from common.runtime.watch import BEATS
 from common.runtime.world import Rank
 
-SENT_BYTES = 64 * 2**20
-"""Of a file, at once."""
+SENT_BYTES = 64 * 2**20  # of a file, at once
 
 
 def first_on_disk(folder: Path, rank: Rank) -> bool:
-    """Whether this rank is the first of those that see the same `folder`; it makes it. Called on every rank."""
+    """Make `folder`, and return whether this rank is the first of those that see the same one; call it on all ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / f".rank-{rank.rank}-{uuid4().hex}"
     mark.touch()
@@ -27,7 +30,7 @@ def first_on_disk(folder: Path, rank: Rank) -> bool:
 
 
 def broadcast_folder(folder: Path, source: int, lacks: bool, rank: Rank) -> None:
-    """The files of a folder of rank `source`, written by each rank that `lacks` them. Called on every rank."""
+    """Send the files of rank `source`'s folder to each rank that `lacks` them; call it on all ranks."""
     if not any(gather_object([lacks])):
         return
     is_source = rank.rank == source
@@ -35,17 +38,82 @@ def broadcast_folder(folder: Path, source: int, lacks: bool, rank: Rank) -> None
     if lacks:
         folder.mkdir(parents=True, exist_ok=True)
     for name, size in broadcast_object_list([found], source)[0]:
-        _send_file(folder / name, size, is_source, source, lacks, rank)
+        mode = "wb" if lacks else "rb"
+        with (folder / name).open(mode) if lacks or is_source else nullcontext() as file:
+            for _ in range(0, size, SENT_BYTES):
+                (part,) = broadcast_object_list([file.read(SENT_BYTES) if is_source else None], source)
+                if lacks:
+                    file.write(part)
     wait_for_everyone()
 
 
-def _send_file(path: Path, size: int, is_source: bool, source: int, lacks: bool, rank: Rank) -> None:
-    with path.open("wb" if lacks else "rb") if lacks or is_source else nullcontext() as file:
-        for start in range(0, size, SENT_BYTES):
-            part = torch.empty(min(SENT_BYTES, size - start), dtype=torch.uint8)
-            if is_source:
-                file.readinto(part.numpy())
-            part = part.to(rank.device)
-            dist.broadcast(part, source)
-            if lacks:
-                file.write(part.cpu().numpy())
+class ResultsFolder:
+    """A run's results folder, which one run owns at a time; every rank of the run makes one.
+
+    An earlier run of the same name moves to `<run name>.previous`, replacing what was there, unless it did not
+    complete: then what was there stays, and the unfinished run moves to `<run name>.unfinished` if it has checkpoints,
+    and is removed if it has none.
+
+    Attributes:
+        path: The folder.
+        writes: Whether this rank writes what all ranks have: one does on each disk.
+    """
+
+    def __init__(self, path: Path, rank: Rank, is_resumed: bool) -> None:
+        """Take and make the folder; a resumed run keeps what its last start left there.
+
+        Raises:
+            BadInputError: If another run owns it; on every rank.
+        """
+        self.path, self.writes = path, first_on_disk(path.parent, rank)
+        # a lock of the system's, which goes with its process
+        self.lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
+        self._own()
+        if self.writes:
+            if path.exists() and not is_resumed:
+                _make_way(path)
+            path.mkdir(exist_ok=is_resumed)
+            (path / RECORD_NAME).unlink(missing_ok=True)
+            shutil.rmtree(path / BEATS, ignore_errors=True)  # of ranks that are gone
+        wait_for_everyone()
+
+    def _own(self) -> None:
+        taken = False
+        if self.writes:
+            try:
+                self.lock.acquire()
+            except Timeout:
+                taken = True
+        if any(gather_object([taken])):
+            raise BadInputError(
+                f"Another run is writing to the results folder {self.path.name}: wait for it, end it, or pass "
+                "another --run_name."
+            )
+
+    def release(self) -> None:
+        """Let another run own the folder."""
+        self.lock.release(force=True)
+
+
+def _make_way(folder: Path) -> None:
+    """Move an earlier run aside; a failed one does not push out a completed one."""
+    aside = folder.with_name(folder.name + PREVIOUS)
+    if aside.exists() and not _completed(folder):
+        checkpoints = sorted(path.name for path in folder.glob("checkpoints/checkpoint-*"))
+        if not checkpoints:
+            shutil.rmtree(folder)
+            return
+        aside = folder.with_name(folder.name + UNFINISHED)
+        print(
+            f"an unfinished run of this name ({', '.join(checkpoints)}) is kept as {aside.name}; with "
+            f"--resume_from_checkpoint {LAST} this run would have resumed it"
+        )
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+
+
+def _completed(folder: Path) -> bool:
+    try:
+        return load_record(folder / RECORD_NAME)["status"] == "completed"
+    except BadInputError:
+        return False

@@ -6,23 +6,26 @@ and settings: what differs is refused with names, on every machine.
 """
 
 import json
+import operator
 import os
 import platform
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from importlib.metadata import version
-from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from multiprocessing import TimeoutError as NoResultError
+from multiprocessing.pool import ThreadPool
+from typing import TypeVar
 from uuid import uuid4
 
 import psutil
+import torch.distributed as dist
+from tenacity import RetryCallState, Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from common.base.command_line import ended_by_one_sentence
 from common.base.errors import BadInputError, LeftBehindError, is_of_the_network, said_by
@@ -30,65 +33,69 @@ from common.base.run_config import RunConfig
 from common.runtime.rendezvous import Meeting
 from common.runtime.world import BACKENDS
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 Result = TypeVar("Result")
 
 POLL_S = 0.1
-LEAVE_S = 5.0
-"""How long the first member, who may hold the store, waits until the others have read what they need."""
-NAMED_S = 3.0
-"""By how much gradients are waited for longer than a step may take: whoever sees the other ranks names who hangs."""
-STORE_TIMEOUT_S = 60.0
-"""How long an answer of the store may take: as long as a link may be away."""
+LEAVE_S = 5.0  # how long the first member, who may hold the store, waits until the others have read what they need
+NAMED_S = 3.0  # longer than a step may take: before gradients time out, the watch names the rank that hangs
+STORE_TIMEOUT = timedelta(seconds=60)  # how long an answer of the store may take: as long as a link may be away
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
-OWN_SETTINGS = ("model", "data", "resume_from_checkpoint", "results_root")
-"""Fields of a run that may differ from machine to machine: its places."""
+OWN_SETTINGS = (
+    "model",
+    "data",
+    "resume_from_checkpoint",
+    "results_root",
+)  # paths, which may differ from machine to machine
 LOST_MEMBER_EXIT_CODE = 3
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a member says of itself; all but rank and host must be the same everywhere."""
+    """What a member says of itself; all but rank and host must be the same everywhere.
+
+    Attributes:
+        rows: Training rows of the whole data, before they are divided.
+        data: A digest of the rows.
+        versions: Of Python and the packages that compute.
+        settings: The run's, except for its paths.
+    """
 
     rank: int
     host: str
     rows: int
-    """Training rows of the whole data, before they are divided."""
     data: str
-    """A digest of the rows."""
     versions: Mapping[str, str]
-    """Of the packages that compute."""
     settings: Mapping[str, object]
-    """The run's, but for its places."""
 
     def __str__(self) -> str:
-        """For a sentence."""
+        """Name it in a sentence."""
         return f"rank {self.rank} ({self.host})"
 
 
 @dataclass(frozen=True)
 class World:
-    """The members that came, in the order of their ranks."""
+    """The members that came, in the order of their ranks.
+
+    Attributes:
+        start: Which start of this world it is, from 1: a launcher restarts the members when one was lost or has come.
+        first_size: How many members there were at the first start.
+    """
 
     members: tuple[Member, ...]
     start: int
-    """Which start of this world it is, from 1: a launcher starts the members again when one was lost or has come."""
     first_size: int
-    """How many members there were at the first start."""
 
     def goes_on_with(self, run: RunConfig) -> RunConfig:
-        """The run; at a later start its rows are divided as at the first, so that fewer members take the same steps."""
+        """Return the run; a later start divides the rows as the first did, so that fewer members take equal steps."""
         return run if self.start == 1 else replace(run, partitions=run.partitions or self.first_size)
 
 
 class LostMemberError(Exception):
-    """Another member went, or did not answer in time."""
+    """Raised when another member ends, or does not answer in time."""
 
 
 def member_of(meeting: Meeting, run: RunConfig, rows: Sequence[Mapping[str, object]]) -> Member:
-    """What this process says of itself; `rows` are the training rows that it has read."""
+    """Return what this process says of itself; `rows` are the training rows that it has read."""
     return Member(
         rank=meeting.rank,
         host=socket.gethostname(),
@@ -101,17 +108,15 @@ def member_of(meeting: Meeting, run: RunConfig, rows: Sequence[Mapping[str, obje
 
 @contextmanager
 def world_joined(meeting: Meeting, run: RunConfig, member: Member, timeout_s: float) -> Iterator[World]:
-    """The members' process group from its start on, after a roll call; whoever starts a rank then finds it there.
+    """Join the members' process group after a roll call; whoever starts a rank in the block finds it there.
 
     Raises:
-        BadInputError: nobody is reached within `timeout_s`, someone is missing, or members differ.
-        LostMemberError: a member goes, or does not answer within the run's `step_timeout_s`, while they work.
+        BadInputError: If nobody is reached within `timeout_s`, someone is missing, or members differ.
+        LostMemberError: If a member ends, or does not answer within the run's `step_timeout_s`, while they work.
     """
-    import torch.distributed as dist
-
     print(meeting)
     deadline_s = time.monotonic() + timeout_s
-    server = None if meeting.has_store or meeting.rank else open_store(meeting)
+    _server = None if meeting.has_store or meeting.rank else open_store(meeting)  # it lives as long as the world
     store = connect(meeting, timeout_s, deadline_s)
     use_interface_to(meeting)
     call, world = roll_call(store, member, meeting, deadline_s)
@@ -136,12 +141,10 @@ def world_joined(meeting: Meeting, run: RunConfig, member: Member, timeout_s: fl
             f"({said_by(error)}): start all again, with --resume_from_checkpoint and the newest checkpoint of this run's results, "
             "or by torchrun with --max_restarts, which resumes by itself."
         ) from None
-    finally:
-        del server  # it lives as long as the world
 
 
 def run_as_member(work: Callable[[], object]) -> None:
-    """Run `work`; it ends as any run does, and where a member is lost in one sentence and exit code 3."""
+    """Run `work`; it ends as any run does, and if a member is lost in one sentence and exit code 3."""
     try:
         with ended_by_one_sentence():
             work()
@@ -151,98 +154,91 @@ def run_as_member(work: Callable[[], object]) -> None:
 
 
 def in_time(work: Callable[[], Result], within_s: float) -> Result:
-    """What `work` returns, or raises: torch's store may wait without end for somebody who fell silent.
+    """Return what `work` returns, or raise what it raises: torch's store may wait without end for a silent peer.
 
     Raises:
-        LeftBehindError: it does neither within so many seconds.
+        LeftBehindError: If it does neither within so many seconds.
     """
-    future: Future[Result] = Future()
-
-    def run() -> None:
+    with ThreadPool(1) as pool:  # of a daemon thread, which keeps nobody from ending
         try:
-            future.set_result(work())
-        except BaseException as error:  # to be raised where it is waited for
-            future.set_exception(error)
+            return pool.apply_async(work).get(within_s)
+        except NoResultError:
+            raise LeftBehindError(f"no answer within {within_s:.0f} s") from None
 
-    Thread(target=run, daemon=True).start()
-    if not wait([future], within_s).done:
-        raise LeftBehindError(f"no answer within {within_s:.0f} s")
-    return future.result()
+
+def _poll(ask: Callable[[], Result], until_s: float) -> Result:
+    """Ask until there is an answer, or `time.monotonic` reaches `until_s`; return the last answer."""
+
+    def last_answer(state: RetryCallState) -> Result:
+        return state.outcome.result()
+
+    return Retrying(
+        retry=retry_if_result(operator.not_), wait=wait_fixed(POLL_S),
+        stop=stop_after_delay(until_s - time.monotonic()), retry_error_callback=last_answer,
+    )(ask)  # fmt: skip
 
 
 # -- the way there
 
 
-def open_store(meeting: Meeting) -> "Store":
-    """The members' common store, in the first member's process.
+def open_store(meeting: Meeting) -> dist.Store:
+    """Open the members' common store, in the first member's process.
 
     Raises:
-        BadInputError: its port is taken.
+        BadInputError: If its port is taken.
     """
-    from torch.distributed import TCPStore
-
-    with closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", meeting.port))
-        except OSError as error:
-            raise BadInputError(
-                f"Rank 0 cannot listen on port {meeting.port} ({error.strerror}): `ss -ltnp` says who does; end it, or "
-                "pass another port to all machines."
-            ) from None
-    patience = timedelta(seconds=STORE_TIMEOUT_S)
-    return TCPStore("localhost", meeting.port, meeting.world_size, True, patience, wait_for_workers=False)
+    try:
+        socket.create_server(("", meeting.port)).close()  # torch's store would tell of it at length
+    except OSError as error:
+        raise BadInputError(
+            f"Rank 0 cannot listen on port {meeting.port} ({os.strerror(error.errno)}): `ss -ltnp` says who does; end "
+            "it, or pass another port to all machines."
+        ) from None
+    return _store_at("localhost", meeting, is_server=True)
 
 
-def connect(meeting: Meeting, timeout_s: float, deadline_s: float) -> "Store":
-    """The members' common store, reached at the meeting's address; the first member finds out whether it is its own.
-
-    torch's store tells at length of every vain try, so the way is tried out before.
+def connect(meeting: Meeting, timeout_s: float, deadline_s: float) -> dist.Store:
+    """Return the members' common store, reached at the meeting's address, by the first member, too.
 
     Raises:
-        BadInputError: nobody answers as the store would, until the clock of `time.monotonic` says `deadline_s`.
+        BadInputError: If nobody answers as the store would until the clock of `time.monotonic` says `deadline_s`.
     """
-    reason = _nobody_listens(meeting, deadline_s)
-    if not reason:
-        try:
-            return in_time(lambda: _reach_store(meeting), max(1.0, deadline_s - time.monotonic()))
-        except (LeftBehindError, RuntimeError) as error:
-            reason = f"who listens there is not the first member: {said_by(error)}"
+    reasons = ["no answer"]
+    try:
+        if _poll(lambda: _knock(meeting, deadline_s, reasons), deadline_s):
+            left_s = max(1.0, deadline_s - time.monotonic())
+            return in_time(lambda: _store_at(meeting.address, meeting, is_server=False), left_s)
+    except (LeftBehindError, RuntimeError) as error:
+        reasons.append(f"who listens there is not the first member: {said_by(error)}")
     own = "; `ip -brief address` lists this machine's own" if meeting.rank == 0 else ""
     place = f"{meeting.address}:{meeting.port}"
     raise BadInputError(
         f"Rank {meeting.rank} of {meeting.world_size} did not reach the first machine at {place} ({meeting.source}) "
-        f"within {timeout_s:g} s ({reason}): start rank 0 there, mend the address, or open the port in its firewall "
-        f"(`nc -zv {meeting.address} {meeting.port}` tries it){own}."
+        f"within {timeout_s:g} s ({reasons[-1]}): start rank 0 there, mend the address, or open the port in its "
+        f"firewall (`nc -zv {meeting.address} {meeting.port}` tries it){own}."
     )
 
 
-def _nobody_listens(meeting: Meeting, deadline_s: float) -> str:
-    """Why nobody can be reached until then; empty when somebody is."""
-    reason = "no answer"
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            socket.create_connection((meeting.address, meeting.port), timeout=left_s).close()
-        except OSError as error:
-            reason = error.strerror or reason  # a time-out of our own has none
-        else:
-            return ""
-        time.sleep(POLL_S)
-    return reason
+def _knock(meeting: Meeting, deadline_s: float, reasons: list[str]) -> bool:
+    """Return whether somebody listens at the meeting's address: torch's store reports each failed attempt at length."""
+    try:
+        left_s = max(POLL_S, deadline_s - time.monotonic())
+        socket.create_connection((meeting.address, meeting.port), timeout=left_s).close()
+    except OSError as error:
+        reasons.append(error.strerror or reasons[-1])  # a time-out of our own has no reason
+        return False
+    return True
 
 
-def _reach_store(meeting: Meeting) -> "Store":
-    from torch.distributed import TCPStore
-
-    patience = timedelta(seconds=STORE_TIMEOUT_S)
-    return TCPStore(meeting.address, meeting.port, meeting.world_size, False, patience, wait_for_workers=False)
+def _store_at(host: str, meeting: Meeting, is_server: bool) -> dist.Store:
+    return dist.TCPStore(host, meeting.port, meeting.world_size, is_server, STORE_TIMEOUT, wait_for_workers=False)
 
 
 def use_interface_to(meeting: Meeting) -> None:
-    """Have gloo and NCCL use the network interface by which the master is reached: gloo would take the host name's."""
+    """Let gloo and NCCL use the network interface by which the master is reached: gloo would take the host name's."""
     variables = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
     family, *_, place = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_DGRAM)[0]
-    with closing(socket.socket(family, socket.SOCK_DGRAM)) as way:
+    with socket.socket(family, socket.SOCK_DGRAM) as way:
         way.connect(place)  # sends nothing, but chooses the way
         own = way.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
@@ -254,16 +250,21 @@ def use_interface_to(meeting: Meeting) -> None:
 # -- the roll call
 
 
-def roll_call(store: "Store", member: Member, meeting: Meeting, deadline_s: float) -> "tuple[Store, World]":
-    """Everyone who is there, and a part of the store for this start alone; each arrival is said.
+def roll_call(store: dist.Store, member: Member, meeting: Meeting, deadline_s: float) -> tuple[dist.Store, World]:
+    """Return everyone who is there, and a part of the store for this start alone; each arrival is said.
 
     Raises:
-        BadInputError: someone is missing at `deadline_s` (of `time.monotonic`), has this member's rank, or differs.
+        BadInputError: If someone is missing at `deadline_s` (of `time.monotonic`), has this member's rank, or differs.
     """
-    ask = _call if member.rank == 0 else _answer
-    within_s = deadline_s - time.monotonic() + 2 * LEAVE_S
+
+    def take_part() -> tuple[dist.Store, World]:
+        if not meeting.has_store and store.add(f"times/{member.rank}", 1) > 1:  # a launcher gives each its own
+            raise BadInputError(f"Two machines have one rank: {member} came second; give each its own --machine_rank.")
+        arrivals = _Arrivals(meeting.world_size)
+        return (_call if member.rank == 0 else _answer)(store, member, arrivals, deadline_s)
+
     try:
-        call, world = in_time(lambda: ask(store, member, meeting, deadline_s), within_s)
+        call, world = in_time(take_part, deadline_s - time.monotonic() + 2 * LEAVE_S)
     except (LeftBehindError, RuntimeError) as error:  # a connection that is gone has no class of its own
         raise BadInputError(
             f"The first machine went away or fell silent while {member} waited for the others ({said_by(error)}): its "
@@ -278,7 +279,7 @@ def check_all_came(ranks: Sequence[int], world_size: int) -> None:
     """Refuse a world that is not complete.
 
     Raises:
-        BadInputError: with the ranks that are missing.
+        BadInputError: With the ranks that are missing.
     """
     missing = sorted(set(range(world_size)) - set(ranks))
     if missing:
@@ -288,88 +289,76 @@ def check_all_came(ranks: Sequence[int], world_size: int) -> None:
         )
 
 
-def _take_rank(store: "Store", member: Member, meeting: Meeting) -> None:
-    if not meeting.has_store and store.add(f"times/{member.rank}", 1) > 1:  # a launcher gives each its own
-        raise BadInputError(f"Two machines have one rank: {member} came second; give each its own --machine_rank.")
+class _Arrivals:
+    """The ranks that have come to a call, printed as they come."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self.start_s = world_size, time.monotonic()
+        self.ranks: list[int] = []
+
+    def look(self, call: dist.Store) -> bool:
+        """Return whether all are there now."""
+        ranks = [rank for rank in range(self.world_size) if call.check([f"member/{rank}"])]
+        if len(ranks) > len(self.ranks):
+            print(f"{len(ranks)}/{self.world_size} members after {time.monotonic() - self.start_s:.1f} s")
+        self.ranks = ranks
+        return len(ranks) == self.world_size
 
 
-def _call(store: "Store", member: Member, meeting: Meeting, deadline_s: float) -> "tuple[Store, World]":
-    """The first member's part: it calls, and says in the end who was there."""
-    _take_rank(store, member, meeting)
-    world_size = meeting.world_size
+def _call(store: dist.Store, member: Member, arrivals: _Arrivals, deadline_s: float) -> tuple[dist.Store, World]:
+    """Call the others, as the first member, and tell them in the end who was there."""
     own = uuid4().hex  # a launcher's store still has what was said at an earlier start
-    call, arrivals = _part_of(store, own), _Arrivals(world_size)
-    _announce(call, member, own)
+    call = _announced(store, own, member, own)
     store.set("call", own)
-    while len(arrivals.look(call)) < world_size and time.monotonic() < deadline_s:
-        time.sleep(POLL_S)
+    _poll(lambda: arrivals.look(call), deadline_s)
     said = [json.loads(call.get(f"member/{rank}")) for rank in arrivals.ranks]
-    start, first_size = store.add("starts", 1), int(store.compare_set("first_size", "", str(world_size)))
-    call.set("there", json.dumps({"start": start, "first_size": first_size, "said": said}))
-    leave_s = time.monotonic() + LEAVE_S
-    while time.monotonic() < leave_s and not call.check([f"seen/{rank}" for rank in arrivals.ranks if rank]):
-        time.sleep(POLL_S)
-    return call, _world_of(start, first_size, said)
+    first_size = int(store.compare_set("first_size", "", str(arrivals.world_size)))
+    there = {"start": store.add("starts", 1), "first_size": first_size, "said": said}
+    call.set("there", json.dumps(there))
+    _poll(lambda: call.check([f"seen/{rank}" for rank in arrivals.ranks if rank]), time.monotonic() + LEAVE_S)
+    return call, _world_of(**there)
 
 
-def _answer(store: "Store", member: Member, meeting: Meeting, deadline_s: float) -> "tuple[Store, World]":
-    """The others' part: they answer the newest call, until one has counted them."""
-    _take_rank(store, member, meeting)
-    own, arrivals = uuid4().hex, _Arrivals(meeting.world_size)
-    while time.monotonic() < deadline_s + LEAVE_S:  # the first member counts to its own deadline
-        if store.check(["call"]):
-            call = _part_of(store, store.get("call").decode())
-            _announce(call, member, own)
-            there = json.loads(call.get("there")) if call.check(["there"]) else None
-            if there is None:
-                arrivals.look(call)
-            elif own in {each["token"] for each in there["said"]}:  # else an earlier start's
-                call.set(f"seen/{member.rank}", "1")
-                world = _world_of(**there)
-                arrivals.say(len(world.members))
-                return call, world
-        time.sleep(POLL_S)
-    check_all_came(arrivals.ranks or [member.rank], meeting.world_size)
+def _answer(store: dist.Store, member: Member, arrivals: _Arrivals, deadline_s: float) -> tuple[dist.Store, World]:
+    """Answer the newest call, as one of the others, until the first member has counted this one."""
+    own = uuid4().hex
+
+    def counted() -> tuple[dist.Store, World] | None:
+        if not store.check(["call"]):
+            return None
+        call = _announced(store, store.get("call").decode(), member, own)
+        there = json.loads(call.get("there")) if call.check(["there"]) else None
+        if there and own not in {each["token"] for each in there["said"]}:  # an earlier start's
+            return None
+        arrivals.look(call)
+        if not there:
+            return None
+        call.set(f"seen/{member.rank}", "1")
+        return call, _world_of(**there)
+
+    found = _poll(counted, deadline_s + LEAVE_S)  # the first member counts to its own deadline
+    if found:
+        return found
+    check_all_came(arrivals.ranks or [member.rank], arrivals.world_size)
     raise BadInputError(f"Rank 0 did not say who came, while {member} waited for it: its own output says why.")
 
 
-class _Arrivals:
-    """Who has come to a call, said as they come."""
-
-    def __init__(self, world_size: int) -> None:
-        """Nobody has come yet."""
-        self.world_size, self.start_s, self.said = world_size, time.monotonic(), 0
-        self.ranks: list[int] = []
-
-    def look(self, call: "Store") -> list[int]:
-        """The ranks that are there now."""
-        self.ranks = [rank for rank in range(self.world_size) if call.check([f"member/{rank}"])]
-        self.say(len(self.ranks))
-        return self.ranks
-
-    def say(self, count: int) -> None:
-        """One line, when they have become more."""
-        if count > self.said:
-            self.said = count
-            print(f"{count}/{self.world_size} members after {time.monotonic() - self.start_s:.1f} s")
-
-
-def _part_of(store: "Store", call: str) -> "Store":
-    from torch.distributed import PrefixStore
-
-    return PrefixStore(f"call/{call}", store)
-
-
-def _announce(call: "Store", member: Member, token: str) -> None:
-    call.set(f"member/{member.rank}", json.dumps({"token": token, "member": asdict(member)}))
+def _announced(store: dist.Store, call: str, member: Member, token: str) -> dist.Store:
+    """Return a call's part of the store, in which this member has announced itself."""
+    part = dist.PrefixStore(f"call/{call}", store)
+    part.set(f"member/{member.rank}", json.dumps({"token": token, "member": asdict(member)}))
+    return part
 
 
 def _world_of(start: int, first_size: int, said: list[dict[str, object]]) -> World:
     return World(tuple(Member(**each["member"]) for each in said), start, first_size)
 
 
-def leave(call: "Store", meeting: Meeting, timeout_s: float) -> None:
-    """The first member, whose process may hold the store, leaves last: else the others would think it lost."""
+def leave(call: dist.Store, meeting: Meeting, timeout_s: float) -> None:
+    """Leave the world; the first member, whose process may hold the store, waits for the others.
+
+    Else they would think it lost.
+    """
     call.set(f"done/{meeting.rank}", "1")
     if meeting.rank == 0:
         call.wait([f"done/{rank}" for rank in range(meeting.world_size)], timedelta(seconds=timeout_s))
@@ -379,21 +368,20 @@ def check_members_agree(members: Sequence[Member]) -> None:
     """Refuse machines that would not train one model on one set of rows; everyone sees the same list.
 
     Raises:
-        BadInputError: with the names and both values.
+        BadInputError: With the names and both values.
     """
     first = members[0]
     for other in members[1:]:
         for what in ("versions", "settings", "rows", "data"):
-            mine, theirs = getattr(first, what), getattr(other, what)
+            mine, theirs = _different(getattr(first, what), getattr(other, what))
             if mine != theirs:
-                mine, theirs = _different(mine, theirs)
                 raise BadInputError(
                     f"Machines differ: {first} has {what} {mine}, but {other} has {theirs}; give all the same."
                 )
 
 
 def _different(mine: object, theirs: object) -> tuple[object, object]:
-    """Of two dictionaries what differs."""
+    """Return of two dictionaries what differs, and other values as they are."""
     if not isinstance(mine, Mapping) or not isinstance(theirs, Mapping):
         return mine, theirs
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]

@@ -9,7 +9,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed, wait_for_everyone
+from transformers.utils.logging import disable_progress_bar
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.print_prefix import printing_with_prefix, rank_prefix
@@ -20,19 +26,15 @@ from common.runtime.faults import fault_at
 from common.runtime.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
 from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher, was_restarted
 
-if TYPE_CHECKING:
-    import torch
-
 TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
-LAST_WORKS_S = 0.2
-"""What a process group's threads have to let go of their last works; they need some thousandths of a second."""
+LAST_WORKS_S = 0.2  # for a process group's threads to let go of their last works; some milliseconds are needed
 
 
 def check_world(run: RunConfig) -> None:
     """Refuse a world of another size than the run asks for, before a process group is made.
 
     Raises:
-        BadInputError: with both sizes and the command that starts the right number.
+        BadInputError: With both sizes and the command that starts the right number.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != run.world_size:
@@ -50,13 +52,15 @@ def check_gpus(run: RunConfig) -> None:
     """Refuse a GPU that the catalogue does not know, and more GPUs than there are.
 
     Raises:
-        BadInputError: with the names known, or the number found and the command for that many.
+        BadInputError: With the names known, or the number found and the command for that many.
     """
     if run.gpu:
         find_gpu(run.gpu)
     if run.device == "cpu":
         return
-    found, needed = len(gpus()[1]), devices_here(run)
+    on_machines = 1 if run.loop == "machines" else run.devices  # where no launcher says how many are on this one
+    needed = run.devices if run.world_size == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", on_machines))
+    found = len(gpus()[1])
     if found == 0:
         raise BadInputError(
             f"This run asks for {needed} GPU(s), but none can be seen: `nvidia-smi` should list it; on a machine "
@@ -69,72 +73,87 @@ def check_gpus(run: RunConfig) -> None:
         raise BadInputError(f"precision is {run.precision}, which {gpu.name} does not compute: pass --precision fp32.")
 
 
-def devices_here(run: RunConfig) -> int:
-    """Devices of the run on this machine: all of them, or of several machines those that a launcher has named."""
-    if run.world_size == 1:
-        return run.devices
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1 if run.loop == "machines" else run.devices))
-
-
 def start_rank(run: RunConfig) -> Rank:
     """Join the world as this process's rank: one thread on CPU, its own device on GPUs.
 
     Raises:
-        BadInputError: the world has another size than the run asks for.
-        RunStoppedError: another rank did not start in time.
-        RuntimeError: the process group came up with another size, backend or type than asked for.
+        BadInputError: If the world has another size than the run asks for, or PyTorch cannot use the GPUs.
+        RunStoppedError: If another rank does not start in time.
+        RuntimeError: If the process group has another size, backend or type than the run asks for.
     """
     check_world(run)
     end_with_launcher()
     fault_at("start", 0)
     name_deepspeeds_device()
     leave_deepspeed_to_the_run(run)
-
-    import torch
-    from accelerate import PartialState
-    from accelerate.utils import set_seed
-    from transformers.utils.logging import disable_progress_bar
-
     on_cpu = run.device == "cpu"
-    if not on_cpu and torch.accelerator.current_accelerator() is None:
+    if on_cpu:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it does so itself
+    elif torch.accelerator.current_accelerator() is None:
         raise BadInputError(
             f"The driver lists {len(gpus()[1])} GPU(s), but PyTorch {torch.__version__} is built without CUDA: install "
             "the build for your driver (https://pytorch.org/get-started/locally)."
         )
+    state = _join_world(run) if run.world_size > 1 else PartialState(cpu=on_cpu)
     if on_cpu:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it does so itself
         torch.set_num_threads(1)  # a CPU "device" is one thread: then one rank against two is a fair comparison
-    if run.world_size > 1:
-        atexit.unregister(_let_groups_finish)
-        atexit.register(_let_groups_finish)
-        _wait_for_ranks(run)
-    if run.world_size > 1 and was_restarted() and not torch.distributed.is_initialized():
-        _join_anew(run)
-    group = {"backend": BACKENDS[run.device], "timeout": timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)}
-    state = PartialState(cpu=on_cpu, **(group if run.world_size > 1 else {}))
-    if run.world_size > 1:
-        seen = (state.num_processes, torch.distributed.get_backend(), state.distributed_type.value)
-        asked = (run.world_size, BACKENDS[run.device], DISTRIBUTED_TYPES[run.device])
-        if seen != asked:
-            raise RuntimeError(f"World size, backend and distributed type are {seen}, but {asked} were asked for.")
-    if on_cpu:
-        torch.set_num_threads(1)  # again: PartialState takes every core for a CPU world
         disable_progress_bar()  # weights of a CPU run load in a moment
     elif run.offload == "cpu":  # the optimizer works on the host, where torchrun gives a rank one thread
         torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     set_seed(run.seed)
     if not on_cpu and run.gpu and state.is_main_process and gpu_of_device(gpus()[1][0]) != find_gpu(run.gpu):
         print(f"note: this run folder was made for {run.gpu}; it runs on {gpus()[1][0]}")
+    own_devices = run.devices if run.parallelism.layers_in_turn else 1
     return Rank(
         rank=state.process_index,
         world_size=state.num_processes,
         device=device_name(run.device, state.local_process_index),
         launcher=detect_launcher(),
-        further_devices=tuple(device_name(run.device, number) for number in range(1, run.devices))
-        if run.parallelism.layers_in_turn
-        else (),
+        further_devices=tuple(device_name(run.device, number) for number in range(1, own_devices)),
         is_process=detect_launcher() != "notebook",
     )
+
+
+def _join_world(run: RunConfig) -> PartialState:
+    """Make the process group with the other ranks, and check it."""
+    atexit.unregister(_let_groups_finish)
+    atexit.register(_let_groups_finish)
+    timeout = timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)
+    if not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        _meet_in_launchers_store(run, timeout)
+    state = PartialState(cpu=run.device == "cpu", backend=BACKENDS[run.device], timeout=timeout)
+    seen = (state.num_processes, dist.get_backend(), state.distributed_type.value)
+    asked = (run.world_size, BACKENDS[run.device], DISTRIBUTED_TYPES[run.device])
+    if seen != asked:
+        raise RuntimeError(f"World size, backend and distributed type are {seen}, but {asked} were asked for.")
+    return state
+
+
+def _meet_in_launchers_store(run: RunConfig, timeout: timedelta) -> None:
+    """Wait until every rank is there, where torchrun, or a launcher built on it, started them.
+
+    Its store keeps what ranks say to the end, so that each start of the ranks has a part of its own. Ranks that were
+    started again also make their process group there: gloo would look for the addresses of the ranks before.
+
+    Raises:
+        RunStoppedError: With the ranks that did not come.
+    """
+    launchers_store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", launchers_store)
+    rank, here = int(os.environ["RANK"]), [f"rank{number}" for number in range(run.world_size)]
+    store.set(here[rank], "is there")
+    try:
+        store.wait(here, timedelta(seconds=run.start_timeout_s))
+    except dist.DistStoreError:
+        missing = ", ".join(str(number) for number, name in enumerate(here) if not store.check([name]))
+        raise RunStoppedError(
+            f"Rank {missing} did not start within {run.start_timeout_s:g} s (start_timeout_s): its output says why; "
+            "where importing takes longer, pass a longer --start_timeout_s."
+        ) from None
+    if was_restarted():
+        dist.init_process_group(
+            BACKENDS[run.device], store=store, rank=rank, world_size=run.world_size, timeout=timeout
+        )
 
 
 def _let_groups_finish() -> None:
@@ -149,58 +168,12 @@ def _let_groups_finish() -> None:
 
 
 def threads_per_rank(ranks_here: int) -> int:
-    """This machine's threads, divided among its ranks."""
+    """Return how many of this machine's threads each of its ranks gets."""
     return max(1, (os.cpu_count() or 1) // ranks_here)
 
 
-def _store_of_this_start() -> "torch.distributed.Store":
-    """Of torchrun's store a part of its own for each start of the ranks: it keeps what they say to the end."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _wait_for_ranks(run: RunConfig) -> None:
-    """Wait until every rank is there, where torchrun, or what is built on it, started them.
-
-    Raises:
-        RunStoppedError: with those that did not come.
-    """
-    from torch.distributed import DistStoreError, is_initialized
-
-    if is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    store, here = _store_of_this_start(), [f"rank{number}" for number in range(run.world_size)]
-    store.set(here[int(os.environ["RANK"])], "is there")
-    try:
-        store.wait(here, timedelta(seconds=run.start_timeout_s))
-    except DistStoreError:
-        missing = ", ".join(str(number) for number, name in enumerate(here) if not store.check([name]))
-        raise RunStoppedError(
-            f"Rank {missing} did not start within {run.start_timeout_s:g} s (start_timeout_s): its output says why; "
-            "where importing takes longer, pass a longer --start_timeout_s."
-        ) from None
-
-
-def _join_anew(run: RunConfig) -> None:
-    """Join a world of ranks that were started again.
-
-    Torchrun's store still has the addresses of the ranks before, and gloo would look for those.
-    """
-    from torch.distributed import init_process_group
-
-    init_process_group(
-        BACKENDS[run.device],
-        store=_store_of_this_start(),
-        rank=int(os.environ["RANK"]),
-        world_size=run.world_size,
-        timeout=timedelta(seconds=SLOW_FACTOR * run.step_timeout_s),
-    )
-
-
 def end_with_launcher() -> None:
-    """Have this rank end with its launcher, however that is killed, and leave a record where it is told to end."""
+    """Let this rank end with its launcher, however that is killed, and leave a record where it is told to end."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     die_with_parent()
@@ -211,50 +184,38 @@ def end_with_launcher() -> None:
 
 
 def accelerate_shards() -> bool:
-    """Whether `accelerate launch` was given a file with FSDP: then Accelerate divides the model (on GPUs alone)."""
+    """Return whether `accelerate launch` was given a file with FSDP: then Accelerate shards the model, on GPUs."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and bool(gpus()[1])
 
 
 def leave_deepspeed_to_the_run(run: RunConfig) -> None:
-    """Have Accelerate make no engine of DeepSpeed, as its file asks: with ZeRO the run makes it, as with torchrun."""
+    """Keep Accelerate from making DeepSpeed's engine, as its file asks: with ZeRO the run makes it itself."""
     if run.parallelism.uses_deepspeed:
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
 def name_deepspeeds_device() -> None:
-    """Where no GPU can be seen: Accelerate imports DeepSpeed wherever it is installed, and it would look, and warn."""
+    """Tell DeepSpeed that there is no GPU: Accelerate imports it wherever it is installed, and it would warn."""
     if not gpus()[1]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def end_rank() -> None:
     """Leave the world: end the process group and forget Accelerate's state, so that another run can follow."""
-    import torch
-    from accelerate.state import AcceleratorState
-
     # DeepSpeed, where it took part, must forget the groups, too: else the next run in this process would get old ones
-    deepspeed = sys.modules.get("deepspeed.comm")
-    if deepspeed and deepspeed.is_initialized():
-        deepspeed.destroy_process_group()
-    elif torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    for groups in (sys.modules.get("deepspeed.comm", dist), dist):
+        if groups.is_initialized():
+            groups.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def _wait_for_the_others() -> None:
-    """Leave together: a rank that is still sending when another has closed its connections may hang."""
-    from accelerate.utils import wait_for_everyone
-
-    wait_for_everyone()
 
 
 @contextmanager
 def rank_started(run: RunConfig) -> Iterator[Rank]:
-    """A rank from its start to its end, with its prefix before every printed line."""
+    """Start a rank for the block's work, with its prefix before every printed line, and end it afterwards."""
     rank = start_rank(run)
     try:
         with printing_with_prefix(rank_prefix(rank.rank, rank.device)):
             yield rank
-        _wait_for_the_others()
+        wait_for_everyone()  # leave together: a rank that still sends to one that has gone may hang
     finally:
         end_rank()

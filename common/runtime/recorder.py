@@ -1,109 +1,67 @@
 """Collect what a run measures, and write its record, also when a phase fails."""
 
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
+from accelerate.utils import gather_object
 
-from common.base.errors import (
-    BadInputError,
-    RunStoppedError,
-    is_full_disk,
-    is_of_the_network,
-    said_by,
-    status_of,
-    told_later,
-)
+from common.base.errors import RunStoppedError, is_full_disk, is_of_the_network, said_by, status_of, told_later
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.hardware import devices
-from common.runtime.disks import first_on_disk
-from common.runtime.watch import BEATS, Watch, reached
-from common.runtime.world import Rank, was_restarted
-
-if TYPE_CHECKING:
-    from common.planning.plans import Plan
+from common.planning.memory_plan import DeviceMemory
+from common.planning.plans import Plan
 from common.records.store import (
     PLAN_TOLERANCE,
-    PREVIOUS,
     RECORD_NAME,
     SCHEMA_VERSION,
-    UNFINISHED,
     Record,
     default_run_name,
     environment,
-    load_record,
     settings_without_paths,
     write_json,
 )
+from common.runtime.disks import ResultsFolder
+from common.runtime.watch import Watch, reached
+from common.runtime.world import Rank, was_restarted
 
 
 class RunLog:
-    """Collects what a run measures, and writes its record: also when a phase fails.
+    """Collect what a run measures, and write its record, also when a phase fails.
 
-    Made on every rank of a run; making it gives the run an empty results folder. An earlier run of the same name moves
-    to `<run name>.previous`, replacing what was there, unless it did not complete: then what was there stays, and with
-    checkpoints it moves to `<run name>.unfinished`, without it goes. A phase left by an exception writes a record with
-    status `oom`, `interrupted` or `failed`.
+    Every rank of a run makes one, which gives the run its results folder (`ResultsFolder`) and starts the watch over
+    its ranks (`Watch`). A phase left by an exception writes a record with status `oom`, `interrupted` or `failed`.
+
+    Attributes:
+        run_name, folder: The run's name, and its results folder.
+        goes_on: Whether this start resumes what an earlier one left in the results folder.
+        writes: Whether this rank writes what all ranks have: one does on each disk.
+        phases_s: Seconds of each phase so far.
+        plan: What training was planned to take, once it starts.
+        data: Rows and tokens that were read, once they are counted.
+        step: How many optimizer steps were taken, once there is a trainer.
     """
 
     def __init__(self, run: RunConfig, rank: Rank, goes_on: bool = False) -> None:
-        """Make the results folder, once for all ranks that share a disk; `goes_on`: with what the last start left."""
-        from accelerate.utils import wait_for_everyone
-
+        """Take the results folder; with `goes_on`, or where `run` resumes, with what the last start left there."""
         self.run, self.rank = run, rank
+        self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.goes_on = goes_on or run.resume_from_checkpoint == LAST or was_restarted()
-        """Whether this start resumes what an earlier one left in the results folder."""
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
-        self.folder = run.results_folder(self.run_name)
+        self.results = ResultsFolder(run.results_folder(self.run_name), rank, self.goes_on)
+        self.folder, self.writes = self.results.path, self.results.writes
+        self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}
         self.plan: Plan | None = None
         self.data: dict[str, int] | None = None
-        """What was read, once it is in tokens."""
-        self.peaks_before_gib: dict[str, float] = {}
-        self.training_peaks_gib: dict[str, float] = {}
-        self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.writes = first_on_disk(self.folder.parent, rank)
-        """Whether this rank is the one that writes what all ranks have."""
-        self._own_folder()
-        if self.writes:
-            if self.folder.exists() and not self.goes_on:
-                _make_way(self.folder)
-            self.folder.mkdir(exist_ok=self.goes_on)
-            (self.folder / RECORD_NAME).unlink(missing_ok=True)
-            shutil.rmtree(self.folder / BEATS, ignore_errors=True)  # of ranks that are gone
-        wait_for_everyone()
         self.step: Callable[[], int] | None = None
-        """How many optimizer steps were taken, once there is a trainer."""
         self.watch = Watch(self.folder, rank, run.step_timeout_s, self._hangs) if rank.is_process else None
-
-    def _own_folder(self) -> None:
-        """Take the results folder, which has one owner at a time; a lock of the system's goes with its process.
-
-        Raises:
-            BadInputError: another run has it; on every rank.
-        """
-        from accelerate.utils import gather_object
-
-        taken = False
-        if self.writes:
-            self.lock = FileLock(self.folder.with_name(f".{self.run_name}.lock"), timeout=0, is_singleton=True)
-            try:
-                self.lock.acquire()
-            except Timeout:
-                taken = True
-        if any(gather_object([taken])):
-            raise BadInputError(
-                f"Another run is writing to the results folder {self.folder.name}: wait for it, end it, or pass "
-                "another --run_name."
-            )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -117,7 +75,7 @@ class RunLog:
         except BaseException as error:  # an interrupt is a way to end, too
             with told_later():
                 hide_secrets(error)
-                self.failed(error, name)
+                self._failed(error, name)
             if status_of(error) == "oom":
                 raise RunStoppedError(self._out_of_memory(name)) from error
             if is_full_disk(error) and not isinstance(error, RunStoppedError):  # that has said it already
@@ -130,23 +88,20 @@ class RunLog:
         if self.rank.is_main:
             print(f"{name}: {self.phases_s[name]:.1f} s")
 
-    def failed(self, error: BaseException, phase: str) -> None:
+    def _failed(self, error: BaseException, phase: str) -> None:
         """Keep how this rank ended; what went wrong first stays, and is not covered by what followed from it."""
         if isinstance(error, GeneratorExit):  # a signal came while `phase` was entered or left, and Python closes it
             error = SystemExit("was told to end by a signal")
+        rank, is_lost_rank = self.rank.rank, is_of_the_network(error)
+        lost = f"another rank is gone, as rank {rank} saw ({said_by(error)}): its output says why"
         figures = {
             "failed_phase": phase,
-            "failed_rank": self.rank.rank,
+            "failed_rank": None if is_lost_rank else rank,
             "failed_step": self.step() if self.step else None,
-            "error": f"{type(error).__name__}: {error}",
+            "error": lost if is_lost_rank else f"{type(error).__name__}: {error}",
         }
-        if is_of_the_network(error):
-            figures |= {
-                "failed_rank": None,
-                "error": f"another rank is gone, as rank {self.rank.rank} saw ({said_by(error)}): its output says why",
-            }
         self.stop()
-        self._keep_failure(status_of(error), figures, follows=is_of_the_network(error) or isinstance(error, SystemExit))
+        self._keep_failure(status_of(error), figures, follows=is_lost_rank or isinstance(error, SystemExit))
 
     def _hangs(self, said: str) -> None:
         self._keep_failure("failed", {"failed_rank": self.rank.rank, "error": said}, follows=True)
@@ -160,14 +115,13 @@ class RunLog:
             print(f"WARNING: the record of this failure cannot be written ({error}).")
 
     def stop(self) -> None:
-        """Watch no more, and give the results folder free."""
+        """Stop the watch, and release the results folder."""
         if self.watch:
             self.watch.end()
-        if self.writes:
-            self.lock.release(force=True)
+        self.results.release()
 
     def _out_of_memory(self, phase: str) -> str:
-        """What was tried, and what would fit."""
+        """Return what was tried, and what would fit."""
         reading = devices.read_memory(self.rank.device)
         tried = f"rank {self.rank.rank}, {self.rank.device}, {phase}: {self.run.rows_per_rank} rows per step"
         fits = "pass a smaller --batch_size"
@@ -181,102 +135,30 @@ class RunLog:
         )
 
     def gpu(self) -> devices.Gpu | None:
-        """The GPU at hand, where the catalogue has it; None on CPU."""
+        """Return the GPU of this machine, where the catalogue has it; None on CPU."""
         return devices.gpu_here() if self.run.device == "cuda" else None
 
-    def training_starts(self, plan: "Plan | None") -> None:
+    def training_starts(self, plan: Plan | None) -> None:
         """Keep the plan; from here on a GPU's peak is training's, which the plan is compared with."""
         self.plan = plan
-        for device in self.rank.devices:
-            if device != "cpu":
-                self.peaks_before_gib[device] = devices.read_memory(device).peak_gib
-                devices.forget_peak(device)
+        self.memory.training_starts()
 
     def training_ended(self) -> None:
         """Remember the peak of this rank's devices in training; on CPU it is the process's highest so far."""
-        self.training_peaks_gib = {device: devices.read_memory(device).peak_gib for device in self.rank.devices}
+        self.memory.training_ended()
 
     def complete(self, **figures: object) -> Record:
         """Write the record of a completed run, with every rank's memory; call it on all ranks."""
-        from accelerate.utils import gather_object
-
-        memory = gather_object([self._memory(number, device) for number, device in enumerate(self.rank.devices)])
-        record = self._record("completed", {"cost": self._cost(), **figures, "memory": memory})
-        if self.rank.is_main:
-            for warning in beyond_plan(memory):
-                print(warning)
+        memory = gather_object(self.memory.figures(self.plan))
+        cost = rent(self.gpu(), self.run.devices, sum(self.phases_s.values()) / 3600)
+        record = self._record("completed", {"cost": cost, **figures, "memory": memory})
         if self.writes:
             write_json(record, self.folder / RECORD_NAME)
         if self.rank.is_main:
-            print(f"record: {RECORD_NAME} in {self.folder.relative_to(self.folder.parents[1])}")
+            where = self.folder.relative_to(self.folder.parents[1])
+            print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", sep="\n")
         self.stop()
         return record
-
-    def _memory(self, number: int, device: str) -> dict[str, object]:
-        """Of one of this rank's devices, its `number`th."""
-        reading = devices.read_memory(device)
-        before_gib = self.peaks_before_gib.get(device, 0.0)
-        return {
-            "rank": self.rank.rank,
-            "device": device,
-            "planned_gib": self._planned_gib(self.rank.rank + number, device),
-            "peak_training_gib": self.training_peaks_gib.get(device),
-            "peak_allocated_gib": None if device == "cpu" else max(before_gib, reading.peak_gib),
-            "peak_reserved_gib": reading.peak_reserved_gib,
-            "peak_rss_gib": devices.read_memory("cpu").peak_gib,
-            "total_gib": reading.total_gib,
-        }
-
-    def _planned_gib(self, place: int, device: str) -> float | None:
-        """A device's planned peak, in the terms it is measured in: allocated on a GPU, the whole process on CPU."""
-        if self.plan is None:
-            return None
-        memory = self.plan.devices[place]
-        return memory.peak_gib if device == "cpu" else memory.allocated_gib
-
-    def _planned(self) -> dict[str, object] | None:
-        """What was planned: memory of a device by part, and a step's time; all projected."""
-        if self.plan is None:
-            return None
-        batch, memory = self.plan.job.batch, self.plan.devices[0]
-        return {
-            "batch": {"rows": batch.rows, "length": batch.length, "labelled": batch.labelled},
-            "moment": memory.moment,
-            **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
-            "peak_gib": memory.peak_gib,
-            "longest_step_s": self.plan.time.total_s,
-            "max_batch_size": self.plan.max_batch_size,
-            "sent_bytes": self.plan.time.sent_gb * 1e9,
-        }
-
-    def _cost(self) -> dict[str, object] | None:
-        """Rent of the GPUs for the phases so far, by the catalogue's price; None on CPU and for other GPUs."""
-        gpu = self.gpu()
-        if gpu is None or gpu.usd_per_hour is None:
-            return None
-        hours = sum(self.phases_s.values()) / 3600
-        return {
-            "usd": gpu.usd_per_hour * self.run.devices * hours,
-            "usd_per_hour": gpu.usd_per_hour * self.run.devices,
-            "price_date": gpu.price_date,
-            "price_source": gpu.price_source,
-        }
-
-    def _command(self) -> str:
-        """The command that runs this again, from the run folder; a notebook's is the notebook itself."""
-        if "ipykernel" in sys.modules:
-            return "the notebook"
-        started_by = {
-            "torchrun": f"torchrun --nproc_per_node {self.rank.world_size}",
-            "acclaunch": "accelerate launch --config_file my_accelerate_config.yaml",
-        }.get(self.rank.launcher, "python")
-        main, run = sys.modules["__main__"], self.run
-        settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
-        literal = main.defaults_for(run.technique, run.parallel) if settings else getattr(main, "RUN", run)
-        settings_now = settings_without_paths(self.run)
-        changed = {name: value for name, value in settings_now.items() if value != literal.to_dict()[name]}
-        overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
-        return shlex.join([*started_by.split(), Path(sys.argv[0]).name, *overrides])
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
         return {
@@ -287,20 +169,62 @@ class RunLog:
             "run_folder": self.run.run_folder,
             "run_name": self.run_name,
             "launcher": self.rank.launcher,
-            "command": self._command(),
+            "command": command_of(self.run, self.rank),
             "started_at": self.started_at,
             "config": settings_without_paths(self.run),
             "environment": environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,
-            "planned": self._planned(),
+            "planned": planned_figures(self.plan) if self.plan else None,
             "data": self.data,
             **figures,
         }
 
 
+@dataclass
+class PeakMemory:
+    """The peak memory of a rank's devices, in GiB: before training (GPUs only), in training, and of the whole run."""
+
+    rank: Rank
+    before_gib: dict[str, float] = field(default_factory=dict)
+    training_gib: dict[str, float] = field(default_factory=dict)
+
+    def training_starts(self) -> None:
+        """Remember the GPUs' peaks so far, and let them start again."""
+        gpus = [device for device in self.rank.devices if device != "cpu"]
+        self.before_gib = {device: devices.read_memory(device).peak_gib for device in gpus}
+        for device in gpus:
+            devices.forget_peak(device)
+
+    def training_ended(self) -> None:
+        """Remember each device's peak in training."""
+        self.training_gib = {device: devices.read_memory(device).peak_gib for device in self.rank.devices}
+
+    def figures(self, plan: Plan | None) -> list[dict[str, object]]:
+        """Return what the record says of each device, beside the peak that `plan` has for it."""
+        first, count = self.rank.rank, len(self.rank.devices)
+        planned = plan.devices[first : first + count] if plan else [None] * count
+        return [self._of_device(*each) for each in zip(self.rank.devices, planned, strict=True)]
+
+    def _of_device(self, device: str, planned: DeviceMemory | None) -> dict[str, object]:
+        reading, on_cpu = devices.read_memory(device), device == "cpu"
+        planned_gib = None
+        if planned:  # as it is measured: allocated on a GPU, the whole process on CPU
+            planned_gib = planned.peak_gib if on_cpu else planned.allocated_gib
+        return {
+            "rank": self.rank.rank,
+            "device": device,
+            "planned_gib": planned_gib,
+            "peak_training_gib": self.training_gib.get(device),
+            "peak_allocated_gib": None if on_cpu else max(self.before_gib.get(device, 0.0), reading.peak_gib),
+            "peak_reserved_gib": reading.peak_reserved_gib,
+            "peak_rss_gib": devices.read_memory("cpu").peak_gib,
+            "total_gib": reading.total_gib,
+        }
+
+
 def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
-    """A loud line for each device whose peak in training is off its plan by more than `PLAN_TOLERANCE`."""
+    """Return a warning for each device whose peak in training is off its plan by more than `PLAN_TOLERANCE`."""
     lines = []
     for entry in memory:
         planned_gib, peak_gib = entry["planned_gib"], entry["peak_training_gib"]
@@ -313,28 +237,45 @@ def beyond_plan(memory: list[dict[str, object]]) -> list[str]:
     return lines
 
 
-def _make_way(folder: Path) -> None:
-    """Move an earlier run aside; a failed one does not push out a completed one."""
-    previous = folder.with_name(folder.name + PREVIOUS)
-    if previous.exists() and not _completed(folder):
-        checkpoints = sorted(path.name for path in folder.glob("checkpoints/checkpoint-*"))
-        unfinished = folder.with_name(folder.name + UNFINISHED)
-        if checkpoints:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            folder.rename(unfinished)
-            print(
-                f"an unfinished run of this name ({', '.join(checkpoints)}) is kept as {unfinished.name}; with "
-                f"--resume_from_checkpoint {LAST} this run would have resumed it"
-            )
-        else:
-            shutil.rmtree(folder)
-        return
-    shutil.rmtree(previous, ignore_errors=True)
-    folder.rename(previous)
+def planned_figures(plan: Plan) -> dict[str, object]:
+    """Return what was planned: the first device's memory by part, and a step's time; all projected."""
+    batch, memory = plan.job.batch, plan.devices[0]
+    return {
+        "batch": {"rows": batch.rows, "length": batch.length, "labelled": batch.labelled},
+        "moment": memory.moment,
+        **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
+        "peak_gib": memory.peak_gib,
+        "longest_step_s": plan.time.total_s,
+        "max_batch_size": plan.max_batch_size,
+        "sent_bytes": plan.time.sent_gb * 1e9,
+    }
 
 
-def _completed(folder: Path) -> bool:
-    try:
-        return load_record(folder / RECORD_NAME)["status"] == "completed"
-    except BadInputError:
-        return False
+def rent(gpu: devices.Gpu | None, count: int, hours: float) -> dict[str, object] | None:
+    """Return the rent of `count` GPUs by the catalogue's price; None on CPU and for GPUs without a price."""
+    if gpu is None or gpu.usd_per_hour is None:
+        return None
+    usd_per_hour = gpu.usd_per_hour * count
+    return {
+        "usd": usd_per_hour * hours,
+        "usd_per_hour": usd_per_hour,
+        "price_date": gpu.price_date,
+        "price_source": gpu.price_source,
+    }
+
+
+def command_of(run: RunConfig, rank: Rank) -> str:
+    """Return the command that repeats a run from its run folder; for a notebook that is the notebook itself."""
+    if "ipykernel" in sys.modules:
+        return "the notebook"
+    launchers = {
+        "torchrun": f"torchrun --nproc_per_node {rank.world_size}",
+        "acclaunch": "accelerate launch --config_file my_accelerate_config.yaml",
+    }
+    main = sys.modules["__main__"]
+    settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
+    literal = main.defaults_for(run.technique, run.parallel) if settings else getattr(main, "RUN", run)
+    usual = literal.to_dict()
+    changed = {name: value for name, value in settings_without_paths(run).items() if value != usual[name]}
+    overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
+    return shlex.join([*launchers.get(rank.launcher, "python").split(), Path(sys.argv[0]).name, *overrides])

@@ -5,7 +5,6 @@ there, and the others connect (`common.runtime.membership`).
 """
 
 import argparse
-import json
 import os
 import subprocess
 from collections.abc import Mapping
@@ -13,8 +12,7 @@ from dataclasses import dataclass
 
 from common.base.errors import BadInputError
 
-PORT = 29500
-"""Where nobody says another one: torchrun's own."""
+PORT = 29500  # torchrun's default, where no other one is given
 LARGEST_PORT = 65535
 STATIC = "--master"
 VALOHAI_CONFIG = "/valohai/config"
@@ -23,19 +21,22 @@ JOIN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the members of a world meet, and which of them this process is."""
+    """Where the members of a world meet, and which of them this process is.
+
+    Attributes:
+        source: Where all this was found, for a reader.
+        has_store: Whether a launcher listens there already, and answers for the members.
+    """
 
     address: str
     port: int
     rank: int
     world_size: int
     source: str
-    """Where all this was found, for a reader."""
     has_store: bool = False
-    """Whether a launcher listens there already, and answers for the members."""
 
     def __str__(self) -> str:
-        """One line for a reader."""
+        """Describe it in one line."""
         return f"rank {self.rank} of {self.world_size} meets the others at {self.address}:{self.port} ({self.source})"
 
 
@@ -43,28 +44,29 @@ class Meeting:
 
 
 def find_meeting(master: str = "", world_size: int = 0, rank: int = -1) -> Meeting:
-    """The meeting place: the static one that is passed, else torchrun's, Valohai's or SLURM's.
+    """Return the meeting place: the static one that is passed, else torchrun's, Valohai's or SLURM's.
 
     `master` is `address` or `address:port`; with it `world_size` and `rank` are needed.
 
     Raises:
-        BadInputError: no source says where, or what it says makes no sense.
+        BadInputError: If no source says where, or what it says makes no sense.
     """
-    if master:
-        return _checked(_static(master, world_size, rank))
-    if world_size or rank >= 0:
+    if not master and (world_size or rank >= 0):
         raise BadInputError(
             f"machines is {world_size} and machine_rank {rank}, but there is no --master to meet at: pass --master "
             "ADDRESS:PORT, too, or leave both out where a launcher says them."
         )
-    for source in (_torchrun, _valohai, _slurm):
-        meeting = source(os.environ)
-        if meeting:
-            return _checked(meeting)
-    raise BadInputError(
-        "Nobody says where the machines meet: start each by torchrun, by srun or as a distributed Valohai task, or "
-        "pass --master ADDRESS:PORT --machines N --machine_rank 0 (1, 2, ... on the others)."
-    )
+    if master:
+        meeting = _static(master, world_size, rank)
+    else:
+        meeting = _torchrun(os.environ) or _valohai(os.environ) or _slurm(os.environ)
+    if meeting is None:
+        raise BadInputError(
+            "Nobody says where the machines meet: start each by torchrun, by srun or as a distributed Valohai task, or "
+            "pass --master ADDRESS:PORT --machines N --machine_rank 0 (1, 2, ... on the others)."
+        )
+    _check(meeting)
+    return meeting
 
 
 def _static(master: str, world_size: int, rank: int) -> Meeting:
@@ -86,49 +88,37 @@ def _torchrun(environment: Mapping[str, str]) -> Meeting | None:
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     if not all(name in environment for name in names):
         return None
-    rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, port = environment["MASTER_ADDR"], _port(environment, PORT)
-    return Meeting(address, port, rank, world_size, "torchrun's environment", has_store)
+    return Meeting(
+        address=environment["MASTER_ADDR"],
+        port=_port(environment, PORT),
+        rank=_number(environment, "RANK"),
+        world_size=_number(environment, "WORLD_SIZE"),
+        source="torchrun's environment",
+        has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
 
 
 def _valohai(environment: Mapping[str, str]) -> Meeting | None:
-    """By Valohai's own library, or where it does not work by the file that it reads."""
+    """Return where the members of a distributed Valohai task meet, by Valohai's own library."""
     path = os.path.join(environment.get("VH_CONFIG_DIR", VALOHAI_CONFIG), "distributed.json")
     if not os.path.isfile(path):
         return None
     try:
-        address, rank, world_size = _read_by_valohai(path)
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        from valohai import distributed
+
+        distributed.flush_state()  # of an earlier task in this process
+        address, rank = distributed.master().primary_local_ip, distributed.rank
+        world_size = distributed.required_count
+    except Exception as error:  # the library may be missing or broken, and a broken file breaks it in many ways
         raise BadInputError(
             f"{path} does not say where a distributed Valohai task meets ({type(error).__name__}: {error}): start the "
-            "step as a Task of the type Distributed."
+            "step as a Task of the type Distributed, with valohai-utils installed."
         ) from None
     return Meeting(address, _port(environment, PORT), rank, world_size, "Valohai's distributed.json")
 
 
-def _read_by_valohai(path: str) -> tuple[str, int, int]:
-    """Address of the master, rank of this member, and the number of members."""
-    try:
-        from valohai import distributed
-    except Exception:  # it is not there, or what it imports is broken, in whichever way
-        return _read_without_valohai(path)
-    distributed.flush_state()  # of an earlier task in this process
-    return distributed.master().primary_local_ip, distributed.rank, distributed.required_count
-
-
-def _read_without_valohai(path: str) -> tuple[str, int, int]:
-    """The same; members rank by their ids, as numbers where all are some."""
-    with open(path, encoding="utf-8") as file:
-        found = json.load(file)
-    addresses = {member["member_id"]: member["network"]["local_ips"] for member in found["members"]}
-    ranked = sorted(addresses, key=int if all(map(_is_number, addresses)) else str)
-    own, count = found["config"]["member_id"], found["config"]["required_count"]
-    return addresses[ranked[0]][0], ranked.index(own), count
-
-
 def _slurm(environment: Mapping[str, str]) -> Meeting | None:
-    """A job step of srun; the first host of its list is the master's, unless MASTER_ADDR names another."""
+    """Return where srun's job step meets: at the first host of its list, unless MASTER_ADDR names another."""
     names = ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID")
     if not all(name in environment for name in names):
         return None
@@ -139,10 +129,10 @@ def _slurm(environment: Mapping[str, str]) -> Meeting | None:
 
 
 def _first_host(hosts: str) -> str:
-    """The first of `node[3-5,9],login`: SLURM's own command spells the list out.
+    """Return the first of `node[3-5,9],login`: SLURM's own command expands the list.
 
     Raises:
-        BadInputError: the command is missing, or does not understand the list.
+        BadInputError: If the command is missing, or does not understand the list.
     """
     if "[" not in hosts:
         return hosts.split(",")[0]
@@ -157,18 +147,17 @@ def _first_host(hosts: str) -> str:
         ) from None
 
 
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal()
-
-
 def _is_port(text: str) -> bool:
-    return _is_number(text) and 1 <= int(text) <= LARGEST_PORT
+    return text.isascii() and text.isdecimal() and 1 <= int(text) <= LARGEST_PORT
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    if not _is_number(environment[name]):
-        raise BadInputError(f"{name} is {environment[name]!r} in the environment, but should be a number: mend it.")
-    return int(environment[name])
+    try:
+        return int(environment[name])
+    except ValueError:
+        raise BadInputError(
+            f"{name} is {environment[name]!r} in the environment, but should be a number: mend it."
+        ) from None
 
 
 def _port(environment: Mapping[str, str], default: int) -> int:
@@ -181,11 +170,11 @@ def _port(environment: Mapping[str, str], default: int) -> int:
     return int(port)
 
 
-def _checked(meeting: Meeting) -> Meeting:
-    """The meeting, if its numbers make sense.
+def _check(meeting: Meeting) -> None:
+    """Refuse numbers that make no sense.
 
     Raises:
-        BadInputError: with both numbers.
+        BadInputError: With both numbers.
     """
     if meeting.world_size < 2:
         raise BadInputError(
@@ -198,11 +187,10 @@ def _checked(meeting: Meeting) -> Meeting:
             f"This is rank {meeting.rank} of {meeting.world_size} ({meeting.source}), but ranks go from 0 to "
             f"{meeting.world_size - 1}: {advice}."
         )
-    return meeting
 
 
 def meeting_options(description: str | None = None) -> argparse.ArgumentParser:
-    """The options of a static address, for who starts each machine by hand."""
+    """Return a parser with the options of a static address, for starting each machine by hand."""
     made = argparse.ArgumentParser(
         description=description,
         epilog="Every field of common/base/run_config.py is an option, too: --field value.",

@@ -18,29 +18,36 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from threading import Thread
 
 import psutil
 
 from common.base.errors import BadInputError
 
-HOSTS = (2, 4)
-"""So few and so many hosts."""
-NAME = re.compile(r"virtual-(\d+)-")
-"""How the namespaces' names begin: with the process that made them."""
-SUBNET = "10.77.0"
-"""It exists between the namespaces only."""
-INTERFACE = "eth0"
-"""A host's own, in its namespace."""
-QUEUE_MS = 50
-"""Packets that wait longer for a held link are dropped, as a switch with a full buffer does."""
-BURST_MS = 5
-"""What may pass at once on a held link, in milliseconds of its rate: a kernel's timer tick or more (tc-tbf(8))."""
-LEAST_BURST_BYTES = 65_536
-"""The largest segment that TCP hands to an interface at once."""
-END_S = 5.0
-"""How long processes and their namespace may take to go."""
+HOSTS = (2, 4)  # least and most
+NAME = re.compile(r"virtual-(\d+)-")  # how the namespaces' names begin: with the process that made them
+SUBNET = "10.77.0"  # it exists between the namespaces only
+INTERFACE = "eth0"  # a host's own, in its namespace
+QUEUE_MS = 50  # packets that wait longer for a limited link are dropped, as a switch with a full buffer does
+BURST_MS = 5  # what may pass at once on a limited link, in ms of its rate: a kernel's timer tick or more (tc-tbf(8))
+LEAST_BURST_BYTES = 65_536  # the largest segment that TCP hands to an interface at once
+END_S = 5.0  # how long processes and their namespace may take to end
+# of `ip`: a bridge in a namespace of its own, and for each host a namespace with a link to the bridge
+SWITCH_SETUP = (
+    "netns add {switch}",
+    "-n {switch} link set lo up",
+    "-n {switch} link add bridge type bridge",
+    "-n {switch} link set bridge up",
+)
+HOST_SETUP = (
+    "netns add {host.namespace}",
+    "-n {host.namespace} link set lo up",
+    "-n {switch} link add {host.port} type veth peer name {interface} netns {host.namespace}",
+    "-n {switch} link set {host.port} master bridge up",
+    "-n {host.namespace} address add {host.address}/24 dev {interface}",
+    "-n {host.namespace} link set {interface} up",
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class VirtualHost:
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """A command on this host, under the host's own name, in a process group of its own; it prints into `log`."""
+        """Start a command on this host, under the host's own name, in a session of its own; it prints into `log`."""
         name_first = f'echo host{self.number} > /proc/sys/kernel/hostname; exec "$@"'
         inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", name_first, "sh"]
         with log.open("wb") as file:
@@ -79,7 +86,7 @@ class VirtualHost:
 
     def processes(self) -> list[int]:
         """The numbers of all processes on this host."""
-        return [int(number) for number in _ip("netns", "pids", self.namespace).split()]
+        return [int(number) for number in _ip(f"netns pids {self.namespace}").split()]
 
     def kill(self) -> None:
         """End everything on this host at once, as a power cut would; the kernel still closes its connections."""
@@ -93,26 +100,22 @@ class VirtualHost:
 
 @dataclass(frozen=True)
 class VirtualNetwork:
-    """Hosts, and the switch between them."""
+    """Hosts, and the namespace of the switch (a bridge) between them."""
 
     hosts: tuple[VirtualHost, ...]
     switch: str
-    """The namespace that the bridge is in."""
 
     def cut(self, host: VirtualHost) -> None:
         """Take a host's link off the bridge: packets vanish, and neither side is told."""
-        _ip("-n", self.switch, "link", "set", host.port, "nomaster")
+        _ip(f"-n {self.switch} link set {host.port} nomaster")
 
     def mend(self, host: VirtualHost) -> None:
         """Put it back."""
-        _ip("-n", self.switch, "link", "set", host.port, "master", "bridge")
+        _ip(f"-n {self.switch} link set {host.port} master bridge")
 
 
 def namespaces_refused() -> str:
-    """Why no virtual hosts can be made here, in one sentence; empty where they can."""
-    missing = [tool for tool in ("ip", "tc", "unshare") if not shutil.which(tool)]
-    if missing:
-        return f"{', '.join(missing)} is not installed: `apt-get install iproute2 util-linux`"
+    """Return why no virtual hosts can be made here, in one sentence; empty where they can."""
     try:
         with virtual_network(HOSTS[0]):
             return ""
@@ -122,15 +125,15 @@ def namespaces_refused() -> str:
 
 @contextmanager
 def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Iterator[VirtualNetwork]:
-    """So many hosts, each with its link to the bridge; processes and namespaces are gone afterwards in any case.
+    """Make `count` hosts, each with its link to the bridge; their processes and namespaces always end with the block.
 
     `mbit`: what each link carries in each direction, in 10^6 bits per second; 0 = as much as the machine can.
     `delay_ms`: how much later each packet leaves its host; a round trip takes twice as much longer.
 
     Raises:
-        BadInputError: this machine does not allow it, or its kernel cannot delay packets.
+        BadInputError: If this machine does not allow it, or its kernel cannot delay packets.
     """
-    remove_leftovers()
+    _remove([name for name in namespaces() if not psutil.pid_exists(int(NAME.match(name)[1]))])  # of crashed processes
     if not HOSTS[0] <= count <= HOSTS[1]:
         raise BadInputError(f"hosts is {count}: pass {HOSTS[0]} to {HOSTS[1]}.")
     prefix = f"virtual-{os.getpid()}-{time.monotonic_ns() % 10**9}-"
@@ -139,48 +142,36 @@ def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Ite
     try:
         _make(network)
         for host in hosts:
-            _hold(host, network, mbit, delay_ms)
+            _limit(host, network, mbit, delay_ms)
         yield network
     finally:
         _remove([*(host.namespace for host in hosts), network.switch])
 
 
-def remove_leftovers() -> None:
-    """Remove what processes that are gone have left."""
-    _remove([name for name in namespaces() if not psutil.pid_exists(int(NAME.match(name)[1]))])
-
-
 def namespaces() -> list[str]:
-    """The names of all virtual hosts and switches of this machine."""
-    return [line.split()[0] for line in _ip("netns", "list").splitlines() if NAME.match(line)]
+    """Return the names of all virtual hosts and switches of this machine."""
+    return [line.split()[0] for line in _ip("netns list").splitlines() if NAME.match(line)]
 
 
 def _make(network: VirtualNetwork) -> None:
-    for namespace in (network.switch, *(host.namespace for host in network.hosts)):
-        _ip("netns", "add", namespace)
-        _ip("-n", namespace, "link", "set", "lo", "up")
-    _ip("-n", network.switch, "link", "add", "bridge", "type", "bridge")
-    _ip("-n", network.switch, "link", "set", "bridge", "up")
+    for command in SWITCH_SETUP:
+        _ip(command.format(switch=network.switch))
     for host in network.hosts:
-        pair = ("type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
-        _ip("-n", network.switch, "link", "add", host.port, *pair)
-        _ip("-n", network.switch, "link", "set", host.port, "master", "bridge", "up")
-        _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
-        _ip("-n", host.namespace, "link", "set", INTERFACE, "up")
+        for command in HOST_SETUP:
+            _ip(command.format(switch=network.switch, host=host, interface=INTERFACE))
 
 
-def _hold(host: VirtualHost, network: VirtualNetwork, mbit: float, delay_ms: float) -> None:
-    """Hold a host's link to a rate at both ends, each of which limits what it sends, and delay what the host sends."""
-    ends = {host.namespace: INTERFACE, network.switch: host.port}
+def _limit(host: VirtualHost, network: VirtualNetwork, mbit: float, delay_ms: float) -> None:
+    """Limit a host's link to a rate at both ends, each of which limits what it sends, and delay what the host sends."""
     if mbit:
         burst = max(LEAST_BURST_BYTES, round(mbit * 1e3 / 8 * BURST_MS))
-        held = ("tbf", "rate", f"{mbit:g}mbit", "burst", f"{burst}", "latency", f"{QUEUE_MS}ms")
-        for namespace, interface in ends.items():
-            _tc(namespace, interface, "root", "handle", "1:", *held)
+        rate = f"root handle 1: tbf rate {mbit:g}mbit burst {burst} latency {QUEUE_MS}ms"
+        _command(f"tc -n {host.namespace} qdisc add dev {INTERFACE} {rate}")
+        _command(f"tc -n {network.switch} qdisc add dev {host.port} {rate}")
     if delay_ms:
-        place = ("parent", "1:1") if mbit else ("root",)
-        late = ("netem", "delay", f"{delay_ms:g}ms", "limit", "100000")
-        _tc(host.namespace, INTERFACE, *place, *late, advice="a kernel without netem delays nothing; pass --delay_ms 0")
+        place = "parent 1:1" if mbit else "root"
+        delay = f"tc -n {host.namespace} qdisc add dev {INTERFACE} {place} netem delay {delay_ms:g}ms limit 100000"
+        _command(delay, advice="a kernel without netem delays nothing; pass --delay_ms 0")
 
 
 def _remove(names: Sequence[str]) -> None:
@@ -188,27 +179,26 @@ def _remove(names: Sequence[str]) -> None:
     there = set(namespaces()) & set(names)
     for name in there:
         VirtualHost(0, name).kill()
-        _ip("netns", "delete", name)
+        _ip(f"netns delete {name}")
 
 
-def _tc(namespace: str, interface: str, *arguments: str, **advice: str) -> None:
-    _command("tc", "-n", namespace, "qdisc", "add", "dev", interface, *arguments, **advice)
+def _ip(arguments: str) -> str:
+    return _command(f"ip {arguments}")
 
 
-def _ip(*arguments: str) -> str:
-    return _command("ip", *arguments)
-
-
-def _command(*words: str, advice: str = "virtual hosts need root, on Linux") -> str:
-    """What a command of iproute2 prints.
+def _command(command: str, advice: str = "virtual hosts need root, on Linux") -> str:
+    """Return what a command of iproute2 prints.
 
     Raises:
-        BadInputError: it refuses, with its own reason.
+        BadInputError: If it is not installed, or refuses, with its own reason.
     """
+    words = command.split()
+    if not shutil.which(words[0]):
+        raise BadInputError(f"{words[0]} is not installed: `apt-get install iproute2`.")
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().replace("\n", "; ") or f"exit code {done.returncode}"
-        raise BadInputError(f"`{' '.join(words)}` was refused ({reason.rstrip('.')}): {advice}.")
+        raise BadInputError(f"`{command}` was refused ({reason.rstrip('.')}): {advice}.")
     return done.stdout
 
 
@@ -216,45 +206,35 @@ def _command(*words: str, advice: str = "virtual hosts need root, on Linux") -> 
 
 
 def run_on_each(network: VirtualNetwork, command: Sequence[str]) -> int:
-    """Run a command on each host, with its places filled in; prints `host1 | ` before a line; the worst exit code."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Run a command on each host, its placeholders filled in, with `host1 | ` before lines; return the worst code."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPool(len(network.hosts)) as readers:
         logs = [Path(folder) / f"host{host.number}.log" for host in network.hosts]
         started = [
             host.start([filled(word, host, network) for word in command], log)
             for host, log in zip(network.hosts, logs, strict=True)
         ]
-        readers = [
-            Thread(target=_follow, args=(log, process, f"host{number} | "))
-            for number, (log, process) in enumerate(zip(logs, started, strict=True))
-        ]
-        for reader in readers:
-            reader.start()
-        for reader in readers:
-            reader.join()
-        codes = [process.returncode for process in started]
-        return max(code if code >= 0 else 128 - code for code in codes)  # as a shell says which signal it was
+        codes = readers.starmap(_follow, zip(logs, started, strict=True), chunksize=1)
+    return max(code if code >= 0 else 128 - code for code in codes)  # as a shell says which signal it was
 
 
 def filled(word: str, host: VirtualHost, network: VirtualNetwork) -> str:
-    """A word of a command, with what it says of a host filled in; other braces stay."""
+    """Return a word of a command with its placeholders filled in for a host; other braces stay."""
     values = {
         "rank": host.number, "hosts": len(network.hosts), "master": network.hosts[0].address, "address": host.address,
     }  # fmt: skip
-    for name, value in values.items():
-        word = word.replace(f"{{{name}}}", str(value))
-    return word
+    return re.sub(rf"{{({'|'.join(values)})}}", lambda found: str(values[found[1]]), word)
 
 
-def _follow(log: Path, process: subprocess.Popen[bytes], prefix: str) -> None:
-    """Print a log's lines as they come, until the process has ended."""
+def _follow(log: Path, process: subprocess.Popen[bytes]) -> int:
+    """Print a log's lines as they come, until the process has ended; return its exit code."""
     with log.open(encoding="utf-8", errors="replace") as file:
         while True:
-            ended = process.poll() is not None  # before the last look
+            code = process.poll()  # before the last look
             for line in file:
-                sys.stdout.write(prefix + line.rstrip("\n") + "\n")  # at once, as threads print side by side
+                sys.stdout.write(log.stem + " | " + line.rstrip("\n") + "\n")  # at once, as threads print side by side
                 sys.stdout.flush()
-            if ended:
-                return
+            if code is not None:
+                return code
             time.sleep(0.1)
 
 

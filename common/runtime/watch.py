@@ -21,86 +21,77 @@ from pathlib import Path
 from common.runtime.world import Rank
 
 HUNG_EXIT_CODE = 4
-ANSWER_S = 2.0
-"""How long a rank that is told to end (SIGTERM) may take to stop its work; after that its thread ends it."""
+ANSWER_S = 2.0  # how long a rank that is told to end (SIGTERM) may take to stop its work, before its thread ends it
 BEAT_S = 1.0
-SILENT_S = 5.0
-"""A rank whose thread has said nothing for so long was stopped, or its machine is gone."""
-SLOW_FACTOR = 10
-"""So many times as long as a step may take what stands between steps, and an exchange between ranks."""
+SILENT_S = 5.0  # a rank whose thread has said nothing for so long was stopped, or its machine is gone
+SLOW_FACTOR = 10  # what stands between steps, and an exchange between ranks, may take so many times as long as a step
+# Between steps: a batch of validation, or a checkpoint. What comes before training and after it, such as a download or
+# the final evaluation, takes as long as it takes.
 SLOW_POINTS = ("validation", "saving", "verifying")
-"""Between steps: a batch of validation, or a checkpoint. What comes before training and after it, such as a download
-or the final evaluation, takes as long as it takes."""
+# The points of a training step, where the time-out is that of a step: rows are asked for, and there; gradients are
+# there. A rank that hangs in a pass keeps others waiting in theirs, and all are named.
 STEP_POINTS = ("load", "batch", "update")
-"""The points of a training step, where the time-out is that of a step: rows are asked for, and there; gradients are
-there. A rank that hangs in a pass keeps others waiting in theirs, and all are named."""
 LINE_BYTES = 512
-BEATS = "ranks"
-"""Folder of a run's results with a file of each rank."""
+BEATS = "ranks"  # folder of a run's results with a file of each rank
 PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-"""Found now: between a fork and what follows it nothing may be looked up."""
-
-
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # found now: after a fork nothing may be looked up
 _imported_by, _imported_under = os.getpid(), os.getppid()
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent goes, however that is killed; Linux alone can."""
+    """Let the kernel kill this process when its parent ends, however that is killed; only Linux can."""
     if _libc:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def parent_is_gone() -> bool:
-    """Whether the process that started this one, or forked it, has gone already."""
+    """Return whether the process that started this one, or forked it, has ended already."""
     expected = _imported_under if os.getpid() == _imported_by else _imported_by
     return os.getppid() != expected
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is."""
+    """Where a rank is.
+
+    Attributes:
+        passed: Points that it has passed since its start; ranks that work together pass as many.
+        point, step: The last of these points, and the step that it belongs to.
+        said_at: When it last said so, in seconds since the epoch.
+    """
 
     rank: int
     host: str
     pid: int
     passed: int = 0
-    """Points that it has passed since its start; ranks that work together pass as many."""
     point: str = "start"
     step: int = 0
     said_at: float = 0.0
-    """When it last said so, in seconds since the epoch."""
 
     def allowed_s(self, step_timeout_s: float) -> float:
-        """How long it may stay there."""
+        """Return how many seconds it may stay there."""
         if self.point in STEP_POINTS:
             return step_timeout_s
         return SLOW_FACTOR * step_timeout_s if self.point in SLOW_POINTS else math.inf
 
     def __str__(self) -> str:
-        """For a sentence."""
+        """Describe it for a sentence."""
         return f"rank {self.rank} (process {self.pid} on {self.host}), in step {self.step} at '{self.point}'"
 
 
 class _Beat:
-    """What this process says of itself, in a file that is written over in place: no file is made in a step."""
+    """What this process says of itself, in a file that is written over in place: a step creates no file."""
 
-    def __init__(self) -> None:
-        """Nobody listens yet."""
-        self.place = Place(0, socket.gethostname(), os.getpid())
-        self.moved_s = time.monotonic()
-        """When it came there, by a clock that nobody sets."""
-        self.file: int | None = None
+    def __init__(self, rank: int = 0, path: Path | None = None) -> None:
+        """Say it in the file `path`; without one nobody listens yet."""
+        self.place = Place(rank, socket.gethostname(), os.getpid())
+        self.moved_s = time.monotonic()  # when it came there, by a clock that nobody sets
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) if path else None
         self.lock = threading.Lock()
-
-    def start(self, path: Path, rank: int) -> None:
-        """From now on it is said in a file."""
-        self.place, self.moved_s = Place(rank, socket.gethostname(), os.getpid()), time.monotonic()
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         self.say()
 
     def say(self, **changes: object) -> None:
-        """That this process is there, and where."""
+        """Say that this process is there, and where."""
         with self.lock:
             self.place = replace(self.place, said_at=time.time(), **changes)
             if self.file is not None:
@@ -111,13 +102,13 @@ _beat = _Beat()
 
 
 def reached(point: str, step: int) -> None:
-    """This rank has come to a point of its work."""
+    """Say that this rank has come to a point of its work."""
     _beat.moved_s = time.monotonic()
     _beat.say(point=point, step=step, passed=_beat.place.passed + 1)
 
 
 def hung_ones(places: list[Place], now_s: float) -> list[Place]:
-    """Of ranks that do not go on, those that keep the others waiting: silent ones, else those behind, else all."""
+    """Return the ranks that keep the others waiting: silent ones, else those behind, else all."""
     silent = [place for place in places if now_s - place.said_at > SILENT_S]
     behind = [place for place in places if place.passed < max(place.passed for place in places)]
     return silent or behind or places
@@ -127,11 +118,12 @@ class Watch:
     """The thread of one rank that says where it is, and looks at the others."""
 
     def __init__(self, folder: Path, rank: Rank, step_timeout_s: float, tell: Callable[[str], None]) -> None:
-        """`folder`: of the results; `tell` keeps what is said of a hang before everything ends."""
+        """Start watching the ranks of the results in `folder`; `tell` records a hang before everything ends."""
+        global _beat
         self.folder, self.rank, self.step_timeout_s, self.tell = folder / BEATS, rank, step_timeout_s, tell
         self.ended = threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
-        _beat.start(self.folder / f"rank{rank.rank}.json", rank.rank)
+        _beat = _Beat(rank.rank, self.folder / f"rank{rank.rank}.json")
         threading.Thread(target=self._watch, daemon=True, name="watch").start()
         self.signals: socket.socket | None = None
         if rank.world_size > 1 and threading.current_thread() is threading.main_thread():
@@ -141,7 +133,7 @@ class Watch:
             threading.Thread(target=self._listen, args=(heard,), daemon=True, name="told to end").start()
 
     def end(self) -> None:
-        """The work is done; idle time is nobody's hang."""
+        """Stop watching, as the work is done."""
         self.ended.set()
         if self.signals and threading.current_thread() is threading.main_thread():
             signal.set_wakeup_fd(-1)
@@ -149,7 +141,7 @@ class Watch:
             self.signals = None
 
     def _listen(self, heard: socket.socket) -> None:
-        """End this rank where it is told to and does not answer.
+        """End this rank when it is told to and does not answer.
 
         Python's handlers run between two of Python's instructions: a rank that waits in NCCL for one that is gone comes
         to none. The number of a signal is written into a socket at once.

@@ -10,18 +10,23 @@ DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's place in the world."""
+    """This process's place in the world.
+
+    Attributes:
+        rank: Its number, from 0.
+        world_size: Number of ranks.
+        device: As torch spells it: `cpu`, `cuda:1`.
+        launcher: `python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch) or `torchrun`.
+        further_devices: With model parallelism: the devices that this process works on besides `device`.
+        is_process: Whether the process exists for this run alone; a notebook waits for its reader.
+    """
 
     rank: int
     world_size: int
     device: str
-    """As torch spells it: `cpu`, `cuda:1`."""
     launcher: str
-    """`python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch) or `torchrun`."""
     further_devices: tuple[str, ...] = ()
-    """With model parallel: what this one process works on besides `device`."""
     is_process: bool = False
-    """Whether the process is there for this run alone, and ends with it: in a notebook a reader may take his time."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -35,7 +40,7 @@ class Rank:
 
 
 def detect_launcher() -> str:
-    """How this process was started."""
+    """Return how this process was started (see `Rank.launcher`)."""
     elastic = "TORCHELASTIC_RUN_ID" in os.environ
     if "ipykernel" in sys.modules:
         return "nblaunch" if elastic else "notebook"
@@ -45,5 +50,5 @@ def detect_launcher() -> str:
 
 
 def was_restarted() -> bool:
-    """Whether torchrun has started the ranks again, after one was lost."""
+    """Return whether torchrun has started the ranks again, after one was lost."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

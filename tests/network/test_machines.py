@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils.other import get_free_port
 
 from common.base.command_line import BAD_INPUT_EXIT_CODE
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
-from common.runtime.launchers import free_port
 from common.runtime.membership import LOST_MEMBER_EXIT_CODE
 from common.runtime.rendezvous import PORT
 from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, namespaces_refused, virtual_network
@@ -160,7 +160,7 @@ def hosts(tmp_path: Path, tiny_summarizer: str) -> Iterator[Callable[..., Place]
 @pytest.fixture(scope="module")
 def loopback(tmp_path_factory: pytest.TempPathFactory, tiny_summarizer: str) -> list[Worker]:
     """Two processes of this machine with the rows of three, which have finished."""
-    place, master = Place(tmp_path_factory.mktemp("loopback"), tiny_summarizer), f"127.0.0.1:{free_port()}"
+    place, master = Place(tmp_path_factory.mktemp("loopback"), tiny_summarizer), f"127.0.0.1:{get_free_port()}"
     for rank in range(2):
         place.start(0, *static(rank, 2, master))
     assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]

@@ -1,7 +1,6 @@
 """A world of another size is refused; device maps are each rank's own."""
 
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from common.base.run_folders import literal_of, workflows_of
 from common.checks.inputs import check_folder, check_inputs
 from common.hardware.devices import device_name
 from common.planning.device_maps import whole_model_on
-from common.runtime.launchers import free_port, stream_command
+from common.runtime.launchers import stream_command
 from common.runtime.rank import check_gpus, check_world, leave_deepspeed_to_the_run, start_rank, threads_per_rank
 from tests.forked import run_forked
 
@@ -73,13 +72,6 @@ def test_an_unknown_gpu_is_refused(run_config: RunConfig) -> None:
 def test_each_rank_holds_the_whole_model_on_its_own_device() -> None:
     assert whole_model_on(device_name("cuda", 1)) == {"": "cuda:1"}
     assert whole_model_on(device_name("cpu", 1)) == {"": "cpu"}
-
-
-def test_a_free_port_can_be_listened_on() -> None:
-    port = free_port()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", port))
-        assert listener.getsockname()[1] == port
 
 
 def test_a_failing_command_is_not_hidden(capsys: pytest.CaptureFixture[str]) -> None:

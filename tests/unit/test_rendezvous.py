@@ -51,15 +51,9 @@ def distributed_task(folder: Path, own: str = "0", ids: tuple[str, ...] = ("0", 
     return task
 
 
-@pytest.fixture(params=["its library", "no library", "a broken library"])
-def valohai_folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for Valohai's file, which its library reads, or where that does not work this repository."""
-    if request.param == "no library":
-        monkeypatch.setitem(sys.modules, "valohai", None)  # importing it is an ImportError
-    if request.param == "a broken library":
-        (tmp_path / "valohai.py").write_text("raise AttributeError('of another version')\n")
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(sys.modules, "valohai", raising=False)
+@pytest.fixture
+def valohai_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for Valohai's file, which its library reads."""
     monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
     return tmp_path
 
@@ -226,7 +220,19 @@ def test_a_file_that_says_no_meeting_place_is_refused(valohai_folder: Path) -> N
         file.write_text(content)
         said = refused()
         assert said.startswith(f"{file} does not say where a distributed Valohai task meets ("), content
-        assert said.endswith("): start the step as a Task of the type Distributed."), content
+        assert said.endswith("start the step as a Task of the type Distributed, with valohai-utils installed."), content
+
+
+def test_a_task_without_valohais_library_is_refused(valohai_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distributed_task(valohai_folder)
+    monkeypatch.setitem(sys.modules, "valohai", None)  # importing it is an ImportError
+    said = refused()
+    assert "(ModuleNotFoundError: " in said
+    assert said.endswith("with valohai-utils installed.")
+    (valohai_folder / "valohai.py").write_text("raise AttributeError('of another version')\n")
+    monkeypatch.syspath_prepend(valohai_folder)
+    monkeypatch.delitem(sys.modules, "valohai")
+    assert "(AttributeError: of another version): " in refused()
 
 
 # -- SLURM
