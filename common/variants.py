@@ -26,7 +26,7 @@ from common.runtime.launchers import ranks_command, stream_command
 
 
 def run_settings_from_command_line(workflow: ModuleType) -> None:
-    """Run what the command line says."""
+    """Run the setting that the command line names, or with `--all` every one."""
     options, overrides = first_options(workflow.RUN).parse_known_args()
     if {"-h", "--help"} & set(overrides):
         print(help_text(workflow, options.technique, options.parallel))
@@ -39,13 +39,12 @@ def run_settings_from_command_line(workflow: ModuleType) -> None:
 
 
 def help_text(workflow: ModuleType, technique: str, parallel: str) -> str:
-    """What the workflow does, its own options, and what the setting that the others chose has unlike the defaults."""
+    """Return what the workflow does, its own options, and what the setting that they choose has unlike the defaults."""
     parser, usual = first_options(workflow.RUN), RunConfig()
     parser.description, parser.formatter_class = workflow.__doc__, argparse.RawDescriptionHelpFormatter
-    run = workflow.defaults_for(technique, parallel)
     own = [
         f"  --{name} {value}"
-        for name, value in run.to_dict().items()
+        for name, value in workflow.defaults_for(technique, parallel).to_dict().items()
         if value != getattr(usual, name) and name not in ("technique", "parallel", "task", "run_folder")
     ]
     parser.epilog = "\n".join([
@@ -57,7 +56,7 @@ def help_text(workflow: ModuleType, technique: str, parallel: str) -> str:
 
 
 def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> int:
-    """Every setting in processes of its own, then the table of all; the exit code.
+    """Run every setting in processes of its own, print the table of all, and return the exit code.
 
     All are checked before the first one starts; one that fails then does not keep the others from running.
 

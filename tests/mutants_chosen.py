@@ -633,7 +633,7 @@ PLANS = (
     ),
     Fault(
         "preflight: the first step, which warms up, is timed",
-        "common/checks/preflight_steps.py",
+        "common/checks/preflight.py",
         "zip(self.ends_s, self.ends_s[1:], strict=False))",
         "zip([0.0, *self.ends_s], self.ends_s, strict=False))",
         _unit("preflight", "the_first_step_is_not_timed"),
@@ -833,7 +833,7 @@ GPUS = (
     ),
     Fault(
         "a run begins whose checkpoints the disk cannot hold",
-        "common/checks/disk_needs.py",
+        "common/checks/inputs.py",
         "    if free < need.total_bytes:\n",
         "    if free < 0:\n",
         _unit("disk_needs", "too_little_room_is_refused_with_both_sizes"),

@@ -245,7 +245,7 @@ def planned_and_measured(record: Mapping[str, Any], others: Sequence[Mapping[str
 
 
 def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> Plan:
-    from common.checks.dry_run import batch_of_run  # here: it imports torch
+    from common.checks.tried_rows import batch_of_run  # here: it imports torch
 
     run = RunConfig(**record["config"])
     gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)

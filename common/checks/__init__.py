@@ -1,1 +1,1 @@
-"""What is looked at before a run: inputs, disks, the planner's command, dry run, preflight, the check of GPUs."""
+"""What is checked before a run: its inputs and disk, the planner's command, dry run, preflight, the check of GPUs."""

@@ -12,18 +12,19 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, check_choice
 from common.base.run_folders import literal_file_of, read_literal, read_lora
 from common.base.specs import PARALLELISMS, TECHNIQUES
-from common.data.rows import Splits
 from common.data.splits import load_splits
 from common.records.store import default_run_name
 
-QUICK_SHARE = 10
-"""`--quick` takes the first of so many rows each."""
-MICRO_BATCHES = 8
-"""With PP, unless `--micro_batches` says another number."""
+QUICK_SHARE = 10  # `--quick` takes one in so many rows
+MICRO_BATCHES = 8  # with PP, unless `--micro_batches` says another number
 
 
 def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel: str) -> RunConfig:
-    """The folder's `run`, which is full fine-tuning with DDP, in another setting: every step has the same rows."""
+    """Return the folder's `run`, which is full fine-tuning with DDP, in another setting: every step has the same rows.
+
+    Raises:
+        BadInputError: there is no such technique or parallelism.
+    """
     check_choice("technique", technique, TECHNIQUES)
     check_choice("parallel", parallel, PARALLELISMS)
     changes: dict[str, object] = {"technique": technique, "parallel": parallel}
@@ -40,13 +41,13 @@ def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel
 
 
 def setting_of_folder(folder: Path, technique: str, parallel: str) -> RunConfig:
-    """The same of a run folder, read from its literals: nothing of a workflow is imported."""
+    """Return the same of a run folder, read from its literals: nothing of a workflow is imported."""
     workflow = literal_file_of(folder)
     return setting_of(read_literal(workflow), read_lora(workflow), technique, parallel)
 
 
 def run_of_folder(folder: Path, arguments: Sequence[str]) -> RunConfig:
-    """The run that a folder's workflow would take with these arguments, for those who look ahead: nothing is imported.
+    """Return the run that a folder's workflow would take with these arguments; nothing of the workflow is imported.
 
     `folder` is named from here or from the repository's root.
 
@@ -61,7 +62,7 @@ def run_of_folder(folder: Path, arguments: Sequence[str]) -> RunConfig:
 
 
 def run_of_arguments(workflow: ModuleType, arguments: Sequence[str]) -> RunConfig:
-    """The run that the arguments of a workflow with settings describe.
+    """Return the run that the arguments of a workflow with settings describe.
 
     Raises:
         BadInputError: a value is out of range.
@@ -78,24 +79,22 @@ def _run_of_options(
 
 
 def first_options(run: RunConfig) -> argparse.ArgumentParser:
-    """What decides about the other options' defaults."""
+    """Return a parser of the options that decide about the defaults of all others."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--technique", default=run.technique, help="what is trained: full or lora; the recipe follows")
-    parser.add_argument(
-        "--parallel", default=run.parallel, help=f"how work is shared: {', '.join(run.goal.parallelisms)}"
-    )
+    parser.add_argument("--parallel", default=run.parallel, help=f"the parallelism: {', '.join(run.goal.parallelisms)}")
     parser.add_argument("--all", action="store_true", help="every setting, one after the other, and their table")
     parser.add_argument("--quick", action="store_true", help=f"one in {QUICK_SHARE} rows")
     return parser
 
 
 def quick(run: RunConfig) -> RunConfig:
-    """The run with a tenth of its rows, each split's first ones."""
-    splits: Splits = load_splits(run)
+    """Return the run with a tenth of its rows, each split's first ones."""
+    splits = load_splits(run)
     counts = {name: max(1, len(getattr(splits, name)) // QUICK_SHARE) for name in ("train", "validation", "test")}
     return replace(run, **{f"{name}_rows": count for name, count in counts.items()})
 
 
 def name_of(run: RunConfig) -> str:
-    """The name of the results folder that a setting writes when `common.variants` starts it."""
+    """Return the name of the results folder that a setting writes when `common.variants` starts it."""
     return run.run_name or default_run_name(run, "torchrun" if run.world_size > 1 else "python")

@@ -18,75 +18,59 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tabulate import tabulate
 
-from common.base.command_line import INTERRUPTED_EXIT_CODE
+from common.base.command_line import BAD_INPUT_EXIT_CODE, INTERRUPTED_EXIT_CODE
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.base.secrets import without_secrets
 from common.base.specs import PARALLELISMS
-from common.checks.timed_process import (
-    ABSOLUTE,
-    END_S,
-    FAILS,
-    LEFT_OUT,
-    SLOWER,
-    WORKS,
-    Record,
-    failed,
-    last_error,
-    run_process,
-    too_long,
-)
+from common.checks.tried_rows import batch_of_length
 from common.hardware.devices import CATALOGUE, Gpu, gpu_of_device
-from common.models.minilm import MINILM
-from common.models.minilm import PACKAGE as MINILM_PACKAGE
-from common.planning.job import BatchShape
+from common.models import minilm
 from common.planning.plans import plan_run
 from common.records.store import write_json
+from common.runtime.watch import die_with_parent
+
+WORKS, SLOWER, FAILS, LEFT_OUT = "works", "slower than planned", "does not work", "left out"
+END_S = 5.0  # how long a part may take to end when it is told to; then it is killed
+KEPT_LINES = 40  # of the output of a part that does not work
+Record = dict[str, Any]  # what is kept of a part: `part`, `status`, `why`, `seconds`, and what it measured
 
 SCHEMA_VERSION = 1
+# measured over planned time of a step, above which it is called slower. The planner's speed is a published share of
+# the card's peak, and publications differ: 30 to 48 % of a V100's (`ACHIEVED_SHARES` in common/planning/time_plan.py).
+# Up to about this factor the plan may be what is wrong
 SLOWER_FACTOR = 1.5
-"""Measured over planned time of a step, above which it is called slower. The planner's speed is a published share of
-the card's peak, and publications differ: 30 to 48 % of a V100's (`ACHIEVED_SHARES` in common/planning/time_plan.py).
-Up to about this factor the plan may be what is wrong."""
-LEAST_S = 30.0
-"""With fewer seconds left no part is begun: starting Python, PyTorch and two ranks takes most of them."""
-PART_S = 100.0
-"""A technique's part takes less than a minute where all is well; one that takes so long hangs."""
-MOST_DEVICES = 8
-"""The smallest shape has 16 layers and a batch eight rows, which stages have to share."""
-GPU_ROWS, GPU_TOKENS = 8, 512
-CPU_ROWS, CPU_TOKENS = 8, 64
-"""Rows of a rank's batch, and their length."""
-GPU_TARGET_TOKENS = 64
-"""Of a summary."""
+LEAST_S = 30.0  # with fewer seconds left no part is begun: starting Python, PyTorch and two ranks takes most of them
+PART_S = 100.0  # a technique's part takes less than a minute where all is well; one that takes so long hangs
+MOST_DEVICES = 8  # the smallest shape has 16 layers and a batch eight rows, which stages have to share
+ROWS, GPU_TOKENS, CPU_TOKENS = 8, 512, 64  # of a rank's batch, and of each row
 HEADERS = ("part", "status", "GiB\nplanned", "GiB\nmeasured", "s/step\nplanned", "s/step\nmeasured", "why")
-COLUMN_WIDTHS = (18, 13, 7, 8, 7, 8, 27)
-"""With two spaces between them, the table is 100 columns wide."""
+MEASURED = {"planned_gib": ".2f", "peak_gib": ".2f", "planned_step_time_s": ".3g", "step_time_s": ".3g"}
+COLUMN_WIDTHS = (18, 13, 7, 8, 7, 8, 27)  # with two spaces between them, the table is 100 columns wide
 MACHINE, TESTS = "machine", "tests/gpu"
 UNUSABLE = f"PyTorch cannot use the GPUs (see {MACHINE}); --device cpu tries the techniques without them"
-TEST_PACKAGES = ("pytest", MINILM_PACKAGE, "tensorboard")
-"""Without these most of `tests/gpu` cannot run: it starts whole workflows."""
-TESTS_OF_4_BITS = "qlora or 4_bits"
-"""Names of the tests that need bitsandbytes, as pytest's -k takes them."""
-INSTALLED_BY = {"deepspeed": "make deepspeed", "pytest": "pip install pytest"}
-"""Commands that install a package; others come with `make install`."""
+TEST_PACKAGES = ("pytest", minilm.PACKAGE, "tensorboard")  # without these most of `tests/gpu` cannot run
+TESTS_OF_4_BITS = "qlora or 4_bits"  # names of the tests that need bitsandbytes, as pytest's -k takes them
+INSTALLED_BY = {"deepspeed": "make deepspeed", "pytest": "pip install pytest"}  # others come with `make install`
+ABSOLUTE = re.compile(r"(?<![\w./:~])~?/(?:[^/\s'\":,;()]+/)*(?=[^/\s'\":,;()])")  # a path but for its last name
 
 
 class NoRoomError(Exception):
@@ -95,25 +79,26 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """A technique whose steps are tried, on a machine with GPUs or without."""
+    """A technique whose steps are tried, on a machine with GPUs or without.
+
+    `settings` is what its run has unlike its folder. Of `shapes`, of assets/model_configs and largest first, the first
+    one that fits is taken on a GPU. With `also_single` the same folder trains on one device, where there is one.
+    `packages` must be importable besides what every technique needs.
+    """
 
     name: str
     folder: str
     shapes: tuple[str, ...]
-    """Of assets/model_configs, largest first: the first one that fits is taken on a GPU."""
     settings: Mapping[str, object] = field(default_factory=dict)
-    """What it has unlike its folder."""
     also_single: bool = False
-    """Whether the same folder trains on one device, where there is one."""
     packages: tuple[str, ...] = ()
-    """What must be importable besides what every technique needs."""
 
 
 DECODERS = ("qwen2.5-7b", "llama-3.2-3b", "llama-3.2-1b")
+# for full fine-tuning: a preflight saves the whole model and reads it again, and 15 GB of it would take a minute
 SAVED_WHOLE = ("llama-3.2-3b", "llama-3.2-1b")
-"""For full fine-tuning: a preflight saves the whole model and reads it again, and 15 GB of it would take a minute."""
+# for layers and shards: the random weights of all are made on the host, by one thread of each rank
 MADE_ON_THE_HOST = ("llama-3.2-1b",)
-"""For layers and shards: the random weights of all are made on the host, by one thread of each rank."""
 FSDP_FOLDER = "2.6_full_finetuning_with_fsdp/run_0_cpu_x2"
 CLASSIFICATION = "3.1_text_classification/run_0_cpu_x2"
 TRIALS = (
@@ -130,30 +115,112 @@ TRIALS = (
     Trial("3.1 classifier, TP", CLASSIFICATION, ("roberta-large",), {"parallel": "tp"}),
     Trial("3.2 summarizer", "3.2_summarization/run_0_cpu_x2", ("bart-large-cnn",), also_single=True),
 )
+PART_NAMES = (MACHINE, *(trial.name for trial in TRIALS), TESTS)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something to be found out."""
+    """Something to be found out.
+
+    `find_out` takes the seconds that it may last, `most_s` at most. `left_out` says why it is not begun; empty = it is.
+    """
 
     name: str
     find_out: Callable[[float], Record]
-    """Takes the seconds that it may last."""
     most_s: float = PART_S
     left_out: str = ""
-    """Why it is not begun; empty = it is."""
+
+
+# -- a part in a process of its own
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended; `exit_code` is None where it was ended, as its time was over."""
+
+    exit_code: int | None
+    output: str
+
+
+def run_process(command: Sequence[str], limit_s: float) -> Ended:
+    """Run this Python with `command` at the repository's root, for at most `limit_s` seconds.
+
+    It has no network to ask, and a group of its own, which is ended as a whole.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as log:  # a pipe would stay open with whoever is left behind
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=REPOSITORY,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        try:
+            exit_code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+        finally:
+            end_group(process)
+        log.seek(0)
+        return Ended(exit_code, log.read())
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and all that it started: with SIGINT, so that it may say what it found, then by force."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+    with suppress(ProcessLookupError):  # nobody of the group is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_error(output: str) -> str:
+    """Return the line that says why a process ended: its `error: ...`, a traceback's last line, or its last line.
+
+    `torchrun` adds a report of its own (`ChildFailedError`), which says nothing more.
+    """
+    lines = [re.sub(r"^(\[[^\]]*\]:?\s*)+", "", line).strip() for line in output.splitlines()]
+    for pattern in (r"error: ", r"(\w+\.)*\w+(Error|Exception): \S"):
+        if found := [line for line in lines if re.match(pattern, line)]:
+            return found[-1].removeprefix("error: ")
+    return next((line for line in reversed(lines) if line), "it ended without a word")
+
+
+def failed(ended: Ended) -> Record:
+    """Return the record of a process that did not do what it should."""
+    why = last_error(ended.output)
+    if ended.exit_code is not None and ended.exit_code < 0:
+        why = f"killed by signal {-ended.exit_code}; its last words: {why}"
+    return {
+        "status": FAILS,
+        "why": why,
+        "exit_code": ended.exit_code,
+        "output": ended.output.splitlines()[-KEPT_LINES:],
+    }
+
+
+def not_done(ended: Ended, limit_s: float, most_s: float) -> Record:
+    """Return the record of a part that failed, hung for `most_s`, or had only `limit_s` left of the budget."""
+    if ended.exit_code is not None:
+        return failed(ended)
+    if limit_s < most_s:
+        why = f"the budget was over after {limit_s:.0f} s of it: pass a larger --budget_s, or --only this part"
+        return {"status": LEFT_OUT, "why": why}
+    return {**failed(ended), "why": f"took longer than {limit_s:.0f} s; its last words: {last_error(ended.output)}"}
 
 
 # -- the machine
 
 
 def look_at_machine(limit_s: float) -> Record:
-    """Driver, cards, links and build, and whether PyTorch computes on every card that the driver lists."""
+    """Look at driver, cards, links and build, and whether PyTorch computes on every card that the driver lists."""
     ended = run_process(["-m", "common.checks.machine_facts"], limit_s)
-    if ended.exit_code is None:
-        return too_long(ended, limit_s, PART_S)
     if ended.exit_code != 0:
-        return failed(ended)
+        return not_done(ended, limit_s, PART_S)
     # libraries may warn before it and, as they are left, after it
     facts = json.loads(next(line for line in reversed(ended.output.splitlines()) if line.startswith("{")))
     wrong = what_is_wrong(facts)
@@ -161,7 +228,7 @@ def look_at_machine(limit_s: float) -> Record:
 
 
 def what_is_wrong(facts: Record) -> str:
-    """Why PyTorch cannot compute on the GPUs that there are; empty where it can, or there are none."""
+    """Return why PyTorch cannot compute on the GPUs that there are; empty where it can, or there are none."""
     torch, listed = facts["torch"], facts["listed_gpus"]
     if "error" in torch:
         return f"PyTorch cannot be imported: {torch['error']}"
@@ -180,8 +247,8 @@ def what_is_wrong(facts: Record) -> str:
 
 
 def summary_of(facts: Record) -> str:
-    """The machine in a line."""
-    torch, missing = facts["torch"], missing_packages(facts)
+    """Return the machine in a line."""
+    torch, missing = facts["torch"], [name for name, version in facts["packages"].items() if version is None]
     cards = Counter(f"{card['name']}, {card['memory_gib']:.1f} GiB" for card in torch["cards"])
     there = [f"{count} x {card}" for card, count in cards.items()] or [f"no GPU; {facts['cpu']}"]
     driver = [f"driver {facts['driver']}"] if facts["driver"] else []
@@ -190,30 +257,26 @@ def summary_of(facts: Record) -> str:
     return "; ".join([*there, *driver, build, *lacks])
 
 
-def missing_packages(facts: Record) -> list[str]:
-    """Packages that are not installed."""
-    return [name for name, version in facts["packages"].items() if version is None]
-
-
 # -- a technique's steps
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What the techniques are tried on."""
+    """What the techniques are tried on; a `count` of 0: there are GPUs, but PyTorch cannot use them.
+
+    `card` is None on CPU, else the fullest card, with what is free on it as its memory; where the catalogue lacks it
+    (`is_known` is False), another card with that memory stands in.
+    """
 
     kind: str
     count: int
-    """0 = there are GPUs, but PyTorch cannot use them."""
     card: Gpu | None = None
-    """The fullest card, with what is free on it as its memory; None on CPU."""
     has_bf16: bool = False
     is_known: bool = True
-    """Whether the catalogue has the card; else `card` is another one, of which only the memory holds."""
 
 
 def devices_of(kind: str, machine: Record) -> Devices:
-    """The devices of a kind, `cpu` or `cuda`: two processes, or the GPUs, of which a power of two is used."""
+    """Return the devices of a kind, `cpu` or `cuda`: two processes, or the GPUs, of which a power of two is used."""
     if kind == "cpu":
         return Devices("cpu", 2)
     if machine["status"] != WORKS:
@@ -225,53 +288,37 @@ def devices_of(kind: str, machine: Record) -> Devices:
     return Devices("cuda", count, fullest, all(card["bf16"] for card in cards), known is not None)
 
 
-def settings_for(technique: Trial, own: RunConfig, devices: Devices) -> dict[str, object]:
-    """What a technique's run on these devices has unlike its folder, but for the model."""
-    settings: dict[str, object] = {
-        "per_device_train_batch_size": CPU_ROWS,
-        "per_device_eval_batch_size": CPU_ROWS,
-        "report_to": "none",
-        "independent_judge": "none",
-        **technique.settings,
-    }
-    if devices.kind == "cpu":
-        return settings
-    parallel = "single" if technique.also_single and devices.count == 1 else settings.get("parallel", own.parallel)
-    pure = "bf16" if own.goal.chats else "bf16-mixed"
-    return {
-        **settings,
-        "device": "cuda",
-        "devices": 1 if PARALLELISMS[parallel].is_single else devices.count,
-        "stages": 0,
-        "parallel": parallel,
-        "precision": pure if devices.has_bf16 else "fp32",
-        "per_device_train_batch_size": GPU_ROWS,
-        "per_device_eval_batch_size": GPU_ROWS,
-    }
+def fitting_settings(trial: Trial, devices: Devices) -> dict[str, object]:
+    """Return what a trial's run on these devices has unlike its folder.
 
-
-def batch_for(run: RunConfig) -> BatchShape:
-    """Return the batch to choose a shape by; the preflight plans with the classes and summaries of its folder."""
-    if run.goal.classifies:
-        return BatchShape(GPU_ROWS, GPU_TOKENS, 1, classes=2)
-    if run.goal.summarizes:
-        return BatchShape(GPU_ROWS, GPU_TOKENS, GPU_TARGET_TOKENS, target_length=GPU_TARGET_TOKENS)
-    return BatchShape(GPU_ROWS, GPU_TOKENS, GPU_TOKENS - 1)
-
-
-def fitting_settings(technique: Trial, devices: Devices) -> dict[str, object]:
-    """`settings_for`, on GPUs with the largest shape that the planner gives room to spare; on CPU its folder's model.
+    On GPUs it has the largest shape that the planner gives room to spare, on CPU its folder's model.
 
     Raises:
         NoRoomError: not even the smallest shape fits.
     """
-    own = literal_of(REPOSITORY / technique.folder)
-    settings = settings_for(technique, own, devices)
+    settings: dict[str, object] = {
+        "per_device_train_batch_size": ROWS,
+        "per_device_eval_batch_size": ROWS,
+        "report_to": "none",
+        "independent_judge": "none",
+        **trial.settings,
+    }
     if devices.card is None:
         return settings
-    for shape in technique.shapes:
+    own = literal_of(REPOSITORY / trial.folder)
+    is_alone = trial.also_single and devices.count == 1
+    parallel = "single" if is_alone else settings.get("parallel", own.parallel)
+    with_bf16 = "bf16" if own.goal.chats else "bf16-mixed"
+    settings |= {
+        "device": "cuda",
+        "devices": 1 if PARALLELISMS[parallel].is_single else devices.count,
+        "stages": 0,
+        "parallel": parallel,
+        "precision": with_bf16 if devices.has_bf16 else "fp32",
+    }
+    for shape in trial.shapes:
         run = replace(own, **settings, model=shape)
-        plan = plan_run(run, batch_for(run), devices.card)
+        plan = plan_run(run, batch_of_length(run, GPU_TOKENS), devices.card)
         if plan.fits and not plan.is_tight:
             return {**settings, "model": shape}
     raise NoRoomError(
@@ -280,49 +327,46 @@ def fitting_settings(technique: Trial, devices: Devices) -> dict[str, object]:
     )
 
 
-def why_left_out(technique: Trial, devices: Devices) -> str:
-    """Why a technique cannot be tried here; empty = it can."""
-    own = literal_of(REPOSITORY / technique.folder)
-    parallel = technique.settings.get("parallel", own.parallel)
+def why_left_out(trial: Trial, devices: Devices) -> str:
+    """Return why a technique cannot be tried here; empty = it can."""
     if devices.count == 0:
         return UNUSABLE
-    way = PARALLELISMS[parallel]
-    if devices.count < 2 and not way.is_single and not technique.also_single:
+    own = literal_of(REPOSITORY / trial.folder)
+    way = PARALLELISMS[trial.settings.get("parallel", own.parallel)]
+    if devices.count < 2 and not way.is_single and not trial.also_single:
         return f"needs two GPUs, and there is {devices.count}"
-    own_model = [MINILM_PACKAGE] if devices.kind == "cpu" and own.model == MINILM else []
-    if missing := [name for name in (*technique.packages, *own_model) if find_spec(name) is None]:
-        return not_installed(missing)
-    if way.splits_layers and not devices.is_known:
+    own_model = [minilm.PACKAGE] if devices.kind == "cpu" and own.model == minilm.MINILM else []
+    missing = not_installed((*trial.packages, *own_model))
+    if way.splits_layers and not devices.is_known and not missing:
         return "layers are placed by a plan, and the catalogue (common/hardware/devices.py) lacks this card"
-    return ""
+    return missing
 
 
-def not_installed(packages: Iterable[str]) -> str:
-    """The sentence about missing packages."""
-    return "; ".join(f"{name} is not installed: `{INSTALLED_BY.get(name, 'make install')}`" for name in packages)
+def not_installed(needed: Iterable[str]) -> str:
+    """Return how to install those packages that are missing; empty = none is."""
+    missing = [name for name in needed if find_spec(name) is None]
+    return "; ".join(f"{name} is not installed: `{INSTALLED_BY.get(name, 'make install')}`" for name in missing)
 
 
-def try_technique(technique: Trial, devices: Devices, limit_s: float) -> Record:
-    """A preflight of the technique: what it measured beside what was planned."""
+def try_technique(trial: Trial, devices: Devices, limit_s: float) -> Record:
+    """Run a preflight of the technique: what it measured beside what was planned."""
     try:
-        settings = fitting_settings(technique, devices)
+        settings = fitting_settings(trial, devices)
     except NoRoomError as too_large:
         return {"status": LEFT_OUT, "why": str(too_large)}
     tokens = CPU_TOKENS if devices.kind == "cpu" else GPU_TOKENS
     with tempfile.NamedTemporaryFile(prefix="gpu-check-", suffix=".json") as file:
-        asked = [technique.folder, "--json", file.name, "--seq-len", str(tokens)]
+        asked = [trial.folder, "--json", file.name, "--seq-len", str(tokens)]
         overrides = [f"--{name}={value}" for name, value in settings.items()]
         ended = run_process(["-m", "common.preflight", *asked, *overrides], limit_s)
         figures = Path(file.name).read_text(encoding="utf-8")
-    if ended.exit_code is None:
-        return {**too_long(ended, limit_s, PART_S), "settings": settings}
     if ended.exit_code != 0 or not figures:
-        return {**failed(ended), "settings": settings}
+        return {**not_done(ended, limit_s, PART_S), "settings": settings}
     return judged(json.loads(figures))
 
 
 def judged(figures: Record) -> Record:
-    """The record of a preflight that passed."""
+    """Return the record of a preflight that passed."""
     settings, planned_s, measured_s = figures["settings"], figures["planned_step_time_s"], figures["step_time_s"]
     what = f"{Path(settings['model']).name}, {settings['precision']}, {figures['rows']} x {figures['tokens']} tokens"
     planned_gib = [device["planned_gib"] for device in figures["devices"]]
@@ -344,16 +388,14 @@ def judged(figures: Record) -> Record:
 
 
 def why_no_tests(devices: Devices) -> str:
-    """Why `tests/gpu` are not run; empty = they are."""
+    """Return why `tests/gpu` are not run; empty = they are."""
     if devices.kind == "cpu":
         return "they need a GPU"
-    if devices.count == 0:
-        return UNUSABLE
-    return not_installed(name for name in TEST_PACKAGES if find_spec(name) is None)
+    return not_installed(TEST_PACKAGES) if devices.count else UNUSABLE
 
 
 def run_tests(limit_s: float) -> Record:
-    """Pytest on `tests/gpu`: how many passed, failed and were skipped, and which failed."""
+    """Run `tests/gpu`: how many passed, failed and were skipped, and which failed."""
     without_4_bits = find_spec("bitsandbytes") is None
     chosen = ["-k", f"not ({TESTS_OF_4_BITS})"] if without_4_bits else []
     ended = run_process(["-m", "pytest", "-q", "tests/gpu", *chosen], limit_s)
@@ -372,7 +414,7 @@ def run_tests(limit_s: float) -> Record:
 
 
 def counts_of(output: str) -> dict[str, int]:
-    """Of pytest's last line, such as `3 passed, 1 skipped in 12.34s`; empty where it did not come to it."""
+    """Read pytest's last line, such as `3 passed, 1 skipped in 12.34s`; empty where there is none."""
     last = re.findall(r"^(?:=+ )?(\d+ \w+(?:, \d+ \w+)*) in [\d.]+s", output, re.MULTILINE)
     return {name: int(count) for count, name in re.findall(r"(\d+) (\w+)", last[-1])} if last else {}
 
@@ -380,43 +422,8 @@ def counts_of(output: str) -> dict[str, int]:
 # -- all parts
 
 
-class Report:
-    """What was found, in a file that is written anew after each part."""
-
-    def __init__(self, path: Path, device: str, budget_s: float) -> None:
-        """No part was looked at yet; `device` is `cpu` or `cuda`."""
-        self.path = path
-        self.data: Record = {
-            "schema_version": SCHEMA_VERSION,
-            "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "budget_s": budget_s,
-            "device": device,
-            "is_complete": False,
-            "parts": [],
-        }
-
-    @property
-    def parts(self) -> list[Record]:
-        """The parts' records so far."""
-        return self.data["parts"]
-
-    def add(self, record: Record) -> None:
-        """Keep a part's record."""
-        self.parts.append(without_places(record))
-        self.write()
-
-    def write(self) -> None:
-        """Put the file in place of the one before."""
-        write_json(self.data, self.path)
-
-    def end(self) -> None:
-        """Say that no part is to come."""
-        self.data["is_complete"] = True
-        self.write()
-
-
 def without_places(value: Any) -> Any:
-    """`value` with all its texts rid of secrets, of this machine's name, and of folders, of which files' names stay."""
+    """Return `value` with all its texts rid of secrets, of this machine's name, and of folders; files' names stay."""
     if isinstance(value, dict):
         return {name: without_places(part) for name, part in value.items()}
     if isinstance(value, list):
@@ -432,7 +439,7 @@ def without_places(value: Any) -> Any:
 
 
 def find_out(part: Part, deadline_s: float) -> Record:
-    """A part's record; its own crash is one, too."""
+    """Return a part's record; its own crash is one, too."""
     start_s = time.monotonic()
     left_s = deadline_s - start_s - END_S
     if part.left_out:
@@ -451,20 +458,21 @@ def find_out(part: Part, deadline_s: float) -> Record:
 
 
 def parts_for(devices: Devices) -> list[Part]:
-    """Each technique, then the tests, which get what time is left."""
+    """Return each technique, then the tests, which get what time is left."""
     techniques = [
-        Part(each.name, partial(try_technique, each, devices), left_out=why_left_out(each, devices)) for each in TRIALS
+        Part(trial.name, partial(try_technique, trial, devices), left_out=why_left_out(trial, devices))
+        for trial in TRIALS
     ]
     return [*techniques, Part(TESTS, run_tests, most_s=float("inf"), left_out=why_no_tests(devices))]
 
 
 def is_asked_for(name: str, only: str | None) -> bool:
-    """Whether `--only` means the part of that name: by all of it, or by its first word, such as `2.6`."""
+    """Return whether `--only` means the part of that name: by all of it, or by its first word, such as `2.6`."""
     return only is None or only in (name, name.split()[0])
 
 
 def kind_to_use(asked: str | None, machine: Record) -> str:
-    """The kind of device to try techniques on: what was asked for, else GPUs where there are any.
+    """Return the kind of device to try techniques on: what was asked for, else GPUs where there are any.
 
     Raises:
         BadInputError: GPUs were asked for, and there are none.
@@ -479,7 +487,7 @@ def kind_to_use(asked: str | None, machine: Record) -> str:
 
 
 def check(options: argparse.Namespace) -> list[Record]:
-    """Find out all parts that are asked for; their records.
+    """Find out all parts that are asked for; after each of them the file is written anew. Return their records.
 
     Raises:
         BadInputError: GPUs were asked for, and there are none.
@@ -487,29 +495,38 @@ def check(options: argparse.Namespace) -> list[Record]:
     deadline_s = time.monotonic() + options.budget_s
     machine = find_out(Part(MACHINE, look_at_machine), deadline_s)
     kind = kind_to_use(options.device, machine)
-    report = Report(options.out, kind, options.budget_s)
-    report.add(machine)
-    print(report.parts[0]["why"])
+    records = [without_places(machine)]
+    report: Record = {
+        "schema_version": SCHEMA_VERSION,
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "budget_s": options.budget_s,
+        "device": kind,
+        "is_complete": False,
+        "parts": records,
+    }
+    write_json(report, options.out)
+    print(records[0]["why"])
     if kind == "cpu":
         print("on CPU: the same steps with the embedded models, and two processes where there would be two GPUs")
     for part in parts_for(devices_of(kind, machine)):
         if is_asked_for(part.name, options.only):
-            report.add(find_out(part, deadline_s))
-    report.end()
-    return report.parts
+            records.append(without_places(find_out(part, deadline_s)))
+            write_json(report, options.out)
+    report["is_complete"] = True
+    write_json(report, options.out)
+    return records
 
 
 # -- the answer
 
 
 def table(records: Sequence[Record]) -> str:
-    """The parts, with what was planned beside what was measured, 100 columns wide."""
+    """Return the parts, with what was planned beside what was measured, 100 columns wide."""
     rows = [
         [
             record["part"],
             record["status"],
-            *(_figure(record.get(name), ".2f") for name in ("planned_gib", "peak_gib")),
-            *(_figure(record.get(name), ".3g") for name in ("planned_step_time_s", "step_time_s")),
+            *("" if record.get(name) is None else format(record[name], form) for name, form in MEASURED.items()),
             record["why"],
         ]
         for record in records
@@ -525,64 +542,45 @@ def table(records: Sequence[Record]) -> str:
     )
 
 
-def _figure(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
-
-
-def last_line(records: Sequence[Record], path: Path) -> str:
-    """How many parts came to what, and what to do with the file."""
-    counts = Counter(record["status"] for record in records)
-    said = ", ".join(f"{counts[status]} {status}" for status in (WORKS, SLOWER, FAILS, LEFT_OUT) if counts[status])
-    return f"{said}; {path} has the details: send it along with a report"
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
-    names = ", ".join([MACHINE, *(each.name for each in TRIALS), TESTS])
-    made = OneSentenceParser(
-        prog="python -m common.gpu_check", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    made.add_argument("--device", choices=("cpu", "cuda"), help="cuda where a GPU can be seen, else cpu")
-    made.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the file (default: %(default)s)")
-    made.add_argument("--budget_s", type=float, default=360.0, help="seconds for all (default: %(default)g)")
-    made.add_argument("--only", metavar="PART", help=f"one part, or by its first word several: {names}")
-    return made
-
-
-def checked(options: argparse.Namespace) -> argparse.Namespace:
-    """The options, if they can be met.
+def check_options(options: argparse.Namespace) -> None:
+    """Check that the options can be met.
 
     Raises:
         BadInputError: there is no such part, no time, or no folder to write into.
     """
-    names = [MACHINE, *(each.name for each in TRIALS), TESTS]
-    if not any(is_asked_for(name, options.only) for name in names):
-        raise BadInputError(f"--only is {options.only!r}, but there is no such part: choose one of {', '.join(names)}.")
+    if not any(is_asked_for(name, options.only) for name in PART_NAMES):
+        known = ", ".join(PART_NAMES)
+        raise BadInputError(f"--only is {options.only!r}, but there is no such part: choose one of {known}.")
     if not options.budget_s >= LEAST_S + END_S:
         raise BadInputError(
             f"--budget_s is {options.budget_s:g}, in which no part would end: pass {LEAST_S + END_S:g} or more."
         )
     if not os.access(options.out.absolute().parent, os.W_OK):
         raise BadInputError(f"--out is {options.out}, but nothing can be written there: pass another file.")
-    return options
-
-
-def told_to_end(*_: object) -> NoReturn:
-    """Leave as if interrupted, so that the part at work is ended, too."""
-    raise KeyboardInterrupt
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """`python -m common.gpu_check`."""
-    signal.signal(signal.SIGTERM, told_to_end)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the part at work is ended, too
+    parser = OneSentenceParser(
+        prog="python -m common.gpu_check", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where a GPU can be seen, else cpu")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the file (default: %(default)s)")
+    parser.add_argument("--budget_s", type=float, default=360.0, help="seconds for all (default: %(default)g)")
+    only = f"one part, or by its first word several: {', '.join(PART_NAMES)}"
+    parser.add_argument("--only", metavar="PART", help=only)
+    options = parser.parse_args(arguments)
     try:
-        options = checked(parser().parse_args(arguments))
+        check_options(options)
         records = check(options)
     except BadInputError as mistake:
-        parser().exit(2, f"error: {mistake}\n")
+        parser.exit(BAD_INPUT_EXIT_CODE, f"error: {mistake}\n")
     except KeyboardInterrupt:
         print(f"error: interrupted; {options.out} has what was found until then.", file=sys.stderr)
         sys.exit(INTERRUPTED_EXIT_CODE)
-    print(f"\n{table(records)}\n\n{last_line(records, options.out)}")
-    sys.exit(int(any(record["status"] == FAILS for record in records)))
+    counts = Counter(record["status"] for record in records)
+    said = ", ".join(f"{counts[status]} {status}" for status in (WORKS, SLOWER, FAILS, LEFT_OUT) if counts[status])
+    print(f"\n{table(records)}\n\n{said}; {options.out} has the details: send it along with a report")
+    sys.exit(int(counts[FAILS] > 0))

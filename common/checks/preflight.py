@@ -6,7 +6,7 @@
 Settings, model, data and plan are checked first. Then every rank builds the model, or its stage, with random weights of
 its real shape (nothing is downloaded), takes three optimizer steps on the longest batch that can come up, validates one
 batch, and saves and reloads what it trained. What was measured is called so; the rest is projected. Nothing is written
-into the repository; `--json FILE` keeps the figures.
+into the repository; `--json FILE` keeps the result as data.
 
 Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question is wrong.
 """
@@ -14,45 +14,67 @@ Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import torch
+from accelerate.utils import gather_object
+from peft import PeftModel
 from tabulate import tabulate
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from common.base.command_line import BAD_INPUT_EXIT_CODE
+from common.base.command_line import BAD_INPUT_EXIT_CODE, SPEAK_FIRST_S
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.checks.disk_needs import check_room_to_save
 from common.checks.folder_runs import run_of_folder
-from common.checks.inputs import check_settings_and_data
-from common.checks.preflight_rows import Rows, batch_of, check_length, rows_of_length, rows_of_run, with_rows_at_hand
-from common.checks.preflight_steps import Measured, measure_all, planned_gib
-from common.hardware.devices import (
-    Gpu,
-    cpu_device,
-    find_gpu,
-    gpu_of_device,
-    gpus,
-)
+from common.checks.inputs import check_room_to_save, check_settings, training_rows
+from common.checks.tried_rows import Rows, batch_of, check_length, rows_of_length, rows_of_run
+from common.data.batches import EpochBatches
+from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
 from common.models.loading import (
-    any_shape_config,
+    check_equal_logits,
+    load_base_model,
+    load_tokenizer,
+    next_token_logits,
+    with_adapter,
+    with_trained_weights,
 )
 from common.planning.architectures import UnknownArchitectureError, read_architecture
+from common.planning.device_maps import whole_model_on
 from common.planning.job import OPTIMIZER_BYTES, BatchShape
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
 from common.records.store import settings_without_paths, write_json
-from common.runtime.launchers import torchrun_command
-from common.runtime.world import detect_launcher
+from common.runtime.launchers import ranks_command
+from common.runtime.rank import rank_started
+from common.runtime.world import Rank, detect_launcher
+from common.tasks.objectives import objective_of
+from common.training import sharded_run
+from common.training.export import give_up
+from common.training.fsdp import mesh_of
+from common.training.pipeline import Pipeline, StageModule, trained_stage
+from common.training.pipeline_training import PipelineTrainer, save_parts
 from common.training.placement import StageMap, place_stages
-from common.training.sharded_run import check_sharding_inputs
-from common.training.tensor_parallel import check_divisible
+from common.training.sharded_training import ShardedTrainer, save_whole
+from common.training.tensor_parallel import split_by_plan
+from common.training.tensor_training import TensorParallelTrainer
+from common.training.trainer import CountingTrainer, SummaryTrainer, trainer_of_rows, training_arguments
+
+STEPS = 3  # of the optimizer; the first one also warms up, so that the last two are timed
+
+
+# -- what is planned
 
 
 def device_of(run: RunConfig) -> Gpu | None:
-    """A device of the run to plan with: the GPU at hand, or the one the folder was made for; None = both unknown.
+    """Return a device to plan with: the GPU at hand, or the one that the folder was made for; None: both are unknown.
 
     The ranks of a CPU run share the machine's memory: each has an equal part.
     """
@@ -62,36 +84,31 @@ def device_of(run: RunConfig) -> Gpu | None:
     return gpu_of_device(gpus()[1][0]) or (find_gpu(run.gpu) if run.gpu else None)
 
 
-def unknown_to_planner(run: RunConfig) -> str:
-    """What the planner does not know of this run, which then goes without a plan; empty = nothing."""
-    if device_of(run) is None:
-        return f"the catalogue lacks {gpus()[1][0]}; --gpu may name one of like memory and speed"
-    if run.optim not in OPTIMIZER_BYTES:
-        return f"the planner does not know the optimizer {run.optim}"
+def place_and_plan(run: RunConfig, batch: BatchShape) -> tuple[StageMap, Plan | None, str]:
+    """Return which stage holds which layers (with mp and pp), the plan, and why there is none, where it is None.
+
+    Raises:
+        BadInputError: layers cannot be placed, for which the planner must know model, optimizer and device.
+    """
+    device, no_plan = device_of(run), ""
     try:
         read_architecture(run.model)
     except UnknownArchitectureError as unknown:
-        return str(unknown)
-    return ""
-
-
-def place_and_plan(run: RunConfig, batch: BatchShape) -> tuple[StageMap, Plan | None]:
-    """Which stage holds which layers, with mp and pp, and the plan; None: the planner does not know something.
-
-    Raises:
-        BadInputError: layers cannot be placed, say because of what the planner does not know.
-    """
-    unknown = unknown_to_planner(run)
-    if not run.parallelism.splits_layers:
-        return {}, None if unknown else plan_run(run, batch, device_of(run))
-    if unknown:
-        raise BadInputError(f"Layers are placed by their planned memory, but {unknown}.")
-    placement = place_stages(run, batch, device_of(run))
-    return placement.stage_map, placement.plan
+        no_plan = str(unknown)
+    if run.optim not in OPTIMIZER_BYTES:
+        no_plan = f"the planner does not know the optimizer {run.optim}"
+    if device is None:
+        no_plan = f"the catalogue lacks {gpus()[1][0]}; --gpu may name one of like memory and speed"
+    if run.parallelism.splits_layers:
+        if no_plan:
+            raise BadInputError(f"Layers are placed by their planned memory, but {no_plan}.")
+        placement = place_stages(run, batch, device)
+        return placement.stage_map, placement.plan, ""
+    return {}, None if no_plan else plan_run(run, batch, device), no_plan
 
 
 def total_steps(run: RunConfig, row_count: int | None) -> int | None:
-    """Optimizer steps of the whole run; None where the number of rows, and so of steps, is not known."""
+    """Return the number of optimizer steps of the whole run; None: it depends on `row_count`, which is not known."""
     if run.max_steps > 0:
         return run.max_steps
     if row_count is None:
@@ -100,17 +117,242 @@ def total_steps(run: RunConfig, row_count: int | None) -> int | None:
     return run.num_train_epochs * -(-batches // run.gradient_accumulation_steps)
 
 
+# -- on the devices
+
+
+class RepeatedBatch(EpochBatches):
+    """The same batch again and again: the first `batch_size` rows, in order; each rank computes all of it."""
+
+    def steps(self) -> Iterator[list[int]]:
+        """Yield the rows of each optimizer step."""
+        for _ in range(len(self) // self.accumulation_steps):
+            yield list(range(self.batch_size)) * self.accumulation_steps
+
+
+@dataclass(eq=False)
+class StepClock(TrainerCallback):
+    """Notes when each optimizer step ended; `devices` (`cpu`, `cuda:0`) are waited for before the clock is read."""
+
+    devices: Sequence[str]
+    ends_s: list[float] = field(default_factory=list)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Note the time."""
+        for device in self.devices:
+            if device != "cpu":
+                torch.accelerator.synchronize(device)
+        self.ends_s.append(time.perf_counter())
+
+    @property
+    def step_time_s(self) -> float:
+        """Seconds of a step, the first one left out."""
+        return median(end_s - start_s for start_s, end_s in zip(self.ends_s, self.ends_s[1:], strict=False))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank measured on one of its devices; memory in GiB, on CPU of the process (RSS), else as allocated.
+
+    `peak_gib` is that of the training steps. `logit_difference` is the largest absolute one between what was trained
+    and what was reloaded; one rank reloads, others have 0.
+    """
+
+    rank: int
+    device: str
+    peak_gib: float
+    validation_peak_gib: float
+    capacity_gib: float
+    step_time_s: float
+    validation_time_s: float
+    logit_difference: float
+
+
+@contextmanager
+def phase(name: str, rank: Rank, remedy: str) -> Iterator[None]:
+    """Say on rank 0 when a phase starts and how long it took; exit with code 1 and `remedy` where memory runs out.
+
+    Peaks of memory are those of the phase; on CPU of the process.
+    """
+    start_s = time.perf_counter()
+    for device in rank.devices:
+        if device != "cpu":  # a process's peak cannot be reset
+            forget_peak(device)
+    if rank.is_main:
+        print(f"{name} ...")
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if not rank.is_main:
+            time.sleep(SPEAK_FIRST_S)  # torchrun ends the others once one has gone: one sentence is enough
+        memories = {device: read_memory(device) for device in rank.devices}
+        device, memory = max(memories.items(), key=lambda pair: pair[1].peak_gib / pair[1].total_gib)
+        print(
+            f"error: {name}: out of memory on {device}, {memory.peak_gib:.1f} of {memory.total_gib:.1f} GiB "
+            f"allocated; {remedy}.",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    if rank.is_main:
+        print(f"{name}: {time.perf_counter() - start_s:.1f} s")
+
+
+def planned_gib(plan: Plan, number: int) -> float:
+    """Return the planned memory that `Measured` has measured: of the whole process on CPU, on a GPU without overhead.
+
+    `number` counts devices, and so with one device each, ranks.
+    """
+    memory = plan.devices[number]
+    return memory.peak_gib if plan.cluster.gpus[number].name == CPU_DEVICE else memory.allocated_gib
+
+
+def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
+    """Return what to do when `rows` at once run out of memory: what fits by the plan, or half where it was wrong."""
+    said = f"the plan said {max(memory.peak_gib for memory in plan.devices):.1f} GiB, " if plan else ""
+    half = rows // 2 - rows // 2 % run.micro_batches
+    fitting = plan.max_batch_size if plan and not plan.fits else half
+    if fitting == 0:
+        return f"{said}and not even one row fits: set gradient_checkpointing, lower --max_length, or use larger devices"
+    accumulated = -(-rows * run.gradient_accumulation_steps // fitting)
+    return f"{said}try --batch_size {fitting} --gradient_accumulation_steps {accumulated}"
+
+
+def measure(
+    run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None, rank: Rank, folder: Path
+) -> list[Measured]:
+    """Build, train, validate, save and reload on this rank's devices; `folder` takes what is saved, of all ranks.
+
+    Raises:
+        SystemExit: memory ran out; the sentence has been said.
+        RuntimeError: what was saved is not what was trained.
+    """
+    elsewhere = "see in nvidia-smi what else is on the device, or use a smaller --model"
+    with phase("build model", rank, elsewhere):
+        trainer = trainer_of_longest_batch(run, rows, stage_map, rank, folder)
+        clock = StepClock(rank.devices)
+        trainer.add_callback(clock)
+    with phase(f"{STEPS} steps on the longest batch", rank, smaller_batch(run, len(rows.train), plan)):
+        trainer.train()
+        training = [read_memory(device) for device in rank.devices]
+    fewer = f"validation has batches of its own: pass --per_device_eval_batch_size {len(rows.validation) // 2 or 1}"
+    with phase("validation of one batch", rank, fewer):
+        start_s = time.perf_counter()
+        trainer.evaluate()  # ends with metrics on the host, so that the devices have finished
+        validation_time_s = time.perf_counter() - start_s
+        validation = [read_memory(device) for device in rank.devices]
+    with phase("save and reload", rank, elsewhere):
+        difference = save_and_reload(run, trainer, stage_map, rank, folder)
+    return [
+        Measured(
+            rank.rank,
+            device,
+            trained.peak_gib,
+            validated.peak_gib,
+            trained.total_gib / (rank.world_size if device == "cpu" else 1),
+            clock.step_time_s,
+            validation_time_s,
+            difference,
+        )
+        for device, trained, validated in zip(rank.devices, training, validation, strict=True)
+    ]
+
+
+def trainer_of_longest_batch(
+    run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank, folder: Path
+) -> CountingTrainer:
+    """Return the run's own trainer, which takes `STEPS` optimizer steps, every micro-batch of them the longest batch.
+
+    `stage_map` says with mp and pp which stage, and so which device, holds which layers.
+    """
+    model, trainer_class = model_and_trainer(run, stage_map, rank)
+    arguments = training_arguments(replace(run, max_steps=STEPS, report_to="none"), folder)
+    arguments.per_device_train_batch_size = len(rows.train)
+    arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
+    arguments.load_best_model_at_end = False
+    # validation is divided among the ranks batch by batch: one for each
+    validation = rows.validation * run.data_parallel_ranks
+    trainer = trainer_of_rows(
+        model, load_tokenizer(run), rows.train, validation, arguments, rank, [], trainer_class, objective_of(run)
+    )
+    lengths = [1] * (len(rows.train) * run.gradient_accumulation_steps * STEPS)
+    trainer.batches = RepeatedBatch(lengths, len(rows.train), 1, 0, run.seed, run.gradient_accumulation_steps)
+    return trainer
+
+
+def model_and_trainer(
+    run: RunConfig, stage_map: StageMap, rank: Rank
+) -> tuple[PreTrainedModel | PeftModel, Callable[..., CountingTrainer]]:
+    """Return what this rank has of the model, with what it trains switched on, and who takes its steps."""
+    if run.parallelism.pipelines:
+        stage = trained_stage(run, stage_map, rank)
+        return stage, partial(PipelineTrainer, pipeline=Pipeline(StageModule(stage, run, rank), run, rank))
+    if run.is_sharded:
+        return sharded_run.model_to_train(run, rank), sharded_run.trainer_class(run, rank)
+    model = with_trained_weights(load_base_model(run, device_map_of_rank(run, stage_map, rank)), run)
+    if run.parallelism.splits_matrices:
+        return split_by_plan(model, mesh_of(rank)), partial(TensorParallelTrainer, rank=rank)
+    return model, SummaryTrainer if run.goal.summarizes else CountingTrainer
+
+
+def device_map_of_rank(run: RunConfig, stage_map: StageMap, rank: Rank) -> dict[str, str | int]:
+    """Return where a whole model loads: with mp on GPUs divided as the stages are, else on this rank's device."""
+    return stage_map if len(rank.devices) > 1 else whole_model_on(rank.device)
+
+
+def save_and_reload(run: RunConfig, trainer: CountingTrainer, stage_map: StageMap, rank: Rank, folder: Path) -> float:
+    """Save the adapter, or the model, and load it again on one rank; return the largest absolute difference of logits.
+
+    With pp that rank is the last one, which has the logits of all stages. The trained model is given up, so that a
+    device holds one model at a time.
+
+    Raises:
+        RuntimeError: what was saved is not what was trained.
+    """
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    if isinstance(trainer, PipelineTrainer):
+        batch = trainer.collated(trainer.eval_dataset[:1])
+        expected = trainer.pipeline.logits(batch)
+        save_parts(trained, folder, rank)
+    elif isinstance(trainer, ShardedTrainer):
+        batch = trainer.collated(trainer.eval_dataset[:1])
+        logits = trainer.logits(batch).float()  # every rank has a part in it
+        expected = logits if rank.is_main else None
+        save_whole(trainer, folder)
+    else:
+        batch = trainer.data_collator(trainer.eval_dataset[:1])
+        expected = next_token_logits(trained, batch) if rank.is_main else None
+        if rank.is_main:
+            trained.save_pretrained(folder)
+    give_up(trainer, rank.device)
+    if expected is None:
+        return 0.0
+    device_map = device_map_of_rank(run, stage_map, rank)
+    if run.method.has_adapters:
+        adapted = with_adapter(load_base_model(run, device_map), folder)
+        return check_equal_logits(expected, adapted, batch, "adapter", run.precision)
+    reloaded = load_base_model(run, device_map, source=folder)
+    return check_equal_logits(expected, reloaded, batch, "model", run.precision)
+
+
+def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None) -> list[Measured]:
+    """Return on every rank what `measure` found on the devices of all ranks, in their order."""
+    with rank_started(run) as rank, tempfile.TemporaryDirectory(prefix="preflight-") as own_folder:
+        folder = Path(gather_object([own_folder])[0])  # stages save parts of one model
+        return gather_object(measure(run, rows, stage_map, plan, rank, folder))
+
+
 # -- the answer
 
 
-def announcement(run: RunConfig, rows: Rows, plan: Plan | None) -> str:
-    """What is going to be tried, and what was planned for it."""
+def announcement(run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str) -> str:
+    """Return what is going to be tried, and what was planned for it, or why nothing was."""
     batch = batch_of(run, rows)
     summaries = f" with summaries of up to {batch.target_length}" if batch.target_length else ""
     shape = f"{batch.rows} rows of up to {batch.length} tokens{summaries} ({rows.source})"
     tried = f"tries {run.technique} of {run.model} with {run.parallel} on {run.devices} x {run.device}: {shape}"
     if plan is None:
-        return f"{tried}\nno plan: {unknown_to_planner(run)}"
+        return f"{tried}\nno plan: {no_plan}"
     memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
     layers, where = "", "per device"
     if plan.job.parallelism.splits_layers:
@@ -123,12 +365,12 @@ def announcement(run: RunConfig, rows: Rows, plan: Plan | None) -> str:
 
 
 def planned_step_s(run: RunConfig, plan: Plan) -> float:
-    """Seconds of an optimizer step by the plan, with all its micro-batches."""
+    """Return the planned seconds of an optimizer step, with all its micro-batches."""
     return plan.time.total_s * run.gradient_accumulation_steps
 
 
 def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
-    """Memory of the training step, planned and measured, one row per device of each rank."""
+    """Return the memory of the training step, planned and measured, one row per device of each rank."""
     rows = []
     for number, found in enumerate(measured):
         planned = planned_gib(plan, number) if plan else None
@@ -146,7 +388,7 @@ def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
 
 
 def largest_batch(plan: Plan, measured: Sequence[Measured]) -> tuple[int, float]:
-    """Rows per rank that fit if every planned byte takes what was measured for it; and measured over planned memory."""
+    """Return the rows per rank that fit if memory goes on as measured, and measured over planned memory."""
     factor = max(found.peak_gib / planned_gib(plan, number) for number, found in enumerate(measured))
     devices = tuple(
         replace(gpu, memory_gib=found.capacity_gib / factor)
@@ -155,27 +397,12 @@ def largest_batch(plan: Plan, measured: Sequence[Measured]) -> tuple[int, float]
     return replace(plan, cluster=replace(plan.cluster, gpus=devices)).max_batch_size, factor
 
 
-def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Measured]) -> str:
-    """The result for a terminal."""
-    what = "the process" if run.device == "cpu" else "what PyTorch allocates; context and gaps come on top"
-    validation_s = max(found.validation_time_s for found in measured)
-    validation_gib = max(found.validation_peak_gib for found in measured)
-    lines = [
-        f"memory of the training step ({what}):",
-        memory_table(plan, measured),
-        *time_lines(run, rows, plan, max(found.step_time_s for found in measured)),
-        *([largest_batch_line(run, plan, measured)] if plan else []),
-        f"validation: measured {validation_s:.2f} s and a peak of {validation_gib:.2f} GiB for "
-        f"{len(rows.validation)} {rows_unit(run)}",
-        "passed: trained, validated, saved and reloaded; logits measured "
-        f"{max(found.logit_difference for found in measured):.1e} apart",
-    ]
-    return "\n".join(lines)
-
-
-def figures(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Measured]) -> dict[str, Any]:
-    """What `report` says as data: memory in GiB, times in seconds; without a plan, what is planned is None."""
+def figures(
+    run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str, measured: Sequence[Measured]
+) -> dict[str, Any]:
+    """Return the result as data: memory in GiB, times in seconds; without a plan, what is planned is None."""
     batch = batch_of(run, rows)
+    slowest_or_fullest = ("step_time_s", "validation_time_s", "validation_peak_gib", "logit_difference")
     return {
         "settings": settings_without_paths(run),
         "rows": batch.rows,
@@ -186,32 +413,35 @@ def figures(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Me
             for number, found in enumerate(measured)
         ],
         "planned_step_time_s": planned_step_s(run, plan) if plan else None,
-        "step_time_s": max(found.step_time_s for found in measured),
-        "validation_time_s": max(found.validation_time_s for found in measured),
-        "validation_peak_gib": max(found.validation_peak_gib for found in measured),
-        "logit_difference": max(found.logit_difference for found in measured),
+        **{name: max(getattr(found, name) for found in measured) for name in slowest_or_fullest},
         "largest_batch": largest_batch(plan, measured)[0] if plan else None,
-        "no_plan": "" if plan else unknown_to_planner(run),
+        "no_plan": no_plan,
     }
 
 
-def rows_unit(run: RunConfig) -> str:
-    """What a batch is counted in: stages work on the same rows, ranks else on their own."""
-    return "rows" if (run.parallelism.splits_layers or run.parallelism.splits_matrices) else "rows per rank"
-
-
-def largest_batch_line(run: RunConfig, plan: Plan, measured: Sequence[Measured]) -> str:
-    """The largest batch in words."""
-    rows, factor = largest_batch(plan, measured)
-    count = f"{LARGEST_BATCH:,} or more" if rows >= LARGEST_BATCH else f"{rows:,}"
-    return (
-        f"largest batch: projected {count} {rows_unit(run)}, by the plan times measured over planned memory "
-        f"({factor:.2f})"
-    )
+def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Measured]) -> str:
+    """Return the result for a terminal."""
+    found = figures(run, rows, plan, "", measured)
+    what = "the process" if run.device == "cpu" else "what PyTorch allocates; context and gaps come on top"
+    # stages work on the same rows, ranks else on their own
+    unit = "rows" if run.parallelism.splits_layers or run.parallelism.splits_matrices else "rows per rank"
+    lines = [f"memory of the training step ({what}):", memory_table(plan, measured)]
+    lines += time_lines(run, rows, plan, found["step_time_s"])
+    if plan:
+        largest, factor = largest_batch(plan, measured)
+        count = f"{largest:,} or more" if largest >= LARGEST_BATCH else f"{largest:,}"
+        by = f"by the plan times measured over planned memory ({factor:.2f})"
+        lines.append(f"largest batch: projected {count} {unit}, {by}")
+    return "\n".join([
+        *lines,
+        f"validation: measured {found['validation_time_s']:.2f} s and a peak of {found['validation_peak_gib']:.2f} GiB "
+        f"for {len(rows.validation)} {unit}",
+        f"passed: trained, validated, saved and reloaded; logits measured {found['logit_difference']:.1e} apart",
+    ])  # fmt: skip
 
 
 def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float) -> list[str]:
-    """A step's time against the plan's, and what follows for the whole training and its cost."""
+    """Return a step's time beside the planned one, and what follows for the whole training and its cost."""
     planned = "no plan"
     if plan:
         planned_s = planned_step_s(run, plan)
@@ -236,72 +466,53 @@ def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float
 # -- the command line
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line's own options; the others are overrides of the run's settings."""
-    made = argparse.ArgumentParser(
-        prog="python -m common.preflight", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Any setting of common/base/run_config.py can follow, such as --batch_size 4.",
-    )  # fmt: skip
-    made.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_0_cpu_x1")
-    made.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, in place of the run's data")
-    made.add_argument("--anyway", action="store_true", help="try what does not fit by the plan, too")
-    made.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured into this file")
-    return made
-
-
-def start_ranks(run: RunConfig, arguments: Sequence[str]) -> None:
-    """Start this command again on every rank by torchrun, in this process's place."""
-    if run.device == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, but warns about it
-    command = torchrun_command("-m", run.world_size, "common.preflight", *arguments)
-    sys.stdout.flush()  # what is still in the buffer would be lost
-    os.execv(command[0], command)
-
-
-def preflight(arguments: Sequence[str]) -> int:
-    """Check, plan, try and report: the exit code.
+def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: Sequence[str]) -> int:
+    """Check, plan, try and report; return the exit code. `arguments` start this command again, on every rank.
 
     Raises:
         BadInputError: the run, its model or its data are not as they should be.
     """
-    options, overrides = parser().parse_known_args(arguments)
     if options.json and not options.json.parent.is_dir():
         raise BadInputError(f"--json is {options.json}, but its folder does not exist: make it, or name another file.")
     run = replace(run_of_folder(options.run_folder, overrides), weights="random")
+    check_settings(run)
     if options.seq_len is None:
-        check_settings_and_data(run)
-        rows = rows_of_run(run)
-        check_length(run, rows, "--max_length")
+        training_rows(run)
+        rows, lowered_by = rows_of_run(run), "--max_length"
     else:
-        check_settings_and_data(with_rows_at_hand(run))
-        rows = rows_of_length(run, options.seq_len)
-        check_length(run, rows, "--seq-len")
-    if run.is_sharded:
-        check_sharding_inputs(run)
-    if run.parallelism.splits_matrices:
-        check_divisible(any_shape_config(run.model), run.devices)
-    batch = batch_of(run, rows)
-    stage_map, plan = place_and_plan(run, batch)
+        rows, lowered_by = rows_of_length(run, options.seq_len), "--seq-len"
+    check_length(run, rows, lowered_by)
+    stage_map, plan, no_plan = place_and_plan(run, batch_of(run, rows))
     if detect_launcher() != "torchrun":
-        print(announcement(run, rows, plan))
+        print(announcement(run, rows, plan, no_plan), flush=True)
         if plan and not plan.fits and not options.anyway:
             print("not tried; --anyway tries it all the same")
             return 1
         check_room_to_save(run)
-        if run.world_size > 1:
-            start_ranks(run, arguments)
+        if run.world_size > 1:  # in this process's place
+            command = ranks_command(run, "-m", ["common.preflight", *arguments])
+            os.execv(command[0], command)
     measured = measure_all(run, rows, stage_map, plan)
     if os.environ.get("RANK", "0") == "0":
         print(report(run, rows, plan, measured))
         if options.json:
-            write_json(figures(run, rows, plan, measured), options.json)
+            write_json(figures(run, rows, plan, no_plan, measured), options.json)
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """`python -m common.preflight`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m common.preflight", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Any setting of common/base/run_config.py can follow, such as --batch_size 4.",
+    )  # fmt: skip
+    parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_0_cpu_x1")
+    parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, in place of the run's data")
+    parser.add_argument("--anyway", action="store_true", help="try what does not fit by the plan, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured into this file")
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        sys.exit(preflight(sys.argv[1:] if arguments is None else arguments))
+        sys.exit(preflight(*parser.parse_known_args(arguments), arguments))
     except BadInputError as mistake:
-        parser().exit(BAD_INPUT_EXIT_CODE, f"error: {mistake}\n")
+        parser.exit(BAD_INPUT_EXIT_CODE, f"error: {mistake}\n")

@@ -472,6 +472,18 @@ def train_own_weights(model: PreTrainedModel, run: RunConfig) -> None:
                 weight.requires_grad_(True)
 
 
+def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedModel | PeftModel:
+    """Switch on what the run trains: adapters on a frozen base, or the model's own weights.
+
+    Raises:
+        BadInputError: the model has no module, or no linear layer, of such a name.
+    """
+    if run.method.has_adapters:
+        return add_lora(model, run)
+    train_own_weights(model, run)
+    return model
+
+
 def _has_name(module_name: str, asked: str) -> bool:
     """As PEFT matches: the whole name, or its last parts."""
     return module_name == asked or module_name.endswith("." + asked)

@@ -6,8 +6,8 @@ import pytest
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.checks.disk_needs import disk_need
 from common.checks.folder_runs import run_of_folder
+from common.checks.inputs import disk_need
 from common.hardware.devices import GIB, find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape

@@ -9,9 +9,8 @@ import torch
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.checks import disk_needs
-from common.checks.disk_needs import check_disk, check_room_to_save, disk_need
-from common.checks.inputs import check_inputs
+from common.checks import inputs
+from common.checks.inputs import check_disk, check_inputs, check_room_to_save, disk_need
 from common.hardware.devices import GIB
 from common.models.loading import EMBEDDED_BASE
 
@@ -24,7 +23,7 @@ def full(run_config: RunConfig, tmp_path: Path) -> RunConfig:
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(disk_needs.shutil, "disk_usage", lambda _: Usage(free, 0, free))
+    monkeypatch.setattr(inputs.shutil, "disk_usage", lambda _: Usage(free, 0, free))
 
 
 def saved_bytes(folder: Path) -> int:
@@ -71,14 +70,12 @@ def test_too_little_room_is_refused_with_both_sizes(full: RunConfig, monkeypatch
     check_disk(replace(run, model="nobody/no-such-model"))  # writing looks at the space again
 
 
-def test_a_preflight_that_cannot_save_its_model_is_refused(
-    full: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_preflight_that_cannot_save_its_model_is_refused(full: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     run = replace(full, model="qwen2.5-7b", precision="bf16")
     with_free(monkeypatch, 10 * GIB)
     with pytest.raises(BadInputError, match=r"14\.2 GiB, but 10\.0 GiB are free .* TMPDIR"):
-        check_room_to_save(run, tmp_path)
-    check_room_to_save(replace(run, technique="lora", target_modules="all-linear"), tmp_path)
+        check_room_to_save(run)
+    check_room_to_save(replace(run, technique="lora", target_modules="all-linear"))
 
 
 @pytest.mark.parametrize("technique", ["full", "lora"])

@@ -20,19 +20,19 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks import dry_run as dry_run_room
 from common.checks import fake_steps
-from common.checks.dry_run import dry_run, dry_run_of_share, dry_runs_of_shares, with_depth
+from common.checks.dry_run import dry_run, dry_run_of_device, dry_runs, with_depth
 from common.checks.fake_steps import (
     batch_inputs,
     build_model,
     build_share,
     fake_group,
-    fake_share_step,
     fake_step,
     pipeline_alone,
     take_step,
     tracked_stage_steps,
     tracked_steps,
 )
+from common.checks.tried_rows import batch_of_run
 from common.models.loading import any_shape_config
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
@@ -231,7 +231,7 @@ def test_a_classifier_s_stages_are_as_planned(technique: str) -> None:
     way = {"parallel": "pp", "devices": 2, "per_device_train_batch_size": 8, "micro_batches": 4, "device_map": "even"}
     run = replace(classifier(technique, "roberta-large"), **way, device="cuda", gpu="A100 80GB SXM")
     plan = place_stages(run, CLASSIFIED).plan
-    for memory, device in zip(plan.devices, dry_runs_of_shares(run, CLASSIFIED), strict=True):
+    for memory, device in zip(plan.devices, dry_runs(run, CLASSIFIED), strict=True):
         assert memory.allocated_gib == pytest.approx(device.peak_gib, rel=0.05)
 
 
@@ -251,8 +251,8 @@ def test_a_classifier_of_fake_tensors_takes_what_a_real_one_takes(shape: Callabl
     """Its head, too: pooler and classifier are trained beside the adapters."""
     bert = {"architectures": ["BertModel"], "model_type": "bert", "num_hidden_layers": 3, "pad_token_id": 0}
     run = classifier("lora", shape(**bert))
-    config = dry_run_room.config_for(run, CLASSIFIED)
-    assert config.num_labels == 6
+    config = any_shape_config(run.model)
+    config.num_labels = CLASSIFIED.classes
     fake = fake_step(run, config, CLASSIFIED, as_on_gpu=False)
     model = build_model(run, config)
     real = tracked_steps(run, model, batch_inputs(CLASSIFIED, model), as_on_gpu=False)
@@ -297,11 +297,11 @@ def test_the_fullest_device_speaks_for_a_divided_model(
 ) -> None:
     model = shape(vocab_size=8192, num_hidden_layers=4)
     run = RunConfig(technique="full", model=model, device_map="even", **way)
-    devices = dry_runs_of_shares(run, BATCH)
+    devices = dry_runs(run, BATCH)
     weights = [device.timeline["load"]["weights"] for device in devices]
     whole = dry_run(run.changed_to(parallel="single", devices=1, device="cpu", gpu=""), BATCH)
     assert sum(weights) == pytest.approx(whole.timeline["load"]["weights"], rel=0.001)
-    monkeypatch.setattr(dry_run_room, "dry_runs_of_shares", lambda *_: devices)
+    monkeypatch.setattr(dry_run_room, "dry_runs", lambda *_: devices)
     assert dry_run(run, BATCH).peak_gib == max(device.peak_gib for device in devices)
     assert devices[0].peak["logits"] == 0 < devices[1].peak["logits"]
     assert not torch.distributed.is_initialized()
@@ -325,7 +325,7 @@ def test_a_stage_of_fake_tensors_takes_what_real_ones_take(
 ) -> None:
     run = RunConfig(technique=technique, model=shape(num_hidden_layers=3), schedule=schedule, **PIPELINE)
     config, share = any_shape_config(run.model), Share((3,), number == 0, number == 1)
-    fake = fake_share_step(run, config, BATCH, share, number, as_on_gpu=False)
+    fake = fake_step(run, config, BATCH, False, share, number)
     model = build_share(run, config, BATCH, share)
     real = tracked_stage_steps(run, model, batch_inputs(BATCH, model), number, as_on_gpu=False)
     assert real.keys() == fake.keys()
@@ -346,8 +346,8 @@ def test_two_small_depths_tell_a_larger_share(way: dict, number: int, shape: Cal
     run = RunConfig(technique="full", model=shape(num_hidden_layers=12), precision="bf16", **way)
     share = Share((6,), number == 0, number == 1)
     config = with_depth(any_shape_config(run.model), 6)
-    whole = fake_share_step(run, config, BATCH, share, number, as_on_gpu=True)
-    told = dry_run_of_share(run, BATCH, [share, share], number)
+    whole = fake_step(run, config, BATCH, True, share, number)
+    told = dry_run_of_device(run, BATCH, share, number)
     for segment, parts in told.timeline.items():
         assert total(parts) == pytest.approx(total(whole[segment]), rel=0.003), segment
 
@@ -357,7 +357,7 @@ def test_a_stage_holds_what_its_schedule_has_in_flight(shape: Callable[..., str]
     asked = RunConfig(technique="full", model=shape(), device_map="even", **PIPELINE)
     batch = BatchShape(rows=4, length=256, labelled=1)  # next to no logits
     segment = "forward: layers, last layer"
-    devices = {schedule: dry_runs_of_shares(replace(asked, schedule=schedule), batch) for schedule in ("1f1b", "gpipe")}
+    devices = {schedule: dry_runs(replace(asked, schedule=schedule), batch) for schedule in ("1f1b", "gpipe")}
     held = {
         (schedule, number): device.timeline[segment]["activations"]
         for schedule, both in devices.items()
@@ -393,7 +393,7 @@ def test_the_closed_form_says_the_same_of_each_device(
     asked = {"model": model, "technique": technique, "target_modules": targets, "precision": "bf16"}
     run = RunConfig(**{**PIPELINE, **asked, **settings, "per_device_train_batch_size": batch.rows})
     plan = place_stages(run, batch).plan
-    for memory, device in zip(plan.devices, dry_runs_of_shares(run, batch), strict=True):
+    for memory, device in zip(plan.devices, dry_runs(run, batch), strict=True):
         assert memory.allocated_gib == pytest.approx(device.peak_gib, rel=0.05)
 
 
@@ -446,7 +446,7 @@ def test_a_run_folder_s_dry_run(tmp_path: Path) -> None:
 
 def test_a_pipeline_s_dry_run_tells_each_device(capsys: pytest.CaptureFixture[str]) -> None:
     run = literal_of(Path("2.7_full_finetuning_with_pp/run_0_cpu_x2"))
-    print(dry_run_room.report(run, *dry_run_room.batch_of_run(run)))
+    print(dry_run_room.report(run, *batch_of_run(run)))
     said = capsys.readouterr().out
     assert "pp (1f1b, 8 micro-batches): 64 rows of 39 tokens" in said
     assert "device 0: 2 layers, embeddings" in said

@@ -20,10 +20,9 @@ import torch
 
 from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
-from common.checks import gpu_check, machine_facts, timed_process
+from common.checks import gpu_check, machine_facts
 from common.checks.folder_runs import run_of_folder
-from common.checks.gpu_check import TRIALS, Part, main
-from common.checks.timed_process import FAILS, LEFT_OUT, SLOWER, WORKS, Ended
+from common.checks.gpu_check import FAILS, LEFT_OUT, SLOWER, TRIALS, WORKS, Ended, Part, main
 from tests.forked import run_forked
 
 H100 = {
@@ -63,7 +62,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
     """Make this machine one with these facts, whose preflights are other programs; what was asked for is returned."""
 
     def make(facts: dict[str, Any], preflights: dict[str, str] | None = None) -> Asked:
-        asked, run_process = [], timed_process.run_process
+        asked, run_process = [], gpu_check.run_process
 
         def run_other(command: list[str], limit_s: float) -> Ended:
             asked.append(list(command))
@@ -222,7 +221,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_found(
 def test_a_part_that_hangs_is_ended_with_all_that_it_started() -> None:
     program = "import subprocess; p = subprocess.Popen(['sleep', '99']); print(p.pid, flush=True); p.wait()"
     start_s = time.monotonic()
-    ended = timed_process.run_process(["-c", program], 0.7)
+    ended = gpu_check.run_process(["-c", program], 0.7)
     assert time.monotonic() - start_s < 5
     assert ended.exit_code is None
     child = int(ended.output.split()[0])
@@ -264,7 +263,7 @@ def test_overrunning_its_own_time_is_a_failure_and_the_budgets_end_is_not(
     ],
 )
 def test_a_failure_is_told_by_the_line_that_says_why(output: str, why: str | None) -> None:
-    assert timed_process.last_error(output) == (why or "torch.OutOfMemoryError: CUDA out of memory.")
+    assert gpu_check.last_error(output) == (why or "torch.OutOfMemoryError: CUDA out of memory.")
 
 
 def test_what_leaves_the_machine_names_no_place_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +466,7 @@ def test_pytest_that_is_ended_says_what_passed_before(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     test = tmp_path / "test_x.py"
     test.write_text("import time\ndef test_a(): pass\ndef test_b():\n    print('b', flush=True)\n    time.sleep(99)\n")
-    ended = timed_process.run_process(["-m", "pytest", "-q", str(test)], 2.5)
+    ended = gpu_check.run_process(["-m", "pytest", "-q", str(test)], 2.5)
     assert ended.exit_code is None
     assert gpu_check.counts_of(ended.output) == {"passed": 1}
 

@@ -88,7 +88,7 @@ def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
-        ("lr_scheduler_type", "foo", "lr_scheduler_type is 'foo': choose one of linear"),
+        ("lr_scheduler_type", "foo", "lr_scheduler_type is 'foo': choose one of 'linear'"),
         ("optim", "foo", "optim is 'foo'"),
         ("report_to", "foo", "report_to names 'foo': choose none, or some of"),
         ("report_to", "tensorboard,wandb", "report_to names wandb, which is not installed: `pip install wandb`"),

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -15,10 +16,12 @@ from transformers import GPTNeoXConfig
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.checks import preflight, preflight_rows, preflight_steps
-from common.checks.preflight import main
-from common.checks.preflight_rows import Rows
-from common.checks.preflight_steps import Measured, measure_all
+from common.base.specs import PARALLELISMS, TASKS, Parallelism
+from common.checks import preflight, tried_rows
+from common.checks.dry_run import report
+from common.checks.inputs import check_settings
+from common.checks.preflight import Measured, main, measure_all
+from common.checks.tried_rows import Rows
 from common.data.batches import EpochBatches, longest_batch
 from common.data.messages import tokenize_rows
 from common.data.splits import load_splits
@@ -45,7 +48,7 @@ def run(run_config: RunConfig) -> RunConfig:
 
 @pytest.fixture
 def plan(run: RunConfig) -> Plan:
-    return plan_run(run, longest_batch(preflight_rows.rows_of_length(run, 64).train, run.per_device_train_batch_size))
+    return plan_run(run, longest_batch(tried_rows.rows_of_length(run, 64).train, run.per_device_train_batch_size))
 
 
 @pytest.fixture
@@ -214,10 +217,10 @@ def test_the_longest_texts_are_tried_with_the_longest_summaries() -> None:
         {"input_ids": [5] * text, "attention_mask": [1] * text, "labels": [6] * summary}
         for text, summary in ((9, 3), (40, 4), (30, 12), (7, 5))
     ]
-    tried = preflight_rows.longest_rows(rows, 2, "summarization")
+    tried = tried_rows.longest_rows(rows, 2, "summarization")
     assert [(len(row["input_ids"]), len(row["labels"])) for row in tried] == [(40, 12), (30, 5)]
     assert longest_batch(tried, 2) == longest_batch(rows, 2)
-    assert preflight_rows.longest_rows(rows, 2, "chat") == [rows[1], rows[2]]
+    assert tried_rows.longest_rows(rows, 2, "chat") == [rows[1], rows[2]]
 
 
 # -- refused
@@ -262,7 +265,7 @@ def test_a_bad_folder_is_refused_without_a_traceback(tmp_path: Path) -> None:
 
 def test_a_row_cut_by_another_models_tokenizer_has_a_way_out(run: RunConfig) -> None:
     with pytest.raises(BadInputError, match=r"or, as these are tokens of the embedded tokenizer.*pass --seq-len 4\.$"):
-        preflight_rows.rows_of_run(replace(run, model="llama-3.2-1b", max_length=4))
+        tried_rows.rows_of_run(replace(run, model="llama-3.2-1b", max_length=4))
 
 
 def test_what_does_not_fit_is_not_tried_unless_asked_for(
@@ -297,11 +300,39 @@ def test_layers_that_the_planner_cannot_place_are_refused(tmp_path: Path, capsys
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ({"splits_rows": True}, ""),
+        (
+            {"splits_rows": True, "shards": frozenset({"weights"}), "sharded_by": "Megatron"},
+            "mine, which Megatron shards",
+        ),
+        ({"splits_matrices": True}, "no plan of tensor parallel"),
+    ],
+)
+def test_what_is_registered_later_passes_or_is_refused_in_one_sentence(
+    way: dict[str, object], said: str, run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task and a parallelism that nothing here names: their specs say what they need."""
+    monkeypatch.setitem(TASKS, "new", replace(TASKS["chat"], name="new", parallelisms=("single", "mine")))
+    monkeypatch.setitem(PARALLELISMS, "mine", Parallelism("mine", "mine", "it is new", **way))
+    asked = replace(run, task="new", parallel="mine", devices=2, run_folder="", gradient_checkpointing="none")
+    with pytest.raises(BadInputError, match=said) if said else nullcontext():
+        check_settings(asked)
+    if said:
+        return
+    rows = tried_rows.rows_of_run(asked)
+    _, plan, no_plan = preflight.place_and_plan(asked, tried_rows.batch_of(asked, rows))
+    assert "with mine on 2 x cpu: 16 rows" in preflight.announcement(asked, rows, plan, no_plan)
+    assert "16 rows of 39 tokens" in report(asked, *tried_rows.batch_of_run(asked))
+
+
 # -- what is tried
 
 
 def test_the_rows_are_the_longest_of_the_data(run: RunConfig) -> None:
-    rows = preflight_rows.rows_of_run(run)
+    rows = tried_rows.rows_of_run(run)
     every = sorted(
         (len(row["input_ids"]) for row in tokenize_rows(load_splits(run).train, load_tokenizer(run), run.max_length)),
         reverse=True,
@@ -313,7 +344,7 @@ def test_the_rows_are_the_longest_of_the_data(run: RunConfig) -> None:
 
 def test_rows_of_a_length_have_no_padding_in_them(run: RunConfig) -> None:
     tokenizer = load_tokenizer(run)
-    ids = preflight_rows.rows_of_length(run, tokenizer.vocab_size).train[0]["input_ids"]
+    ids = tried_rows.rows_of_length(run, tokenizer.vocab_size).train[0]["input_ids"]
     assert len(ids) == tokenizer.vocab_size
     assert not set(ids) & set(tokenizer.all_special_ids)
 
@@ -321,7 +352,7 @@ def test_rows_of_a_length_have_no_padding_in_them(run: RunConfig) -> None:
 def test_rows_of_a_length_are_learnt_as_a_whole_and_need_no_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunConfig
 ) -> None:
-    batch = longest_batch(preflight_rows.rows_of_length(run, 100).train, run.per_device_train_batch_size)
+    batch = longest_batch(tried_rows.rows_of_length(run, 100).train, run.per_device_train_batch_size)
     assert (batch.rows, batch.length, batch.labelled, batch.padded) == (16, 100, 99, False)
     monkeypatch.setattr(preflight, "measure_all", lambda *_: [MEASURED])
     assert exit_code(SINGLE, "--seq-len", "100", "--data", "no/such/data") == 0
@@ -366,7 +397,10 @@ def test_the_gpu_at_hand_is_planned_for_before_the_folders(run: RunConfig, monke
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA Unheard Of"]))
     assert preflight.device_of(on_gpu).name == "RTX A6000 48GB"
     assert preflight.device_of(replace(on_gpu, gpu="")) is None
-    assert "NVIDIA Unheard Of" in preflight.unknown_to_planner(replace(on_gpu, gpu=""))
+    batch = longest_batch(tried_rows.rows_of_length(run, 64).train, run.per_device_train_batch_size)
+    stage_map, plan, no_plan = preflight.place_and_plan(replace(on_gpu, gpu=""), batch)
+    assert (stage_map, plan) == ({}, None)
+    assert "NVIDIA Unheard Of" in no_plan
 
 
 def test_several_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,8 +415,8 @@ def test_several_ranks_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) 
 def test_a_whole_model_loads_by_the_stages_where_a_rank_has_several_devices(run: RunConfig) -> None:
     stage_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": 1}
     divided = Rank(0, 1, "cuda:0", "python", ("cuda:1",))
-    assert preflight_steps.device_map_of_rank(run, stage_map, divided) == stage_map
-    assert preflight_steps.device_map_of_rank(run, stage_map, Rank(1, 2, "cuda:1", "torchrun")) == {"": "cuda:1"}
+    assert preflight.device_map_of_rank(run, stage_map, divided) == stage_map
+    assert preflight.device_map_of_rank(run, stage_map, Rank(1, 2, "cuda:1", "torchrun")) == {"": "cuda:1"}
 
 
 # -- on the device, in this process
@@ -393,19 +427,19 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = replace(run, per_device_train_batch_size=4, per_device_eval_batch_size=4, gradient_accumulation_steps=2)
-    rows = preflight_rows.rows_of_run(asked)
+    rows = tried_rows.rows_of_run(asked)
     with rank_started(asked) as rank:
-        trainer = preflight_steps.trainer_of_longest_batch(asked, rows, {}, rank, tmp_path)
+        trainer = preflight.trainer_of_longest_batch(asked, rows, {}, rank, tmp_path)
         trainer.train()
-        assert trainer.state.global_step == preflight_steps.STEPS
-        assert trainer.work.rows == [0, 1, 2, 3] * 2 * preflight_steps.STEPS
+        assert trainer.state.global_step == preflight.STEPS
+        assert trainer.work.rows == [0, 1, 2, 3] * 2 * preflight.STEPS
         assert any(weight.any() for name, weight in trainer.model.named_parameters() if "lora_B" in name)
-        load = preflight_steps.load_base_model
+        load = preflight.load_base_model
         monkeypatch.setattr(
-            preflight_steps, "load_base_model", lambda run, device_map: load(replace(run, seed=1), device_map)
+            preflight, "load_base_model", lambda run, device_map: load(replace(run, seed=1), device_map)
         )
         with pytest.raises(RuntimeError, match="what was saved is not what was trained"):
-            preflight_steps.save_and_reload(asked, trainer, {}, rank, tmp_path)
+            preflight.save_and_reload(asked, trainer, {}, rank, tmp_path)
 
 
 @pytest.mark.usefixtures("own_environment")
@@ -419,8 +453,10 @@ def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunCon
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
     )
-    rows = preflight_rows.rows_of_length(asked, 16)
-    assert "gpt_neox" in preflight.announcement(asked, rows, None)
+    rows = tried_rows.rows_of_length(asked, 16)
+    stage_map, plan, no_plan = preflight.place_and_plan(asked, tried_rows.batch_of(asked, rows))
+    assert (stage_map, plan) == ({}, None)
+    assert "gpt_neox" in preflight.announcement(asked, rows, plan, no_plan)
     said = preflight.report(asked, rows, None, measure_all(asked, rows, {}, None))
     assert "no plan" in said
     assert "passed: " in said
@@ -430,10 +466,10 @@ def test_a_whole_model_of_an_unknown_kind_is_measured_without_a_plan(run: RunCon
 def test_out_of_memory_is_one_sentence_and_exit_code_1(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight_steps, "SPEAK_FIRST_S", 0.0)
+    monkeypatch.setattr(preflight, "SPEAK_FIRST_S", 0.0)
     with (
         pytest.raises(SystemExit) as left,
-        preflight_steps.phase("steps", Rank(number, 2, "cpu", "torchrun"), "try less"),
+        preflight.phase("steps", Rank(number, 2, "cpu", "torchrun"), "try less"),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     assert left.value.code == 1
@@ -445,21 +481,21 @@ def test_out_of_memory_is_one_sentence_and_exit_code_1(
 
 
 def test_after_out_of_memory_a_smaller_batch_of_the_same_rows_is_named(run: RunConfig, plan: Plan) -> None:
-    assert "try --batch_size 8 --gradient_accumulation_steps 2" in preflight_steps.smaller_batch(run, 16, plan)
+    assert "try --batch_size 8 --gradient_accumulation_steps 2" in preflight.smaller_batch(run, 16, plan)
     small = replace(cpu_device(), memory_gib=plan.devices[0].peak_gib - 0.01)
     tight = replace(plan, cluster=replace(plan.cluster, gpus=(small,)))
     assert 0 < tight.max_batch_size < 16
-    assert f"try --batch_size {tight.max_batch_size} " in preflight_steps.smaller_batch(run, 16, tight)
-    assert "not even one row fits" in preflight_steps.smaller_batch(run, 1, plan)
+    assert f"try --batch_size {tight.max_batch_size} " in preflight.smaller_batch(run, 16, tight)
+    assert "not even one row fits" in preflight.smaller_batch(run, 1, plan)
     staged = replace(run, parallel="pp", devices=2, micro_batches=8, per_device_train_batch_size=24)
-    assert "try --batch_size 8 --gradient_accumulation_steps 3" in preflight_steps.smaller_batch(staged, 24, None)
+    assert "try --batch_size 8 --gradient_accumulation_steps 3" in preflight.smaller_batch(staged, 24, None)
 
 
 # -- what is said
 
 
 def test_the_first_step_is_not_timed() -> None:
-    clock = preflight_steps.StepClock(("cpu",))
+    clock = preflight.StepClock(("cpu",))
     clock.ends_s = [100.0, 101.0, 104.0]
     assert clock.step_time_s == 2.0
 
@@ -510,8 +546,8 @@ def test_what_was_measured_is_kept_as_data(
 def test_each_device_of_a_divided_model_has_its_plan(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
     asked = replace(run, device="cuda", parallel="mp", devices=2, model="llama-3.1-8b", device_map="even")
-    batch = longest_batch(preflight_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size)
-    stage_map, plan = preflight.place_and_plan(asked, batch)
+    batch = longest_batch(tried_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size)
+    stage_map, plan, _ = preflight.place_and_plan(asked, batch)
     assert set(stage_map.values()) == {0, 1}
     measured = [
         replace(MEASURED, device=f"cuda:{number}", peak_gib=times * plan.devices[number].allocated_gib)
@@ -536,6 +572,6 @@ def test_rent_is_of_all_gpus(run: RunConfig, monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_of_a_gpu_is_compared_without_its_overhead(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"]))
     asked = replace(run, device="cuda")
-    batch = longest_batch(preflight_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size)
+    batch = longest_batch(tried_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size)
     plan = plan_run(asked, batch, preflight.device_of(asked))
-    assert preflight_steps.planned_gib(plan, 0) == plan.devices[0].allocated_gib < plan.devices[0].peak_gib
+    assert preflight.planned_gib(plan, 0) == plan.devices[0].allocated_gib < plan.devices[0].peak_gib

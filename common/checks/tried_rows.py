@@ -1,4 +1,4 @@
-"""The rows that a preflight tries: the longest of the run's, or some of a length that is asked for."""
+"""The rows that are tried before a run: the longest of its own, or rows of a length that is asked for."""
 
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -20,35 +20,42 @@ from common.models.loading import (
 from common.models.minilm import MINILM
 from common.planning.job import BatchShape
 
-# -- what is tried
-
 
 @dataclass(frozen=True)
 class Rows:
-    """The longest batches of a run, each of one rank."""
+    """The longest training and validation batch of one rank.
+
+    `count` is the number of the run's training rows, None where it is not known; `source` says in words where the rows
+    come from.
+    """
 
     train: list[Tokens]
     validation: list[Tokens]
     count: int | None
-    """Training rows of the whole run; None = not known."""
     source: str
-    """Where the rows come from, in words."""
 
 
-def longest_rows(rows: list[Tokens], count: int, task: str) -> list[Tokens]:
-    """The `count` rows with the most tokens, longest first.
+# -- the run's own
 
-    With summarization the longest texts each have one of the longest summaries: no batch can be larger.
+
+def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
+    """Return the largest batch of the run's own rows (without its tokenizer: of `max_length`), and its source in words.
+
+    Raises:
+        BadInputError: the rows are missing or malformed.
     """
-    longest = sorted(rows, key=lambda row: -len(row["input_ids"]))[:count]
-    if not TASKS[task].summarizes:
-        return longest
-    summaries = sorted((row["labels"] for row in rows), key=len, reverse=True)
-    return [{**row, "labels": summary} for row, summary in zip(longest, summaries, strict=False)]
+    rows = load_splits(run).train
+    try:
+        tokenizer = load_tokenizer(run)
+    except BadInputError:
+        of_max_length = f"rows of max_length {run.max_length}"
+        return batch_of_length(run, run.max_length), f"{of_max_length}, as the model's tokenizer is not here"
+    batch = longest_batch(tokens_of(rows, tokenizer, run), run.per_device_train_batch_size)
+    return batch, f"the longest {batch.rows} of the run's {len(rows):,} rows"
 
 
 def rows_of_run(run: RunConfig) -> Rows:
-    """The longest of the run's own rows, as the tokenizer for random weights cuts them.
+    """Return the longest of the run's own rows, as the tokenizer for random weights cuts them.
 
     Raises:
         BadInputError: rows are missing or malformed, or have no answer within `max_length`.
@@ -72,14 +79,43 @@ def rows_of_run(run: RunConfig) -> Rows:
     )
 
 
-def rows_of_length(run: RunConfig, tokens: int) -> Rows:
-    """Rows of exactly so many tokens, all of them learnt, for a run whose data are not here yet.
+def longest_rows(rows: list[Tokens], count: int, task: str) -> list[Tokens]:
+    """Return the `count` rows with the most tokens, longest first.
+
+    With summarization the longest texts each have one of the longest summaries: no batch can be larger.
+    """
+    longest = sorted(rows, key=lambda row: -len(row["input_ids"]))[:count]
+    if not TASKS[task].summarizes:
+        return longest
+    summaries = sorted((row["labels"] for row in rows), key=len, reverse=True)
+    return [{**row, "labels": summary} for row, summary in zip(longest, summaries, strict=False)]
+
+
+# -- rows of a length, all of it learnt: one label each, a summary of `max_summary_length`, or every token
+
+
+def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
+    """Return the shape of a batch of rows of exactly `tokens` tokens, without a tokenizer.
 
     Raises:
         BadInputError: a row of that length has nothing to predict.
     """
-    if tokens < 2:
-        raise BadInputError(f"--seq-len is {tokens}, but must be at least 2: the first token is not predicted.")
+    _check_tokens(tokens)
+    if run.goal.classifies:
+        return BatchShape(run.per_device_train_batch_size, tokens, labelled=1, classes=len(label_names_of(run)))
+    if run.goal.summarizes:
+        summary = run.max_target_length
+        return BatchShape(run.per_device_train_batch_size, tokens, labelled=summary, target_length=summary)
+    return BatchShape(run.per_device_train_batch_size, tokens, labelled=tokens - 1)
+
+
+def rows_of_length(run: RunConfig, tokens: int) -> Rows:
+    """Return rows of exactly `tokens` tokens, for a run whose data are not here yet.
+
+    Raises:
+        BadInputError: a row of that length has nothing to predict.
+    """
+    _check_tokens(tokens)
     tokenizer = load_tokenizer(run)
     # no special ones: padding's embedding is zero, and a norm of zeros makes gradients explode
     ordinary = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
@@ -99,17 +135,16 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     )
 
 
-def with_rows_at_hand(run: RunConfig) -> RunConfig:
-    """The run on embedded rows, where its own are not needed: with classification they say which labels there are."""
-    if run.goal.classifies:
-        return run
-    if run.goal.summarizes:
-        return replace(run, data="assets/chat_summaries", text_column="dialogue", summary_column="summary")
-    return replace(run, data=RunConfig().data)
+def _check_tokens(tokens: int) -> None:
+    if tokens < 2:
+        raise BadInputError(f"--seq-len is {tokens}, but must be at least 2: the first token is not predicted.")
+
+
+# -- both
 
 
 def check_length(run: RunConfig, rows: Rows, option: str) -> None:
-    """Refuse rows that are longer than the model reads.
+    """Check that the model reads rows of this length.
 
     Raises:
         BadInputError: with both lengths; `option` is what the user can lower.
@@ -123,6 +158,6 @@ def check_length(run: RunConfig, rows: Rows, option: str) -> None:
 
 
 def batch_of(run: RunConfig, rows: Rows) -> BatchShape:
-    """The shape of the longest batch; the longest rows alone need not have every label."""
+    """Return the shape of the longest batch; the longest rows alone need not have every label."""
     batch = longest_batch(rows.train, run.per_device_train_batch_size)
     return replace(batch, classes=len(label_names_of(run))) if batch.classes else batch
