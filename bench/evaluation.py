@@ -48,7 +48,7 @@ def _run(folder: str, rows_at_once: int, questions: int) -> RunConfig:
 def _round(rank: Rank, folder: str, questions: int) -> tuple[float, float]:
     batched_s, batched = _evaluate(_run(folder, BATCHED_ROWS, questions), rank)
     single_s, single = _evaluate(_run(folder, 1, questions), rank)
-    differing = sum(a.answer != b.answer for a, b in zip(batched.answers, single.answers, strict=True))
+    differing = sum(a["answer"] != b["answer"] for a, b in zip(batched.answers, single.answers, strict=True))
     if differing:
         raise RuntimeError(f"{differing} of {questions} answers differ between batches and one at a time.")
     print(f"in batches {batched_s:.1f} s, one at a time {single_s:.1f} s", file=sys.stderr, flush=True)

@@ -18,8 +18,7 @@ from accelerate.utils import wait_for_everyone
 
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
-from common.data.messages import tokenize_rows
-from common.data.splits import load_splits
+from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_tokenizer, train_linear_layers
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
@@ -64,7 +63,7 @@ def _tell(what: str, line: str) -> None:
 
 def _trainer(run: RunConfig, rank: Rank, folder: Path) -> PipelineTrainer:
     tokenizer, splits = load_tokenizer(run), load_splits(run)
-    train, validation = (tokenize_rows(rows, tokenizer, run.max_length) for rows in (splits.train, splits.validation))
+    train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
     stage = load_stage(run, place_stages(run, longest_batch(train, run.per_device_train_batch_size)).stage_map, rank)
     train_linear_layers(stage, run.target_modules)
     trainer_class = partial(PipelineTrainer, pipeline=Pipeline(StageModule(stage, run, rank), run, rank))

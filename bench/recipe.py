@@ -9,9 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.data.messages import tokenize_rows
 from common.data.rows import IGNORED_LABEL, Tokens
-from common.data.splits import load_splits
+from common.data.splits import load_splits, tokens_of
 from common.models.loading import add_lora, load_base_model, load_tokenizer, train_linear_layers
 
 Technique = Literal["lora", "full"]
@@ -78,7 +77,7 @@ class Material:
 def load_material(run: RunConfig) -> Material:
     """The embedded rows as tokens."""
     splits, tokenizer = load_splits(run), load_tokenizer(run)
-    train, validation = (tokenize_rows(rows, tokenizer, run.max_length) for rows in (splits.train, splits.validation))
+    train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
     return Material(tokenizer, train, validation)
 
 

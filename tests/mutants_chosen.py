@@ -52,8 +52,8 @@ DATA = (
     Fault(
         "a row is dropped: the last step of an epoch, which is not full",
         "common/data/batches.py",
-        "        if in_full_steps < len(order):\n",
-        "        if in_full_steps > len(order):\n",
+        "        if in_full_steps < max(map(len, orders)):\n",
+        "        if in_full_steps > max(map(len, orders)):\n",
         _unit("data", "every_row_is_drawn_once_per_epoch_whatever_the_world"),
     ),
     Fault(
@@ -73,10 +73,8 @@ DATA = (
     Fault(
         "the order of the rows is the same in every epoch",
         "common/data/batches.py",
-        "        order = torch.randperm(len(self.lengths), generator=generator).tolist()\n"
-        "        size = self.batch_size * self.world_size * self.accumulation_steps\n",
-        "        order = list(range(len(self.lengths)))\n"
-        "        size = self.batch_size * self.world_size * self.accumulation_steps\n",
+        "[[part[n] for n in torch.randperm(len(part), generator=generator).tolist()] for part in self.parts]",
+        "[list(part) for part in self.parts]",
         _unit("data", "epochs_and_seeds_change_the_order", "batches_hold_rows_of_like_lengths_in_random_order"),
     ),
     Fault(
@@ -103,8 +101,8 @@ DATA = (
     Fault(
         "rows that are held out for the test are trained on as well",
         "common/data/splits.py",
-        "return Splits(rows[len(missing) * count :], ",
-        "return Splits(rows, ",
+        "others[name], rows = rows[:count], rows[count:]",
+        "others[name] = rows[:count]",
         _unit("data", "of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows"),
     ),
     Fault(
@@ -130,7 +128,7 @@ DATA = (
     ),
     Fault(
         "classes are numbered in the order of the rows, another one for each file",
-        "common/data/labelled_texts.py",
+        "common/data/texts.py",
         'return sorted({row["label"] for row in splits.train})',
         'return list(dict.fromkeys(row["label"] for row in splits.train))',
         _unit("labelled_data", "labels_that_are_numbers_are_texts_in_alphabetical_order"),
@@ -147,16 +145,16 @@ LOSS = (
     ),
     Fault(
         "a summary's loss is averaged per share, not over the whole step",
-        "common/tasks/summarization.py",
+        "common/tasks/objectives.py",
         "    return losses / divisor\n",
         "    return losses / (labels != IGNORED_LABEL).sum()\n",
         _unit("summarization", "losses_of_uneven_shares_add_up_to_the_whole_batchs_mean"),
     ),
     Fault(
         "a classifier's loss is averaged per share, not over the whole step",
-        "common/tasks/classification.py",
-        'ignore_index=IGNORED_LABEL, reduction="sum") / divisor',
-        'ignore_index=IGNORED_LABEL, reduction="mean")',
+        "common/tasks/objectives.py",
+        'ignore_index=IGNORED_LABEL, reduction="sum")\n',
+        'ignore_index=IGNORED_LABEL, reduction="mean")\n',
         _unit("classification", "losses_of_uneven_shares_add_up_to_the_mean_of_the_whole"),
     ),
     Fault(
@@ -168,7 +166,7 @@ LOSS = (
     ),
     Fault(
         "the validation loss is divided by rows, not by tokens",
-        "common/tasks/chat.py",
+        "common/tasks/answers.py",
         "    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).sum(1)], dim=1)\n",
         "    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).any(1).float()], dim=1)\n",
         GOLDEN,

@@ -5,5 +5,5 @@ from common.runtime.world import Rank
 
 
 def device_map(rank: Rank) -> dict[str, str]:
-    """Every layer on the rank's own device: rank 1 of two GPUs gets `{"": "cuda:1"}`."""
+    """Place every layer on the rank's own device: rank 1 of two GPUs gets `{"": "cuda:1"}`."""
     return whole_model_on(rank.device)

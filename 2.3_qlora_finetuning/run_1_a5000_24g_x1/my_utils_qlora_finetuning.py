@@ -1,4 +1,4 @@
-"""What only QLoRA needs: a look at the quantized weights, where whole models have room, and the two ways to merge.
+"""What only QLoRA needs: whether whole models have room, the two ways to merge, and a picture of the 16 levels.
 
 The quantization's own settings are in `common.models.quantization.quantization_config`: preflight needs them, too, and
 `common` imports no run folder.
@@ -13,16 +13,17 @@ import matplotlib.pyplot as plt
 import torch
 from accelerate.utils import wait_for_everyone
 from matplotlib.figure import Figure
+from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.hardware.devices import read_memory
-from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype, with_adapter
-from common.models.quantization import StoredWeights, dequantized, relative_error, stored_weights
+from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype
+from common.models.quantization import StoredWeights, dequantized, relative_error
 from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunLog
 from common.runtime.world import Rank
-from common.tasks.chat import whole_row_results
+from common.tasks.answers import whole_row_results
 from common.training.export import give_up, give_up_model, validation_logits
 from common.training.trainer import CountingTrainer
 
@@ -32,18 +33,8 @@ MODELS_AT_ONCE = 3
 """In the final evaluation: both merged models, and the base, which judges."""
 
 
-def device_map(rank: Rank) -> dict[str, str]:
-    """Every layer on this rank's own device; with DDP each rank has the whole quantized model."""
-    return whole_model_on(rank.device)
-
-
-def describe(model: torch.nn.Module, run: RunConfig) -> StoredWeights:
-    """What the quantized weights take, beside what LoRA's base would."""
-    return stored_weights(model, weight_dtype(run))
-
-
 def has_room_for_whole_models(run: RunConfig, rank: Rank, stored: StoredWeights) -> bool:
-    """Whether the device holds unquantized models for the evaluation; a card that was chosen for 4 bits may not."""
+    """Return whether unquantized models fit for the evaluation; on a card that was chosen for 4 bits they may not."""
     if run.device == "cpu":
         return True
     return MODELS_AT_ONCE * stored.unquantized_gib < 0.9 * read_memory(rank.device).total_gib
@@ -51,7 +42,7 @@ def has_room_for_whole_models(run: RunConfig, rank: Rank, stored: StoredWeights)
 
 @dataclass
 class Merged:
-    """What came of saving and merging."""
+    """The models that saving and merging gave, and how they compare with the trained one."""
 
     tuned: PreTrainedModel
     """What was trained: merged into the de-quantized base, or with no room for it the adapter on the 4-bit base."""
@@ -64,7 +55,7 @@ class Merged:
     relative_error: float | None
     """Of the quantized weights; None on ranks that did not look."""
     without_adapter: Callable[[], AbstractContextManager] = nullcontext
-    """Makes `tuned` the 4-bit base again while it is entered, where it is that base with the adapter."""
+    """Entered, it makes `tuned` the 4-bit base again, where that is the base with the adapter."""
 
 
 def merge_both_ways(
@@ -73,42 +64,39 @@ def merge_both_ways(
     """Save the adapter, and merge it into the de-quantized base (`merged`) and the original (`merged_into_original`).
 
     Rank 0 writes. Without room on the device merging is done in the host's memory. The adapter on a newly quantized
-    base and `merged` must have the trained model's logits; `merged_into_original` has others, as the adapter learnt to
-    make up for quantization's errors, too: how far they are off is recorded.
+    base and `merged` must have the trained model's logits; `merged_into_original` has others, as the adapter also
+    learnt to compensate for quantization's errors: how far they are off is recorded.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    run, folder, device = log.run, log.folder, device_map(log.rank)
-    trained = trainer.accelerator.unwrap_model(trainer.model)
+    run, folder, device = log.run, log.folder, whole_model_on(log.rank.device)
     batch, expected = validation_logits(trainer, run)
     differences: dict[str, float] = {}
     error = None
     if log.rank.is_main:
-        trained.save_pretrained(folder / "adapter")
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder / "adapter")
     give_up(trainer, log.rank.device)
     wait_for_everyone()
     if log.rank.is_main:
-        adapted = with_adapter(load_base_model(run, device), folder / "adapter")
+        adapted = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
         differences["adapter"] = check_equal_logits(expected, adapted, batch, "adapter", run.precision)
         give_up_model(adapted, log.rank.device)
         error = _save_merged(run, folder, tokenizer, device if has_room else whole_model_on("cpu"))
     wait_for_everyone()
     if not has_room:
-        adapted = with_adapter(load_base_model(run, device), folder / "adapter")
+        adapted = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
         return Merged(adapted.get_base_model().eval(), None, differences, {}, error, adapted.disable_adapter)
-    tuned = load_base_model(run, device, source=folder / "merged")
+    models = {name: load_base_model(run, device, source=folder / name) for name in ("merged", "merged_into_original")}
+    tuned, on_original = models.values()
     differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
-    on_original = load_base_model(run, device, source=folder / "merged_into_original")
-    logits = next_token_logits(on_original, batch)
-    differences["merged_into_original"] = (logits - expected).abs().max().item()
-    models = {"merged": tuned, "merged_into_original": on_original}
+    differences["merged_into_original"] = (next_token_logits(on_original, batch) - expected).abs().max().item()
     losses = {name: validation_loss(model, trainer) for name, model in models.items()}
     return Merged(tuned, on_original, differences, losses, error)
 
 
 def validation_loss(model: torch.nn.Module, trainer: CountingTrainer) -> float:
-    """Mean over the answer tokens of the trainer's validation rows, as it is measured in training, on this device."""
+    """Return the mean over the answer tokens of the trainer's validation rows, as in training, on this device."""
     rows, size = trainer.eval_dataset, trainer.args.per_device_eval_batch_size
     sums = torch.zeros(2)
     for start in range(0, len(rows), size):
@@ -118,24 +106,24 @@ def validation_loss(model: torch.nn.Module, trainer: CountingTrainer) -> float:
 
 
 def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, place: dict[str, str]) -> float:
-    """Merge both ways and save; the relative error of the quantized weights."""
+    """Merge both ways, save, and return the relative error of the quantized weights."""
     plain = dequantized(load_base_model(run, place), weight_dtype(run))
     original = load_base_model(run, place, quantized=False)
     error = relative_error(original, plain)
     for base, name in ((plain, "merged"), (original, "merged_into_original")):
-        with_adapter(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
+        PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return error
 
 
 def block_levels(weight: torch.Tensor) -> torch.Tensor:
-    """De-quantized weights over their block's largest absolute one, shape (blocks, 64): in NF4 one of 16 levels."""
+    """Return de-quantized weights over their block's largest absolute one, in NF4 16 levels; shape (blocks, 64)."""
     blocks = weight.detach().float().cpu().reshape(-1, BLOCK)
     return blocks / blocks.abs().amax(1, keepdim=True)
 
 
 def plot_levels(original: torch.Tensor, dequantized: torch.Tensor) -> Figure:
-    """A weight matrix before and after quantization, each weight over its block's largest absolute one."""
+    """Plot a weight matrix before and after quantization, each weight over its block's largest absolute one."""
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     levels, counts = block_levels(dequantized).mul(1e4).round().div(1e4).unique(return_counts=True)
     before = block_levels(original).flatten()

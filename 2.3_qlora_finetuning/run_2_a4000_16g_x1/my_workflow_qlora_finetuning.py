@@ -8,22 +8,24 @@ From this folder:
 The notebook runs the same steps cell by cell.
 """
 
-from my_utils_qlora_finetuning import Merged, describe, device_map, has_room_for_whole_models, merge_both_ways
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from dataclasses import asdict
+
+from my_utils_qlora_finetuning import Merged, has_room_for_whole_models, merge_both_ways
+from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
-from common.data.messages import tokenize_rows
 from common.data.rows import Splits
-from common.data.splits import load_splits
-from common.models.loading import add_lora, load_base_model, load_tokenizer
-from common.models.quantization import StoredWeights
+from common.data.splits import tokens_of
+from common.models.loading import add_lora, load_base_model, weight_dtype
+from common.models.quantization import StoredWeights, stored_weights
+from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunLog
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
-from common.training.results import check_training, training_figures
+from common.training.steps import Figures, Tokenizer, load, train
 from common.training.trainer import CountingTrainer, make_trainer
 
 RUN = RunConfig(
@@ -43,39 +45,30 @@ RUN = RunConfig(
     gradient_checkpointing=True,
 )
 
-Tokenizer = PreTrainedTokenizerBase
-Figures = dict[str, object]
-
-
-def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
-    """The base model, quantized as it is read, on this rank's device; its tokenizer, and the rows."""
-    with log.phase("load model and data"):
-        return load_base_model(log.run, device_map(log.rank)), load_tokenizer(log.run), load_splits(log.run)
-
 
 def look_at_weights(log: RunLog, model: PreTrainedModel) -> StoredWeights:
-    """What the quantized weights take; say so."""
-    stored = describe(model, log.run)
+    """Count what the quantized weights take, and print it beside what LoRA's base would take."""
+    stored = stored_weights(model, weight_dtype(log.run))
     if log.rank.is_main:
         print(
             f"{stored.quantized_share:.0%} of the weights in {stored.bits_per_quantized_weight:.2f} bits each (in "
-            f"{stored.stored_dtype}), the others in fp32: {stored.gib:.3g} GiB, where LoRA's base takes "
+            f"{stored.stored_dtype}), the others in fp32: {stored.weights_gib:.3g} GiB, where LoRA's base takes "
             f"{stored.unquantized_gib:.3g}"
         )
     return stored
 
 
 def original_judge(log: RunLog, tokenizer: Tokenizer) -> Judge:
-    """The original base, so that scores compare with LoRA's."""
-    return Judge("base", load_base_model(log.run, device_map(log.rank), quantized=False), tokenizer)
+    """Load the original base as a judge, so that scores compare with LoRA's."""
+    return Judge("base", load_base_model(log.run, whole_model_on(log.rank.device), quantized=False), tokenizer)
 
 
 def evaluate_before(
     log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits, has_room: bool
 ) -> Evaluation:
-    """The quantized base's answers to the test questions, before it has seen an exhibit.
+    """Evaluate the quantized base's answers to the test questions, before any training.
 
-    With no room for the original base it judges itself, so that no second model is loaded.
+    Where the original base does not fit, the quantized one judges itself, so that no second model is loaded.
     """
     if not has_room and log.rank.is_main:
         print("no room for unquantized models on this device: the quantized base judges, the original's merge does not")
@@ -86,29 +79,20 @@ def evaluate_before(
 
 
 def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
-    """Adapters on the frozen quantized base, rows as tokens, and the trainer of both."""
+    """Put adapters on the frozen quantized base, turn rows into tokens, and build the trainer of both."""
     with log.phase("build trainer"):
-        train = tokenize_rows(data.train, tokenizer, log.run.max_length)
-        validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
-        return make_trainer(add_lora(model, log.run), tokenizer, train, validation, log)
-
-
-def train(log: RunLog, trainer: CountingTrainer) -> Figures:
-    """Train, take the checkpoint with the lowest validation loss, check what every rank did, and sum it up."""
-    with log.phase("training"):
-        trainer.train()
-        world = check_training(trainer, log.rank)
-    return training_figures(trainer, world, log)
+        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
+        return make_trainer(add_lora(model, log.run), tokenizer, rows, validation, log)
 
 
 def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer, has_room: bool) -> Merged:
-    """Save the adapter, and what comes of merging it into the de-quantized and into the original base."""
+    """Save the adapter, and merge it into the de-quantized and into the original base."""
     with log.phase("merge and reload"):
         return merge_both_ways(log, trainer, tokenizer, has_room)
 
 
 def evaluate_after(log: RunLog, merged: Merged, tokenizer: Tokenizer, data: Splits) -> dict[str, Evaluation | None]:
-    """The answers of what was trained (`after`), and of the merge into the original base (`after_original_base`)."""
+    """Evaluate what was trained (`after`), and the merge into the original base (`after_original_base`)."""
     with log.phase("final evaluation"):
         has_room = merged.on_original is not None
         itself = Judge("base", merged.tuned, tokenizer, merged.without_adapter)
@@ -130,11 +114,11 @@ def record(
     after: dict[str, Evaluation | None],
     trained: Figures,
 ) -> Record:
-    """The record of the run: what was asked, and all that was measured."""
+    """Write the record of the run: what was asked, and all that was measured."""
     return log.complete(
         quality={name: found and found.summary() for name, found in {"before": before, **after}.items()},
         judged_by="original base" if merged.on_original else "quantized base",
-        quantization={**stored.for_record(), "relative_error": merged.relative_error},
+        quantization={**asdict(stored), "relative_error": merged.relative_error},
         largest_logit_differences=merged.differences,
         merged_validation_losses=merged.validation_losses,
         **trained,
@@ -142,7 +126,7 @@ def record(
 
 
 def workflow(run: RunConfig) -> Record:
-    """The whole run."""
+    """Take all steps of the run."""
     with rank_started(run) as rank:
         check_inputs(run)
         log = RunLog(run, rank)

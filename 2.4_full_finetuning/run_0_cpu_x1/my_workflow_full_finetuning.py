@@ -8,22 +8,20 @@ The notebook runs the same steps cell by cell. Against 2.1: (1) no adapter, but 
 merge, as the best checkpoint is the model.
 """
 
-from my_utils_full_finetuning import device_map, set_trained_layers
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from my_utils_full_finetuning import set_trained_layers
+from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
-from common.data.messages import tokenize_rows
 from common.data.rows import Splits
-from common.data.splits import load_splits
-from common.models.loading import load_base_model, load_tokenizer
+from common.data.splits import tokens_of
+from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunLog
-from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.export import save_and_reload
-from common.training.results import check_training, training_figures
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, train
 from common.training.trainer import CountingTrainer, make_trainer
 
 RUN = RunConfig(
@@ -32,62 +30,23 @@ RUN = RunConfig(
     run_folder="2.4_full_finetuning/run_0_cpu_x1",
 )
 
-Tokenizer = PreTrainedTokenizerBase
-Figures = dict[str, object]
-
-
-def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
-    """The base model on this device, its tokenizer, and the rows."""
-    with log.phase("load model and data"):
-        return load_base_model(log.run, device_map(log.rank)), load_tokenizer(log.run), load_splits(log.run)
-
-
-def evaluate_before(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
-    """The base's answers to the test questions, before it has seen an exhibit; the base also judges them."""
-    with log.phase("baseline evaluation"):
-        judges = [Judge("base", model, tokenizer), *independent_judges(log.run, log.rank.device)]
-        return evaluate(model, tokenizer, data.test, judges, log, "before")
-
 
 def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
-    """The layers to train (1), rows as tokens, and the trainer of both."""
+    """Switch on the layers to train (1), turn rows into tokens, and build the trainer of both."""
     with log.phase("build trainer"):
         print(set_trained_layers(model, log.run).to_string(index=False))
-        train = tokenize_rows(data.train, tokenizer, log.run.max_length)
-        validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
-        return make_trainer(model, tokenizer, train, validation, log)
-
-
-def train(log: RunLog, trainer: CountingTrainer) -> Figures:
-    """Train, take the checkpoint with the lowest validation loss, check what was done, and sum it up."""
-    with log.phase("training"):
-        trainer.train()
-        world = check_training(trainer, log.rank)
-    return training_figures(trainer, world, log)
+        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
+        return make_trainer(model, tokenizer, rows, validation, log)
 
 
 def save(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model (2), and load it again: equal logits, or the run fails."""
     with log.phase("save and reload"):
-        return save_and_reload(log, trainer, tokenizer, device_map(log.rank))
-
-
-def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
-    """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
-    with log.phase("final evaluation"):
-        base = load_base_model(log.run, device_map(log.rank))
-        judges = [Judge("base", base, tokenizer), Judge("tuned", tuned, tokenizer)]
-        judges += independent_judges(log.run, log.rank.device)
-        return evaluate(tuned, tokenizer, data.test, judges, log, "after")
-
-
-def record(log: RunLog, before: Evaluation, after: Evaluation, **figures: object) -> Record:
-    """The record of the run: what was asked, and all that was measured."""
-    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
+        return save_and_reload(log, trainer, tokenizer, whole_model_on(log.rank.device))
 
 
 def workflow(run: RunConfig) -> Record:
-    """The whole run."""
+    """Take all steps of the run."""
     with rank_started(run) as rank:
         check_inputs(run)
         log = RunLog(run, rank)

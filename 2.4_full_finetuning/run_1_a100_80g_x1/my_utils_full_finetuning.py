@@ -1,17 +1,10 @@
-"""What only full fine-tuning on one device needs: which layers train, and the device map."""
+"""What only full fine-tuning on one device needs: which layers train."""
 
 import pandas as pd
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.models.loading import train_linear_layers
-from common.planning.device_maps import whole_model_on
-from common.runtime.world import Rank
-
-
-def device_map(rank: Rank) -> dict[str, str]:
-    """Every layer on the one device."""
-    return whole_model_on(rank.device)
 
 
 def set_trained_layers(model: PreTrainedModel, run: RunConfig) -> pd.DataFrame:

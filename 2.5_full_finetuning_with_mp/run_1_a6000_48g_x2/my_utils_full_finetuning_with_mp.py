@@ -1,6 +1,6 @@
 """What only model parallel needs: the custom device map, the layers that train, and a spy at the stages' borders."""
 
-from dataclasses import dataclass, field
+from itertools import groupby
 
 import pandas as pd
 import torch
@@ -13,11 +13,9 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunLog
 from common.training.placement import Placement
 
-DeviceMap = dict[str, str | int]
 
-
-def custom_device_map(log: RunLog, placement: Placement) -> DeviceMap:
-    """The computed map for 2, 4 or any number of GPUs; on CPU one device holds every layer, and nothing is split."""
+def custom_device_map(log: RunLog, placement: Placement) -> dict[str, str | int]:
+    """Return the computed map for any number of GPUs; on CPU one device holds every layer, and nothing is split."""
     return whole_model_on("cpu") if log.run.device == "cpu" else placement.stage_map
 
 
@@ -32,35 +30,28 @@ def set_trained_layers(model: PreTrainedModel, run: RunConfig) -> pd.DataFrame:
     return kinds.value_counts(sort=False).rename("number").reset_index()
 
 
-@dataclass
-class BoundarySpy:
-    """Watches which stage each module's call belongs to, and so where hidden states cross a border."""
+def spy_on_stages(model: PreTrainedModel, stage_map: dict[str, int]) -> list[int]:
+    """Return the stages in the order of their work in one forward pass of `model`.
 
-    stage_map: dict[str, int]
-    visited: list[int] = field(default_factory=list)
-    """The stages, in the order in which they worked."""
-
-    def watch(self, model: PreTrainedModel) -> None:
-        """Look at one forward pass of `model`: calls of modules with weights, in their order."""
-        handles = [
-            model.get_submodule(name).register_forward_pre_hook(lambda *_, stage=stage: self._visit(stage))
-            for name, stage in self.stage_map.items()
-            if any(True for _ in model.get_submodule(name).parameters())
-        ]
-        try:
-            batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long), "attention_mask": torch.ones((1, 2))}
-            next_token_logits(model, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _visit(self, stage: int) -> None:
-        if self.visited[-1:] != [stage]:
-            self.visited.append(stage)
+    A hidden state crosses a border wherever the next module with weights that is called belongs to another stage.
+    """
+    calls: list[int] = []
+    handles = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, stage=stage: calls.append(stage))
+        for name, stage in stage_map.items()
+        if any(True for _ in model.get_submodule(name).parameters())
+    ]
+    try:
+        batch = {"input_ids": torch.zeros((1, 2), dtype=torch.long), "attention_mask": torch.ones((1, 2))}
+        next_token_logits(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [stage for stage, _ in groupby(calls)]
 
 
 def check_stages(log: RunLog, model: PreTrainedModel, placement: Placement) -> dict[str, object]:
-    """Prove that the map does what it says: every stage works, in order, on its device; and logits stay the same.
+    """Check that every stage of the map works, on its device, and that logits stay the same.
 
     On CPU Accelerate's hooks, which carry hidden states from device to device, are put where GPUs would have them, and
     taken off again.
@@ -69,21 +60,20 @@ def check_stages(log: RunLog, model: PreTrainedModel, placement: Placement) -> d
         RuntimeError: a stage did not work or in another order, a hook is missing, weights are on another device, or
             logits differ.
     """
-    spy, stage_map = BoundarySpy(placement.stage_map), placement.stage_map
+    stage_map = placement.stage_map
     if log.run.device == "cuda":
         check_devices(model, stage_map)
-        spy.watch(model)
-        difference = None
+        order, difference = spy_on_stages(model, stage_map), None
     else:
-        difference = _as_on_gpus(model, stage_map, spy, log.run)
+        order, difference = _as_on_gpus(model, stage_map, log.run)
     stages = len(set(stage_map.values()))
-    if set(spy.visited) != set(range(stages)):
-        raise RuntimeError(f"Of {stages} stages only {sorted(set(spy.visited))} worked, in the order {spy.visited}.")
-    return {"stages": stages, "order": spy.visited, "logit_difference_with_hooks": difference}
+    if set(order) != set(range(stages)):
+        raise RuntimeError(f"Of {stages} stages only {sorted(set(order))} worked, in the order {order}.")
+    return {"stages": stages, "order": order, "logit_difference_with_hooks": difference}
 
 
 def check_devices(model: PreTrainedModel, stage_map: dict[str, int]) -> None:
-    """Every weight is on its stage's GPU.
+    """Check that every weight is on its stage's GPU.
 
     Raises:
         RuntimeError: one is elsewhere.
@@ -94,14 +84,15 @@ def check_devices(model: PreTrainedModel, stage_map: dict[str, int]) -> None:
                 raise RuntimeError(f"{name}.{weight_name} is on {weight.device}, but the map has it on cuda:{stage}.")
 
 
-def _as_on_gpus(model: PreTrainedModel, stage_map: dict[str, int], spy: BoundarySpy, run: RunConfig) -> float:
+def _as_on_gpus(model: PreTrainedModel, stage_map: dict[str, int], run: RunConfig) -> tuple[list[int], float]:
+    """Return the stages in the order of their work, and the difference of logits, with Accelerate's hooks in place."""
     batch = {"input_ids": torch.arange(12).view(2, 6), "attention_mask": torch.ones((2, 6), dtype=torch.long)}
     expected = next_token_logits(model, batch)
     attach_align_device_hook_on_blocks(model, execution_device={"": "cpu", **dict.fromkeys(stage_map, "cpu")})
     unhooked = [name for name in stage_map if not hasattr(model.get_submodule(name), "_hf_hook")]
     if unhooked:
         raise RuntimeError(f"Accelerate put no hook on {', '.join(unhooked)}, where the device map has an entry.")
-    spy.watch(model)
+    order = spy_on_stages(model, stage_map)
     difference = check_equal_logits(expected, model, batch, "model with hooks", run.precision)
     remove_hook_from_module(model, recurse=True)
-    return difference
+    return order, difference

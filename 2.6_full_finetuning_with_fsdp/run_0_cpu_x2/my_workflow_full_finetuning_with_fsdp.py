@@ -16,9 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
-from common.data.messages import tokenize_rows
 from common.data.rows import Splits
-from common.data.splits import load_splits
+from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
@@ -60,8 +59,8 @@ def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluati
 def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> ShardedTrainer:
     """This rank's part of the model (2), rows as tokens, and the trainer of both."""
     with log.phase("build trainer"):
-        train = tokenize_rows(data.train, tokenizer, log.run.max_length)
-        validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
+        train = tokens_of(data.train, tokenizer, log.run)
+        validation = tokens_of(data.validation, tokenizer, log.run)
         model, makes_steps = model_to_train(log.run, log.rank), trainer_class(log.run, log.rank)
         return make_trainer(model, tokenizer, train, validation, log, trainer_class=makes_steps)
 

@@ -18,9 +18,8 @@ from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.data.batches import longest_batch
-from common.data.messages import tokenize_rows
 from common.data.rows import Splits, Tokens
-from common.data.splits import load_splits
+from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
@@ -52,7 +51,7 @@ def load_data(log: RunLog) -> tuple[Tokenizer, Splits, list[Tokens]]:
     """Tokenizer, rows, and the training rows as tokens."""
     with log.phase("load data"):
         tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
-        return tokenizer, data, tokenize_rows(data.train, tokenizer, log.run.max_length)
+        return tokenizer, data, tokens_of(data.train, tokenizer, log.run)
 
 
 def place(log: RunLog, train: list[Tokens]) -> Placement:
@@ -79,7 +78,7 @@ def build_trainer(
     with log.phase("build trainer"):
         module = StageModule(trained_stage(log, placement), log.run, log.rank)
         trainer_class = partial(PipelineTrainer, pipeline=Pipeline(module, log.run, log.rank))
-        validation = tokenize_rows(data.validation, tokenizer, log.run.max_length)
+        validation = tokens_of(data.validation, tokenizer, log.run)
         return make_trainer(module.model, tokenizer, train, validation, log, placement.plan, trainer_class)
 
 

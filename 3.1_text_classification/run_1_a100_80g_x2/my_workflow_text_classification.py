@@ -20,10 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import setting_of
 from common.checks.inputs import check_inputs
-from common.data.columns import say_long_texts
-from common.data.labelled_texts import class_shares, say_balance
 from common.data.rows import Splits
 from common.data.splits import load_splits
+from common.data.texts import class_shares, say_balance, say_long_texts
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record

@@ -7,9 +7,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.batches import partition
-from common.data.columns import say_long_texts
 from common.data.rows import Splits
 from common.data.splits import load_splits, tokens_of
+from common.data.texts import say_long_texts
 from common.models.loading import load_base_model, load_tokenizer, train_own_weights
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record

@@ -122,10 +122,19 @@ class Task:
     """What it is done with."""
     auto_class: str
     """Of Transformers, the class that loads its models."""
+    model_kind: Literal["decoder", "encoder", "encoder-decoder"]
+    peft_type: str
+    """PEFT's name of the task."""
     objective: str
     """Its `Objective`, as `module:name`."""
     rows: str
-    """The module that reads its rows and turns them into tokens."""
+    """What returns its `RowKind`, how rows are read and turned into tokens, as `module:function`."""
+    heads: tuple[str, ...] = ()
+    """Modules that follow the layers, start at random, and are trained in full, also beside adapters."""
+    limited: tuple[str, ...] = ()
+    """Settings, in tokens, that must not exceed the positions of the model."""
+    tokenizer: str = "embedded_base"
+    """The folder in assets whose tokenizer stands in where weights are random."""
     folder_for_one: str = ""
     """The technique folder that does it on one device; empty = its technique's."""
     classifies: bool = False
@@ -253,16 +262,22 @@ TASKS = {
             techniques=tuple(TECHNIQUES),
             parallelisms=tuple(name for name, each in PARALLELISMS.items() if not each.splits_matrices),
             auto_class="AutoModelForCausalLM",
-            objective="common.tasks.chat:ANSWERS",
-            rows="common.data.messages",
+            model_kind="decoder",
+            peft_type="CAUSAL_LM",
+            objective="common.tasks.answers:ANSWERS",
+            rows="common.data.messages:row_kind",
         ),
         Task(
             "classification",
             techniques=("full", "lora"),
             parallelisms=("single", "ddp", "pp", "tp"),
             auto_class="AutoModelForSequenceClassification",
+            model_kind="encoder",
+            peft_type="SEQ_CLS",
+            heads=("pooler", "classifier"),
+            limited=("max_length",),
             objective="common.tasks.classification:CLASSES",
-            rows="common.data.labelled_texts",
+            rows="common.data.texts:labelled_rows",
             folder_for_one="3.1_text_classification",
             classifies=True,
         ),
@@ -271,8 +286,12 @@ TASKS = {
             techniques=("full",),
             parallelisms=("single", "ddp"),
             auto_class="AutoModelForSeq2SeqLM",
+            model_kind="encoder-decoder",
+            peft_type="SEQ_2_SEQ_LM",
+            limited=("max_length", "max_target_length", "max_new_tokens"),
+            tokenizer="embedded_summarizer",
             objective="common.tasks.summarization:SUMMARIES",
-            rows="common.data.summaries",
+            rows="common.data.texts:summary_rows",
             folder_for_one="3.2_summarization",
             summarizes=True,
         ),

@@ -44,7 +44,6 @@ from common.models.loading import (
     load_base_model,
     load_tokenizer,
     next_token_logits,
-    with_adapter,
     with_trained_weights,
 )
 from common.planning.architectures import UnknownArchitectureError, read_architecture
@@ -329,7 +328,7 @@ def save_and_reload(run: RunConfig, trainer: CountingTrainer, stage_map: StageMa
         return 0.0
     device_map = device_map_of_rank(run, stage_map, rank)
     if run.method.has_adapters:
-        adapted = with_adapter(load_base_model(run, device_map), folder)
+        adapted = PeftModel.from_pretrained(load_base_model(run, device_map), folder)
         return check_equal_logits(expected, adapted, batch, "adapter", run.precision)
     reloaded = load_base_model(run, device_map, source=folder)
     return check_equal_logits(expected, reloaded, batch, "model", run.precision)

@@ -1,23 +1,22 @@
-"""What is looked at across rows, before a model is loaded: doubles, and test rows that would be learnt."""
+"""Check rows across splits, before a model is loaded: doubles, and test rows that would be learnt; sum them up."""
 
 import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
+from itertools import islice
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import SPLIT_NAMES, Row, Splits, Tokens, texts_of
 
-SHOWN = 5
-"""Of the rows that a sentence complains about."""
-
 
 def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
-    """The rows, each with an id of its own in its split; none of training is a test row, or it is said.
+    """Return the rows if each has an id of its own in its split; training rows that are test rows may be left out.
 
-    Where test rows were taken from the training rows, some of which stand twice, it is said and no more.
+    Where test rows were taken from the training rows, or are texts with a label or summary, of which public datasets
+    have some twice, a warning is printed instead of a refusal.
 
     Raises:
         BadInputError: with the ids, or the numbers of the rows.
@@ -25,24 +24,22 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     for name, rows in zip(SPLIT_NAMES, (splits.train, splits.validation, splits.test), strict=True):
         check_ids(name, rows)
     kept = {_digest(row) for row in splits.test}
-    shared = [number for number, row in enumerate(splits.train, 1) if _digest(row) in kept]
+    shared = {number for number, row in enumerate(splits.train, 1) if _digest(row) in kept}
     if not shared:
         return splits
-    if run.shared_rows == "auto" and (splits.held_out or not run.goal.chats):
-        say_once(
-            f"WARNING: {len(shared):,} of {len(splits.train):,} training rows are test rows, too, and make the test "
-            "look better than it is: --shared_rows skip leaves them out of training"
-        )
-        return splits
-    if run.shared_rows != "skip":
+    found = f"{len(shared):,} of {len(splits.train):,} training rows are test rows, too"
+    if run.shared_rows == "skip":
+        say_once(f"{found}, and are left out")
+        return replace(splits, train=[row for number, row in enumerate(splits.train, 1) if number not in shared])
+    if run.shared_rows == "refuse" or (run.goal.chats and not splits.held_out):
         raise BadInputError(
-            f"{len(shared)} of {len(splits.train)} training rows are test rows, too, but for case and spacing: rows "
-            f"{shown(shared)} of train. Remove them from one of both, or pass --shared_rows skip, which trains without "
-            "them."
+            f"{found}, but for case and spacing: rows {shown(sorted(shared))} of train. Remove them from one of both, "
+            "or pass --shared_rows skip, which trains without them."
         )
-    say_once(f"{len(shared):,} of {len(splits.train):,} training rows are test rows, too, and are left out")
-    gone = set(shared)
-    return replace(splits, train=[row for number, row in enumerate(splits.train, 1) if number not in gone])
+    say_once(
+        f"WARNING: {found}, and make the test look better than it is: --shared_rows skip leaves them out of training"
+    )
+    return splits
 
 
 def check_ids(split: str, rows: list[Row]) -> None:
@@ -61,25 +58,25 @@ def check_ids(split: str, rows: list[Row]) -> None:
 
 
 def _digest(row: Row) -> bytes:
-    """Of a row's texts and its label, whatever their case and spacing."""
+    """Return a digest of a row's texts and its label, whatever their case and spacing."""
     texts = [*texts_of(row), str(row.get("label", ""))]
     return sha256("\0".join(re.sub(r"\s+", " ", text).strip().casefold() for text in texts).encode()).digest()
 
 
-def shown(numbers: Iterable[object]) -> str:
-    """The first few."""
-    listed = list(numbers)
-    return ", ".join(map(str, listed[:SHOWN])) + (", ..." if len(listed) > SHOWN else "")
+def shown(rows: Iterable[object]) -> str:
+    """Return the first five numbers or names of rows, for a sentence that complains about them."""
+    first = list(map(str, islice(rows, 6)))
+    return ", ".join([*first[:5], "..."] if len(first) > 5 else first)
 
 
 @cache
 def say_once(line: str) -> None:
-    """However often the data are read."""
+    """Print a line once, however often the data are read."""
     print(line)
 
 
 def summary_of(train: list[Tokens], validation: list[Tokens], run: RunConfig) -> dict[str, int]:
-    """What was read to be trained on and chosen by: rows, tokens, the longest row, and how many are at the limit."""
+    """Return what was read to train on and to choose by: rows, tokens, the longest row, and those at the limit."""
     lengths = [len(row["input_ids"]) for row in train]
     return {
         "training_rows": len(train),
@@ -91,7 +88,7 @@ def summary_of(train: list[Tokens], validation: list[Tokens], run: RunConfig) ->
 
 
 def say_summary(read: dict[str, int], run: RunConfig) -> str:
-    """One line."""
+    """Return one line of what `summary_of` counted."""
     full = read["rows_at_max_length"]
     limit = f"{full:,} fill max_length, {run.max_length}, and may be cut" if full else f"none fills {run.max_length}"
     return (

@@ -1,9 +1,8 @@
-"""What rows, tokens and splits are, and how files of rows are read."""
+"""Rows, tokens and splits: what they are, and how a file of rows is read."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -38,8 +37,12 @@ class Splits:
     """Whether the test rows were taken from the training rows."""
 
     def map(self, change: Callable[[list[Row]], list[Row]]) -> "Splits":
-        """Each split changed in the same way."""
+        """Return each split changed in the same way."""
         return Splits(change(self.train), change(self.validation), change(self.test), self.held_out)
+
+
+Found = Iterable[tuple[object, str]]
+"""What stands for each row in a file or dataset, and where it stands."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +51,38 @@ class RowKind:
 
     suffixes: tuple[str, ...]
     """Of the files that can be read."""
-    read: Callable[[str], list[Row]]
-    """The rows of one file."""
-    check: Callable[[object, str], Row]
-    """A row as it is, or refused; the second argument says where it stands."""
+    holds: str
+    """What a file holds, and what an empty one is to be given: for the refusals of `read_rows`."""
+    advice: str
+    parse: Callable[[str, str], Found]
+    """From the content and the name of a file."""
+    check: Callable[[Found, str], list[Row]]
+    """Return the rows, or refuse one; the second argument names the file or dataset."""
     tokenize: Callable[[list[Row], PreTrainedTokenizerBase, RunConfig], list[Tokens]]
-    """Every row as tokens."""
     finish: Callable[[Splits], Splits] = lambda splits: splits
     """What is done to all splits once they are read."""
 
 
-def read_text(source: str | Path, holds: str) -> str:
-    """A file on this machine or behind any URL that fsspec reads; `holds` is what should stand in it.
+def read_rows(source: str, kind: RowKind) -> list[Row]:
+    """Return the rows of one file, on this machine or behind any URL that fsspec reads (`s3://`, `https://`, ...).
+
+    Raises:
+        BadInputError: the file is missing or empty, or a row is malformed.
+    """
+    rows = kind.check(kind.parse(read_text(source, kind.holds), source), source)
+    if not rows:
+        raise BadInputError(f"The data file {source} is empty: give it at least one {kind.advice}.")
+    return rows
+
+
+def read_text(source: str, holds: str) -> str:
+    """Return the content of a file on this machine or behind a URL; `holds` says what should stand in it.
 
     Raises:
         BadInputError: it is missing, cannot be read, or is not UTF-8.
     """
     try:
-        with fsspec.open(str(source), "rb") as file:
+        with fsspec.open(source, "rb") as file:
             content = file.read()
     except FileNotFoundError:
         raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
@@ -80,18 +97,17 @@ def read_text(source: str | Path, holds: str) -> str:
         raise BadInputError(f"{source} is not UTF-8 (line {line}, byte {error.start}): save it as UTF-8.") from None
 
 
-def parse_lines(lines: list[str], source: str | Path) -> Iterator[tuple[object, str]]:
-    """What each line of a JSONL file holds, and where it stands; empty lines are left out.
+def parse_lines(content: str, source: str) -> Iterator[tuple[object, str]]:
+    """Yield what each line of a JSONL file holds, and where it stands; empty lines are left out.
 
     Raises:
         BadInputError: a line is no JSON.
     """
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(content.split("\n"), 1):  # splitlines would also split at U+2028 within a text
         where = f"{source}, line {number}"
-        if not line.strip():
-            continue
         try:
-            yield json.loads(line), where
+            if line.strip():
+                yield json.loads(line), where
         except json.JSONDecodeError as error:
             raise BadInputError(
                 f"{where} is no JSON ({error.msg} at column {error.colno}): mend or remove it."
@@ -99,21 +115,21 @@ def parse_lines(lines: list[str], source: str | Path) -> Iterator[tuple[object, 
 
 
 def texts_of(row: Row) -> list[str]:
-    """What a row has to read."""
+    """Return the texts that a row holds."""
     if "messages" in row:
         return [message["content"] for message in row["messages"]]
     return [row[key] for key in ("text", "summary") if key in row]
 
 
 def labels_in(row: Tokens) -> int:
-    """What is to be predicted in a row: tokens, or with classification the one label."""
+    """Return how many predictions a row asks for: tokens, or with classification the one label."""
     if isinstance(row["labels"], int):
         return int(row["labels"] != IGNORED_LABEL)
     return sum(label != IGNORED_LABEL for label in row["labels"][1:])
 
 
 def without_labels(row: Tokens) -> Tokens:
-    """The row, computed like any other, that adds nothing to a loss."""
+    """Return the row without labels: computed like any other, it adds nothing to a loss."""
     labels = row["labels"]
     ignored = IGNORED_LABEL if isinstance(labels, int) else [IGNORED_LABEL] * len(labels)
     return {**row, "labels": ignored, **({"row": NO_ROW} if "row" in row else {})}

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,12 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.data.columns import without_empty
-from common.data.labelled_texts import (
-    label_names,
-)
 from common.data.row_checks import check_ids, check_rows_apart
-from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens
+from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens, read_rows
+from common.data.texts import label_names, without_empty
 
 SHORT_VALIDATION = "val"
 """What SAMSum's archive calls its validation rows."""
@@ -30,8 +27,8 @@ HOLD_OUT_SHARE, HOLD_OUT_SEED = 0.1, 0
 
 
 def row_kind(run: RunConfig) -> RowKind:
-    """What the rows of the run's task are."""
-    return import_module(run.goal.rows).row_kind(run)
+    """Return what the rows of the run's task are."""
+    return resolve_name(run.goal.rows)(run)
 
 
 def load_splits(run: RunConfig) -> Splits:
@@ -44,45 +41,36 @@ def load_splits(run: RunConfig) -> Splits:
     Raises:
         BadInputError: a source, file or row is missing or malformed; names file and line.
     """
-    place, kind = _local_place(run.data), row_kind(run)
-    if "://" in run.data:
-        splits = _read_files(run.data, kind)
-    elif place.exists():
-        splits = _read_files(str(place), kind)
-    elif HUB_ID.fullmatch(run.data):
-        splits = _read_hub_dataset(run.data, kind)
-    else:
-        suffix = " or ".join(suffix for suffix in kind.suffixes if suffix != ".json")
-        raise BadInputError(
-            f"The data {run.data} do not exist: pass --data with a folder that holds the {suffix} files train, "
-            f"validation and test, with one {suffix} file, a URL, or the id of a dataset on the Hub."
-        )
+    kind = row_kind(run)
+    splits = _read_splits(run.data, kind)
     if run.empty_rows == "skip":
         splits = splits.map(without_empty)
-
     splits = check_rows_apart(splits, run)
-    splits = replace(
-        splits,
-        train=_first(splits.train, run.train_rows),
-        validation=_first(splits.validation, run.validation_rows),
-        test=_first(splits.test, run.test_rows),
-    )
-    return kind.finish(splits)
+    limits = {"train": run.train_rows, "validation": run.validation_rows, "test": run.test_rows}
+    cut = {name: getattr(splits, name)[:limit] for name, limit in limits.items() if limit > 0}
+    return kind.finish(replace(splits, **cut))
 
 
-def _local_place(source: str) -> Path:
+def _read_splits(source: str, kind: RowKind) -> Splits:
     place = Path(source).expanduser()
-    return place if place.exists() or place.is_absolute() else REPOSITORY / source
-
-
-def _first(rows: list[Row], count: int) -> list[Row]:
-    return rows if count < 0 else rows[:count]
+    place = place if place.exists() else REPOSITORY / place
+    if "://" in source:
+        return _read_files(source, kind)
+    if place.exists():
+        return _read_files(str(place), kind)
+    if HUB_ID.fullmatch(source):
+        return _read_hub_dataset(source, kind)
+    suffix = " or ".join(suffix for suffix in kind.suffixes if suffix != ".json")
+    raise BadInputError(
+        f"The data {source} do not exist: pass --data with a folder that holds the {suffix} files train, "
+        f"validation and test, with one {suffix} file, a URL, or the id of a dataset on the Hub."
+    )
 
 
 def _read_files(source: str, kind: RowKind) -> Splits:
-    """The three files of a folder, or one file divided; `source` is a path or a URL."""
+    """Read the three files of a folder, or divide one file; `source` is a path or a URL."""
     if urlsplit(source).path.endswith(kind.suffixes):  # a URL may go on with ?download=true
-        return hold_out({"train": kind.read(source)}, source)
+        return hold_out({"train": read_rows(source, kind)}, source)
     folder = source.rstrip("/")
     there = (suffix for suffix in kind.suffixes if _is_there(f"{folder}/{SPLIT_NAMES[0]}{suffix}"))
     suffix = next(there, kind.suffixes[0])
@@ -90,11 +78,11 @@ def _read_files(source: str, kind: RowKind) -> Splits:
     short = f"{folder}/{SHORT_VALIDATION}{suffix}"
     if _is_there(short) and not _is_there(files["validation"]):
         files["validation"] = short
-    return Splits(*(kind.read(file) for file in files.values()))
+    return Splits(*(read_rows(file, kind) for file in files.values()))
 
 
 def _is_there(file: str) -> bool:
-    """Whether a path or a URL leads to a file; of what cannot be asked, reading says what is wrong."""
+    """Return whether a path or a URL leads to a file; what cannot be asked is refused when it is read."""
     try:
         system, path = fsspec.core.url_to_fs(file)
         return system.exists(path)
@@ -112,26 +100,28 @@ def _read_hub_dataset(name: str, kind: RowKind) -> Splits:
         raise BadInputError(
             f"The data {name} are no folder or file here, nor a dataset on the Hub ({reason}): mend --data."
         ) from None
+    source = f"dataset {name}"
     splits = {
-        split: [
-            kind.check(row, f"dataset {name}, {split} row {number}") for number, row in enumerate(_with_names(rows))
-        ]
+        split: kind.check(
+            ((row, f"{source}, {split} row {number}") for number, row in enumerate(_with_names(rows))), source
+        )
         for split, rows in found.items()
     }
-    return hold_out(splits, f"The dataset {name}")
+    return hold_out(splits, f"The {source}")
 
 
-def _with_names(rows: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a dataset's split, with names where it keeps the numbers of classes; a missing one (-1) is empty."""
-    features = getattr(rows, "features", None) or {}
-    classes = {column: feature for column, feature in features.items() if hasattr(feature, "int2str")}
+def _with_names(rows: Any) -> Iterator[Row]:
+    """Yield the rows of a dataset's split, with names where it keeps the numbers of classes; a missing one is empty."""
+    classes = {column: feature for column, feature in rows.features.items() if hasattr(feature, "int2str")}
     for row in rows:
-        numbers = {column: row[column] for column in classes}
-        yield {**row, **{c: classes[c].int2str(number) if number >= 0 else "" for c, number in numbers.items()}}
+        names = {column: kind.int2str(row[column]) if row[column] >= 0 else "" for column, kind in classes.items()}
+        yield {**row, **names}
 
 
 def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:
-    """`splits` with rows of `train` held out where validation or test is missing: a tenth each, always the same rows.
+    """Return `splits` with a tenth of `train` held out for each of validation and test that is missing.
+
+    These are the same rows each time.
 
     Raises:
         BadInputError: there is no training split, or too few rows to hold one out.
@@ -145,13 +135,14 @@ def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:
         check_ids(source, rows)
         random.Random(HOLD_OUT_SEED).shuffle(rows)
     count = max(1, round(len(rows) * HOLD_OUT_SHARE))
-    taken = {name: rows[number * count : (number + 1) * count] for number, name in enumerate(missing)}
-    others = {**splits, **taken}
-    return Splits(rows[len(missing) * count :], others["validation"], others["test"], held_out="test" in missing)
+    others = dict(splits)
+    for name in missing:
+        others[name], rows = rows[:count], rows[count:]
+    return Splits(rows, others["validation"], others["test"], held_out="test" in missing)
 
 
 def tokens_of(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
-    """Every row as tokens, as the run's task has it.
+    """Return every row as tokens, by the run's task and settings.
 
     Raises:
         BadInputError: a row has nothing to learn from within `max_length`, or must not be cut.
@@ -161,5 +152,5 @@ def tokens_of(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfi
 
 @lru_cache(maxsize=1)
 def label_names_of(run: RunConfig) -> tuple[str, ...]:
-    """The labels that a run's model chooses from."""
+    """Return the labels that a run's model chooses from."""
     return tuple(label_names(load_splits(run)))

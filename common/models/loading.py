@@ -4,8 +4,8 @@ import importlib.util
 import json
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoTokenizer,
     PretrainedConfig,
@@ -32,13 +31,19 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.splits import label_names_of
 from common.models.minilm import MINILM, check_minilm, minilm_folder
-from common.models.quantization import prepare_quantized, quantization_config, random_model, weight_counts
+from common.models.quantization import (
+    forked_random_numbers,
+    prepare_quantized,
+    quantization_config,
+    random_model,
+    weight_counts,
+)
 from common.models.shards import global_numel
 from common.planning.architectures import BERT_LIKE, find_config
 
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
 """Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit. In fp32
-that of the embedded base: see `rounding_growth`."""
+that of the embedded base: see `logit_tolerance`."""
 EMBEDDED_WIDTH, EMBEDDED_LAYERS = 128, 4
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "flash3": "flash_attention_3"}
 """Our names and those of Transformers."""
@@ -50,14 +55,31 @@ FLASH_PACKAGES = {
 LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
 """They list what a checkpoint lacks (of a classifier the head, which `start_head` starts), and, wherever several ranks
 run, what the library's own tensor parallel, which is not asked for, does not divide."""
-EMBEDDED_BASE = REPOSITORY / "assets" / "embedded_base"
-EMBEDDED_SUMMARIZER = REPOSITORY / "assets" / "embedded_summarizer"
+ASSETS = REPOSITORY / "assets"
+EMBEDDED_BASE, EMBEDDED_SUMMARIZER = ASSETS / "embedded_base", ASSETS / "embedded_summarizer"
 HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
+    "decoder": (
+        lambda config: any(name.endswith("ForCausalLM") for name in config.architectures or []),
+        "which does not continue a text: pass --model with a shape such as qwen2.5-7b",
+    ),
+    "encoder": (
+        lambda config: config.model_type in BERT_LIKE,
+        f"but labels are predicted by encoders, of the kinds {' and '.join(BERT_LIKE)}: pass --model {MINILM} or "
+        "roberta-large",
+    ),
+    "encoder-decoder": (
+        lambda config: config.is_encoder_decoder,
+        "but summaries are written by encoder-decoders: pass --model assets/embedded_summarizer or "
+        "facebook/bart-large-cnn",
+    ),
+}
+"""By `Task.model_kind`: which models are of this kind, and what the refusal of another one says."""
 
 
 def check_model(model: str) -> str:
-    """What to load for the setting `model`: a folder's path, or the Hub id as it is; MiniLM's package is a folder, too.
+    """Return what to load for the setting `model`: a folder (MiniLM's is in its package), or the Hub id as it is.
 
     Raises:
         BadInputError: the folder lacks a part of a model, or the id is neither a folder nor on the Hub.
@@ -98,6 +120,7 @@ def _check_hub(model: str) -> None:
 
 
 def _check_folder(folder: Path, model: str) -> Path:
+    """Refuse a folder that lacks a part, or whose model only code of its own could load: no such code is run."""
     if not (folder / "config.json").is_file():
         raise BadInputError(f"The model folder {model} has no config.json: pass a folder that save_pretrained wrote.")
     if not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
@@ -105,22 +128,17 @@ def _check_folder(folder: Path, model: str) -> Path:
             f"The model folder {model} has no weights ({' or '.join(WEIGHT_FILES)}): "
             "copy them there, or pass another --model."
         )
-    _check_no_code(folder, model)
-    return folder
-
-
-def _check_no_code(folder: Path, model: str) -> None:
-    """Refuse a model that only code of its own could load: nothing of a model's folder is run, or asked for."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         brings_code = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
     except (ValueError, TypeError, AttributeError):
-        return  # loading says what is wrong with it
+        brings_code = False  # loading says what is wrong with it
     if brings_code:
         raise BadInputError(
             f"The model folder {model} brings code of its own (auto_map of its config.json), which is not run: pass a "
             "--model of a kind that Transformers knows."
         )
+    return folder
 
 
 def check_attention(run: RunConfig) -> None:
@@ -129,10 +147,8 @@ def check_attention(run: RunConfig) -> None:
     Raises:
         BadInputError: with the command that installs it.
     """
-    if run.attention not in FLASH_PACKAGES:
-        return
-    module, install = FLASH_PACKAGES[run.attention]
-    if importlib.util.find_spec(module) is None:
+    module, install = FLASH_PACKAGES.get(run.attention, ("", ""))
+    if module and importlib.util.find_spec(module) is None:
         raise BadInputError(
             f"attention is {run.attention}, but {module} is not installed: {install} (it compiles on a machine with "
             "CUDA), or pass --attention sdpa."
@@ -140,19 +156,15 @@ def check_attention(run: RunConfig) -> None:
 
 
 def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a pad token; for random weights the embedded one, but for MiniLM, which is here.
+    """Return the model's tokenizer, with a pad token; for random weights an embedded one, except MiniLM's own.
 
     Raises:
-        BadInputError: it cannot be loaded, or lacks a chat template that the task needs.
+        BadInputError: it cannot be loaded, or model or tokenizer cannot do the run's task.
     """
-    if run.goal.classifies:
-        check_classifier(run)
-    if run.goal.summarizes:
-        check_summarizer(run)
+    if run.weights == "random" or not run.goal.chats:  # a pretrained model that chats has a template
+        checked_config(run)
     if run.weights == "random" and run.model != MINILM:
-        if run.goal.chats:
-            shape_config(run.model)
-        return AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER if run.goal.summarizes else EMBEDDED_BASE)
+        return AutoTokenizer.from_pretrained(ASSETS / run.goal.tokenizer)
     source = check_model(run.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -166,7 +178,7 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def weight_dtype(run: RunConfig) -> torch.dtype:
-    """Of the base's weights: mixed precision trains them in fp32, but weights that LoRA freezes may stay in fp16."""
+    """Return the base's dtype: mixed precision trains fp32 weights, but weights that LoRA freezes may stay in fp16."""
     if run.precision == "fp16-mixed" and run.method.has_plain_adapters:
         return torch.float16
     return torch.bfloat16 if run.precision == "bf16" else torch.float32
@@ -175,7 +187,7 @@ def weight_dtype(run: RunConfig) -> torch.dtype:
 def load_base_model(
     run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None, quantized: bool = True
 ) -> PreTrainedModel:
-    """The base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
+    """Load the base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
     With qlora the base's layers are in 4 bits, unless `quantized` is False; a `source` is taken as it is. With
     classification it has a head for the labels of the run's data, which starts at random where the base has none.
@@ -183,89 +195,76 @@ def load_base_model(
     Raises:
         BadInputError: it cannot be loaded.
     """
-    if run.goal.classifies:
-        return _load_classifier(run, device_map, source)
     quantized = quantized and run.method.quantizes and source is None
     if run.weights == "random" and source is None:
         model = _random_model(run, device_map, quantized)
-        return prepare_quantized(model) if quantized else model
-    try:
-        model = getattr(transformers, run.goal.auto_class).from_pretrained(
-            source or check_model(run.model),
-            dtype=weight_dtype(run),
-            attn_implementation=ATTENTION[run.attention],
-            device_map=device_map,
-            quantization_config=quantization_config(run) if quantized else None,
-            trust_remote_code=False,
-        )
-    except (OSError, SafetensorError, ValueError) as error:
-        raise _cannot_be_loaded("weights", run.model, error) from error
-    return prepare_quantized(model.eval()) if quantized else model.eval()
+    else:
+        auto_class = getattr(transformers, run.goal.auto_class)
+        settings = {"quantization_config": quantization_config(run)} if quantized else {}
+        model = load_pretrained(auto_class, run, device_map, source, **settings)
+    return prepare_quantized(model) if quantized else model
 
 
-def _load_classifier(
-    run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None
+def load_pretrained(
+    kind: type, run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None, **more: Any
 ) -> PreTrainedModel:
-    if run.weights == "random" and source is None:
-        return _random_model(run, device_map, quantized=False)
-    named = {} if source else class_names(run)
+    """Load the run's base (or the model in `source`) with `kind`, a class of Transformers.
+
+    `more` goes to `from_pretrained`. Random numbers that are drawn for weights that a checkpoint lacks do not count
+    afterwards: one stage of a pipeline may draw them and others not, whose adapters would then start from other numbers
+    than on one device.
+
+    Raises:
+        BadInputError: it cannot be loaded.
+    """
+    labels = {} if source else class_names(run)
+    expected = LOADING_LOGGERS if run.goal.classifies else ()
     try:
-        with silent(*LOADING_LOGGERS), same_random_numbers_after(device_map):
-            model, about = getattr(transformers, run.goal.auto_class).from_pretrained(
+        with silent(*expected), forked_random_numbers(*device_map.values()):
+            model, loading = kind.from_pretrained(
                 source or check_model(run.model),
                 dtype=weight_dtype(run),
                 attn_implementation=ATTENTION[run.attention],
                 device_map=device_map,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # a head for other labels is started anew
+                ignore_mismatched_sizes=bool(labels),  # a head for other labels is started anew
                 trust_remote_code=False,
-                **named,
+                **labels,
+                **more,
             )
     except (OSError, SafetensorError, ValueError) as error:
         raise _cannot_be_loaded("weights", run.model, error) from error
-    start_head(model, about, run.seed)
+    if labels:
+        start_head(model, loading, run.seed)
     return model.eval()
 
 
 @contextmanager
 def silent(*logger_names: str) -> Iterator[None]:
-    """No warnings of a library's loggers: what they would say is expected, or said better by us."""
-    loggers = [logging.getLogger(name) for name in logger_names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """Show no warnings of a library's loggers: what they would say is expected, or said better by us."""
+    levels = {name: logging.getLogger(name).level for name in logger_names}
+    for name in logger_names:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-def same_random_numbers_after(device_map: dict[str, str | int]) -> AbstractContextManager[None]:
-    """What is drawn within counts for nothing afterwards.
-
-    The library draws a start for weights that a checkpoint lacks: of a classifier, on one stage of a pipeline, but not
-    on others, whose adapters would then start from other numbers than on one device.
-    """
-    devices = [torch.device(device) for device in device_map.values()]
-    return torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"])
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def class_names(run: RunConfig) -> dict[str, object]:
-    """The labels of the run's data, as a model's config has them."""
-    names = label_names_of(run)
-    return {
-        "num_labels": len(names),
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: number for number, name in enumerate(names)},
-    }
+    """Return the labels of the run's data, as a model's config has them; with other tasks there are none."""
+    if not run.goal.classifies:
+        return {}
+    names = dict(enumerate(label_names_of(run)))
+    return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
 
 
 def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> None:
     """Give weights that a checkpoint lacks their start: the same on every rank, and with any number of ranks.
 
     Normal with the config's `initializer_range`, biases zero, as the models' own start (Devlin et al. 2019). `loading`
-    is what `from_pretrained` says of itself.
+    is what `from_pretrained` returns of it.
     """
     generator = torch.Generator().manual_seed(seed)
     for name in sorted([*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])]):
@@ -277,82 +276,47 @@ def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> No
             weight.copy_(start)
 
 
-def head_modules(model: PreTrainedModel) -> list[str]:
-    """What follows the layers of a classifier, by its name: trained in full beside adapters."""
-    return [name for name in ("pooler", "classifier") if any(part.endswith(name) for part, _ in model.named_modules())]
+def head_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
+    """Return the names of the model's modules that are trained in full, also beside adapters: the task's heads."""
+    return [head for head in run.goal.heads if any(name.endswith(head) for name, _ in model.named_modules())]
 
 
 def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class of a run's model: with classification the library's own classifier on the same layers."""
+    """Return the class of a run's model: with classification the library's classifier on its layers, else its own."""
     if run.goal.classifies:
-        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        return getattr(transformers, run.goal.auto_class)._model_mapping[type(config)]
     return getattr(transformers, config.architectures[0])
 
 
-def check_classifier(run: RunConfig) -> None:
-    """Refuse a model that is no encoder, and texts longer than it can read.
+def checked_config(run: RunConfig) -> PretrainedConfig:
+    """Return the architecture of the run's model, if it can do the run's task.
 
     Raises:
-        BadInputError: with its kind, or with both lengths.
+        BadInputError: it is of another kind, or reads or writes fewer tokens than the run's settings ask for.
     """
-    config = any_shape_config(run.model if run.model == MINILM or run.weights == "random" else check_model(run.model))
-    if config.model_type not in BERT_LIKE:
-        raise BadInputError(
-            f"{run.model} is of the kind {config.model_type}: classification is done with encoders, of the kinds "
-            f"{' and '.join(BERT_LIKE)}; pass --model {MINILM} or roberta-large."
-        )
+    is_here = run.weights == "random" or run.model == MINILM  # nothing of it is to be fetched
+    config = any_shape_config(run.model if is_here else check_model(run.model))
+    is_of_kind, refusal = MODEL_KINDS[run.goal.model_kind]
+    if not is_of_kind(config):
+        raise BadInputError(f"{run.model} is of the kind {config.model_type}, {refusal}.")
     longest = longest_readable(config)
-    if longest and run.max_length > longest:
-        raise BadInputError(
-            f"max_length is {run.max_length}, but {run.model} reads {longest} tokens at most: pass --max_length "
-            f"{longest} or less; longer texts are cut."
-        )
-
-
-def check_summarizer(run: RunConfig) -> None:
-    """Refuse a model that is no encoder-decoder, and texts or summaries longer than it can read or write.
-
-    Raises:
-        BadInputError: with its kind, or with both lengths.
-    """
-    config = any_shape_config(run.model if run.weights == "random" else check_model(run.model))
-    if not config.is_encoder_decoder:
-        raise BadInputError(
-            f"{run.model} is of the kind {config.model_type}: summaries are learnt by encoder-decoders; pass --model "
-            "assets/embedded_summarizer or facebook/bart-large-cnn."
-        )
-    longest = longest_readable(config)
-    for name in ("max_length", "max_target_length", "max_new_tokens"):
+    for name in run.goal.limited:
         if longest and getattr(run, name) > longest:
             raise BadInputError(
-                f"{name} is {getattr(run, name)}, but {run.model} has room for {longest} tokens: pass --{name} "
+                f"{name} is {getattr(run, name)}, but {run.model} has positions for {longest} tokens: pass --{name} "
                 f"{longest} or less."
             )
+    return config
 
 
 def longest_readable(config: PretrainedConfig) -> int | None:
-    """Tokens that a model can read at once; None: as many as there are."""
+    """Return how many tokens a model can read at once, or None if there is no limit."""
     positions = getattr(config, "max_position_embeddings", None)
     return positions - 2 if config.model_type == "roberta" else positions  # RoBERTa counts from behind its padding's
 
 
-def shape_config(model: str) -> PretrainedConfig:
-    """The architecture of `model`, as `any_shape_config` finds it, if it is a language model that continues a text.
-
-    Raises:
-        BadInputError: no shape is known, or of another kind of model.
-    """
-    config = any_shape_config(model)
-    if not any(name.endswith("ForCausalLM") for name in config.architectures or []):
-        raise BadInputError(
-            f"{model} is a {', '.join(config.architectures or ['?'])}, which does not continue a text: "
-            "pass --model with a shape such as qwen2.5-7b."
-        )
-    return config
-
-
 def any_shape_config(model: str) -> PretrainedConfig:
-    """The architecture of `model`: a config.json, a folder with one, a name or Hub id that `find_config` finds.
+    """Return the architecture of `model`: a config.json, a folder with one, a name or Hub id that `find_config` finds.
 
     Raises:
         BadInputError: there is none, or Transformers does not know its kind.
@@ -367,16 +331,13 @@ def any_shape_config(model: str) -> PretrainedConfig:
 
 
 def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: bool) -> PreTrainedModel:
-    """A model of `run.model`'s shape, made on its device, or on the host for several.
+    """Make a model of `run.model`'s shape on its device, or on the host for several.
 
     The weights are the same each time, so that adapters can be reloaded. The embedded tokenizer's ids stand below any
     real vocabulary, so that nothing has to be resized.
     """
-    classifies = run.goal.classifies
-    tokenizer = load_tokenizer(run)
-    config = shape_config(run.model) if run.goal.chats else any_shape_config(run.model)
-    if classifies:
-        config.update(class_names(run))
+    tokenizer, config = load_tokenizer(run), checked_config(run)
+    config.update(class_names(run))
     config.pad_token_id, config.eos_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
     if config.is_encoder_decoder:
         config.decoder_start_token_id, config.forced_bos_token_id = tokenizer.eos_token_id, None
@@ -384,7 +345,7 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: b
     device = torch.device(device_map.get("", "cpu"))
     if run.method.quantizes:
         return random_model(run, config, weight_dtype(run), ATTENTION[run.attention], device, quantized)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+    with forked_random_numbers(device), device:
         torch.manual_seed(run.seed)
         model = getattr(transformers, run.goal.auto_class).from_config(
             config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention]
@@ -407,8 +368,8 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     """
     modules = run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(",")
     config = LoraConfig(
-        task_type="SEQ_CLS" if run.goal.classifies else "CAUSAL_LM" if model.can_generate() else None,
-        modules_to_save=head_modules(model) if run.goal.classifies else None,
+        task_type=run.goal.peft_type if run.goal.heads or model.can_generate() else None,
+        modules_to_save=head_modules(model, run) or None,
         r=run.lora_r,
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
@@ -422,15 +383,11 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         raise BadInputError(f"target_modules is {run.target_modules!r}: {str(error).splitlines()[0]}") from None
 
 
-def with_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """`base` with the adapter that was saved in `folder`."""
-    return PeftModel.from_pretrained(base, folder)
-
-
 def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linear") -> list[str]:
-    """Freeze `model` but for its linear layers of the given names, as `RunConfig.target_modules` says; list them.
+    """Freeze `model` except for its linear layers of the given names, as `RunConfig.target_modules` says; list them.
 
-    `all-linear`: all but the head; `all`: every weight, also of embeddings, norms and head.
+    `all-linear`: all but the head; `all`: every weight, also of embeddings, norms and head. A name matches as in PEFT:
+    the whole name of a layer, or its last parts.
 
     Raises:
         BadInputError: a name matches no linear layer; with the names that there are.
@@ -438,21 +395,17 @@ def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linea
     if target_modules == "all":
         model.requires_grad_(True)
         return [name for name, _ in model.named_parameters()]
-    head = model.get_output_embeddings()
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    }
-    asked = target_modules.split(",")
+    head, modules = model.get_output_embeddings(), model.named_modules()
+    linears = {name: module for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head}
     if target_modules != "all-linear":
-        for pattern in asked:
-            if not any(_has_name(name, pattern) for name in linears):
+        endings = tuple(f".{name}" for name in target_modules.split(","))
+        for ending in endings:
+            if not any(f".{name}".endswith(ending) for name in linears):
                 known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
                 raise BadInputError(
-                    f"target_modules has {pattern!r}, but no linear layer is called so: choose some of {known}."
+                    f"target_modules has {ending[1:]!r}, but no linear layer is called so: choose some of {known}."
                 )
-        linears = {name: linear for name, linear in linears.items() if any(_has_name(name, each) for each in asked)}
+        linears = {name: linear for name, linear in linears.items() if f".{name}".endswith(endings)}
     model.requires_grad_(False)
     for linear in linears.values():
         linear.requires_grad_(True)
@@ -460,16 +413,16 @@ def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linea
 
 
 def train_own_weights(model: PreTrainedModel, run: RunConfig) -> None:
-    """Switch on the weights that full fine-tuning trains: `target_modules`, and with classification the head always.
+    """Switch on the weights that full fine-tuning trains: `target_modules`, and the head of a classifier in any case.
 
     Raises:
         BadInputError: a name matches no linear layer.
     """
     train_linear_layers(model, run.target_modules)
-    if run.goal.classifies:
-        for name, weight in model.named_parameters():
-            if any(f"{head}." in name for head in head_modules(model)):
-                weight.requires_grad_(True)
+    heads = head_modules(model, run)
+    for name, weight in model.named_parameters():
+        if any(f"{head}." in name for head in heads):
+            weight.requires_grad_(True)
 
 
 def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedModel | PeftModel:
@@ -484,13 +437,11 @@ def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedMo
     return model
 
 
-def _has_name(module_name: str, asked: str) -> bool:
-    """As PEFT matches: the whole name, or its last parts."""
-    return module_name == asked or module_name.endswith("." + asked)
-
-
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
-    """Trainable parameters, and all that multiply: an input embedding that is not also the head only looks up."""
+    """Return how many parameters are trained, and how many multiply.
+
+    An input embedding that is not also the head is only looked up.
+    """
     trained = sum(global_numel(weight) for weight in model.parameters() if weight.requires_grad)
     multiplied = weight_counts(model)
     lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -499,9 +450,10 @@ def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
 
 @torch.no_grad()
 def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits of one collated batch, fp32, dropout off: (rows, tokens, vocabulary), of a classifier (rows, classes).
+    """Return the logits of one collated batch, in fp32 and with dropout off.
 
-    Of an encoder-decoder those of the decoder's tokens.
+    Their shape is (rows, tokens, vocabulary), of a classifier (rows, classes); of an encoder-decoder they are those of
+    the decoder's tokens.
     """
     was_training = model.training
     model.eval()
@@ -513,35 +465,34 @@ def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) ->
     return logits
 
 
-def rounding_growth(config: PretrainedConfig) -> float:
-    """How many times as far as the embedded base's a model's fp32 logits are off by rounding, at least 1.
-
-    Errors of a sum of H products grow as sqrt(H), and those of layers add up: after a merge the logits of
-    llama-3.2-1b's shape were 12 to 32 times as far apart as the embedded base's, which this says is 16 times (LOG.md).
-    """
-    layers = getattr(config, "num_hidden_layers", EMBEDDED_LAYERS)
-    return max(1.0, math.sqrt(config.hidden_size / EMBEDDED_WIDTH) * layers / EMBEDDED_LAYERS)
-
-
 def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
-    """How far a reloaded model's logits may be off, over the largest logit."""
-    return LOGIT_TOLERANCES[precision] * (rounding_growth(config) if precision == "fp32" else 1)
+    """Return how far a reloaded model's logits may be off by rounding, relative to the largest logit.
+
+    In fp32 it grows with the model, from the embedded base's: errors of a sum of H products grow as sqrt(H), and those
+    of layers add up. After a merge the logits of llama-3.2-1b's shape were 12 to 32 times as far apart as the embedded
+    base's, which this says is 16 times (LOG.md).
+    """
+    if precision != "fp32":
+        return LOGIT_TOLERANCES[precision]
+    layers = getattr(config, "num_hidden_layers", EMBEDDED_LAYERS)
+    growth = math.sqrt(config.hidden_size / EMBEDDED_WIDTH) * layers / EMBEDDED_LAYERS
+    return LOGIT_TOLERANCES[precision] * max(1.0, growth)
 
 
 def check_equal_logits(
     expected: torch.Tensor, reloaded: torch.nn.Module, batch: dict[str, torch.Tensor], what: str, precision: str
 ) -> float:
-    """The largest absolute difference between a trained model's logits of a batch and the `reloaded` one's.
+    """Return the largest absolute difference between a trained model's logits of a batch and the `reloaded` one's.
 
     Raises:
         RuntimeError: it is above the precision's rounding, so that what was saved is not what was trained.
     """
-    found = next_token_logits(reloaded, batch)
-    return largest_difference(expected, found, what, logit_tolerance(precision, reloaded.config))
+    tolerance = logit_tolerance(precision, reloaded.config)
+    return largest_difference(expected, next_token_logits(reloaded, batch), what, tolerance)
 
 
 def largest_difference(trained: torch.Tensor, reloaded: torch.Tensor, what: str, tolerance: float) -> float:
-    """The largest absolute difference of two models' logits; `tolerance` is over the largest logit.
+    """Return the largest absolute difference of two models' logits; `tolerance` is relative to the largest logit.
 
     Raises:
         RuntimeError: it is above that.

@@ -29,7 +29,7 @@ def check_minilm(asked_by: str, otherwise: str) -> None:
 
 
 def minilm_folder() -> Path:
-    """The folder with its weights and its tokenizer, after a look at the weights.
+    """Return the folder with its weights and its tokenizer, if the weights are the published ones.
 
     Raises:
         BadInputError: the weights are not those that were published.

@@ -1,36 +1,28 @@
-"""Base models with their frozen weights in 4 bits (QLoRA): how they are quantized, loaded, looked at and de-quantized.
+"""Quantize base models to 4 bits (QLoRA), make them with random weights, count what they store, and de-quantize them.
 
 Imports bitsandbytes only inside functions: runs without quantized weights do without it.
 """
 
-import importlib.util
 import logging
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from peft import prepare_model_for_kbit_training
-from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.quantizers import AutoHfQuantizer
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB
-from common.models.shards import global_numel
+from common.models.shards import byte_count, global_numel
 
 ARITHMETIC_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OF_BITSANDBYTES = ("bnb", "paged", "8bit")
 """Parts of the names of those of Transformers' optimizers that are bitsandbytes' own."""
-
-
-def is_installed() -> bool:
-    """Whether bitsandbytes can be imported; does not import it."""
-    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 def check_bitsandbytes(run: RunConfig) -> None:
@@ -39,7 +31,7 @@ def check_bitsandbytes(run: RunConfig) -> None:
     Raises:
         BadInputError: with the command that installs it.
     """
-    if is_installed():
+    if find_spec("bitsandbytes"):
         return
     if run.method.quantizes:
         raise BadInputError(
@@ -54,9 +46,9 @@ def check_bitsandbytes(run: RunConfig) -> None:
 
 
 def quantization_config(run: RunConfig) -> BitsAndBytesConfig:
-    """NF4 as `run` asks; products are computed in the run's arithmetic.
+    """Return the configuration of NF4 as `run` asks; products are computed in the run's arithmetic.
 
-    With FSDP what is stored looks like numbers of that arithmetic: FSDP flattens and divides only tensors of one type.
+    With FSDP the numbers are stored in tensors of that dtype: FSDP flattens and divides only tensors of one dtype.
     """
     compute_dtype = ARITHMETIC_DTYPES[run.compute_dtype]
     return BitsAndBytesConfig(
@@ -69,11 +61,11 @@ def quantization_config(run: RunConfig) -> BitsAndBytesConfig:
 
 
 def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
-    """Ready to be trained on: all frozen, what is not quantized in fp32, and weights that stay as they are stored.
+    """Prepare a quantized model for adapters: all is frozen, and what is not quantized is in fp32.
 
     On CPUs with AVX512-BF16 bitsandbytes repacks a weight when it is first used without gradients: from then on its
     scales have 8 significant bits, its products are computed in bf16, and *no gradient passes through it any more*,
-    also in training. A baseline evaluation before the training is enough for that. So it is switched off.
+    also in training. A baseline evaluation before the training is enough for that. So repacking is switched off.
     """
     for module in model.modules():
         if is_quantized(module):
@@ -82,21 +74,21 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Whether this is a linear layer whose weights are stored in 4 bits; an adapter's wrapper of one is not."""
+    """Return whether this is a linear layer whose weights are stored in 4 bits; an adapter's wrapper of one is not."""
     return type(module._parameters.get("weight")).__name__ == "Params4bit"
 
 
 def drop_quantized(model: torch.nn.Module) -> None:
-    """Let go of the quantized weights: they cannot be moved to `meta` as others can."""
+    """Remove the quantized weights from a model: they cannot be moved to `meta` as others can."""
     for module in model.modules():
         if is_quantized(module):
             module.weight, module.quant_state = None, None
 
 
 def weight_counts(model: torch.nn.Module) -> int:
-    """All weights of a model; a tensor of 4-bit weights holds two or more in each of its elements.
+    """Return the number of a model's weights; a tensor of 4-bit weights holds two or more in each of its elements.
 
-    FSDP puts shards in the tensor's place, and how many weights it held is known to the layer alone.
+    FSDP puts shards in the tensor's place; then the layer alone knows how many weights it held.
     """
     states = {
         id(module.weight): getattr(module.weight, "quant_state", None) or getattr(module, "quant_state", None)
@@ -110,20 +102,24 @@ def weight_counts(model: torch.nn.Module) -> int:
 # -- random weights
 
 
+def forked_random_numbers(*devices: str | int | torch.device) -> AbstractContextManager[None]:
+    """Let what is drawn within, on the host and these devices, count for nothing afterwards."""
+    return torch.random.fork_rng(devices=[device for device in map(torch.device, devices) if device.type == "cuda"])
+
+
 def random_model(
     run: RunConfig, config: PretrainedConfig, dtype: torch.dtype, attention: str, device: str | int, quantized: bool
 ) -> PreTrainedModel:
-    """A model of a shape with random weights, made and quantized layer by layer: never whole in `dtype` on the device.
+    """Make a model of a shape with random weights, layer by layer, so that it is never whole in `dtype` on the device.
 
     The seed's weights are the same ones each time, quantized or not.
     """
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    quantizer = _quantizer(quantization_config(run)) if quantized else None
+    quantizer = AutoHfQuantizer.from_config(quantization_config(run), pre_quantized=False) if quantized else None
     if quantizer:
         quantizer.preprocess_model(model=model, device_map={"": device})
-    devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with forked_random_numbers(device):
         torch.manual_seed(run.seed)
         for module in model.modules():
             if any(weight.is_meta for weight in module.parameters(recurse=False)):
@@ -134,12 +130,6 @@ def random_model(
         quantizer.postprocess_model(model)
         model.hf_quantizer = quantizer
     return model.eval()
-
-
-def _quantizer(config: BitsAndBytesConfig) -> Any:
-    from transformers.quantizers import AutoHfQuantizer
-
-    return AutoHfQuantizer.from_config(config, pre_quantized=False)
 
 
 @torch.no_grad()
@@ -161,7 +151,7 @@ def _materialise(model: PreTrainedModel, module: torch.nn.Module, device: str | 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a quantized model's weights take."""
+    """What a quantized model's weights take, as its record has it."""
 
     stored_dtype: str
     """Of the tensors that hold the 4-bit numbers."""
@@ -174,20 +164,10 @@ class StoredWeights:
     other_bytes: int
     unquantized_gib: float
     """Of all weights in the run's own number format, as LoRA keeps them."""
-
-    @property
-    def quantized_share(self) -> float:
-        """Of all weights."""
-        return self.quantized_weights / (self.quantized_weights + self.other_weights)
-
-    @property
-    def gib(self) -> float:
-        """Of all weights, as they are stored."""
-        return (self.quantized_bytes + self.other_bytes) / GIB
-
-    def for_record(self) -> dict[str, object]:
-        """Every figure."""
-        return {**asdict(self), "quantized_share": self.quantized_share, "weights_gib": self.gib}
+    quantized_share: float
+    """Of all weights."""
+    weights_gib: float
+    """Of all weights, as they are stored."""
 
 
 def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> StoredWeights:
@@ -197,7 +177,7 @@ def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> St
         weight for name, weight in model.named_parameters() if id(weight) not in quantized and "lora_" not in name
     ]
     weights = sum(weight.quant_state.shape.numel() for weight in quantized.values())
-    size = sum(_quantized_bytes(weight) for weight in quantized.values())
+    size, other_size = sum(map(_quantized_bytes, quantized.values())), sum(weight.nbytes for weight in others)
     other_weights = sum(weight.numel() for weight in others)
     return StoredWeights(
         stored_dtype=str(next(iter(quantized.values())).dtype).removeprefix("torch."),
@@ -205,25 +185,27 @@ def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> St
         quantized_bytes=size,
         bits_per_quantized_weight=8 * size / weights,
         other_weights=other_weights,
-        other_bytes=sum(weight.nbytes for weight in others),
+        other_bytes=other_size,
         unquantized_gib=(weights + other_weights) * unquantized_dtype.itemsize / GIB,
+        quantized_share=weights / (weights + other_weights),
+        weights_gib=(size + other_size) / GIB,
     )
 
 
 def _quantized_bytes(weight: Any) -> int:
-    """Of the 4-bit numbers, their scales (and the scales of these), and the tables of levels."""
+    """Return the bytes of the 4-bit numbers, their scales (and the scales of these), and the tables of levels."""
     state = weight.quant_state
     tensors = [weight.data, state.absmax, state.code]
     if state.nested:
         tensors += [state.offset, state.state2.absmax, state.state2.code]
-    return sum(tensor.nbytes for tensor in tensors)
+    return byte_count(tensors)
 
 
 # -- back to ordinary weights
 
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The same model with ordinary weights in `dtype`: each of its 4-bit numbers times its block's scale."""
+    """Return the model with ordinary weights in `dtype`: each of its 4-bit numbers times its block's scale."""
     said_by_library = logging.getLogger("transformers.integrations.bitsandbytes")
     said_by_library.addFilter(_not_about_dtypes)
     plain = model.dequantize(dtype=dtype)
@@ -238,9 +220,9 @@ def _not_about_dtypes(record: logging.LogRecord) -> bool:
 
 
 def relative_error(original: torch.nn.Module, quantized: torch.nn.Module) -> float:
-    """Quantization's error: the 2-norm of what it changes in the quantized layers' weights, over that of the weights.
+    """Return quantization's error: the 2-norm of the changes to the quantized layers' weights, over the weights' own.
 
-    Both models hold ordinary weights, `quantized` those that came back from 4 bits.
+    Both models hold ordinary weights, `quantized` those that were de-quantized.
     """
     changed = wanted = 0.0
     others = dict(quantized.named_parameters())

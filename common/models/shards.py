@@ -1,34 +1,32 @@
-"""Weights of which a rank holds a part (FSDP's, DeepSpeed's), or all: their sizes, and how they become whole."""
+"""Weights of which a rank holds a part (FSDP's, DeepSpeed's) or all: measure them, and make them whole."""
 
 from collections.abc import Callable, Iterable
 
 import torch
 from torch.distributed.tensor import DTensor
 
-# -- what a rank holds
-
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a weight (or of its gradient): FSDP's shard, DeepSpeed's (stage 3), or all of it."""
+    """Return this rank's part of a weight (or of its gradient): FSDP's shard, DeepSpeed's (stage 3), or all of it."""
     if isinstance(weight, DTensor):
         return weight.to_local()
     return getattr(weight, "ds_tensor", weight)
 
 
 def global_numel(weight: torch.Tensor) -> int:
-    """Elements of a weight, wherever they are."""
+    """Return the number of elements of a weight, wherever they are."""
     return getattr(weight, "ds_numel", weight.numel())
 
 
 def byte_count(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of all of them."""
+    """Return the bytes of all of them."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def full_weights(
     named: Iterable[tuple[str, torch.Tensor]], is_main: bool, gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Every weight whole, on the host of rank 0 (elsewhere empty); one at a time on the devices.
+    """Return every weight whole, on the host of rank 0 (elsewhere empty); one at a time on the devices.
 
     `gather` makes a weight whole; every rank must call this.
     """
@@ -41,5 +39,5 @@ def full_weights(
 
 
 def gathered(weight: torch.Tensor) -> torch.Tensor:
-    """A weight made whole from FSDP's shards."""
+    """Return a weight made whole from FSDP's shards."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight

@@ -1,4 +1,4 @@
-"""How good the answers are: generated on all ranks in batches sorted by length, then scored.
+"""What a model that chats learns, and how good its answers are: generated on all ranks, then scored by judges.
 
 Similarity score: 1 - cosine of the mean-pooled last hidden states of answer and reference. It is a *distance*:
 0 means the same, lower is better. Up to three judges give one each:
@@ -9,29 +9,55 @@ Facts said: share of the reference's fact strings that stand in the answer. High
 Shuffled: the score that the reference of *another* question gets. A score near it says nothing of the content.
 """
 
-import csv
 import random
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-from accelerate.utils import gather_object
-from tqdm import tqdm
+from torch.nn.functional import cross_entropy
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base.print_prefix import rank_prefix
 from common.base.run_config import RunConfig
-from common.data.batches import batches_by_length
+from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
-from common.data.rows import Row
+from common.data.rows import IGNORED_LABEL, Row
 from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder
 from common.runtime.recorder import RunLog
+from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
+from common.tasks.predictions import predict_rows, report_predictions
 
+ScoredAnswer = dict[str, object]
+"""One question, what was to be said, what was said, and how near that came: a line of the predictions file."""
 SHUFFLE_SEED = 0
+
+
+# -- in training
+
+
+def answer_results(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return sum of the losses, and number, of each row's answer tokens, shape (rows, 2).
+
+    `logits` has shape (rows, positions, vocabulary), `targets`, what each position is to predict, (rows, positions).
+    Row by row: fp32 copies of all rows' logits would take several times as much memory as the logits.
+    """
+    losses = [
+        cross_entropy(row.float(), wanted, ignore_index=IGNORED_LABEL, reduction="sum")
+        for row, wanted in zip(logits, targets, strict=True)
+    ]
+    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).sum(1)], dim=1)
+
+
+def whole_row_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the same of logits at all positions and of the tokens themselves: position t predicts token t + 1."""
+    return answer_results(logits[:, :-1], labels[:, 1:])
+
+
+ANSWERS = Objective(lambda tokenizer, _: make_collator(tokenizer), whole_row_results, mean_loss, VALIDATION_LOSS, False)
+
+
+# -- at the end
 
 
 @dataclass(frozen=True)
@@ -47,15 +73,16 @@ class Judge:
     takes memory."""
 
     def scores(self, answers: list[str], references: list[str]) -> list[float]:
-        """1 - cosine of each answer and its reference; 1 for an empty answer."""
+        """Return 1 - cosine of each answer and its reference; 1 for an empty answer."""
         said, meant = self.embed(answers), self.embed(references)
         return (1 - torch.nn.functional.cosine_similarity(said, meant, dim=-1)).clamp(min=0).tolist()
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> torch.Tensor:
-        """Mean of the last hidden states over each text's tokens, fp32, shape (texts, hidden); zeros for no tokens.
+        """Return the mean of the last hidden states over each text's tokens, in fp32; zeros for no tokens.
 
-        An encoder's texts get its own special tokens, as it was trained with them; a language model's get none.
+        Its shape is (texts, hidden). An encoder's texts get its own special tokens, as it was trained with them; a
+        language model's get none.
         """
         if not any(texts):
             return torch.zeros(len(texts), self.model.config.hidden_size, device=self.model.device)
@@ -88,7 +115,7 @@ def check_independent_judge(run: RunConfig) -> None:
 
 
 def independent_judges(run: RunConfig, device: str) -> list[Judge]:
-    """The judges that had no part in the training: all-MiniLM-L6-v2, or none, as `run` asks.
+    """Return the judges that had no part in the training: all-MiniLM-L6-v2, or none, as `run` asks.
 
     Raises:
         BadInputError: it is not installed, or its weights are not those that were published.
@@ -102,48 +129,31 @@ def independent_judges(run: RunConfig, device: str) -> list[Judge]:
 
 
 @dataclass(frozen=True)
-class ScoredAnswer:
-    """One question, what was to be said, what was said, and how near that came: distances, lower is better."""
-
-    row: int
-    question: str
-    reference: str
-    answer: str
-    similarity_score: float
-    similarity_score_tuned: float | None
-    similarity_score_minilm: float | None
-    shuffled_score: float | None
-    shuffled_score_minilm: float | None
-    facts: int
-    facts_said: int
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """The scored answers to all questions, in the data file's order; the same on every rank."""
 
     answers: list[ScoredAnswer]
 
     def mean(self, column: str) -> float | None:
-        """Mean of a score over the questions; a distance, lower is better. None where no judge gave it."""
-        scores = [getattr(answer, column) for answer in self.answers]
+        """Return the mean of a score over the questions; a distance, lower is better. None where no judge gave it."""
+        scores = [answer[column] for answer in self.answers]
         return None if None in scores else fmean(scores)
 
     @property
     def facts_said_share(self) -> float | None:
-        """Facts said over facts asked for, or None where the data name no facts."""
-        asked = sum(answer.facts for answer in self.answers)
-        return sum(answer.facts_said for answer in self.answers) / asked if asked else None
+        """The facts said over the facts asked for, or None where the data name no facts."""
+        asked = sum(answer["facts"] for answer in self.answers)
+        return sum(answer["facts_said"] for answer in self.answers) / asked if asked else None
 
     def __str__(self) -> str:
-        """One line for a reader."""
+        """Return one line for a reader."""
         minilm, share = self.mean("similarity_score_minilm"), self.facts_said_share
         judged = "" if minilm is None else f", {minilm:.3f} by MiniLM"
         facts = "" if share is None else f", {share:.0%} of the facts said"
         return f"similarity score {self.mean('similarity_score'):.3f}{judged} (distances: lower is better){facts}"
 
     def summary(self) -> dict[str, float | int | None]:
-        """The figures for the record."""
+        """Return the metrics for the record."""
         columns = ("similarity_score", "similarity_score_tuned", "similarity_score_minilm")
         shuffled = ("shuffled_score", "shuffled_score_minilm")
         return {
@@ -151,13 +161,6 @@ class Evaluation:
             "facts_said_share": self.facts_said_share,
             "questions": len(self.answers),
         }
-
-    def save_csv(self, path: Path) -> None:
-        """One line per question."""
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(asdict(self.answers[0])))
-            writer.writeheader()
-            writer.writerows(asdict(answer) for answer in self.answers)
 
 
 def evaluate(
@@ -173,27 +176,21 @@ def evaluate(
     One of the `judges` is the base. Rank 0 writes predictions_`when`.csv into the results folder: `before` or `after`,
     with an underscore and more words where several models answer.
     """
-    run, rank = log.run, log.rank
     others = shuffled_answers(rows)
-    lengths = [len(ids) for ids in _prompt_ids(rows, tokenizer)]
-    batches = batches_by_length(lengths, run.per_device_eval_batch_size, rank.rank, rank.world_size)
-    scored: list[ScoredAnswer] = []
-    moment, _, model_words = when.partition("_")
-    title = f"{moment} tuning" + (f", {model_words.replace('_', ' ')}" if model_words else "")
-    bar_title = f"{rank_prefix(rank.rank, rank.device)} answers {title}, batches"
-    for numbers in tqdm(batches, desc=bar_title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
+
+    def scored(numbers: list[int]) -> list[ScoredAnswer]:
         batch = [rows[number] for number in numbers]
-        answers = generate_answers(model, tokenizer, batch, run.max_new_tokens)
-        scored += score_answers(numbers, batch, answers, [others[number] for number in numbers], judges)
-    evaluation = Evaluation(sorted(gather_object(scored), key=lambda answer: answer.row))
-    if rank.is_main:
-        evaluation.save_csv(log.folder / f"predictions_{when}.csv")
-        print(f"{title}: {evaluation}")
+        answers = generate_answers(model, tokenizer, batch, log.run.max_new_tokens)
+        return score_answers(numbers, batch, answers, [others[number] for number in numbers], judges)
+
+    lengths = [len(ids) for ids in _prompt_ids(rows, tokenizer)]
+    evaluation = Evaluation(predict_rows(log, lengths, "answers", when, scored))
+    report_predictions(log, when, evaluation.answers, evaluation)
     return evaluation
 
 
 def shuffled_answers(rows: list[Row]) -> list[str | None]:
-    """For each row the reference of another row, always the same one; each is used once. None for a single row."""
+    """Return another row's reference for each row, always the same; each is used once. None for a single row."""
     if len(rows) == 1:
         return [None]
     order = list(range(len(rows)))
@@ -208,30 +205,30 @@ def score_answers(
     other_references: list[str | None],
     judges: Sequence[Judge],
 ) -> list[ScoredAnswer]:
-    """The answers to some rows as each judge scores them, beside the references of other rows."""
+    """Return the answers to some rows as each judge scores them, beside the references of other rows."""
     references = [answer_of(row) for row in rows]
-    scores = {judge.name: judge.scores(answers, references) for judge in judges}
     absent = [None] * len(rows)
+    scores = {judge.name: judge.scores(answers, references) for judge in judges}
     shuffled = {
         judge.name: absent if None in other_references else judge.scores(other_references, references)
         for judge in judges
         if judge.name != "tuned"
     }
     return [
-        ScoredAnswer(
-            row=number,
-            question=row["messages"][-2]["content"],
-            reference=answer_of(row),
-            answer=answer,
-            similarity_score=scores["base"][place],
-            similarity_score_tuned=scores.get("tuned", absent)[place],
-            similarity_score_minilm=scores.get("minilm", absent)[place],
-            shuffled_score=shuffled["base"][place],
-            shuffled_score_minilm=shuffled.get("minilm", absent)[place],
-            facts=len(row.get("facts", [])),
-            facts_said=sum(fact.lower() in answer.lower() for fact in row.get("facts", [])),
-        )
-        for place, (number, row, answer) in enumerate(zip(numbers, rows, answers, strict=True))
+        {
+            "row": number,
+            "question": question_of(row)[-1]["content"],
+            "reference": references[place],
+            "answer": answers[place],
+            "similarity_score": scores["base"][place],
+            "similarity_score_tuned": scores.get("tuned", absent)[place],
+            "similarity_score_minilm": scores.get("minilm", absent)[place],
+            "shuffled_score": shuffled["base"][place],
+            "shuffled_score_minilm": shuffled.get("minilm", absent)[place],
+            "facts": len(row.get("facts", [])),
+            "facts_said": sum(fact.lower() in answers[place].lower() for fact in row.get("facts", [])),
+        }
+        for place, (number, row) in enumerate(zip(numbers, rows, strict=True))
     ]
 
 
@@ -244,7 +241,7 @@ def _prompt_ids(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[lis
 def generate_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], max_new_tokens: int
 ) -> list[str]:
-    """Greedy answers to a batch of questions."""
+    """Return greedy answers to a batch of questions."""
     prompts = {"input_ids": _prompt_ids(rows, tokenizer)}
     batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").to(model.device)
     generated = model.generate(

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import ModelOutput
 
 from common.base.run_config import RunConfig
 from common.data.batches import Collate
+from common.data.rows import IGNORED_LABEL
 
 VALIDATION_LOSS = "eval_mean_loss"
 """The validation loss by its name in the Trainer's logs: mean over the answer tokens (with classification: the labels)
@@ -34,7 +37,7 @@ class Objective:
 
 
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:
-    """The validation loss: mean over the predicted tokens of all rows, so the same at any batch and world size.
+    """Return the validation loss: mean over the predicted tokens of all rows, so the same at any batch and world size.
 
     `sums` holds the sum of the losses and the number of tokens. (The Trainer's own `eval_loss` is a mean of batch
     means: 0.4 % more on two ranks than on one, for the same model.)
@@ -43,7 +46,20 @@ def mean_loss(sums: torch.Tensor) -> dict[str, float]:
     return {VALIDATION_LOSS: float(loss_sum / token_count)}
 
 
+def step_loss(
+    outputs: ModelOutput, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+) -> torch.Tensor:
+    """Return the sum of the losses over the number of labels of the whole step, so that uneven shares weigh right.
+
+    (The library's own is a mean over this rank's batch.) The logits have shape (rows, classes) or (rows, tokens,
+    vocabulary), `labels` the same without the last dimension.
+    """
+    divisor = (labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+    logits = outputs.logits.float().movedim(-1, 1)
+    losses = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return losses / divisor
+
+
 def objective_of(run: RunConfig) -> Objective:
     """Return what the run's model learns to predict."""
-    module, _, name = run.goal.objective.partition(":")
-    return getattr(import_module(module), name)
+    return resolve_name(run.goal.objective)

@@ -23,18 +23,12 @@ from transformers import AutoConfig, PreTrainedModel
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.models.loading import (
-    ATTENTION,
-    LOADING_LOGGERS,
     add_lora,
     check_model,
-    class_names,
     load_base_model,
+    load_pretrained,
     model_class,
-    same_random_numbers_after,
-    silent,
-    start_head,
     train_own_weights,
-    weight_dtype,
 )
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
@@ -99,9 +93,7 @@ def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedMod
         model = load_base_model(run, whole_model_on(rank.device))
         cut(model, stage_map, rank.rank)
         return model
-    source = check_model(run.model)
-    named = class_names(run) if run.goal.classifies else {}
-    whole = model_class(run, AutoConfig.from_pretrained(source, trust_remote_code=False))
+    whole = model_class(run, AutoConfig.from_pretrained(check_model(run.model), trust_remote_code=False))
 
     class Stage(whole):
         _keys_to_ignore_on_load_unexpected = (r".*",)  # other stages' weights
@@ -110,20 +102,7 @@ def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedMod
             super().__init__(config)
             cut(self, stage_map, rank.rank)
 
-    device_map = whole_model_on(rank.device)
-    with silent(*LOADING_LOGGERS) if named else nullcontext(), same_random_numbers_after(device_map):
-        model, about = Stage.from_pretrained(
-            source,
-            dtype=weight_dtype(run),
-            attn_implementation=ATTENTION[run.attention],
-            device_map=device_map,
-            output_loading_info=True,
-            ignore_mismatched_sizes=bool(named),  # a head for other labels is started anew
-            **named,
-        )
-    if named:
-        start_head(model, about, run.seed)
-    return model.eval()
+    return load_pretrained(Stage, run, whole_model_on(rank.device))
 
 
 def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:

@@ -43,7 +43,7 @@ from common.runtime.faults import fault_at
 from common.runtime.recorder import RunLog
 from common.runtime.watch import reached
 from common.runtime.world import BACKENDS, Rank
-from common.tasks.chat import ANSWERS, answer_results
+from common.tasks.answers import ANSWERS, answer_results
 from common.tasks.objectives import Objective, objective_of
 from common.training.callbacks import FirstStepReport, ProgressReport, SkippedSteps, UpdateReport, WorkDone
 from common.training.checkpointed_trainer import CheckpointedTrainer

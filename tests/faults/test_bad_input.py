@@ -19,8 +19,8 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks.inputs import check_results_folder
-from common.data.messages import read_messages, tokenize_rows
-from common.data.splits import load_splits
+from common.data.rows import read_rows
+from common.data.splits import load_splits, row_kind, tokens_of
 from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
 from common.planning.device_maps import read_device_map
 from common.records.store import load_record
@@ -63,8 +63,8 @@ def write(tmp_path: Path) -> Callable[..., RunConfig]:
     [
         ({"id": "a7", "text": "x"}, r"train\.jsonl, line 2 \(id 'a7'\) has no list `messages`"),
         ({"id": "a7", "messages": [{"role": "user"}]}, r"line 2 \(id 'a7'\) has a message without text `role` and"),
-        ({"id": "a7", "messages": [{"role": "bot", "content": "x"}]}, r"line 2 \(id 'a7'\) has the role 'bot'"),
-        ({"messages": [{"role": "user", "content": "x"}] * 2}, r"line 2 has two messages of one role in a row"),
+        ({"id": "a7", "messages": [{"role": "bot", "content": "x"}]}, r"\(id 'a7'\) has messages of the roles 'bot':"),
+        ({"messages": [{"role": "user", "content": "x"}] * 2}, "line 2 has messages of the roles 'user', 'user'"),
         (row("Where?", " "), "line 2 has an empty assistant message"),
         ('{"messages": [{"role": "user", "con', r"train\.jsonl, line 2 is no JSON"),
     ],
@@ -87,12 +87,12 @@ def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
     capsys: pytest.CaptureFixture[str], outcomes: object
 ) -> None:
     rows = [row("Where is it? " * 40, id="long-1"), row("Where is it? " * 50, id="long-2"), row("Where?"), row("Who?")]
-    tokenizer = load_tokenizer(RUN)
+    tokenizer, run = load_tokenizer(RUN), replace(RUN, max_length=60)
     with pytest.raises(
         BadInputError, match=r"Row long-1 has no answer token .*\(2 of 4 rows have none: long-1, long-2"
     ):
-        tokenize_rows(rows, tokenizer, 60, max_truncated_fraction=0.4)
-    assert len(tokenize_rows(rows, tokenizer, 60, max_truncated_fraction=0.5)) == 2
+        tokens_of(rows, tokenizer, replace(run, max_truncated_fraction=0.4))
+    assert len(tokens_of(rows, tokenizer, replace(run, max_truncated_fraction=0.5))) == 2
     assert "2 of 4 rows have no answer within 60 tokens, and are left out" in capsys.readouterr().out
     outcomes.keep(19, "all", "counted; refused above a limit")
 
@@ -238,9 +238,9 @@ files = st.lists(lines, max_size=6).map(b"\n".join)
 def test_any_file_of_messages_is_read_or_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    said = refusal_of(lambda: read_messages(path))
+    said = refusal_of(lambda: read_rows(str(path), row_kind(RUN)))
     assert one_line(said)
-    assert said is not None or read_messages(path), "what is read has rows"
+    assert said is not None or read_rows(str(path), row_kind(RUN)), "what is read has rows"
     assert one_line(refusal_of(lambda: load_splits(replace(RUN, data=str(path)))))
 
 

@@ -122,7 +122,7 @@ def test_ranks_are_started_as_the_setting_has_them(
             "num_attention_heads is 12 and its intermediate_size 1536, which 5 ranks cannot share evenly",
         ),
         (("--model", "assets/embedded_base"), "is of the kind llama"),
-        (("--max_length", "2000"), "reads 512 tokens at most"),
+        (("--max_length", "2000"), "has positions for 512 tokens"),
     ],
 )
 def test_bad_input_ends_in_one_sentence_before_a_rank_starts(

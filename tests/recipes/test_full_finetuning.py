@@ -62,6 +62,25 @@ def test_model_parallel_trains_what_one_device_trains(run_workflow: Callable, tm
     assert str(tmp_path) not in json.dumps(divided.record)
 
 
+def test_a_run_trains_without_the_rows_that_it_may_leave_out(
+    run_workflow: Callable, tmp_path: Path, tiny_chat_model: str
+) -> None:
+    """Rows whose answers lie beyond `max_length`: the check of the inputs and the training go by the same share."""
+    answer = {"role": "assistant", "content": "In the hall."}
+    for name, counts in {"train": (50, 1, 40, 2, 3, 4), "validation": (5,), "test": (6,)}.items():
+        questions = [{"role": "user", "content": "Where is it? " * count} for count in counts]
+        rows = [json.dumps({"messages": [question, answer]}) + "\n" for question in questions]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    settings = ("--model", tiny_chat_model, "--data", str(tmp_path), "--max_length", "60")
+    done = run_workflow("python", *settings, "--max_truncated_fraction", "0.5", folder=FULL)
+    assert done.exit_code == 0, done.output
+    assert "2 of 6 rows have no answer within 60 tokens, and are left out" in done.output
+    assert done.record["data"]["training_rows"] == 4
+    refused = run_workflow("python", *settings, "--max_truncated_fraction", "0.3", folder=FULL)
+    assert refused.exit_code == 2, refused.output
+    assert "Row number 1 of its split has no answer token within its first 60 tokens" in refused.output
+
+
 def test_all_weights_are_trained_where_that_is_asked(run_workflow: Callable) -> None:
     done = run_workflow("python", "--target_modules", "all", "--independent_judge", "none", folder=FULL)
     assert done.exit_code == 0, done.output

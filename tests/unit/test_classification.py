@@ -2,6 +2,7 @@
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,17 +12,17 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from common.data.rows import IGNORED_LABEL
+from common.runtime.world import Rank
 from common.tasks.classification import (
     Classified,
     accuracy_interval,
-    class_loss,
     class_metrics,
     class_results,
-    confusion,
     macro_f1,
     macro_f1_interval,
 )
-from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
+from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, step_loss
+from common.tasks.predictions import report_predictions
 
 LABELS = ("events", "prices", "tickets")
 MEANT, FOUND = (0, 0, 0, 1, 1, 2), (0, 0, 1, 1, 2, 2)
@@ -66,12 +67,12 @@ def test_losses_of_uneven_shares_add_up_to_the_mean_of_the_whole() -> None:
     logits, labels = logits_and_labels(9, seed=1, ignored=1)
     whole = cross_entropy(logits, labels)  # over the eight labels
     shares = [
-        class_loss(SequenceClassifierOutput(logits=logits[part]), labels[part], num_items_in_batch=8)
+        step_loss(SequenceClassifierOutput(logits=logits[part]), labels[part], num_items_in_batch=8)
         for part in (slice(0, 5), slice(5, 6), slice(6, 9))
     ]
     assert sum(shares) == pytest.approx(whole.item())
-    assert class_loss(SequenceClassifierOutput(logits=logits), labels) == pytest.approx(whole.item())
-    no_row = class_loss(SequenceClassifierOutput(logits=logits[8:]), labels[8:], num_items_in_batch=8)
+    assert step_loss(SequenceClassifierOutput(logits=logits), labels) == pytest.approx(whole.item())
+    no_row = step_loss(SequenceClassifierOutput(logits=logits[8:]), labels[8:], num_items_in_batch=8)
     assert no_row == 0
 
 
@@ -104,20 +105,32 @@ def test_of_one_row_macro_f1_is_not_known() -> None:
     assert macro_f1_interval((1,), (1,)) == (0.0, 1.0)
 
 
+@pytest.mark.usefixtures("few_samples")
 def test_the_classes_meant_are_lines_and_those_found_columns() -> None:
-    assert confusion(FOUND, MEANT, 3) == [[2, 1, 0], [0, 1, 1], [0, 0, 1]]
-    assert confusion((0,), (0,), 3) == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert Classified(LABELS, FOUND, MEANT).summary()["confusion"] == [[2, 1, 0], [0, 1, 1], [0, 0, 1]]
+    assert Classified(LABELS, (0,), (0,)).summary()["confusion"] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.usefixtures("few_samples")
-def test_what_was_found_is_summed_up_and_written_line_by_line(tmp_path: Path) -> None:
+def test_what_was_found_is_summed_up_and_written_line_by_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     classified = Classified(LABELS, FOUND, MEANT)
     summary = classified.summary()
     assert (summary["accuracy"], summary["rows"], summary["labels"]) == (pytest.approx(4 / 6), 6, list(LABELS))
     assert str(classified).startswith("accuracy 0.6667 (0.300 to 0.903), macro-F1 0.656")
     rows = [{"text": f'"{number}",\n', "label": LABELS[label]} for number, label in enumerate(MEANT)]
-    classified.save_csv(tmp_path / "predictions.csv", rows)
-    with (tmp_path / "predictions.csv").open(newline="", encoding="utf-8") as file:
-        written = list(csv.DictReader(file))
-    assert [row["text"] for row in written] == [row["text"] for row in rows]
-    assert written[2] == {"row": "3", "text": '"2",\n', "label": "events", "found": "prices"}
+    lines = classified.lines(rows)
+    assert lines[2] == {"row": 3, "text": '"2",\n', "label": "events", "found": "prices"}
+    log = SimpleNamespace(rank=Rank(0, 1, "cpu", "python"), folder=tmp_path)
+    report_predictions(log, "after_original_base", lines, classified)
+    assert capsys.readouterr().out.startswith("after tuning, original base: accuracy 0.6667")
+    with (tmp_path / "predictions_after_original_base.csv").open(newline="", encoding="utf-8") as file:
+        assert list(csv.DictReader(file)) == [{**line, "row": str(line["row"])} for line in lines]
+
+
+def test_numbers_are_written_to_their_last_digit_and_what_is_missing_stays_empty(tmp_path: Path) -> None:
+    log = SimpleNamespace(rank=Rank(0, 1, "cpu", "python"), folder=tmp_path)
+    report_predictions(log, "before", [{"row": 1, "score": 0.1 + 0.2, "tuned": None}, {"row": 2, "score": 1e-09}], "")
+    written = (tmp_path / "predictions_before.csv").read_bytes()
+    assert written == b"row,score,tuned\r\n1,0.30000000000000004,\r\n2,1e-09,\r\n"

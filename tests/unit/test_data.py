@@ -15,13 +15,17 @@ from hypothesis import strategies as st
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import EpochBatches, PartitionedBatches, TrainingRows, longest_batch, make_collator, partition
-from common.data.messages import read_messages, tokenize_row, tokenize_rows
-from common.data.rows import IGNORED_LABEL, NO_ROW
-from common.data.splits import load_splits
+from common.data.messages import tokenize_row
+from common.data.rows import IGNORED_LABEL, NO_ROW, Row, read_rows
+from common.data.splits import load_splits, row_kind, tokens_of
 from common.models.loading import load_tokenizer
 from common.planning.job import BatchShape
 
 GOOD = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}
+
+
+def read_messages(path: Path) -> list[Row]:
+    return read_rows(str(path), row_kind(RunConfig()))
 
 
 def row_with(*messages: dict[str, object]) -> str:
@@ -39,16 +43,16 @@ def row_with(*messages: dict[str, object]) -> str:
             row_with({"role": "user", "content": "a"}, {"role": "assistant", "content": " "}),
             "line 2 has an empty assistant",
         ),
-        (row_with({"role": "user", "content": "a"}), "line 2 ends with role 'user'"),
-        (row_with({"role": "tool", "content": "a"}, GOOD["messages"][1]), "line 2 has the role 'tool'"),
-        (row_with(GOOD["messages"][1], GOOD["messages"][1]), "line 2 has two messages of one role in a row"),
+        (row_with({"role": "user", "content": "a"}), "line 2 has messages of the roles 'user'"),
+        (row_with({"role": "tool", "content": "a"}, GOOD["messages"][1]), "line 2 has messages of the roles 'tool', "),
+        (row_with(GOOD["messages"][1], GOOD["messages"][1]), "line 2 has messages of the roles 'assistant'"),
         (
             row_with(GOOD["messages"][1], *GOOD["messages"]),
-            "line 2 has its roles in the wrong order (assistant, user, assistant)",
+            "line 2 has messages of the roles 'assistant', 'user', 'assistant': ",
         ),
         (
             row_with(GOOD["messages"][0], {"role": "system", "content": "a"}, GOOD["messages"][1]),
-            "line 2 has its roles in the wrong order (user, system, assistant)",
+            "line 2 has messages of the roles 'user', 'system', 'assistant': ",
         ),
         (json.dumps({**GOOD, "facts": None}), "line 2 has `facts` that are no list of texts"),
         (json.dumps({**GOOD, "facts": "copper"}), "line 2 has `facts` that are no list of texts"),
@@ -96,7 +100,7 @@ def test_an_id_that_stands_twice_in_one_file_is_refused_by_its_rows_there(
 
 def test_a_url_may_go_on_after_the_files_name(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("common.data.messages.read_messages", lambda source: asked.append(source) or rows_of(9))
+    monkeypatch.setattr("common.data.splits.read_rows", lambda source, kind: asked.append(source) or rows_of(9))
     run = replace(run_config, data="https://example.org/rows.jsonl?download=true", validation_rows=1, test_rows=1)
     splits = load_splits(run)
     assert asked == [run.data]
@@ -194,12 +198,12 @@ def test_a_template_without_marks_gives_the_same_labels(run_config: RunConfig) -
 
 def test_a_row_cut_before_its_answer_is_refused(run_config: RunConfig) -> None:
     with pytest.raises(BadInputError, match="within its first 3 tokens"):
-        tokenize_rows(load_splits(run_config).train[:1], load_tokenizer(run_config), max_length=3)
+        tokens_of(load_splits(run_config).train[:1], load_tokenizer(run_config), replace(run_config, max_length=3))
 
 
 def test_padding_is_neither_seen_nor_learnt(run_config: RunConfig) -> None:
     tokenizer = load_tokenizer(run_config)
-    rows = tokenize_rows(load_splits(run_config).train[:8], tokenizer, 256)
+    rows = tokens_of(load_splits(run_config).train[:8], tokenizer, run_config)
     batch = make_collator(tokenizer)(rows)
     lengths = [len(row["input_ids"]) for row in rows]
     assert batch["input_ids"].shape == (8, max(lengths))

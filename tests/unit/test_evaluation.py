@@ -70,7 +70,7 @@ def test_each_reference_is_shuffled_to_another_row(run_config: RunConfig) -> Non
     assert shuffled_answers(rows[:1]) == [None]
     base = Judge("base", load_base_model(run_config, CPU), load_tokenizer(run_config))
     row = {"messages": [{"content": "Who?"}, {"content": "Vance."}]}
-    assert score_answers([0], [row], ["Vance."], [None], [base])[0].shuffled_score is None
+    assert score_answers([0], [row], ["Vance."], [None], [base])[0]["shuffled_score"] is None
 
 
 def test_every_question_is_answered_once_in_the_files_order(run_config: RunConfig, tmp_path: Path) -> None:
@@ -79,13 +79,14 @@ def test_every_question_is_answered_once_in_the_files_order(run_config: RunConfi
     model, tokenizer = load_base_model(run, CPU), load_tokenizer(run)
     rows = load_splits(run).test
     evaluation = evaluate(model, tokenizer, rows, [Judge("base", model, tokenizer)], log, "before")
-    assert [answer.row for answer in evaluation.answers] == list(range(7))
-    assert [answer.question for answer in evaluation.answers] == [row["messages"][0]["content"] for row in rows]
+    assert [answer["row"] for answer in evaluation.answers] == list(range(7))
+    assert [answer["question"] for answer in evaluation.answers] == [row["messages"][0]["content"] for row in rows]
     assert len((log.folder / "predictions_before.csv").read_text().splitlines()) == 8
 
 
 def scored(score: float, facts: int, facts_said: int, minilm: float | None = None) -> ScoredAnswer:
-    return ScoredAnswer(0, "q", "r", "a", score, None, minilm, 0.4, minilm, facts, facts_said)
+    judged = {"similarity_score": score, "similarity_score_tuned": None, "similarity_score_minilm": minilm}
+    return {**judged, "shuffled_score": 0.4, "shuffled_score_minilm": minilm, "facts": facts, "facts_said": facts_said}
 
 
 def test_facts_are_shared_out_over_all_facts_asked_and_absent_judges_give_no_mean() -> None:

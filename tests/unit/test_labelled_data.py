@@ -12,15 +12,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data.columns import say_long_texts
-from common.data.labelled_texts import label_names, row_kind, say_balance, tokenize_texts, with_classes
-from common.data.rows import Splits
-from common.data.splits import label_names_of, load_splits, tokens_of
+from common.data.rows import Row, Splits, read_rows
+from common.data.splits import label_names_of, load_splits, row_kind, tokens_of
+from common.data.texts import label_names, say_balance, say_long_texts, with_classes
 from common.models.minilm import minilm_folder
 
 COLUMNS = ("text", "label")
 ODD_TEXT = 'She said "no, thanks",\nand left; it was 5 € \u2028too dear.'
-READ = row_kind(RunConfig(task="classification")).read
 SPLITS = ("train", "validation", "test")
 
 
@@ -32,6 +30,10 @@ def run() -> RunConfig:
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(minilm_folder())
+
+
+def read(path: str) -> list[Row]:
+    return read_rows(path, row_kind(RunConfig(task="classification")))
 
 
 def rows_of(count: int) -> list[tuple[str, str]]:
@@ -64,7 +66,7 @@ def splits_of(*labels: Sequence[str]) -> Splits:
 @pytest.mark.parametrize("suffix", WRITERS)
 def test_quotes_commas_and_line_breaks_within_a_text_stay(tmp_path: Path, suffix: str) -> None:
     path = WRITERS[suffix](tmp_path / f"rows.{suffix}", [(ODD_TEXT, "prices"), ("plain", "a, b")])
-    assert READ(path) == [
+    assert read(path) == [
         {"text": ODD_TEXT, "label": "prices"},
         {"text": "plain", "label": "a, b"},
     ]
@@ -123,7 +125,7 @@ def test_a_dataset_of_the_hub_is_read_by_its_columns(run: RunConfig, monkeypatch
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"], ids=["unix", "windows", "old mac"])
 def test_files_of_other_systems_and_of_excel_are_read(tmp_path: Path, line_end: str) -> None:
     (tmp_path / "train.csv").write_bytes(f"\ufefftext,label{line_end}a,x{line_end}".encode())
-    assert READ(str(tmp_path / "train.csv")) == [{"text": "a", "label": "x"}]
+    assert read(str(tmp_path / "train.csv")) == [{"text": "a", "label": "x"}]
 
 
 def test_the_shipped_messages_have_the_promised_rows_and_no_text_twice() -> None:
@@ -149,7 +151,7 @@ def test_the_shipped_messages_have_the_promised_rows_and_no_text_twice() -> None
         ("text,label\n", "train.csv is empty: give it at least one row per label."),
         ("text,label\na,x\n ,x\n,x\n", "train.csv, row 2, row 3: fill or remove these rows."),
         ("text,label\n" + ",x\n" * 7, "'text' is empty in "),
-        ("text,label\n" + ",x\n" * 7, "train.csv, row 1, row 2, row 3, row 4, row 5 and 2 more: fill or remove"),
+        ("text,label\n" + ",x\n" * 7, "train.csv, row 1, row 2, row 3, row 4, row 5, ...: fill or remove"),
         ("text,label\na,x\nb,\nc\n", "train.csv, row 2, row 3: fill or remove these rows."),
         ("text,label\na,x\nb,\nc\n", "'label' is empty in "),
         (
@@ -163,7 +165,7 @@ def test_the_shipped_messages_have_the_promised_rows_and_no_text_twice() -> None
 def test_a_malformed_csv_file_is_refused_with_file_and_row(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "train.csv").write_text(content)
     with pytest.raises(BadInputError) as refused:
-        READ(str(tmp_path / "train.csv"))
+        read(str(tmp_path / "train.csv"))
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -182,7 +184,7 @@ def test_a_malformed_csv_file_is_refused_with_file_and_row(tmp_path: Path, conte
 def test_a_malformed_line_is_refused_with_file_and_line(tmp_path: Path, line: str, said: str) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a", "label": 0}\n' + line + "\n")
     with pytest.raises(BadInputError, match=r"train\.jsonl") as refused:
-        READ(str(tmp_path / "train.jsonl"))
+        read(str(tmp_path / "train.jsonl"))
     assert said in str(refused.value)
 
 
@@ -237,10 +239,10 @@ def test_long_texts_are_counted_or_refused_with_their_rows(run: RunConfig, token
     said = f"7 of {len(rows)} training texts have more than 6 tokens, and are cut"
     assert say_long_texts(rows, tokenizer, at_most_6) == said
     assert say_long_texts(rows[:1], tokenizer, at_most_6) == "no training text has more than 6 tokens"
-    assert len(tokenize_texts(rows, tokenizer, at_most_6)) == len(rows)
+    assert len(tokens_of(rows, tokenizer, at_most_6)) == len(rows)
     refusing = replace(at_most_6, long_texts="refuse")
     with pytest.raises(BadInputError, match=r"7 of 9 texts have more than 6 tokens \(rows 2, 4, 5, 6, 7, \.\.\. of th"):
-        tokenize_texts(rows, tokenizer, refusing)
+        tokens_of(rows, tokenizer, refusing)
     with pytest.raises(BadInputError, match=r"1 of 2 texts.*\(rows 2 of their split\): raise --max_length, or pass"):
-        tokenize_texts(rows[:2], tokenizer, refusing)
-    assert len(tokenize_texts(rows[:2], tokenizer, replace(refusing, max_length=11))) == 2
+        tokens_of(rows[:2], tokenizer, refusing)
+    assert len(tokens_of(rows[:2], tokenizer, replace(refusing, max_length=11))) == 2

@@ -26,15 +26,15 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.models.loading import (
     add_lora,
-    check_classifier,
+    any_shape_config,
     check_model,
+    checked_config,
     head_modules,
     largest_difference,
     load_base_model,
     load_tokenizer,
     logit_tolerance,
     parameter_counts,
-    shape_config,
     train_linear_layers,
     train_own_weights,
 )
@@ -169,12 +169,12 @@ def test_random_weights_have_the_real_shape_and_are_the_same_each_time(run_confi
 
 
 def test_shapes_are_found_by_hub_id_and_others_refused_with_those_known() -> None:
-    assert shape_config("Qwen/Qwen2.5-7B-Instruct").hidden_size == 3584
-    assert shape_config("assets/embedded_base").hidden_size == 128
+    assert any_shape_config("Qwen/Qwen2.5-7B-Instruct").hidden_size == 3584
+    assert any_shape_config("assets/embedded_base").hidden_size == 128
     with pytest.raises(BadInputError, match=r"no shape of nobody/other.*llama-3\.1-8b"):
-        shape_config("nobody/other")
-    with pytest.raises(BadInputError, match="does not continue a text"):
-        shape_config("roberta-large")
+        any_shape_config("nobody/other")
+    with pytest.raises(BadInputError, match="roberta-large is of the kind roberta, which does not continue a text"):
+        load_tokenizer(RunConfig(model="roberta-large", weights="random"))
 
 
 def test_linear_layers_alone_are_trained_and_not_the_head(run_config: RunConfig) -> None:
@@ -236,7 +236,8 @@ def roberta(tmp_path: Path) -> RunConfig:
 
 
 def head_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: w for name, w in model.named_parameters() if any(f"{part}." in name for part in head_modules(model))}
+    heads = head_modules(model, RunConfig(task="classification"))
+    return {name: weight for name, weight in model.named_parameters() if any(f"{head}." in name for head in heads)}
 
 
 def test_a_head_starts_the_same_for_the_same_seed_whatever_was_drawn_before(bert: RunConfig) -> None:
@@ -261,8 +262,8 @@ def test_the_labels_of_the_data_stand_in_the_models_config(bert: RunConfig) -> N
 
 
 def test_heads_are_called_as_the_models_have_them(bert: RunConfig, roberta: RunConfig) -> None:
-    assert head_modules(load_base_model(bert, CPU)) == ["pooler", "classifier"]
-    assert head_modules(load_base_model(roberta, CPU)) == ["classifier"]
+    assert head_modules(load_base_model(bert, CPU), bert) == ["pooler", "classifier"]
+    assert head_modules(load_base_model(roberta, CPU), roberta) == ["classifier"]
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
@@ -299,14 +300,14 @@ def test_a_head_for_the_same_labels_is_kept(bert: RunConfig) -> None:
 
 
 def test_a_model_that_is_no_encoder_is_refused() -> None:
-    with pytest.raises(BadInputError, match="is of the kind llama: classification is done with encoders, of the kinds"):
-        check_classifier(RunConfig(task="classification", model="assets/embedded_base"))
+    with pytest.raises(BadInputError, match="is of the kind llama, but labels are predicted by encoders, of the kinds"):
+        checked_config(RunConfig(task="classification", model="assets/embedded_base"))
 
 
 def test_texts_longer_than_the_model_reads_are_refused(bert: RunConfig, roberta: RunConfig) -> None:
-    check_classifier(replace(bert, max_length=512))
-    with pytest.raises(BadInputError, match=r"max_length is 513.* reads 512 tokens at most: pass --max_length 512 or"):
-        check_classifier(replace(bert, max_length=513))
-    check_classifier(roberta)  # two of its 66 positions are for padding
-    with pytest.raises(BadInputError, match="reads 64 tokens at most"):
-        check_classifier(replace(roberta, max_length=65))
+    checked_config(replace(bert, max_length=512))
+    with pytest.raises(BadInputError, match=r"max_length is 513.* positions for 512 tokens: pass --max_length 512 or"):
+        checked_config(replace(bert, max_length=513))
+    checked_config(roberta)  # two of its 66 positions are for padding
+    with pytest.raises(BadInputError, match="has positions for 64 tokens"):
+        checked_config(replace(roberta, max_length=65))

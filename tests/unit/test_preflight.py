@@ -23,8 +23,7 @@ from common.checks.inputs import check_settings
 from common.checks.preflight import Measured, main, measure_all
 from common.checks.tried_rows import Rows
 from common.data.batches import EpochBatches, longest_batch
-from common.data.messages import tokenize_rows
-from common.data.splits import load_splits
+from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import cpu_device
 from common.models.loading import load_tokenizer
 from common.planning.plans import Plan, plan_run
@@ -334,7 +333,7 @@ def test_what_is_registered_later_passes_or_is_refused_in_one_sentence(
 def test_the_rows_are_the_longest_of_the_data(run: RunConfig) -> None:
     rows = tried_rows.rows_of_run(run)
     every = sorted(
-        (len(row["input_ids"]) for row in tokenize_rows(load_splits(run).train, load_tokenizer(run), run.max_length)),
+        (len(row["input_ids"]) for row in tokens_of(load_splits(run).train, load_tokenizer(run), run)),
         reverse=True,
     )
     assert [len(row["input_ids"]) for row in rows.train] == every[:16]

@@ -16,8 +16,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.data.batches import make_collator
-from common.data.messages import tokenize_rows
-from common.data.splits import load_splits
+from common.data.splits import load_splits, tokens_of
 from common.models.loading import add_lora, load_base_model, load_tokenizer, parameter_counts, weight_dtype
 from common.models.quantization import (
     check_bitsandbytes,
@@ -201,7 +200,7 @@ def test_bitsandbytes_optimizers_step_and_keep_8_bit_states_of_large_weights(opt
 
     run = replace(QLORA, optim=optimizer, lora_r=64)  # 64 x 128 weights: from 4,096 on states are in 8 bits
     tokenizer = load_tokenizer(run)
-    rows = tokenize_rows(load_splits(replace(run, train_rows=4)).train, tokenizer, run.max_length)
+    rows = tokens_of(load_splits(replace(run, train_rows=4)).train, tokenizer, run)
     arguments = training_arguments(replace(run, max_steps=1, report_to="none"), tmp_path)
     arguments.eval_strategy = arguments.save_strategy = "no"
     arguments.load_best_model_at_end = False
@@ -230,7 +229,7 @@ def test_without_bitsandbytes_what_needs_it_is_refused(
 ) -> None:
     run = QLORA.changed_to(**settings)
     check_inputs(run)
-    monkeypatch.setattr("common.models.quantization.is_installed", lambda: False)
+    monkeypatch.setattr("common.models.quantization.find_spec", lambda name: None)
     check_bitsandbytes(RunConfig())
     with pytest.raises(BadInputError, match=said):
         check_inputs(run)

@@ -18,7 +18,8 @@ from common.data.rows import IGNORED_LABEL, Row
 from common.data.splits import load_splits
 from common.models.loading import EMBEDDED_SUMMARIZER
 from common.runtime.world import Rank
-from common.tasks.summarization import ROUGE, Summaries, rouge_scores, summarize, summary_loss, summary_results
+from common.tasks.objectives import step_loss
+from common.tasks.summarization import ROUGE, Summaries, rouge_scores, summarize, summary_results
 
 BAR = 0.35
 """What copying must not reach."""
@@ -91,17 +92,15 @@ def test_copying_is_no_summary(chats: list[Row]) -> None:
         assert rouge_scores(copied, right)["rougeL"] < BAR
 
 
-def test_summaries_are_said_and_written_row_by_row(tmp_path: Path) -> None:
+def test_summaries_are_said_and_written_row_by_row() -> None:
     rows = [{"text": 'Ann: "Yes",\r\nBob: No.', "summary": "Ann agrees."}, {"text": "b", "summary": "c"}]
     summaries = Summaries(("Ann, agreed.", "d"), {"rouge1": 0.5, "rougeLsum": 0.25}, 0.5)
     assert str(summaries) == "ROUGE-1 0.500, ROUGE-Lsum 0.250; 50% to the letter"
     assert summaries.summary() == {"rouge1": 0.5, "rougeLsum": 0.25, "exact_share": 0.5, "rows": 2}
-    summaries.save_csv(tmp_path / "predictions.csv", rows)
-    with (tmp_path / "predictions.csv").open(encoding="utf-8", newline="") as file:
-        assert list(csv.DictReader(file)) == [
-            {"row": "1", **rows[0], "written": "Ann, agreed."},
-            {"row": "2", **rows[1], "written": "d"},
-        ]
+    assert summaries.lines(rows) == [
+        {"row": 1, **rows[0], "written": "Ann, agreed."},
+        {"row": 2, **rows[1], "written": "d"},
+    ]
 
 
 @pytest.mark.parametrize("figures", ["text", "json"])
@@ -109,7 +108,8 @@ def test_summaries_come_back_in_the_datas_order_and_their_figures_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], figures: str
 ) -> None:
     """By a model that repeats what it reads; batches are made by length."""
-    monkeypatch.setattr("common.tasks.summarization.gather_object", lambda own: own)
+    for module in ("summarization", "predictions"):
+        monkeypatch.setattr(f"common.tasks.{module}.gather_object", lambda own: own)
     rows = [{"text": "Ann: " + "yes, " * count + "Bob.", "summary": "Yes."} for count in (1, 9, 4, 2, 7)]
     run = RunConfig(task="summarization", technique="full", per_device_eval_batch_size=2, log_format=figures)
     log = SimpleNamespace(run=run, rank=Rank(0, 1, "cpu", "python"), folder=tmp_path)
@@ -119,7 +119,10 @@ def test_summaries_come_back_in_the_datas_order_and_their_figures_are_printed(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     expected = {f"{name}_after": value for name, value in summaries.rouge.items()}
     assert [json.loads(line) for line in lines] == ([expected] if figures == "json" else [])
-    assert (tmp_path / "predictions_after.csv").is_file()
+    with (tmp_path / "predictions_after.csv").open(encoding="utf-8", newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [row["row"] for row in written] == ["1", "2", "3", "4", "5"]
+    assert [row["written"] for row in written] == [row["text"] for row in rows]
 
 
 # -- the loss
@@ -136,7 +139,7 @@ def random_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor, labelled: int | None = None) -> float:
-    return summary_loss(Seq2SeqLMOutput(logits=logits), labels, labelled).item()
+    return step_loss(Seq2SeqLMOutput(logits=logits), labels, labelled).item()
 
 
 def test_losses_of_uneven_shares_add_up_to_the_whole_batchs_mean() -> None:

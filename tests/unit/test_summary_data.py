@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.data.columns import say_long_texts
 from common.data.rows import Splits, texts_of
 from common.data.splits import load_splits, tokens_of
+from common.data.texts import say_long_texts
 from common.models.loading import EMBEDDED_SUMMARIZER
 
 CHATS = "assets/chat_summaries"

@@ -14,14 +14,13 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator
-from common.data.messages import tokenize_rows
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import add_lora, load_base_model, load_tokenizer, next_token_logits
 from common.models.minilm import minilm_folder
 from common.runtime.rank import end_rank
 from common.runtime.recorder import RunLog
 from common.runtime.world import Rank
-from common.tasks.chat import whole_row_results
+from common.tasks.answers import whole_row_results
 from common.tasks.objectives import VALIDATION_LOSS
 from common.training.export import give_up
 from common.training.results import check_rows_seen, check_training, training_flops
@@ -233,7 +232,7 @@ def test_validation_computes_logits_at_answers_alone_and_the_same_loss(run_confi
         run_config, validation_rows=9, per_device_eval_batch_size=4, results_root=str(tmp_path), report_to="none"
     )
     tokenizer, model = load_tokenizer(run), load_base_model(run, {"": "cpu"})
-    rows = tokenize_rows(load_splits(run).validation, tokenizer, run.max_length)
+    rows = tokens_of(load_splits(run).validation, tokenizer, run)
     batch = make_collator(tokenizer)(rows)
     sums = whole_row_results(next_token_logits(model, batch), batch["labels"]).sum(0)
     positions: list[int] = []

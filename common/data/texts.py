@@ -1,0 +1,225 @@
+"""Rows of texts, each with a label or a summary: read from CSV, JSONL, JSON or the Hub, and turned into tokens."""
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from transformers import PreTrainedTokenizerBase
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.row_checks import say_once, shown
+from common.data.rows import Found, Row, RowKind, Splits, Tokens, parse_lines
+
+
+def labelled_rows(run: RunConfig) -> RowKind:
+    """Return what rows of texts and labels are, with the run's columns as `text` and `label`."""
+    return replace(_row_kind(run, ("text", "label"), "row per label", tokenize_labelled), finish=with_classes)
+
+
+def summary_rows(run: RunConfig) -> RowKind:
+    """Return what rows of texts and summaries are, with the run's columns as `text` and `summary`."""
+    return _row_kind(run, ("text", "summary"), "text with its summary", tokenize_summaries)
+
+
+def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, tokenize: Callable[..., list[Tokens]]) -> RowKind:
+    """Return what rows with a column for each of `keys` are; the setting `<key>_column` names it."""
+    columns = {key: getattr(run, f"{key}_column") for key in keys}
+    holds = f"with the columns {' and '.join(map(repr, columns.values()))}"
+    check = partial(check_columns, columns=columns, may_be_empty=run.empty_rows == "skip")
+    return RowKind((".csv", ".jsonl", ".json"), holds, advice, parse_table, check, tokenize)
+
+
+# -- what is read
+
+
+def parse_table(content: str, source: str) -> Found:
+    """Return what each row of a CSV, JSONL or JSON file (a list of objects) holds, and where it stands."""
+    suffix = Path(urlsplit(source).path).suffix
+    if suffix == ".csv":
+        return _parse_csv(content, source)
+    if suffix == ".json" or content.lstrip().startswith("["):
+        return _parse_json(content, source)
+    return parse_lines(content, source)
+
+
+def _parse_csv(content: str, source: str) -> Iterator[tuple[object, str]]:
+    """Yield the rows of a CSV file; the line with the columns is not counted.
+
+    Raises:
+        BadInputError: quotes are not closed, or a text with commas has none, so that rows are not what they seem.
+    """
+    rows, number = csv.DictReader(io.StringIO(content, newline=""), strict=True), 0
+    try:
+        for number, row in enumerate(rows, 1):
+            if None in row:
+                raise BadInputError(
+                    f"{source}, row {number} has more fields than columns ({', '.join(rows.fieldnames or ())}): put "
+                    "texts with commas in quotes."
+                )
+            yield row, f"{source}, row {number}"
+    except csv.Error as error:
+        raise BadInputError(
+            f"{source}, row {number + 1} is no CSV ({error}): mend its quotes, or pass the rows as .jsonl."
+        ) from None
+
+
+def _parse_json(content: str, source: str) -> Iterator[tuple[object, str]]:
+    """Yield the items of a JSON list, or what each line holds where there is one object on each.
+
+    Raises:
+        BadInputError: it is neither.
+    """
+    try:
+        found = json.loads(content)
+    except json.JSONDecodeError as error:
+        if not content.lstrip().startswith("["):
+            yield from parse_lines(content, source)
+            return
+        raise BadInputError(
+            f"{source} is no JSON ({error.msg}, line {error.lineno}): mend it, or pass one object per line as .jsonl."
+        ) from None
+    for number, item in enumerate(found if isinstance(found, list) else [found], 1):
+        yield item, f"{source}, row {number}"
+
+
+def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> list[Row]:
+    """Return the rows with their columns by key; `columns` has the name of each in the data.
+
+    Raises:
+        BadInputError: a row of `source` lacks a column, or has an empty one that must not be; names where it stands.
+    """
+    rows = [(_columns_of(row, where, columns), where) for row, where in found]
+    for key, name in columns.items():
+        empty = [where.removeprefix(f"{source}, ") for row, where in rows if not row[key].strip()]
+        if empty and not may_be_empty:
+            raise BadInputError(f"{name!r} is empty in {source}, {shown(empty)}: fill or remove these rows.")
+    return [row for row, _ in rows]
+
+
+def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
+    if not isinstance(row, dict):
+        names = ", ".join(columns.values())
+        raise BadInputError(f"{where} is {str(row)[:40]!r}, but should have the columns {names}: mend it.")
+    for key, name in columns.items():
+        if name not in row:
+            raise BadInputError(
+                f"{where} has no column {name!r} (there are: {', '.join(map(str, row)) or 'none'}): mend it, or pass "
+                f"--{key}_column with another name."
+            )
+        if isinstance(row[name], list | dict):
+            raise BadInputError(f"{where} has {str(row[name])[:40]!r} as {name!r}, but should have a text: mend it.")
+    return {key: "" if row[name] is None else str(row[name]) for key, name in columns.items()}
+
+
+def without_empty(rows: list[Row]) -> list[Row]:
+    """Return the rows whose columns are all filled, and say once how many are left out."""
+    filled = [row for row in rows if all(value.strip() for value in row.values())]
+    if len(filled) < len(rows):
+        say_once(f"{len(rows) - len(filled):,} of {len(rows):,} rows have an empty column, and are left out")
+    return filled
+
+
+# -- labels
+
+
+def with_classes(splits: Splits) -> Splits:
+    """Return the rows with the number of their class: labels of the training rows, in alphabetical order.
+
+    Raises:
+        BadInputError: there is one class only, or a label that no training row has.
+    """
+    classes = {label: number for number, label in enumerate(label_names(splits))}
+    if len(classes) < 2:
+        raise BadInputError(
+            f"All {len(splits.train)} training rows have the label {next(iter(classes))!r}: there must be two to "
+            "choose from; look at --data and --label_column."
+        )
+    for name, rows in (("validation", splits.validation), ("test", splits.test)):
+        unknown = {number: row["label"] for number, row in enumerate(rows, 1) if row["label"] not in classes}
+        if unknown:
+            raise BadInputError(
+                f"{len(unknown)} of {len(rows)} {name} rows ({'rows' if len(unknown) > 1 else 'row'} {shown(unknown)}) "
+                f"have labels that no training row has ({shown(sorted(set(unknown.values())))}), but training knows "
+                f"{', '.join(classes)}: mend them, or add such rows to train."
+            )
+    return splits.map(lambda rows: [{**row, "class": classes[row["label"]]} for row in rows])
+
+
+def label_names(splits: Splits) -> list[str]:
+    """Return the labels of the training rows, in the order of their numbers."""
+    return sorted({row["label"] for row in splits.train})
+
+
+def class_shares(rows: list[Row]) -> dict[str, float]:
+    """Return the share of the rows that have each label, the largest first."""
+    return {label: count / len(rows) for label, count in Counter(row["label"] for row in rows).most_common()}
+
+
+def say_balance(splits: Splits) -> str:
+    """Return one line that says how many rows there are, with which labels, and how uneven these are."""
+    shares = class_shares(splits.train)
+    largest, smallest = max(shares.values()), min(shares.values())
+    listed = ", ".join(f"{label} {share:.0%}" for label, share in shares.items())
+    sizes = f"{len(splits.train):,} training, {len(splits.validation):,} validation and {len(splits.test):,} test rows"
+    return f"{sizes}; {listed}: the largest class has {largest / smallest:.1f} times the rows of the smallest"
+
+
+# -- tokens
+
+
+def tokenize_labelled(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
+    """Return every text as tokens, with the tokenizer's own special ones, and the number of its class as its label.
+
+    Raises:
+        BadInputError: texts are longer than `max_length`, and must not be cut.
+    """
+    return _tokenize(rows, [row["class"] for row in rows], tokenizer, run)
+
+
+def tokenize_summaries(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
+    """Return every text as tokens, with the tokens of its summary as labels; both end with the tokenizer's end token.
+
+    Raises:
+        BadInputError: texts are longer than `max_length`, and must not be cut.
+    """
+    summaries = [row["summary"] for row in rows]
+    tokenized = tokenizer(text_target=summaries, truncation=True, max_length=run.max_target_length)
+    return _tokenize(rows, tokenized["input_ids"], tokenizer, run)
+
+
+def _tokenize(
+    rows: list[Row], labels: list[int] | list[list[int]], tokenizer: PreTrainedTokenizerBase, run: RunConfig
+) -> list[Tokens]:
+    """Return every text as tokens with its labels; refuse texts that would be cut where they must not be."""
+    long = _too_long(rows, tokenizer, run) if run.long_texts == "refuse" else []
+    if long:
+        raise BadInputError(
+            f"{len(long)} of {len(rows)} texts have more than {run.max_length} tokens (rows {shown(long)} of their "
+            "split): raise --max_length, or pass --long_texts cut."
+        )
+    texts = tokenizer([row["text"] for row in rows], truncation=True, max_length=run.max_length)["input_ids"]
+    return [
+        {"input_ids": text, "attention_mask": [1] * len(text), "labels": label}
+        for text, label in zip(texts, labels, strict=True)
+    ]
+
+
+def say_long_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
+    """Return one line that says how many training texts have more than `max_length` tokens."""
+    long = len(_too_long(rows, tokenizer, run))
+    if not long:
+        return f"no training text has more than {run.max_length} tokens"
+    return f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
+
+
+def _too_long(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
+    """Return the numbers of the rows, from 1, whose texts are longer than `max_length` tokens."""
+    whole = tokenizer([row["text"] for row in rows], verbose=False)["input_ids"]
+    return [number for number, ids in enumerate(whole, 1) if len(ids) > run.max_length]

@@ -1,0 +1,45 @@
+"""Predictions for all rows of a split: made by all ranks in batches sorted by length, and written by rank 0."""
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pandas as pd
+from accelerate.utils import gather_object
+from tqdm import tqdm
+
+from common.base.print_prefix import rank_prefix
+from common.runtime.recorder import RunLog
+
+
+def title_of(when: str) -> str:
+    """Return `before tuning` or `after tuning`; words behind an underscore of `when` say which of several models."""
+    moment, _, model_words = when.partition("_")
+    return f"{moment} tuning" + (f", {model_words.replace('_', ' ')}" if model_words else "")
+
+
+def predict_rows(
+    log: RunLog, lengths: list[int], what: str, when: str, predict: Callable[[list[int]], Iterable[Any]]
+) -> list[Any]:
+    """Return the prediction for every row, in the data's order and the same on every rank; no row is predicted twice.
+
+    Every rank takes its share of the rows, longest first, so that batches hold little padding: `lengths` has the tokens
+    of each row. `predict` gets the numbers of a batch's rows, and returns a prediction for each; `what` names them.
+    """
+    rank, size = log.rank, log.run.per_device_eval_batch_size
+    share = sorted(range(len(lengths)), key=lambda number: -lengths[number])[rank.rank :: rank.world_size]
+    batches = [share[start : start + size] for start in range(0, len(share), size)]
+    title = f"{rank_prefix(rank.rank, rank.device)} {what} {title_of(when)}, batches"
+    predicted: dict[int, Any] = {}
+    for numbers in tqdm(batches, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
+        predicted.update(zip(numbers, predict(numbers), strict=True))
+    of_all = dict(gather_object(list(predicted.items())))
+    return [of_all[number] for number in range(len(lengths))]
+
+
+def report_predictions(log: RunLog, when: str, rows: list[dict[str, object]], quality: object) -> None:
+    """Write predictions_`when`.csv, with one line for each of `rows`, and print the `quality`; on rank 0 only."""
+    if log.rank.is_main:
+        path = log.folder / f"predictions_{when}.csv"
+        pd.DataFrame(rows, dtype=object).to_csv(path, index=False, lineterminator="\r\n")
+        print(f"{title_of(when)}: {quality}")
