@@ -541,8 +541,8 @@ PLANS = (
     Fault(
         "memory plan: DDP's buckets are left out",
         "common/planning/memory_plan.py",
-        '        if job.parallelism.replicates:\n            return [Term("gradients"',
-        '        if job.parallelism.replicates and not gradient_bytes:\n            return [Term("gradients"',
+        '(job.parallelism.replicates, numbers("gradients", "gradients, in DDP',
+        '(False, numbers("gradients", "gradients, in DDP',
         _unit("dry_run", "ddp_keeps_all_gradients_all_the_time"),
     ),
     Fault(
@@ -555,8 +555,8 @@ PLANS = (
     Fault(
         "memory plan: the overhead of eager attention is left out",
         "common/planning/gpu_overhead.py",
-        'EAGER_SCORE_BYTES = 4\n"""Per',
-        'EAGER_SCORE_BYTES = 0\n"""Per',
+        "EAGER_SCORE_BYTES = 4\n# buffers",
+        "EAGER_SCORE_BYTES = 0\n# buffers",
         _unit("memory_plan", "tensor_parallel_divides_layers_and_leaves_hidden_states_whole"),
     ),
     Fault(
@@ -569,8 +569,8 @@ PLANS = (
     Fault(
         "planner: the largest batch is one row too large",
         "common/planning/plans.py",
-        "    return low * step\n",
-        "    return high * step\n",
+        "return step * bisect_left(",
+        "return step + step * bisect_left(",
         _unit("planner", "the_largest_batch_fits_and_one_row_more_does_not"),
     ),
     Fault(
@@ -583,8 +583,8 @@ PLANS = (
     Fault(
         "time plan: the bubble of a pipeline is left out",
         "common/planning/time_plan.py",
-        "bubble_s = (stages - 1) / micro_batches * slowest if",
-        "bubble_s = 0.0 if",
+        "bubble_s = (stages - 1) / micro_batches * slowest",
+        "bubble_s = 0.0",
         _unit("time_plan", "one_after_the_other_takes_as_long_as_one_and_micro_batches_less"),
     ),
     Fault(
@@ -610,16 +610,16 @@ PLANS = (
     ),
     Fault(
         "catalogue: a card's memory is the vendor's GB, taken for GiB",
-        "common/hardware/devices.py",
-        "        memory_gib=47.43,\n        cuda_cores=10_752,\n",
-        "        memory_gib=48.0,\n        cuda_cores=10_752,\n",
+        "common/hardware/catalogue.toml",
+        "memory_gib = 47.43\ncuda_cores = 10_752\n",
+        "memory_gib = 48.0\ncuda_cores = 10_752\n",
         _unit("hardware", "memory_is_a_little_below_the_name"),
     ),
     Fault(
         "catalogue: a rate is the sparse one, twice the real",
-        "common/hardware/devices.py",
-        "tflops_dense=_tflops(38.7, 77.4, 154.8, 154.8),",
-        "tflops_dense=_tflops(38.7, 154.8, 309.7, 309.7),",
+        "common/hardware/catalogue.toml",
+        "tf32 = 77.4, bf16 = 154.8, fp16 = 154.8",
+        "tf32 = 154.8, bf16 = 309.7, fp16 = 309.7",
         _unit("hardware", "rates_are_dense", "rates_fit_together"),
     ),
     Fault(

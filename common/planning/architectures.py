@@ -1,11 +1,12 @@
-"""What a model's config.json says of its size: layers, their linear projections, and parameters by part.
+"""What a model's config.json says about its size: layers, their linear projections, and parameters by part.
 
-Reads the file alone: no torch, no weights, no network.
+Reads the file alone: no torch, no weights, no network. A family of models is one entry in `FAMILIES`, at the end.
 """
 
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,23 +15,12 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-BERT_LIKE = ("bert", "roberta")
 POSITIVE_KEYS = {
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *("vocab_size", "max_position_embeddings", "type_vocab_size", "d_model", "encoder_layers", "decoder_layers"),
-    *("encoder_ffn_dim", "decoder_ffn_dim", "encoder_attention_heads", "decoder_attention_heads"),
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "type_vocab_size"),
+    *("d_model", "encoder_layers", "encoder_ffn_dim", "encoder_attention_heads"),
+    *("decoder_layers", "decoder_ffn_dim", "decoder_attention_heads"),
 }
-KNOWN_TYPES = (*LLAMA_LIKE, *BERT_LIKE, "bart")
-SPLIT_BY_COLUMNS = ("query", "key", "value", "intermediate.dense")
-"""With tensor parallel each rank has some of an encoder layer's outputs of these, and of the others some inputs."""
 
 
 class UnknownArchitectureError(BadInputError):
@@ -39,14 +29,22 @@ class UnknownArchitectureError(BadInputError):
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear projection, of shape (outputs, inputs)."""
+    """One linear projection, of shape (outputs, inputs).
+
+    Attributes:
+        block: The part of the layer that it belongs to.
+        ends_block: Its input is that block's own result, not the hidden state. Tensor parallelism divides the inputs of
+            these projections among the ranks, and the outputs of the others.
+        reads_encoder: Its input is the encoder's output, not the hidden state of its own layer.
+    """
 
     name: str
     inputs: int
     outputs: int
     bias: bool = False
+    block: Literal["attention", "mlp"] = "attention"
+    ends_block: bool = False
     reads_encoder: bool = False
-    """Its input is the encoder's output, not the hidden state of its own layer."""
 
     @property
     def parameters(self) -> int:
@@ -54,36 +52,47 @@ class Linear:
         return self.outputs * (self.inputs + self.bias)
 
     def lora_parameters(self, rank: int) -> int:
-        """Of an adapter's two matrices, (rank, inputs) and (outputs, rank)."""
+        """Return how many parameters an adapter has: matrices of shape (rank, inputs) and (outputs, rank)."""
         return rank * (self.inputs + self.outputs)
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Layers of one kind, one after the other."""
+    """Layers of one kind, one after the other.
+
+    Attributes:
+        kind: Layers of a `cross-decoder` also attend to an encoder's output.
+        linears: The projections of one layer.
+        norm_parameters: Parameters of one layer's norms.
+    """
 
     kind: Literal["decoder", "encoder", "cross-decoder"]
-    """`cross-decoder` layers also attend to an encoder's output."""
     layers: int
     linears: tuple[Linear, ...]
-    """Of one layer."""
     norm_parameters: int
-    """Of one layer."""
+
+    @property
+    def matrix_weights(self) -> int:
+        """Weights of one layer's projections, without their biases."""
+        return sum(linear.inputs * linear.outputs for linear in self.linears)
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer."""
+        """All parameters of one layer."""
         return sum(linear.parameters for linear in self.linears) + self.norm_parameters
-
-    @property
-    def parameters(self) -> int:
-        """Of all layers."""
-        return self.layers * self.layer_parameters
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model's dimensions, and its parameters by part."""
+    """A model's dimensions, and its parameters by part.
+
+    Attributes:
+        embedding_parameters: Of the word embeddings alone.
+        other_embedding_parameters: Of positions, token types, and the norms after them.
+        final_parameters: Of what follows the last layer: final norm, and the head's parts besides its matrix.
+        tied: The head's matrix is that of the word embeddings.
+        classes: Labels that the head tells apart, and its `vocab`; 0 = it predicts tokens.
+    """
 
     name: str
     model_type: str
@@ -96,16 +105,16 @@ class Architecture:
     max_length: int
     stacks: tuple[Stack, ...]
     embedding_parameters: int
-    """Of the word embeddings alone."""
     other_embedding_parameters: int
-    """Of positions, token types, and the norms after them."""
     final_parameters: int
-    """Of what follows the last layer: final norm, and the head's parts besides its matrix."""
     tied: bool
-    """The head's matrix is that of the word embeddings."""
     dropout: float = 0.0
     classes: int = 0
-    """Labels that the head tells apart, and its `vocab`; 0 = it predicts tokens."""
+
+    @property
+    def family(self) -> "Family":
+        """What it shares with all models of its type."""
+        return FAMILIES[self.model_type]
 
     @property
     def head_parameters(self) -> int:
@@ -122,13 +131,8 @@ class Architecture:
         """Of all stacks together."""
         return sum(stack.layers for stack in self.stacks)
 
-    @property
-    def is_llama_like(self) -> bool:
-        """Norm before, rotary positions, gated MLP, no biases but in q, k and v."""
-        return self.model_type in LLAMA_LIKE
-
     def by_part(self) -> dict[str, int]:
-        """Parameters of the embeddings, each kind of projection over all layers, the norms, and the head."""
+        """Return the parameters of embeddings, each kind of projection over all layers, norms, and head."""
         parts = {"embeddings": self.embedding_parameters + self.other_embedding_parameters}
         for stack in self.stacks:
             for linear in stack.linears:
@@ -139,41 +143,40 @@ class Architecture:
 
 
 def find_config(model: str) -> Path:
-    """The config.json of `model`: a file, a folder with one, a Hub id in the cache, or a name of assets/model_configs.
+    """Find the config.json of `model`: a file, a folder, a Hub id in the cache, or a name in assets/model_configs.
 
     A Hub id is also found among these by its last part without `-Instruct`: Qwen/Qwen2.5-7B-Instruct is qwen2.5-7b.
 
     Raises:
-        BadInputError: none of these.
+        BadInputError: It is none of these.
     """
+    looks_like_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
     name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
     here = [Path(model).expanduser(), REPOSITORY / model]
-    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json", *_cached(model)]
+    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json"]
+    places += _cached(model) if looks_like_id else []
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
-        hub_id = model if model.count("/") == 1 and not model.startswith((".", "/", "~")) else "ID"
         raise BadInputError(
             f"There is no shape of {model}: pass --model with one of {known}, a config.json, a folder with one, or the "
-            f"id of a model in the Hub's cache (`hf download {hub_id} config.json` gets it)."
+            f"id of a model in the Hub's cache (`hf download {model if looks_like_id else 'ID'} config.json` gets it)."
         )
     return path
 
 
 def _cached(model: str) -> list[Path]:
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        return []
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     return sorted(cache.glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json"))
 
 
 def read_architecture(model: str) -> Architecture:
-    """The architecture of `model`, as `find_config` finds it.
+    """Return the architecture of `model`, as `find_config` finds it.
 
     Raises:
-        BadInputError: there is no such config, or it lacks a key.
-        UnknownArchitectureError: its kind is none of `KNOWN_TYPES`.
+        BadInputError: There is no such config, or it lacks a key.
+        UnknownArchitectureError: Its model_type is none of `FAMILIES`.
     """
     path = find_config(model)
     try:
@@ -183,17 +186,16 @@ def read_architecture(model: str) -> Architecture:
     if not isinstance(config, dict) or "model_type" not in config:
         raise BadInputError(f"{path.name} of {model} has no key model_type: pass the config.json of a model.")
     kind = config["model_type"]
-    if kind not in KNOWN_TYPES:
+    if kind not in FAMILIES:
         raise UnknownArchitectureError(
-            f"The architecture {kind!r} of {model} is not known to the closed form, which knows "
-            f"{', '.join(KNOWN_TYPES)}."
+            f"The architecture {kind!r} of {model} is not known to the closed form, which knows {', '.join(FAMILIES)}."
         )
     for key, value in config.items():
         if key in POSITIVE_KEYS and not (isinstance(value, int) and value > 0) and value is not None:
             raise BadInputError(f"{key} in {path.name} of {model} is {value!r}, but must be a whole number above 0.")
     name = path.parent.name if path.name == "config.json" else path.stem
     try:
-        return (_bart if kind == "bart" else _bert_like if kind in BERT_LIKE else _llama_like)(name, config)
+        return FAMILIES[kind].read(name, config)
     except KeyError as missing:
         raise BadInputError(
             f"{path.name} of {model} lacks the key {missing}: take the config.json as published."
@@ -201,14 +203,14 @@ def read_architecture(model: str) -> Architecture:
 
 
 def as_classifier(architecture: Architecture, classes: int) -> Architecture:
-    """The same encoder with a head for one of `classes` labels per text: a dense layer, tanh, and the labels' matrix.
+    """Return the encoder with a head for one of `classes` labels per text: a dense layer, tanh, the labels' matrix.
 
     BERT calls the dense layer its pooler, RoBERTa a part of its classifier (`*ForSequenceClassification`).
 
     Raises:
-        BadInputError: it is no encoder.
+        BadInputError: It is no encoder.
     """
-    if architecture.model_type not in BERT_LIKE:
+    if not architecture.family.classifier:
         raise BadInputError(
             f"{architecture.name} is of kind {architecture.model_type}, but classifiers are planned for encoders "
             "(BERT, RoBERTa) alone: pass --model roberta-large or another of them."
@@ -218,14 +220,14 @@ def as_classifier(architecture: Architecture, classes: int) -> Architecture:
 
 
 def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
-    """What each of `ranks` ranks has with tensor parallel (Shoeybi et al. 2019, "Megatron-LM", section 3).
+    """Return what each of `ranks` ranks holds with tensor parallelism (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
     The layers' matrices are divided; embeddings, norms, head, and the biases of sums over ranks are whole.
 
     Raises:
-        BadInputError: it is no encoder, or heads or the MLP's size cannot be divided evenly.
+        BadInputError: It is no encoder, or heads or the MLP's size cannot be divided evenly.
     """
-    if architecture.model_type not in BERT_LIKE:
+    if not architecture.family.classifier:
         raise BadInputError(
             "--parallel tp is planned for encoders (BERT, RoBERTa) alone: pass --parallel ddp, fsdp or pp."
         )
@@ -235,23 +237,50 @@ def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
                 f"{architecture.name} has {size:,} {what}, which {ranks} ranks of tensor parallel cannot share evenly: "
                 "take a number of devices that divides them."
             )
-    stacks = tuple(
-        replace(stack, linears=tuple(_slice_of_linear(linear, ranks) for linear in stack.linears))
-        for stack in architecture.stacks
-    )
+
+    def sliced(linear: Linear) -> Linear:
+        if linear.ends_block:
+            return replace(linear, inputs=linear.inputs // ranks)
+        return replace(linear, outputs=linear.outputs // ranks)
+
     return replace(
         architecture,
         intermediate=architecture.intermediate // ranks,
         heads=architecture.heads // ranks,
         kv_heads=architecture.kv_heads // ranks,
-        stacks=stacks,
+        stacks=tuple(
+            replace(stack, linears=tuple(sliced(linear) for linear in stack.linears)) for stack in architecture.stacks
+        ),
     )
 
 
-def _slice_of_linear(linear: Linear, ranks: int) -> Linear:
-    if linear.name in SPLIT_BY_COLUMNS:
-        return replace(linear, outputs=linear.outputs // ranks)
-    return replace(linear, inputs=linear.inputs // ranks)
+@dataclass(frozen=True)
+class Family:
+    """What models with the same `model_type` in their config.json have in common.
+
+    Attributes:
+        read: Makes the architecture from a name and the contents of a config.json.
+        is_llama_like: Norms come before attention and MLP, the MLP has a gate, positions are rotary. Otherwise layers
+            end with a norm, as in BERT and BART.
+        attention_bias: The biases of queries, keys and values where the config.json does not say.
+        normalizes_queries: Queries and keys have norms of their own.
+        reserved_positions: Positions in the embeddings that no token takes.
+        has_pooler: A classifier reads the last hidden state's first token through a pooler, without dropout before it.
+        embeddings, layers, heads: Names of modules, for device maps: the embeddings, the list of layers, and what
+            follows them in a model that predicts tokens.
+        classifier: What follows the layers in a model that classifies; empty = classifiers are not planned.
+    """
+
+    read: Callable[[str, dict[str, Any]], Architecture]
+    is_llama_like: bool = True
+    attention_bias: bool = False
+    normalizes_queries: bool = False
+    reserved_positions: int = 0
+    has_pooler: bool = False
+    embeddings: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    heads: tuple[str, ...] = ("lm_head",)
+    classifier: tuple[str, ...] = ()
 
 
 def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
@@ -259,18 +288,18 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     wide, queries, keys = config["intermediate_size"], heads * head_dim, kv_heads * head_dim
-    biased, out_biased = config.get("attention_bias", kind == "qwen2"), config.get("attention_bias", False)
+    biased = config.get("attention_bias", FAMILIES[kind].attention_bias)
     mlp_biased = config.get("mlp_bias", False)
     linears = (
         Linear("q_proj", hidden, queries, biased),
         Linear("k_proj", hidden, keys, biased),
         Linear("v_proj", hidden, keys, biased),
-        Linear("o_proj", queries, hidden, out_biased),
-        Linear("gate_proj", hidden, wide, mlp_biased),
-        Linear("up_proj", hidden, wide, mlp_biased),
-        Linear("down_proj", wide, hidden, mlp_biased),
+        Linear("o_proj", queries, hidden, config.get("attention_bias", False), ends_block=True),
+        Linear("gate_proj", hidden, wide, mlp_biased, "mlp"),
+        Linear("up_proj", hidden, wide, mlp_biased, "mlp"),
+        Linear("down_proj", wide, hidden, mlp_biased, "mlp", ends_block=True),
     )
-    norms = 2 * hidden + (2 * head_dim if kind == "qwen3" else 0)
+    norms = 2 * hidden + (2 * head_dim if FAMILIES[kind].normalizes_queries else 0)
     return Architecture(
         name=name,
         model_type=kind,
@@ -291,8 +320,12 @@ def _llama_like(name: str, config: dict[str, Any]) -> Architecture:
 
 def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
     kind, hidden, wide = config["model_type"], config["hidden_size"], config["intermediate_size"]
-    attention = [Linear(part, hidden, hidden, True) for part in ("query", "key", "value", "attention.output.dense")]
-    mlp = [Linear("intermediate.dense", hidden, wide, True), Linear("output.dense", wide, hidden, True)]
+    linears = (
+        *(Linear(part, hidden, hidden, True) for part in ("query", "key", "value")),
+        Linear("attention.output.dense", hidden, hidden, True, ends_block=True),
+        Linear("intermediate.dense", hidden, wide, True, "mlp"),
+        Linear("output.dense", wide, hidden, True, "mlp", ends_block=True),
+    )
     return Architecture(
         name=name,
         model_type=kind,
@@ -302,8 +335,8 @@ def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
         kv_heads=config["num_attention_heads"],
         head_dim=hidden // config["num_attention_heads"],
         vocab=config["vocab_size"],
-        max_length=config["max_position_embeddings"] - (2 if kind == "roberta" else 0),
-        stacks=(Stack("encoder", config["num_hidden_layers"], (*attention, *mlp), 4 * hidden),),
+        max_length=config["max_position_embeddings"] - FAMILIES[kind].reserved_positions,
+        stacks=(Stack("encoder", config["num_hidden_layers"], linears, 4 * hidden),),
         embedding_parameters=config["vocab_size"] * hidden,
         other_embedding_parameters=(config["max_position_embeddings"] + config["type_vocab_size"] + 2) * hidden,
         final_parameters=hidden * (hidden + 1) + 2 * hidden + config["vocab_size"],  # dense, norm, the head's bias
@@ -314,13 +347,16 @@ def _bert_like(name: str, config: dict[str, Any]) -> Architecture:
 
 def _bart(name: str, config: dict[str, Any]) -> Architecture:
     hidden, vocab, positions = config["d_model"], config["vocab_size"], config["max_position_embeddings"]
-
-    attention = [Linear(part, hidden, hidden, True) for part in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    attention = [Linear(part, hidden, hidden, True) for part in ("q_proj", "k_proj", "v_proj")]
+    attention.append(Linear("out_proj", hidden, hidden, True, ends_block=True))
     cross_attention = [replace(linear, reads_encoder=linear.name in ("k_proj", "v_proj")) for linear in attention]
 
     def stack(kind: Literal["encoder", "cross-decoder"], side: str, attentions: list[Linear]) -> Stack:
         wide = config[f"{side}_ffn_dim"]
-        mlp = [Linear("fc1", hidden, wide, True), Linear("fc2", wide, hidden, True)]
+        mlp = [
+            Linear("fc1", hidden, wide, True, "mlp"),
+            Linear("fc2", wide, hidden, True, "mlp", ends_block=True),
+        ]
         norms = len(attentions) // len(attention) + 1
         return Stack(kind, config[f"{side}_layers"], (*attentions, *mlp), 2 * hidden * norms)
 
@@ -341,3 +377,21 @@ def _bart(name: str, config: dict[str, Any]) -> Architecture:
         tied=True,
         dropout=config.get("dropout", 0.1),
     )
+
+
+FAMILIES = {
+    "llama": Family(_llama_like),
+    "mistral": Family(_llama_like),
+    "qwen2": Family(_llama_like, attention_bias=True),
+    "qwen3": Family(_llama_like, normalizes_queries=True),
+    "bert": Family(
+        _bert_like, False, has_pooler=True, embeddings="bert.embeddings", layers="bert.encoder.layer",
+        heads=("cls",), classifier=("bert.pooler", "classifier"),
+    ),
+    "roberta": Family(
+        _bert_like, False, reserved_positions=2, embeddings="roberta.embeddings", layers="roberta.encoder.layer",
+        classifier=("classifier",),
+    ),
+    "bart": Family(_bart, False),
+}  # fmt: skip
+BERT_LIKE = tuple(name for name, family in FAMILIES.items() if family.classifier)

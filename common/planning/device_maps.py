@@ -8,39 +8,34 @@ entries that begin a weight's name the longest decides; the empty one stands for
 import difflib
 import json
 import re
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.hardware.devices import Gpu
-from common.planning.architectures import BERT_LIKE, Architecture
+from common.planning.architectures import Architecture, Family
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import Job
 from common.planning.shares import Share
 
-Device = str | int
-"""As Transformers takes it: 1, `cuda:1`, or `cpu`."""
-Ends = Literal["apart", "first", "last"]
-"""Where embeddings and head are: on the first and on the last device, or both on one of these."""
-
-HEADS = {"bert": ("cls",), "roberta": ("lm_head",)}
-"""What follows the layers in encoders for masked tokens; elsewhere it is `lm_head`."""
-CLASSIFIERS = {"bert": ("bert.pooler", "classifier"), "roberta": ("classifier",)}
-"""The same in encoders for labels."""
-KNOWN_HEADS = ("lm_head", "cls", "classifier")
-WEIGHTLESS_MODULES = ("rotary_emb", "dropout", "activation", "act_fn", "intermediate_act_fn", "transform_act_fn")
-"""Modules that a device map may name though they have no weights."""
+Device = str | int  # as Transformers takes it: 1, `cuda:1`, or `cpu`
+Ends = Literal["apart", "first", "last"]  # embeddings and head: on the first and the last device, or both on one
+# modules that a device map may name though they have no weights
+WEIGHTLESS_MODULES = {"rotary_emb", "dropout", "activation", "act_fn", "intermediate_act_fn", "transform_act_fn"}
+# the beginning of a weight's name that says its layer
 LAYER_PATTERN = re.compile(r"((?:.*?\.)?layers?\.\d+)\.")
-"""The beginning of a weight's name that says its layer."""
+# the search ends when the fullest device is at most so much fuller than the best placement's, as a share of it
 NEARLY_THE_BEST = 0.002
-"""The search ends when the fullest device is at most so much fuller than the best placement's, as a share of it."""
 
 
 def whole_model_on(device: str) -> dict[str, str]:
-    """The device map of one device, and of each rank with DDP: the empty prefix stands for every layer."""
+    """Return the device map of one device, and of each rank with DDP: the empty prefix stands for every layer."""
     return {"": device}
 
 
@@ -48,19 +43,19 @@ def whole_model_on(device: str) -> dict[str, str]:
 
 
 def balanced_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
-    """Contiguous layers for each device of a job with mp or pp, so that the fullest device is least full.
+    """Give each device of a job with mp or pp contiguous layers, so that the fullest device is least full.
 
     Raises:
-        BadInputError: there are more stages than layers.
+        BadInputError: There are more stages than layers.
     """
     return _least_full(architecture, job, gpus, _search)
 
 
 def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
-    """Equal numbers of layers for each device of a job with mp or pp; where they do not divide, one more for the first.
+    """Give each device of a job with mp or pp equally many layers; where they do not divide, the first ones one more.
 
     Raises:
-        BadInputError: there are more stages than layers.
+        BadInputError: There are more stages than layers.
     """
 
     def divide(fullness: "_Fullness") -> tuple[Share, ...]:
@@ -72,10 +67,10 @@ def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tu
 
 
 def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:
-    """Contiguous layers for each device of a job with mp or pp, none fuller than it can be; None: there are no such.
+    """Give each device of a job with mp or pp contiguous layers that fit; None if there is no way.
 
     Raises:
-        BadInputError: there are more stages than layers.
+        BadInputError: There are more stages than layers.
     """
     found = (_fill(fullness, level=1.0) for fullness in _ways(architecture, job, gpus))
     return next((shares for shares in found if shares), None)
@@ -92,7 +87,7 @@ def _least_full(
 
 
 def _ways(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_Fullness"]:
-    """One for each place that embeddings and head can have.
+    """Return one for each place that embeddings and head can have.
 
     In one process tied ones are one tensor, which cannot be on two devices; with pp the last stage has a copy.
     """
@@ -107,33 +102,30 @@ def _ways(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_F
 
 @dataclass(frozen=True)
 class _Fullness:
-    """How full each stage would be with some layers; computed once for each."""
+    """How full each stage would be with some layers."""
 
     architecture: Architecture
     job: Job
     gpus: Sequence[Gpu]
     ends: Ends
-    known: dict[tuple[Share, Gpu], float] = field(default_factory=dict)
 
     def share(self, stage: int, start: int, end: int) -> Share:
-        """The layers from `start` up to, not with, `end`, counted over all stacks."""
-        layers, first, last_stage = [], 0, len(self.gpus) - 1
-        for stack in self.architecture.stacks:
-            layers.append(max(0, min(end, first + stack.layers) - max(start, first)))
-            first += stack.layers
+        """Return the layers from `start` up to, not including, `end`, counted over all stacks."""
+        stacks, last_stage = self.architecture.stacks, len(self.gpus) - 1
+        ends = accumulate(stack.layers for stack in stacks)
+        layers = [
+            max(0, min(end, last) - max(start, last - stack.layers)) for stack, last in zip(stacks, ends, strict=True)
+        ]
         has_embeddings = stage == (last_stage if self.ends == "last" else 0)
         has_head = stage == (0 if self.ends == "first" else last_stage)
         return Share(tuple(layers), has_embeddings, has_head, self.job.in_flight(stage))
 
     def of(self, share: Share, gpu: Gpu) -> float:
-        """Peak over capacity."""
-        key = share, gpu
-        if key not in self.known:
-            self.known[key] = memory_with_overhead(self.architecture, self.job, share, gpu).peak_gib / gpu.memory_gib
-        return self.known[key]
+        """Return peak over capacity."""
+        return memory_with_overhead(self.architecture, self.job, share, gpu).peak_gib / gpu.memory_gib
 
     def highest(self, shares: Sequence[Share]) -> float:
-        """Of the fullest device."""
+        """Return how full the fullest device is."""
         return max(self.of(share, gpu) for share, gpu in zip(shares, self.gpus, strict=True))
 
 
@@ -157,14 +149,14 @@ def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
     shares, start, layers, stages = [], 0, fullness.architecture.layers, len(fullness.gpus)
     for stage, gpu in enumerate(fullness.gpus):
         later = stages - stage - 1
-        low = start + 1 if later else layers
-        high = layers - later
-        if fullness.of(fullness.share(stage, start, low), gpu) > level:
+        low = start + 1 if later else layers  # the last device takes what is left, and leaves one layer for each other
+
+        def is_overfull(end: int, stage: int = stage, start: int = start, gpu: Gpu = gpu) -> bool:
+            return fullness.of(fullness.share(stage, start, end), gpu) > level
+
+        if is_overfull(low):
             return None
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = fullness.of(fullness.share(stage, start, middle), gpu) <= level
-            low, high = (middle, high) if fits else (low, middle - 1)
+        low += bisect_left(range(low + 1, layers - later + 1), True, key=is_overfull)
         shares.append(fullness.share(stage, start, low))
         start = low
     return tuple(shares)
@@ -179,37 +171,38 @@ def device_map_of(
     devices: Sequence[Device],
     heads: Sequence[str] | None = None,
 ) -> dict[str, Device]:
-    """The device map that says `shares`, one for each of `devices`.
+    """Return the device map that says `shares`, one for each of `devices`.
 
     `heads` names the modules after the layers and the final norm, such as `("bert.pooler", "classifier")`; None: those
     that continue a text, find a masked token or, with an architecture made by `as_classifier`, a label.
 
     Raises:
-        BadInputError: the model has an encoder and a decoder.
+        BadInputError: The model has an encoder and a decoder.
     """
-    _check_one_stack(architecture)
+    family = _family_of(architecture)
     numbers = iter(range(architecture.layers))
     device_map: dict[str, Device] = {}
     for share, device in zip(shares, devices, strict=True):
         if share.has_embeddings:
-            device_map[_embeddings(architecture)] = device
+            device_map[family.embeddings] = device
         for _ in range(share.layers[0]):
-            device_map[_layer(architecture, next(numbers))] = device
+            device_map[f"{family.layers}.{next(numbers)}"] = device
         if share.has_head:
-            norm = ("model.norm",) if architecture.is_llama_like else ()
-            device_map |= dict.fromkeys((*norm, *(heads or _heads(architecture))), device)
-    if architecture.is_llama_like:
+            norm = ("model.norm",) if family.is_llama_like else ()
+            usual = family.classifier if architecture.classes else family.heads
+            device_map |= dict.fromkeys((*norm, *(heads or usual)), device)
+    if family.is_llama_like:
         device_map["model.rotary_emb"] = devices[0]
     return device_map
 
 
 def shares_of_map(architecture: Architecture, device_map: Mapping[str, Device], device_count: int) -> tuple[Share, ...]:
-    """What `device_map` gives to each device, as checked by `check_device_map`, with one micro-batch in flight.
+    """Return what `device_map` gives to each device, as checked by `check_device_map`, with one micro-batch in flight.
 
     Raises:
-        BadInputError: the model has an encoder and a decoder, a part of it has no device, or a device is unknown.
+        BadInputError: The model has an encoder and a decoder, a part of it has no device, or a device is unknown.
     """
-    _check_one_stack(architecture)
+    family = _family_of(architecture)
     indices = _indices(device_map, device_count)
 
     def holder(module: str) -> int:
@@ -220,45 +213,37 @@ def shares_of_map(architecture: Architecture, device_map: Mapping[str, Device], 
             raise BadInputError(f"The device map has no device for {module}: add it.")
         return found
 
-    layers = [holder(_layer(architecture, number)) for number in range(architecture.layers)]
-    head = next((name for name in KNOWN_HEADS for entry in indices if entry.split(".")[0] == name), None)
-    with_head = layers[-1] if head is None and not architecture.is_llama_like else holder(head or "lm_head")
-    with_embeddings = holder(_embeddings(architecture))
+    layers = [holder(f"{family.layers}.{number}") for number in range(architecture.layers)]
+    named = {entry.split(".")[0] for entry in indices}
+    head = next((module for module in (*family.heads, *family.classifier) if module in named), None)
+    with_head = layers[-1] if head is None and not family.is_llama_like else holder(head or "lm_head")
+    with_embeddings = holder(family.embeddings)
     return tuple(
         Share((layers.count(device),), device == with_embeddings, device == with_head) for device in range(device_count)
     )
 
 
-def _check_one_stack(architecture: Architecture) -> None:
+def _family_of(architecture: Architecture) -> Family:
+    """Return the names of the model's modules.
+
+    Raises:
+        BadInputError: It has an encoder and a decoder.
+    """
     if len(architecture.stacks) > 1:
         raise BadInputError(
             f"{architecture.name} has an encoder and a decoder: only models with one of them are divided among devices."
         )
-
-
-def _embeddings(architecture: Architecture) -> str:
-    return "model.embed_tokens" if architecture.is_llama_like else f"{architecture.model_type}.embeddings"
-
-
-def _layer(architecture: Architecture, number: int) -> str:
-    in_model = "model.layers" if architecture.is_llama_like else f"{architecture.model_type}.encoder.layer"
-    return f"{in_model}.{number}"
-
-
-def _heads(architecture: Architecture) -> tuple[str, ...]:
-    if architecture.classes:
-        return CLASSIFIERS[architecture.model_type]
-    return HEADS[architecture.model_type] if architecture.model_type in BERT_LIKE else ("lm_head",)
+    return architecture.family
 
 
 # -- device maps that users bring
 
 
 def read_device_map(path: str | Path) -> dict[str, Device]:
-    """The device map of a JSON file: one object of module names and devices.
+    """Read a device map from a JSON file: one object of module names and devices.
 
     Raises:
-        BadInputError: there is no such file, or it holds something else.
+        BadInputError: There is no such file, or it holds something else.
     """
     places = Path(path).expanduser(), REPOSITORY / path
     file = next((place for place in places if place.is_file()), None)
@@ -272,10 +257,9 @@ def read_device_map(path: str | Path) -> dict[str, Device]:
     if not isinstance(pairs, _Pairs) or not pairs:
         raise BadInputError(f"The device map {path} is no object with modules in it: write it such as {example}.")
     device_map = dict(pairs)
-    if len(device_map) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise BadInputError(f"The device map {path} names {twice} more than once: leave one.")
+    names = Counter(name for name, _ in pairs)
+    if len(names) < len(pairs):
+        raise BadInputError(f"The device map {path} names {names.most_common(1)[0][0]} more than once: leave one.")
     for module, device in device_map.items():
         if isinstance(device, bool) or not isinstance(device, Device):
             raise BadInputError(
@@ -299,18 +283,16 @@ def check_device_map(
     `tied` has pairs of names of one and the same weight.
 
     Raises:
-        BadInputError: a weight has no device; an entry is of no weight; a device is unknown, or gets no layer; a layer
+        BadInputError: A weight has no device; an entry is of no weight; a device is unknown, or gets no layer; a layer
             or tied weights are torn apart.
     """
     indices = _indices(device_map, device_count)
     names = list(dict.fromkeys([*weight_names, *(name for pair in tied for name in pair)]))
     _check_entries(device_map, names)
-    device_of: dict[str, int] = {}
-    for name in names:
-        device = _device_of(name, indices)
-        if device is None:
-            raise BadInputError(f'The device map has no device for {name}: add "{_module(name)}" with one.')
-        device_of[name] = device
+    device_of = {name: _device_of(name, indices) for name in names}
+    missing = next((name for name, device in device_of.items() if device is None), None)
+    if missing is not None:
+        raise BadInputError(f'The device map has no device for {missing}: add "{_module(missing)}" with one.')
     _check_layers(device_of, device_count)
     for one, other in tied:
         if device_of[one] != device_of[other]:
@@ -324,15 +306,15 @@ def _check_entries(device_map: Mapping[str, Device], names: Sequence[str]) -> No
     """Refuse entries that are the beginning of no weight's name."""
     modules = {prefix for name in names for prefix in _prefixes(name)}
     for entry in device_map:
-        if entry not in modules and not set(entry.split(".")) & set(WEIGHTLESS_MODULES):
+        if entry not in modules and WEIGHTLESS_MODULES.isdisjoint(entry.split(".")):
             near = difflib.get_close_matches(entry, sorted(modules), n=1)
             remedy = f"did you mean {near[0]}?" if near else "leave it out."
             raise BadInputError(f"The device map has {entry!r}, of which the model has no weight: {remedy}")
 
 
-def _check_layers(device_of: Mapping[str, int], device_count: int) -> None:
+def _check_layers(device_of: Mapping[str, int | None], device_count: int) -> None:
     """Refuse torn layers, and devices without any."""
-    layers: dict[str, tuple[str, int]] = {}
+    layers: dict[str, tuple[str, int | None]] = {}
     for name, device in device_of.items():
         found = LAYER_PATTERN.match(name)
         if found is None:
@@ -353,10 +335,10 @@ def _check_layers(device_of: Mapping[str, int], device_count: int) -> None:
 
 
 def _indices(device_map: Mapping[str, Device], device_count: int) -> dict[str, int]:
-    """Each entry's device by its number, from 0; a map that names nothing but the CPU has one device.
+    """Return each entry's device by its number, from 0; a map that names nothing but the CPU has one device.
 
     Raises:
-        BadInputError: a device is none of the `device_count`.
+        BadInputError: A device is none of the `device_count`.
     """
     if set(device_map.values()) == {"cpu"}:
         return dict.fromkeys(device_map, 0)
@@ -366,26 +348,22 @@ def _indices(device_map: Mapping[str, Device], device_count: int) -> dict[str, i
         if found is None or int(found[1]) >= device_count:
             raise BadInputError(
                 f"The device map has {module or 'the whole model'} on {device!r}, but the devices of this run are "
-                f"{_listed(range(device_count))}: name one of these."
+                f"{', '.join(map(str, range(device_count)))}: name one of these."
             )
         indices[module] = int(found[1])
     return indices
 
 
 def _device_of(name: str, indices: Mapping[str, int]) -> int | None:
-    """Of the longest entry that begins `name`."""
+    """Return the device of the longest entry that begins `name`."""
     return next((indices[prefix] for prefix in _prefixes(name) if prefix in indices), None)
 
 
 def _prefixes(name: str) -> Iterable[str]:
-    """`a.b.c`, `a.b`, `a`, and the empty one."""
+    """Return `a.b.c`, `a.b`, `a`, and the empty one."""
     parts = name.split(".")
     return (".".join(parts[:count]) for count in range(len(parts), -1, -1))
 
 
 def _module(weight_name: str) -> str:
     return weight_name.rpartition(".")[0] or weight_name
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))

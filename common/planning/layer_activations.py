@@ -5,29 +5,22 @@ from dataclasses import dataclass
 
 from common.planning.architectures import Architecture, Linear, Stack
 from common.planning.job import BatchShape, Job
-from common.planning.terms import Term, activations, times_each
-
-_READS_ATTENTION = ("o_proj", "out_proj", "attention.output.dense")
-_READS_MLP = ("down_proj", "output.dense", "fc2")
-_READS_RESULT = (*_READS_ATTENTION, *_READS_MLP)
-"""Projections whose input is attention's or the MLP's own result, and counted there."""
-_NORM_OF = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "query", "key", "value"), "attention"),
-    **dict.fromkeys(("gate_proj", "up_proj", "intermediate.dense", "fc1"), "mlp"),
-}
-"""Projections that read the same norm."""
+from common.planning.terms import Term, activations, numbers, times_each, where
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """The terms of a layer of each stack; letters as in `memory_plan`."""
+    """The terms of a layer of each stack; letters as in `memory_plan`.
+
+    Attributes:
+        batch: Of one micro-batch.
+        hidden_bytes: `x`.
+    """
 
     architecture: Architecture
     job: Job
     batch: BatchShape
-    """Of one micro-batch."""
     hidden_bytes: int
-    """`x`."""
 
     def saved(self, stack: Stack) -> list[Term]:
         """What autograd keeps of one layer's forward pass."""
@@ -35,45 +28,46 @@ class LayerActivations:
         return [*terms, *self._dropouts(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
-        architecture, t, x = self.architecture, self.batch.tokens_in(stack), self.hidden_bytes
+        architecture, family, x, full = (
+            self.architecture,
+            self.architecture.family,
+            self.hidden_bytes,
+            self.job.trains_all,
+        )
+        t = self.batch.tokens_in(stack)
         count = 3 if stack.kind == "cross-decoder" else 2
-        if not architecture.is_llama_like:
-            return [activations("inputs of the layer norms", f"{count} T H 4", count * t * architecture.hidden * 4)]
-        terms = [activations("inputs of the norms in fp32", f"{count} T H 4", count * t * architecture.hidden * 4)]
-        if self.job.trains_all:
-            terms.append(
-                activations("normalized, for the norms' weights", f"{count} T H x", count * t * architecture.hidden * x)
-            )
-        if architecture.model_type == "qwen3":
-            wide = (architecture.heads + architecture.kv_heads) * architecture.head_dim
-            each = 4 + (x if self.job.trains_all else 0)
-            terms.append(activations("norms of queries and keys", "T (Q + K) (4 + x)", t * wide * each))
-        return terms
+        size = count * t * architecture.hidden
+        if not family.is_llama_like:
+            return [activations("inputs of the layer norms", f"{count} T H 4", size * 4)]
+        heads_size = t * (architecture.heads + architecture.kv_heads) * architecture.head_dim * (4 + x * full)
+        return where(
+            (True, activations("inputs of the norms in fp32", f"{count} T H 4", size * 4)),
+            (full, activations("normalized, for the norms' weights", f"{count} T H x", size * x)),
+            (family.normalizes_queries, activations("norms of queries and keys", "T (Q + K) (4 + x)", heads_size)),
+        )
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
         """Inputs that the projections keep for their weights' gradients, but attention's and the MLP's own results."""
-        job, h, a = self.job, self.architecture.hidden, self.job.arithmetic_bytes
-        trained = [linear for linear in stack.linears if linear.name not in _READS_RESULT and job.trains(linear)]
-        if not trained:
-            return []
-        norms = {_NORM_OF[linear.name] for linear in trained}
+        trained = [linear for linear in stack.linears if not linear.ends_block and self.job.trains(linear)]
+        blocks = {linear.block for linear in trained}
         of_encoder = sum(linear.reads_encoder for linear in trained)
         if self.casts_inputs:  # of a shorter format than the hidden states each projection has a copy of its own
             copies = len(trained) - of_encoder
-        else:  # the encoder's output is there for all layers
-            copies, of_encoder = len(norms) + (stack.kind == "cross-decoder" and "attention" in norms), 0
-        size = (copies * self.batch.tokens_in(stack) + of_encoder * self.batch.tokens) * h * a
+        else:  # projections of a block read the same norm, and the encoder's output is there for all layers
+            copies, of_encoder = len(blocks) + (stack.kind == "cross-decoder" and "attention" in blocks), 0
+        tokens = copies * self.batch.tokens_in(stack) + of_encoder * self.batch.tokens
         formula = f"{copies} T H a" + (f" + {of_encoder} TE H a" if of_encoder else "")
+        size = tokens * self.architecture.hidden * self.job.arithmetic_bytes
         return [activations("inputs of the projections", formula, size)]
 
     @property
     def casts_inputs(self) -> bool:
         """Autocast makes a copy of each projection's input."""
         job = self.job
-        return job.autocasts or (job.precision != "fp32" and not self.architecture.is_llama_like)
+        return job.autocasts or (job.precision != "fp32" and not self.architecture.family.is_llama_like)
 
     def _attention(self, stack: Stack) -> list[Term]:
-        if self._keeps_scores:
+        if self.job.cpu_operations and self.job.attention == "sdpa" and self.architecture.dropout > 0:
             return self._attention_on_cpu(stack)
         terms: list[Term] = []
         for number, (asking, asked) in enumerate(self.batch.attentions_in(stack)):
@@ -81,57 +75,53 @@ class LayerActivations:
         return terms
 
     def _one_attention(self, asking: int, asked: int) -> list[Term]:
-        """What an attention keeps in which `asking` tokens of a row ask about `asked` tokens."""
-        architecture, job, rows = self.architecture, self.job, self.batch.rows
-        a, t, other_t = job.arithmetic_bytes, rows * asking, rows * asked
+        """What an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
+        architecture, job, rows, a = self.architecture, self.job, self.batch.rows, self.job.arithmetic_bytes
         q, k = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
         s, te = ("S", "T") if asking == asked else ("E", "TE")
-        eager, masked = job.attention == "eager", self.batch.padded and job.attention != "flash"
-        repeats = eager or (masked and job.attention == "sdpa")
-        keys = 2 * q if repeats else 2 * k
-        in_words = "2 Q" if repeats else "2 K"
-        terms = [
-            activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + other_t * keys) * a),
-            activations("result of attention", "T Q a", t * q * a),
-        ]
-        scores = rows * architecture.heads * asking * asked
-        if eager:
-            each = 4 + (a if a < 4 else 0)
-            terms.append(activations("attention scores", f"B heads S {s} {each}", scores * each))
-            if architecture.dropout:
-                extra = (4 if job.cpu_operations else 1) + (4 if a == 4 else 0)
-                terms.append(activations("dropout of the scores", f"B heads S {s} {extra}", scores * extra))
-        else:
-            terms.append(activations("attention's normalizers in fp32", "T heads 4", t * architecture.heads * 4))
-            if masked:
-                terms.append(activations("mask in the arithmetic's format", f"B S {s} a", rows * asking * asked * a))
-        return terms
-
-    @property
-    def _keeps_scores(self) -> bool:
-        """With dropout a CPU has no fused attention: PyTorch's is made of products, softmax and dropout, in fp32."""
-        return self.job.cpu_operations and self.job.attention == "sdpa" and self.architecture.dropout > 0
+        eager, masked = job.attention == "eager", self.batch.padded and job.attention == "sdpa"
+        keys, in_words = (2 * q, "2 Q") if eager or masked else (2 * k, "2 K")  # repeated for each head, or not
+        pairs, t = rows * asking * asked, rows * asking
+        each = 4 + (a if a < 4 else 0)
+        dropped = (4 if job.cpu_operations else 1) + (4 if a == 4 else 0)
+        scores = f"B heads S {s}"
+        return where(
+            (
+                True,
+                activations("queries, keys, values", f"(T Q + {te} {in_words}) a", (t * q + rows * asked * keys) * a),
+            ),
+            (True, activations("result of attention", "T Q a", t * q * a)),
+            (eager, activations("attention scores", f"{scores} {each}", pairs * architecture.heads * each)),
+            (
+                eager and architecture.dropout,
+                activations("dropout of the scores", f"{scores} {dropped}", pairs * architecture.heads * dropped),
+            ),
+            (not eager, activations("attention's normalizers in fp32", "T heads 4", t * architecture.heads * 4)),
+            (masked, activations("mask in the arithmetic's format", f"B S {s} a", pairs * a)),
+        )
 
     def _attention_on_cpu(self, stack: Stack) -> list[Term]:
-        """What PyTorch's unfused attention keeps of each of its operations.
+        """What PyTorch keeps of each operation where it has no fused attention: with dropout, on a CPU, in fp32.
 
         (aten/src/ATen/native/transformers/attention.cpp: `_scaled_dot_product_attention_math`.)
         """
         architecture, job, t = self.architecture, self.job, self.batch.tokens
         q, a = architecture.heads * architecture.head_dim, job.arithmetic_bytes
         scores = self.batch.rows * architecture.heads * self.batch.length**2
-        terms = [
-            activations("queries, keys, values in fp32", "T 3 Q 4", t * 3 * q * 4),
-            activations("softmax, its dropout's mask and result, in fp32", "B heads S S 12", scores * 12),
-        ]
-        if any(job.trains(linear) or job.adapts(linear) for linear in stack.linears if linear.name in _READS_ATTENTION):
-            terms.append(activations("result of attention", "T Q a", t * q * a))
-        return terms
+        ends = [linear for linear in stack.linears if linear.ends_block and linear.block == "attention"]
+        keeps_result = any(job.trains(linear) or job.adapts(linear) for linear in ends)
+        return where(
+            (True, activations("queries, keys, values in fp32", "T 3 Q 4", t * 3 * q * 4)),
+            (True, activations("softmax, its dropout's mask and result, in fp32", "B heads S S 12", scores * 12)),
+            (keeps_result, activations("result of attention", "T Q a", t * q * a)),
+        )
 
     def _mlp(self, stack: Stack) -> list[Term]:
         architecture, job, t = self.architecture, self.job, self.batch.tokens_in(stack)
-        keeps_result = any(job.trains(linear) for linear in stack.linears if linear.name in _READS_MLP)
-        if architecture.is_llama_like:
+        keeps_result = any(
+            job.trains(linear) for linear in stack.linears if linear.ends_block and linear.block == "mlp"
+        )
+        if architecture.family.is_llama_like:
             count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
         else:
             count, what = 1 + keeps_result, "MLP before" + (" and after" if keeps_result else "") + " its activation"
@@ -139,13 +129,11 @@ class LayerActivations:
         return [activations(what, f"{count} T I a", size)]
 
     def _dropouts(self, stack: Stack) -> list[Term]:
-        if not self.architecture.dropout:
-            return []
-        count, each = 3 if stack.kind == "cross-decoder" else 2, ""
-        size = count * self.batch.tokens_in(stack) * self.architecture.hidden
-        if self.job.cpu_operations:
-            size, each = size * self.job.arithmetic_bytes, " a"
-        return [activations("dropout masks", f"{count} T H{each}", size)]
+        count = 3 if stack.kind == "cross-decoder" else 2
+        bytes_each, letter = (self.job.arithmetic_bytes, " a") if self.job.cpu_operations else (1, "")
+        size = count * self.batch.tokens_in(stack) * self.architecture.hidden * bytes_each
+        masks = activations("dropout masks", f"{count} T H{letter}", size)
+        return [masks] if self.architecture.dropout else []
 
     def _adapters(self, stack: Stack) -> list[Term]:
         job, batch, a = self.job, self.batch, self.job.arithmetic_bytes
@@ -155,12 +143,14 @@ class LayerActivations:
         own_copies = job.lora_dropout > 0 or job.precision != "fp32" or job.method.quantizes
         # without cast and dropout all adapters of an input keep the input itself; attention's result is counted there
         shared = {
-            _NORM_OF.get(linear.name, linear.name): linear for linear in adapted if linear.name not in _READS_ATTENTION
+            (linear.block, linear.ends_block): linear
+            for linear in adapted
+            if not (linear.ends_block and linear.block == "attention")
         }
         kept = adapted if own_copies else list(shared.values())
 
-        def numbers(widths: Iterable[tuple[Linear, int]]) -> tuple[int, str]:
-            """Of all tokens that the projections read, so wide: how many, and as a formula."""
+        def of_tokens(widths: Iterable[tuple[Linear, int]]) -> tuple[int, str]:
+            """Of all tokens that the projections read, so wide: how many numbers, and as a formula."""
             by_encoder = {True: 0, False: 0}
             for linear, width in widths:
                 by_encoder[linear.reads_encoder] += width
@@ -168,19 +158,19 @@ class LayerActivations:
             return count, f"T {by_encoder[False]:,}" + (f" + TE {by_encoder[True]:,}" if by_encoder[True] else "")
 
         each = 4 if job.plain_loop else a  # without autocast adapters compute in their own fp32
-        count, formula = numbers((linear, linear.inputs) for linear in kept)
-        terms = [activations("inputs of the adapters", f"({formula}) {each}", count * each)]
-        if job.lora_dropout:
-            bytes_each = 4 if job.cpu_operations else 1
-            count, formula = numbers((linear, linear.inputs * bytes_each) for linear in adapted)
-            terms.append(activations("dropout masks of the adapters", formula, count))
-        count, formula = numbers((linear, job.lora_rank) for linear in adapted)
-        return [*terms, activations("between the adapters' matrices", f"({formula}) a", count * a)]
+        mask_bytes = 4 if job.cpu_operations else 1
+        inputs, inputs_formula = of_tokens((linear, linear.inputs) for linear in kept)
+        masks, masks_formula = of_tokens((linear, linear.inputs * mask_bytes) for linear in adapted)
+        between, between_formula = of_tokens((linear, job.lora_rank) for linear in adapted)
+        return where(
+            (True, activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each)),
+            (job.lora_dropout, activations("dropout masks of the adapters", masks_formula, masks)),
+            (True, activations("between the adapters' matrices", f"({between_formula}) a", between * a)),
+        )
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""
         count = sum(linear.inputs * linear.outputs for linear in linears)
         if not count or not self.job.autocasts or self.job.method.quantizes:
             return []
-        a = self.job.arithmetic_bytes
-        return [Term("weights", "autocast's copies of the weights", f"{count:,} x {a} bytes", count * a)]
+        return [numbers("weights", "autocast's copies of the weights", count, self.job.arithmetic_bytes)]

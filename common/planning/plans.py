@@ -1,5 +1,7 @@
-"""Plans of runs: memory, time and cost of every way to share the work; all figures are projected."""
+"""Plans of runs: memory, time and cost with every technique and parallelism; all numbers are projected."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,28 +12,33 @@ from tabulate import tabulate
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
-from common.hardware.devices import Gpu, cpu_device, find_gpu
+from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device
 from common.planning.architectures import Architecture, as_classifier, read_architecture
 from common.planning.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import ALL_LINEAR, BatchShape, Job, Precision
-from common.planning.memory_plan import DeviceMemory
+from common.planning.memory_plan import DeviceMemory, hidden_bytes
 from common.planning.shares import Share, part_of_rank, whole_model
-from common.planning.time_plan import Cluster, StepTime, achieved_speed, calibration_from, step_time, with_rows
+from common.planning.time_plan import Cluster, StepTime, achieved_speed, calibration_from, step_time
 from common.records.store import kept_records
 
+# of a GPU's memory: above it a plan that fits is called tight, and `preflight` should have the last word
 TIGHT = 0.9
-"""Of a GPU's memory: above it a plan that fits is called tight, and `preflight` should have the last word."""
-LARGEST_BATCH = 4096
-"""Beyond it nobody asks."""
+LARGEST_BATCH = 4096  # beyond it nobody asks
 DEFAULT_ROWS_PER_EPOCH = 10_000
+# projected times are not good to a tenth: nearer than that, the simpler parallelism is better
 ABOUT_AS_FAST = 0.9
-"""Projected times are not good to a tenth: nearer than that, the simpler way is better."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train: memory per device, time and cost, all projected."""
+    """One way to train: memory per device, time and cost, all projected.
+
+    Attributes:
+        shares: What each device holds.
+        devices: The memory of each device.
+        placed_by_hand: `shares` was given, not searched: another batch size has the same.
+    """
 
     architecture: Architecture
     job: Job
@@ -41,7 +48,6 @@ class Plan:
     time: StepTime
     speed_sources: tuple[str, ...]
     placed_by_hand: bool = False
-    """`shares` was given, not searched: another batch size has the same."""
 
     @property
     def fits(self) -> bool:
@@ -53,7 +59,7 @@ class Plan:
     @property
     def is_tight(self) -> bool:
         """Whether a device is so full that the plan's own error, or gaps between blocks, may decide."""
-        return self.devices[self.tightest].peak_gib > TIGHT * self.cluster.gpus[self.tightest].memory_gib
+        return self.fullest[0].peak_gib > TIGHT * self.fullest[1].memory_gib
 
     @property
     def tightest(self) -> int:
@@ -61,13 +67,18 @@ class Plan:
         return max(range(len(self.devices)), key=lambda i: self.devices[i].peak_gib / self.cluster.gpus[i].memory_gib)
 
     @property
+    def fullest(self) -> tuple[DeviceMemory, Gpu]:
+        """The tightest device's memory, and its GPU."""
+        return self.devices[self.tightest], self.cluster.gpus[self.tightest]
+
+    @property
     def shortfall_gib(self) -> float:
         """What the tightest device lacks; negative where it has room."""
-        return self.devices[self.tightest].peak_gib - self.cluster.gpus[self.tightest].memory_gib
+        return self.fullest[0].peak_gib - self.fullest[1].memory_gib
 
     @property
     def rows_per_step(self) -> int:
-        """Of all data-parallel ranks."""
+        """Rows of all data-parallel ranks together."""
         return self.job.batch.rows * self.job.data_parallel_ranks
 
     @property
@@ -77,50 +88,36 @@ class Plan:
         return self.rows_per_step * of_a_row / self.time.total_s
 
     def epoch_s(self, rows: int) -> float:
-        """Seconds to go once through so many rows."""
+        """Return the seconds to go once through so many rows."""
         return self.time.total_s * rows / self.rows_per_step
 
     def epoch_usd(self, rows: int) -> float | None:
-        """Rent of all GPUs for an epoch."""
+        """Return the rent of all GPUs for an epoch; None where a price is missing."""
         price = self.cluster.usd_per_second
         return None if price is None else price * self.epoch_s(rows)
 
     @cached_property
     def max_batch_size(self) -> int:
         """The largest number of rows per data-parallel rank that fits; 0 = not even one."""
-        return _largest_that_fits(self)
+        step = self.job.micro_batches
+        most = 2 ** max(1, math.ceil(math.log2(LARGEST_BATCH / step)))  # in steps
+        return step * bisect_left(range(1, most + 1), True, key=lambda steps: not self._fits_with(steps * step))
+
+    def _fits_with(self, rows: int) -> bool:
+        architecture, gpus = self.architecture, self.cluster.gpus
+        job = replace(self.job, batch=replace(self.job.batch, rows=rows))
+        if job.parallelism.splits_layers and not self.placed_by_hand:
+            return shares_that_fit(architecture, job, gpus) is not None
+        return all(
+            memory_with_overhead(architecture, job, share, gpu).peak_gib <= gpu.memory_gib
+            for share, gpu in dict.fromkeys(zip(self.shares, gpus, strict=True))
+        )
 
     @property
     def name(self) -> str:
         """`LoRA, ddp, checkpointed`."""
         checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
         return f"{self.job.method.label}, {self.job.parallel}{checkpointed}"
-
-
-def _largest_that_fits(plan: Plan) -> int:
-    architecture, job, gpus = plan.architecture, plan.job, plan.cluster.gpus
-    step = job.micro_batches
-
-    def fits(rows: int) -> bool:
-        changed = with_rows(job, rows)
-        if job.parallelism.splits_layers and not plan.placed_by_hand:
-            return shares_that_fit(architecture, changed, gpus) is not None
-        return all(
-            memory_with_overhead(architecture, changed, share, gpu).peak_gib <= gpu.memory_gib
-            for share, gpu in dict.fromkeys(zip(plan.shares, gpus, strict=True))
-        )
-
-    if not fits(step):
-        return 0
-    low, high = 1, 2  # in steps
-    while fits(high * step):
-        if high * step >= LARGEST_BATCH:
-            return high * step
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
-    return low * step
 
 
 # -- plans
@@ -133,12 +130,12 @@ def make_plan(
     calibration: dict[str, list[float]],
     shares: Sequence[Share] | None = None,
 ) -> Plan:
-    """The plan of one way to train.
+    """Plan one way to train.
 
     `shares` is what each device of a job with mp or pp holds; None: so that the fullest device is least full.
 
     Raises:
-        BadInputError: settings contradict each other or the model.
+        BadInputError: Settings contradict each other or the model.
     """
     job.check_targets(architecture)
     for option, length in (("--seq-len", job.batch.length), ("--target-len", job.batch.target_length)):
@@ -154,7 +151,10 @@ def make_plan(
         )
     by_hand = shares is not None
     if shares is None:
-        shares = place(architecture, job, cluster.gpus)
+        splits = job.parallelism.splits_layers
+        shares = (
+            balanced_shares(architecture, job, cluster.gpus) if splits else [whole_model(architecture)] * job.devices
+        )
     shares = tuple(replace(share, in_flight=job.in_flight(stage)) for stage, share in enumerate(shares))
     known = {
         pair: memory_with_overhead(architecture, job, *pair)
@@ -173,17 +173,6 @@ def make_plan(
     )
 
 
-def place(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...]:
-    """Each device's share: all layers, or with mp and pp contiguous ones, so that the fullest device is least full.
-
-    Raises:
-        BadInputError: there are more stages than layers.
-    """
-    if job.parallelism.splits_layers:
-        return balanced_shares(architecture, job, gpus)
-    return (whole_model(architecture),) * len(gpus)
-
-
 def ranked_plans(
     architecture: Architecture,
     asked: Job,
@@ -195,7 +184,7 @@ def ranked_plans(
     precision: Precision | None = None,
     micro_batches: int | None = None,
 ) -> list[Plan]:
-    """Plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
+    """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
     Of ways that are about as fast as the fastest of their technique the simplest comes first. What does not fit is
     sorted by how much it lacks.
@@ -214,7 +203,7 @@ def ranked_plans(
                 parallel=parallel,
                 devices=len(cluster.gpus),
                 precision=precision or usual_precision(technique, cluster),
-                micro_batches=_micro_batches(asked, parallel, len(cluster.gpus), micro_batches if parallels else None),
+                micro_batches=(parallels and micro_batches) or _micro_batches(asked.batch.rows, parallel, cluster),
             )
             tries = [False, True] if checkpointing is None else [checkpointing]
             found = [
@@ -227,7 +216,7 @@ def ranked_plans(
 
 
 def _usual_ways(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
-    """What this repository does with the technique and so many devices."""
+    """Return what this repository does with the technique and so many devices."""
     task = TASKS[batch.task]
     usual = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
     if task.classifies and technique in task.techniques:
@@ -235,16 +224,16 @@ def _usual_ways(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[st
     return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
 
 
-def _micro_batches(asked: Job, parallel: str, stages: int, named: int | None) -> int:
-    if named is not None:
-        return named
-    return sensible_micro_batches(asked.batch.rows, stages) if PARALLELISMS[parallel].pipelines else 1
+def _micro_batches(rows: int, parallel: str, cluster: Cluster) -> int:
+    """Return the most equal parts of a batch, up to four per stage, beyond which the bubble hardly shrinks."""
+    most = min(rows, 4 * len(cluster.gpus)) if PARALLELISMS[parallel].pipelines else 1
+    return max(parts for parts in range(1, most + 1) if rows % parts == 0)
 
 
 def _best_first(plans: list[Plan]) -> list[Plan]:
-    fastest, techniques, simplest_first = dict.fromkeys(TECHNIQUES, 0.0), list(TECHNIQUES), list(PARALLELISMS)
-    for plan in plans:
-        fastest[plan.job.technique] = max(fastest[plan.job.technique], plan.tokens_per_s)
+    techniques, simplest_first = list(TECHNIQUES), list(PARALLELISMS)
+    slowest_first = sorted(plans, key=lambda plan: plan.tokens_per_s)
+    fastest = {plan.job.technique: plan.tokens_per_s for plan in slowest_first}
 
     def rank(plan: Plan) -> tuple[int, bool, float, float]:
         technique, tokens_per_s = plan.job.technique, plan.tokens_per_s
@@ -255,41 +244,35 @@ def _best_first(plans: list[Plan]) -> list[Plan]:
     return sorted(plans, key=rank)
 
 
-def sensible_micro_batches(rows: int, stages: int) -> int:
-    """The most equal parts of a batch, up to four per stage, beyond which the bubble hardly shrinks."""
-    return max(parts for parts in range(1, min(rows, 4 * stages) + 1) if rows % parts == 0)
-
-
 def why(plan: Plan) -> str:
-    """The reason for a plan, or against it, in words."""
+    """Return the reason for a plan, or against it, in words."""
     job, n = plan.job, len(plan.devices)
-    tightest, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    memory, gpu = plan.fullest
     if not plan.fits:
-        parts = sorted(tightest.parts_gib.items(), key=lambda part: -part[1])[:2]
+        parts = sorted(memory.parts_gib.items(), key=lambda part: -part[1])[:2]
         largest = " and ".join(f"{name} {gib:.1f}" for name, gib in parts)
         help_ = f"--batch-size {plan.max_batch_size} would fit" if plan.max_batch_size else _what_would_help(plan)
         return (
-            f"does not fit: {tightest.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {plan.tightest}, most of it "
+            f"does not fit: {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {plan.tightest}, most of it "
             f"{largest}; {help_}"
         )
     # a pipeline idles while it fills and empties; where layers are computed in turn, there is one micro-batch
     idle = (n - 1) / (job.micro_batches + n - 1)
-    reason = job.parallelism.why.format(devices=n, micro_batches=job.micro_batches, idle=idle)
-    if plan.time.exposed_s > 0.1 * plan.time.total_s:
-        reason += (
-            f"; waits {plan.time.exposed_s / plan.time.total_s:.0%} of the time for {plan.cluster.slowest_link.name}"
-        )
-        reason += "" if job.parallelism.splits_matrices else ", which more rows per step hide"
-    if job.gradient_checkpointing:
-        reason += "; gradient checkpointing, so that activations are computed twice"
-    if plan.is_tight:
-        reason += "; tight: let `python -m common.preflight` have the last word"
-    return f"{reason}; {-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows"
+    waits = plan.time.exposed_s / plan.time.total_s
+    remedy = "" if job.parallelism.splits_matrices else ", which more rows per step hide"
+    reasons = [
+        job.parallelism.why.format(devices=n, micro_batches=job.micro_batches, idle=idle),
+        f"waits {waits:.0%} of the time for {plan.cluster.slowest_link.name}{remedy}" if waits > 0.1 else "",
+        "gradient checkpointing, so that activations are computed twice" if job.gradient_checkpointing else "",
+        "tight: let `python -m common.preflight` have the last word" if plan.is_tight else "",
+        f"{-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows",
+    ]
+    return "; ".join(filter(None, reasons))
 
 
 def _what_would_help(plan: Plan) -> str:
-    """Remedies against the largest part of what does not fit."""
-    job, parts = plan.job, plan.devices[plan.tightest].parts_gib
+    """Return remedies against the largest part of what does not fit."""
+    job, parts = plan.job, plan.fullest[0].parts_gib
     passing = parts["activations"] + parts["logits"] > 0.5 * sum(parts.values())
     states = parts["optimizer"] + parts["gradients"] > parts["weights"]
     remedies = [
@@ -305,17 +288,16 @@ def _what_would_help(plan: Plan) -> str:
 
 
 def recommendation(plans: Sequence[Plan]) -> str:
-    """What to do, in a sentence or two."""
+    """Return what to do, in a sentence or two."""
     best = plans[0]
-    if not best.fits:
-        return f"Nothing fits. Nearest is {best.name}: {why(best)}."
     sentence = f"{best.name}: {why(best)}."
+    if not best.fits:
+        return f"Nothing fits. Nearest is {sentence}"
     if not best.job.method.has_adapters and best.job.precision == "bf16" and not best.job.parallelism.uses_deepspeed:
         sentence += " In pure bf16 small updates round away: compare with --precision bf16-mixed."
-    fitting = [plan for plan in plans if plan.fits]
-    fastest = max(fitting, key=lambda plan: plan.tokens_per_s)
-    if fastest is not best and fastest.tokens_per_s > 1.1 * best.tokens_per_s:
-        times = fastest.tokens_per_s / best.tokens_per_s
+    fastest = max((plan for plan in plans if plan.fits), key=lambda plan: plan.tokens_per_s)
+    times = fastest.tokens_per_s / best.tokens_per_s
+    if times > 1.1:
         sentence += f" Faster, at some cost in quality: {fastest.name}, {times:.1f} times as many tokens per second."
     return sentence[0].upper() + sentence[1:]
 
@@ -324,7 +306,7 @@ def recommendation(plans: Sequence[Plan]) -> str:
 
 
 def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_per_epoch: int) -> dict[str, Any]:
-    """The contract's JSON; figures in GiB (2^30 bytes), seconds and US dollars."""
+    """Return the contract's JSON; numbers are in GiB (2^30 bytes), seconds and US dollars."""
     return {
         "model": model,
         "figures": "projected",
@@ -365,10 +347,10 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
 
 
 def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
-    """The plans, best first, as a table for a terminal."""
+    """Format the plans, best first, as a table for a terminal."""
     rows = []
     for plan in plans:
-        memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+        memory, gpu = plan.fullest
         usd = plan.epoch_usd(rows_per_epoch)
         rows.append([
             plan.name,
@@ -381,7 +363,7 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
             _seconds(plan.epoch_s(rows_per_epoch)),
             "-" if usd is None else f"{usd:,.2f}",
         ])  # fmt: skip
-    headers = [
+    headers = (
         "way",
         "precision",
         "fits",
@@ -391,7 +373,7 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
         "tokens\nper s",
         "epoch",
         "epoch\nUSD",
-    ]
+    )
     aligned = ("left", "left", "left", *["right"] * 6)
     return tabulate(rows, headers, tablefmt="rounded_outline", colalign=aligned, disable_numparse=True)
 
@@ -405,41 +387,25 @@ def _seconds(seconds: float) -> str:
 
 
 def explanation(plan: Plan) -> str:
-    """The fullest device's memory, unfolded into its terms, and the step's time."""
-    memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
-    architecture, batch = part_of_rank(plan.architecture, plan.job), plan.job.batch
+    """Unfold the fullest device's memory and the step's time into their terms."""
+    memory, gpu = plan.fullest
+    rows = []
+    for part, gib in memory.parts_gib.items():
+        terms = [term for term in memory.terms if term.part == part]
+        rows += [["", term.what, term.formula, f"{term.gib:.3f}"] for term in terms]
+        if terms:
+            rows[-len(terms)][0] = part
+        if len(terms) > 1:
+            rows.append(["", "", f"{part} together", f"{gib:.3f}"])
+    rows.append(["peak", "", f"of {gpu.memory_gib:.2f} GiB", f"{memory.peak_gib:.3f}"])
+    headers, aligned = ("part", "what", "formula", "GiB"), ("left", "left", "left", "right")
     lines = [
         f"{plan.name}: device {plan.tightest} of {len(plan.devices)}, {gpu.name}",
         "VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
         f"its highest moment: {memory.moment}",
         "",
-    ]
-    rows = []
-    for part, gib in memory.parts_gib.items():
-        terms = [term for term in memory.terms if term.part == part]
-        rows += [
-            [part if number == 0 else "", term.what, term.formula, f"{term.gib:.3f}"]
-            for number, term in enumerate(terms)
-        ]
-        if len(terms) > 1:
-            rows.append(["", "", f"{part} together", f"{gib:.3f}"])
-    rows.append(["peak", "", f"of {gpu.memory_gib:.2f} GiB", f"{memory.peak_gib:.3f}"])
-    lines.append(tabulate(rows, ["part", "what", "formula", "GiB"], tablefmt="rounded_outline", disable_numparse=True,
-                          colalign=("left", "left", "left", "right")))  # fmt: skip
-    rows_in_step = batch.rows // plan.job.micro_batches
-    x = plan.job.hidden_bytes if architecture.is_llama_like else 4
-    lengths = f"S = {batch.length} tokens, T = B S = {rows_in_step * batch.length:,}"
-    if len(architecture.stacks) > 1:
-        target = batch.target_length or batch.length
-        lengths = (
-            f"encoder S = E = {batch.length} tokens, T = TE = B S = {rows_in_step * batch.length:,}, "
-            f"decoder S = {target} tokens, T = B S = {rows_in_step * target:,}"
-        )
-    lines += [
-        f"B = {rows_in_step} rows, {lengths}, P = {rows_in_step * batch.labelled:,}, "
-        f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "
-        f"Q = {architecture.heads * architecture.head_dim:,}, K = {architecture.kv_heads * architecture.head_dim:,}, "
-        f"V = {architecture.vocab:,}, a = {plan.job.arithmetic_bytes}, x = {x}, w = {plan.job.weight_bytes} bytes",
+        tabulate(rows, headers, tablefmt="rounded_outline", disable_numparse=True, colalign=aligned),
+        _letters(plan),
         "",
         "a step's time:",
         *(f"  {term}" for term in plan.time.terms),
@@ -447,11 +413,30 @@ def explanation(plan: Plan) -> str:
     return "\n".join(lines)
 
 
+def _letters(plan: Plan) -> str:
+    """Return what the letters of the formulas stand for in this plan."""
+    architecture, job, batch = part_of_rank(plan.architecture, plan.job), plan.job, plan.job.batch
+    rows, target = batch.rows // job.micro_batches, batch.target_length or batch.length
+    lengths = f"S = {batch.length} tokens, T = B S = {rows * batch.length:,}"
+    if len(architecture.stacks) > 1:
+        lengths = (
+            f"encoder S = E = {batch.length} tokens, T = TE = B S = {rows * batch.length:,}, "
+            f"decoder S = {target} tokens, T = B S = {rows * target:,}"
+        )
+    return (
+        f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, "
+        f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "
+        f"Q = {architecture.heads * architecture.head_dim:,}, K = {architecture.kv_heads * architecture.head_dim:,}, "
+        f"V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, x = {hidden_bytes(architecture, job)}, "
+        f"w = {job.weight_bytes} bytes"
+    )
+
+
 # -- runs
 
 
 def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
-    """The job of a run folder's run; on one device, which holds all stages or rows, as if it were not divided.
+    """Return the job of a run folder's run; on one device, which holds all stages or rows, as if it were not divided.
 
     A batch is filled up until the micro-batches divide it, as training does (`PipelineTrainer.collated`).
     """
@@ -479,10 +464,10 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
 
 
 def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
-    """The run's model as `job_of_run` trains it: for a batch with labels with a classifier's head.
+    """Return the run's model as `job_of_run` trains it: for a batch with labels with a classifier's head.
 
     Raises:
-        BadInputError: there is no shape of the model, or it is no encoder and cannot classify.
+        BadInputError: There is no shape of the model, or it is no encoder and cannot classify.
     """
     return with_head_for(read_architecture(run.model), batch.classes)
 
@@ -493,36 +478,79 @@ def with_head_for(architecture: Architecture, classes: int) -> Architecture:
 
 
 def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, shares: Sequence[Share] | None = None) -> Plan:
-    """The plan of a run, on the GPU that its folder was made for, or on `gpu`.
+    """Plan a run, on the GPU that its folder was made for, or on `gpu`.
 
     `shares` is what each device holds, where that is known; None: what the run's device map says. Accelerate's own map
     (`auto`) needs the model: without `shares`, such a run is planned as balanced.
 
     Raises:
-        BadInputError: the closed form does not know the model, the optimizer or the GPU, or the device map is wrong.
+        BadInputError: The closed form does not know the model, the optimizer or the GPU, or the device map is wrong.
     """
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     architecture, job, gpus = architecture_of_run(run, batch), job_of_run(run, batch), (gpu,) * run.devices
     if not job.parallelism.splits_layers:
         shares = None
-    elif shares is None:
-        shares = _shares_of_run(run, architecture, job, gpus)
+    elif shares is None and run.device_map == "even":
+        shares = even_shares(architecture, job, gpus)
+    elif shares is None and run.device_map not in ("balanced", "auto"):
+        shares = shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
     return make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records(), batch.task), shares)
 
 
-def _shares_of_run(
-    run: RunConfig, architecture: Architecture, job: Job, gpus: Sequence[Gpu]
-) -> tuple[Share, ...] | None:
-    if run.device_map in ("balanced", "auto"):
-        return None
-    if run.device_map == "even":
-        return even_shares(architecture, job, gpus)
-    return shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
-
-
 def usual_precision(technique: str, cluster: Cluster) -> Precision:
-    """What each technique is usually trained in: weights that are updated in fp32, frozen ones in 16 bits."""
+    """Return what each technique is usually trained in: weights that are updated in fp32, frozen ones in 16 bits."""
     if all(gpu.tflops_dense["bf16"] for gpu in cluster.gpus):
         return "bf16" if TECHNIQUES[technique].has_adapters else "bf16-mixed"
     return "fp16-mixed" if all(gpu.tflops_dense["fp16"] for gpu in cluster.gpus) else "fp32"
+
+
+# -- fewer GPUs than a run folder was made for
+
+
+def on_fewer(run: RunConfig, devices: int) -> tuple[RunConfig, str]:
+    """Return the run on so many devices, and the command that starts it.
+
+    A parallelism that one device cannot have gives way to the folder of its technique for one device.
+    """
+    start = f"torchrun --nproc_per_node {devices}" if devices > 1 and not run.parallelism.layers_in_turn else "python"
+    try:
+        return replace(run, devices=devices), f"`{start} my_workflow_<technique>.py --devices {devices}`"
+    except BadInputError:
+        if devices > 1:
+            raise
+    alone = run.changed_to(parallel="single", devices=1, learning_rate_scaling="none")
+    folder = run.goal.folder_for_one or run.method.folder_for_one
+    return alone, f"a run folder of {folder}"
+
+
+def offer(run: RunConfig, names: Sequence[str]) -> str:
+    """Return what to start on the GPUs of these names instead, with the memory planned on each.
+
+    Rows are planned with the run's longest, as no data were read yet.
+    """
+    try:
+        fewer, command = on_fewer(run, len(names))
+    except BadInputError as refusal:
+        return f"choose another run folder, as this one does not run on {len(names)} ({refusal})"
+    return f"use {command}{_planned(fewer, names[0])}, or choose another run folder"
+
+
+def _planned(run: RunConfig, name: str) -> str:
+    """In brackets; empty where the catalogue lacks the GPU, or the planner something else."""
+    if gpu_of_device(name) is None:
+        return ""
+    target_length = run.max_target_length if run.goal.summarizes else 0
+    batch = BatchShape(run.rows_per_rank, run.max_length, run.max_length, target_length=target_length)
+    try:
+        plan = plan_run(run, batch, gpu_of_device(name))
+    except BadInputError:
+        return ""
+    memory, gpu = plan.fullest
+    planned = f"{memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB planned for rows of {run.max_length} tokens"
+    if plan.fits:
+        return f" ({planned})"
+    if not plan.max_batch_size:
+        return f" ({planned}: not even one row fits)"
+    accumulation_steps = -(-run.rows_per_rank // plan.max_batch_size)
+    return f" ({planned}: pass --batch_size {plan.max_batch_size} --gradient_accumulation_steps {accumulation_steps})"

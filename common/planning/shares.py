@@ -8,37 +8,40 @@ from common.planning.job import Job
 
 @dataclass(frozen=True)
 class Share:
-    """The part of the model that one device holds."""
+    """The part of the model that one device holds.
+
+    Attributes:
+        layers: How many layers of each stack.
+        in_flight: Micro-batches whose activations wait for their backward pass at once.
+    """
 
     layers: tuple[int, ...]
-    """Layers of each stack."""
     has_embeddings: bool = True
     has_head: bool = True
     in_flight: int = 1
-    """Micro-batches whose activations wait for their backward pass at once."""
 
 
 def whole_model(architecture: Architecture) -> Share:
-    """The share of a device that holds every layer."""
+    """Return the share of a device that holds every layer."""
     return Share(tuple(stack.layers for stack in architecture.stacks))
 
 
 def part_of_rank(architecture: Architecture, job: Job) -> Architecture:
-    """What each rank has of every layer: all of it but with tensor parallel.
+    """Return what each rank holds of every layer: all of it, or with tensor parallelism its slice.
 
     Raises:
-        BadInputError: tensor parallel cannot divide the model.
+        BadInputError: Tensor parallelism cannot divide the model.
     """
     return slice_of_rank(architecture, job.devices) if job.parallelism.splits_matrices else architecture
 
 
 def trains_head(architecture: Architecture, job: Job) -> bool:
-    """Whether what follows the layers is trained: a classifier's head is new, and so trained in any case."""
+    """Return whether what follows the layers is trained: a classifier's head is new, and so trained in any case."""
     return job.trains_all or architecture.classes > 0
 
 
 def trained_parameters(architecture: Architecture, job: Job, share: Share | None = None) -> int:
-    """Weights that get gradients, of the whole model or of one device's share."""
+    """Return how many weights get gradients, of the whole model or of one device's share."""
     share = share or whole_model(architecture)
     if job.trains_all:
         return parameters_of(architecture, share)
@@ -51,10 +54,8 @@ def trained_parameters(architecture: Architecture, job: Job, share: Share | None
 
 
 def quantized_weights(architecture: Architecture) -> int:
-    """Weights of the whole model that qlora keeps in 4 bits: the layers' matrices."""
-    return sum(
-        stack.layers * sum(linear.inputs * linear.outputs for linear in stack.linears) for stack in architecture.stacks
-    )
+    """Return how many weights of the whole model QLoRA keeps in 4 bits: the layers' matrices."""
+    return sum(stack.layers * stack.matrix_weights for stack in architecture.stacks)
 
 
 def trained_of_layer(stack: Stack, job: Job) -> int:

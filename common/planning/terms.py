@@ -1,23 +1,27 @@
 """The summands of a memory plan."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 
 from common.hardware.devices import GIB
 
+# parts of allocated memory; `overhead` comes on top
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers")
-"""Of allocated memory; `overhead` comes on top."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of a device's memory."""
+    """One summand of a device's memory.
+
+    Attributes:
+        part: One of `PARTS`, or `overhead`.
+        count: Bytes.
+    """
 
     part: str
-    """One of `PARTS`, or `overhead`."""
     what: str
     formula: str
     count: float
-    """Bytes."""
 
     @property
     def gib(self) -> float:
@@ -30,6 +34,18 @@ def activations(what: str, formula: str, count: float) -> Term:
     return Term("activations", what, formula, count)
 
 
+def numbers(part: str, what: str, count: int, bytes_each: float, ranks: int = 1) -> Term:
+    """Return the summand of `count` numbers of so many bytes each, divided among `ranks`."""
+    shared = f" / {ranks} ranks" if ranks > 1 else ""
+    return Term(part, what, f"{count:,} x {bytes_each:g} bytes{shared}", count * bytes_each / ranks)
+
+
 def times_each(terms: list[Term], times: int, prefix: str) -> list[Term]:
     """Return the terms so many times as large, with a prefix that says so."""
-    return [replace(term, what=prefix + term.what, count=term.count * times) for term in terms]
+    return [Term(term.part, prefix + term.what, term.formula, term.count * times) for term in terms]
+
+
+def where(*rows: tuple[object, Term | list[Term]]) -> list[Term]:
+    """Return the terms of a table whose condition, in the first column, holds; a row has one term or several."""
+    chosen = (terms if isinstance(terms, list) else [terms] for holds, terms in rows if holds)
+    return list(chain.from_iterable(chosen))

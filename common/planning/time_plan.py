@@ -16,11 +16,12 @@ from typing import Any
 from common.base.errors import BadInputError
 from common.base.specs import TECHNIQUES
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
-from common.planning.architectures import SPLIT_BY_COLUMNS, Architecture, Stack
+from common.planning.architectures import Architecture
 from common.planning.job import QUANTIZED_NUMBER_BYTES, Job
 from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
 from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, trains_head, whole_model
 
+# published share of the dense peak that training reaches, by the start of the GPU's name
 ACHIEVED_SHARES = {
     "A100": (0.50, "53 to 64 % without recompute counted: github.com/mosaicml/llm-foundry, scripts/train/benchmarking"),
     "H100": (0.40, "38 to 46 %: github.com/mosaicml/llm-foundry, scripts/train/benchmarking"),
@@ -28,7 +29,7 @@ ACHIEVED_SHARES = {
     "V100": (0.30, "30 to 48 %: nv-adlr.github.io/MegatronLMV1"),
     "RTX A6000": (0.35, "25 to 47 % in single layers: github.com/fanghostt/transformers-benchmarks"),
 }
-"""Published share of the dense peak that training reaches, by the start of the GPU's name."""
+# the same of the peak in fp32, which is that of other units than the tensor cores
 FP32_SHARES = {
     "V100": (
         0.50,
@@ -36,41 +37,44 @@ FP32_SHARES = {
         "PyTorch/LanguageModeling/BERT",
     ),
 }
-"""The same of the peak in fp32, which is that of other units than the tensor cores."""
+# where nothing is published: an assumption, in the midst of the others
 ASSUMED_SHARE = 0.35
-"""Where nothing is published: an assumption, in the midst of the others."""
+# share of NVLink's one-direction bandwidth in an all-reduce: 0.67 to 0.82 (github.com/NVIDIA/nccl-tests, issues 149
+# and 212)
 NVLINK_ACHIEVED = 0.75
-"""Share of NVLink's one-direction bandwidth in an all-reduce: 0.67 to 0.82 (github.com/NVIDIA/nccl-tests, issues 149
-and 212)."""
+# all-reduce over PCIe x16 by generation: 28 GB/s with eight RTX 5090 (github.com/NVIDIA/nccl/issues/1639), the others
+# by halves
 PCIE_GB_PER_S = {3: 8.0, 4: 16.0, 5: 28.0}
-"""All-reduce over PCIe x16 by generation: 28 GB/s with eight RTX 5090 (github.com/NVIDIA/nccl/issues/1639), the others
-by halves."""
+# share of the line: 0.95 at 32 Gbit/s, 0.32 to 0.48 at 100 Gbit/s by TCP (github.com/NVIDIA/nccl/issues/209, 450)
 ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, TCP_GBIT = 0.9, 0.4, 45
-"""Share of the line: 0.95 at 32 Gbit/s, 0.32 to 0.48 at 100 Gbit/s by TCP (github.com/NVIDIA/nccl/issues/209, 450)."""
 ASSUMED_ETHERNET_GBIT = 25
+OFFLOADED_GB_PER_S = 12.0  # across PCIe, as measured rarely above
 SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
 class Link:
-    """The slowest way between two neighbouring ranks."""
+    """The slowest link between two neighbouring ranks; its bandwidth is that of one direction in collectives."""
 
     name: str
     gb_per_s: float
-    """In 10^9 bytes, one direction, as collectives reach it."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The GPUs of a plan."""
+    """The GPUs of a plan.
+
+    Attributes:
+        gpus: One per device, in the order of the ranks.
+        nodes: Machines, with equally many GPUs each.
+        link: Named by the user; None = the best that the GPU has, and Ethernet between machines.
+        usd_per_hour: Price of one GPU that overrides the catalogue's.
+    """
 
     gpus: tuple[Gpu, ...]
-    """One per device, in the order of the ranks."""
     nodes: int = 1
     link: Link | None = None
-    """Named by the user; None = the best that the GPU has, and Ethernet between machines."""
     usd_per_hour: float | None = None
-    """Price of one GPU that overrides the catalogue's."""
 
     def __post_init__(self) -> None:
         """Check that the nodes are alike."""
@@ -82,11 +86,11 @@ class Cluster:
     @property
     def slowest_link(self) -> Link:
         """Between two neighbours of a ring through all GPUs."""
+        gpu = self.gpus[0]
         if self.link is not None:
             return self.link
         if self.nodes > 1:
-            return parse_link(f"ethernet-{ASSUMED_ETHERNET_GBIT}", self.gpus[0])
-        gpu = self.gpus[0]
+            return ethernet(ASSUMED_ETHERNET_GBIT)
         return parse_link("nvlink" if gpu.nvlink_gb_per_s and not gpu.nvlink_bridge else "pcie", gpu)
 
     @property
@@ -97,10 +101,10 @@ class Cluster:
 
 
 def parse_link(name: str, gpu: Gpu) -> Link:
-    """The link that a user means by `nvlink`, `pcie` or `ethernet-25`.
+    """Return the link that a user means by `nvlink`, `pcie` or `ethernet-25`.
 
     Raises:
-        BadInputError: none of these, or the GPU has no NVLink.
+        BadInputError: It is none of these, or the GPU has no NVLink.
     """
     if name == "nvlink":
         if gpu.nvlink_gb_per_s is None:
@@ -115,27 +119,26 @@ def parse_link(name: str, gpu: Gpu) -> Link:
 
 
 def ethernet(gbit: float) -> Link:
-    """Ethernet of so many Gbit/s: nearly all of a slow line, then what TCP reaches, then a share of a fast line."""
+    """Return Ethernet of `gbit` Gbit/s: nearly all of a slow line, then what TCP reaches, or a share of a fast line."""
     reached_gbit = max(min(ETHERNET_ACHIEVED * gbit, TCP_GBIT), FAST_ETHERNET_ACHIEVED * gbit)
     return Link(f"Ethernet {gbit:g} Gbit/s", reached_gbit / 8)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Floating-point operations per second that a GPU reaches, and where the figure comes from."""
+    """Floating-point operations per second that a GPU reaches, and the source of that number."""
 
     flops_per_s: float
     source: str
 
 
 def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
-    """What `gpu` reaches in training: the median of the records kept for it, or a published share of its peak.
+    """Return what `gpu` reaches in training: the median of its records kept here, or a published share of its peak.
 
     Raises:
-        BadInputError: the GPU does not compute in the job's precision.
+        BadInputError: The GPU does not compute in the job's precision.
     """
-    measured = calibration.get(gpu.name)
-    if measured:
+    if measured := calibration.get(gpu.name):
         return Speed(median(measured), f"{gpu.name}: measured, median of {len(measured)} records kept here")
     peak = gpu.tflops_dense[job.precision.removesuffix("-mixed")]
     if peak is None:
@@ -146,15 +149,14 @@ def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> S
         (ASSUMED_SHARE, "an assumption: nothing published was found"),
     )
     factor = job.method.speed_factor
-    of_that = f"; times {factor} for {job.technique}, github.com/QwenLM/Qwen" if job.method.has_adapters else ""
+    if job.method.has_adapters:
+        source += f"; times {factor} for {job.technique}, github.com/QwenLM/Qwen"
     share *= factor
-    return Speed(
-        peak * 1e12 * share, f"{gpu.name}, {job.technique}: {share:.0%} of {peak:g} TFLOP/s ({source}{of_that})"
-    )
+    return Speed(peak * 1e12 * share, f"{gpu.name}, {job.technique}: {share:.0%} of {peak:g} TFLOP/s ({source})")
 
 
 def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> dict[str, list[float]]:
-    """Floating-point operations per second that kept runs on one device reached, by the GPU's name in the catalogue.
+    """Return the floating-point operations per second that kept runs on one device reached, by the GPU's name.
 
     Of runs of the same task alone: those of others have models and rows of other sizes.
 
@@ -163,23 +165,17 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
     """
     reached: dict[str, list[float]] = {}
     for record in records:
-        name = planned_device(record)
-        is_other = record["config"].get("task", "chat") != task  # older records know one task only
+        config, devices = record["config"], record["environment"]["devices"]
+        gpu = None if config["device"] == "cpu" else gpu_of_device(devices[0])
+        name = CPU_DEVICE if config["device"] == "cpu" else gpu and gpu.name
+        is_other = config.get("task", "chat") != task  # older records know one task only
         if record["status"] != "completed" or name is None or is_other or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         again = 3 / 2 if TECHNIQUES[record["technique"]].has_adapters else 4 / 3
-        recomputed = again if record["config"]["gradient_checkpointing"] else 1
+        recomputed = again if config["gradient_checkpointing"] else 1
         flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
         reached.setdefault(name, []).append(flops_per_s * recomputed)
     return reached
-
-
-def planned_device(record: dict[str, Any]) -> str | None:
-    """A record's device by its name in the planner; None for a GPU that the catalogue lacks."""
-    if record["config"]["device"] == "cpu":
-        return CPU_DEVICE
-    gpu = gpu_of_device(record["environment"]["devices"][0])
-    return gpu.name if gpu else None
 
 
 @dataclass(frozen=True)
@@ -198,7 +194,7 @@ class StepFlops:
 
 
 def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
-    """Operations of a step: a product of (m, k) and (k, n) takes 2 m k n (Kaplan et al. 2020, section 2.1).
+    """Count the operations of a step: a product of (m, k) and (k, n) takes 2 m k n (Kaplan et al. 2020, section 2.1).
 
     Causal attention reads half of the earlier tokens on average.
     """
@@ -223,18 +219,22 @@ def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step, and where they go; with accumulation, of one of its micro-batches on average."""
+    """Seconds of one optimizer step, and where they go; with accumulation, of one of its micro-batches on average.
+
+    Attributes:
+        compute_s: Of the device that computes longest; with mp of all devices, one after the other.
+        exposed_s: Of the communication, what computing does not hide.
+        bubble_s: With pp: seconds in which a device waits for others.
+        sent_gb: Sent by one rank, in 10^9 bytes.
+        terms: All of it in words, for `--explain`.
+    """
 
     compute_s: float
-    """Of the device that computes longest; with mp of all devices, one after the other."""
     communication_s: float
     exposed_s: float
-    """Of the communication, what computing does not hide."""
     bubble_s: float
-    """With pp: seconds in which a device waits for others."""
     optimizer_s: float
     sent_gb: float
-    """Sent by one rank, in 10^9 bytes."""
     terms: tuple[str, ...] = field(default=(), repr=False)
 
     @property
@@ -246,38 +246,37 @@ class StepTime:
 def step_time(
     architecture: Architecture, job: Job, cluster: Cluster, shares: Sequence[Share], speeds: Sequence[Speed]
 ) -> StepTime:
-    """How long a step takes; `shares` and `speeds` have one entry per device.
+    """Compute how long a step takes; `shares` and `speeds` have one entry per device.
 
     Rules: gradients are sent while the backward pass goes on, and gathered weights while a layer computes, so that only
     what is longer than that shows; what tensor parallel sums is waited for. A device's layers take at least as long as
     reading their weights once per pass. With accumulation all update once per optimizer step, and DDP sends once.
     """
-    part = part_of_rank(architecture, job)
+    part, link, parallelism = part_of_rank(architecture, job), cluster.slowest_link, job.parallelism
     seconds = [
         _compute_s(part, job, gpu, share, speed) for gpu, share, speed in zip(cluster.gpus, shares, speeds, strict=True)
     ]
-    link = cluster.slowest_link
     updates = [_optimizer_s(part, job, gpu, share) for gpu, share in zip(cluster.gpus, shares, strict=True)]
     optimizer_s = max(updates) / job.accumulation_steps
     sent = sent_bytes(architecture, job)
-    communication_s = sent / (link.gb_per_s * 1e9)
+    communication_s = exposed_s = sent / (link.gb_per_s * 1e9)
     slowest, bubble_s = max(seconds), 0.0
-    if job.parallelism.splits_layers:
+    if parallelism.pipelines:
         stages, micro_batches = len(seconds), job.micro_batches
         # every micro-batch passes the slowest stage; filling and draining takes one pass through all but one stage
-        bubble_s = (stages - 1) / micro_batches * slowest if job.parallelism.pipelines else sum(seconds) - slowest
-        exposed_s = communication_s if job.parallelism.layers_in_turn else communication_s / micro_batches
-    elif job.parallelism.splits_matrices:
-        exposed_s = communication_s
-    elif job.parallelism.shards_weights:
+        bubble_s = (stages - 1) / micro_batches * slowest
+        exposed_s = communication_s / micro_batches
+    elif parallelism.layers_in_turn:
+        bubble_s = sum(seconds) - slowest
+    elif parallelism.shards_weights:
         exposed_s = max(0.0, communication_s - slowest)
-    else:
+    elif not parallelism.splits_matrices:
         flops = step_flops(architecture, job, shares[0])
         backward_share = (flops.activation_gradients + flops.weight_gradients) / flops.total
         exposed_s = max(0.0, communication_s - slowest * backward_share)
-        if job.parallelism.replicates:  # gradients stay where they are until the last micro-batch
-            once_in = job.accumulation_steps
-            sent, communication_s, exposed_s = sent / once_in, communication_s / once_in, exposed_s / once_in
+    if parallelism.replicates:  # gradients stay where they are until the last micro-batch
+        once_in = job.accumulation_steps
+        sent, communication_s, exposed_s = sent / once_in, communication_s / once_in, exposed_s / once_in
     return StepTime(
         slowest, communication_s, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (
@@ -291,26 +290,23 @@ def step_time(
 
 
 def _compute_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share, speed: Speed) -> float:
-    flops = step_flops(architecture, job, share)
     passes = 3 if job.gradient_checkpointing else 2
     weights = sum(
         layers * stack.layer_parameters for stack, layers in zip(architecture.stacks, share.layers, strict=True)
     )
     read_s = passes * weights * job.arithmetic_bytes / (gpu.memory_bandwidth_gb_per_s * 1e9)
-    return max(flops.total / speed.flops_per_s, read_s)
+    return max(step_flops(architecture, job, share).total / speed.flops_per_s, read_s)
 
 
 def _optimizer_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share) -> float:
     """Adam reads weight, gradient and two states, and writes all but the gradient."""
     touched = trained_parameters(architecture, job, share) / job.shards * 7 * job.trained_bytes
-    bandwidth_gb_per_s = (
-        12.0 if job.offload else gpu.memory_bandwidth_gb_per_s
-    )  # offloaded: across PCIe, as measured rarely above
+    bandwidth_gb_per_s = OFFLOADED_GB_PER_S if job.offload else gpu.memory_bandwidth_gb_per_s
     return touched / (bandwidth_gb_per_s * 1e9)
 
 
 def sent_bytes(architecture: Architecture, job: Job) -> float:
-    """What one rank sends in a step.
+    """Count the bytes that one rank sends in a step.
 
     A ring's all-reduce sends 2 (n - 1) / n of the gradients (nccl-tests, doc/PERFORMANCE.md). Sharded weights are
     gathered twice, and their gradients scattered once: 3 (n - 1) / n of the weights, 1.5 times as much (Rajbhandari et
@@ -329,46 +325,38 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
         return 2 * around * summed_bytes(architecture, job)
     trained = trained_parameters(architecture, job)
     if job.parallelism.shards_weights:
-        a = job.arithmetic_bytes
+        a, has_adapters = job.arithmetic_bytes, job.method.has_adapters
         layers = sum(stack.layers * stack.layer_parameters for stack in architecture.stacks)
-        ends = architecture.parameters - layers
-        if job.method.quantizes:  # as they are stored
-            quantized = quantized_weights(architecture)
-            of_layers = quantized * QUANTIZED_NUMBER_BYTES[job.quantization] + (layers - quantized) * a
-        else:
-            of_layers = layers * a
-        if job.method.has_adapters:
-            of_layers += trained * job.trained_bytes  # the adapters, too
+        quantized = quantized_weights(architecture) if job.method.quantizes else 0  # sent as they are stored
+        of_layers = quantized * QUANTIZED_NUMBER_BYTES[job.quantization] + (layers - quantized) * a
+        of_layers += trained * job.trained_bytes * has_adapters  # the adapters, too
+        ends = (architecture.parameters - layers) * a
         again = of_layers if job.parallelism.uses_fsdp else a * max(0, architecture.parameters - ZERO_REUSED_WEIGHTS)
-        return around * (of_layers + ends * a + again + trained * (4 if job.method.has_adapters else a))
+        return around * (of_layers + ends + again + trained * (4 if has_adapters else a))
     is_zero = job.parallelism.uses_deepspeed and not job.method.has_adapters
     return 2 * around * trained * (job.arithmetic_bytes if is_zero else job.trained_bytes)
 
 
 def summed_bytes(architecture: Architecture, job: Job) -> float:
-    """With tensor parallel: activations, and gradients of activations, that the ranks sum up in a step.
+    """Count the bytes of activations, and of their gradients, that tensor-parallel ranks sum up in a step.
 
     In the forward pass the results of attention and MLP; in the backward pass the gradients of their inputs, in fp32,
-    each once (common/training/tensor_parallel.py: `shared_input`), but where nothing before is trained. Between an
-    adapter's matrices there is one such sum, as wide as its rank.
+    each once (common/training/tensor_parallel.py: `shared_input`), except where nothing before them is trained. Between
+    an adapter's matrices there is one such sum, as wide as its rank.
     """
     passes, hidden = 1 + job.gradient_checkpointing, job.batch.tokens * architecture.hidden
     between, a, total = job.batch.tokens * job.lora_rank, job.arithmetic_bytes, 0.0
     for stack in architecture.stacks:
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
-        by_columns = sum(linear.name in SPLIT_BY_COLUMNS for linear in adapted)
+        by_columns = sum(not linear.ends_block for linear in adapted)
+        trained = adapted or [linear for linear in stack.linears if job.trains(linear)]
+        trains_attention = any(linear.block == "attention" for linear in trained)
+        # of the first layer's two sums in the backward pass, those of inputs that depend on nothing trained
+        needless = 0 if job.trains_all else 2 - trains_attention
         total += stack.layers * (by_columns + passes * (len(adapted) - by_columns)) * between * a
         total += stack.layers * 2 * passes * hidden * a
-        total += (stack.layers * 2 - _first_layer_needs_none(stack, job)) * hidden * 4
+        total += (stack.layers * 2 - needless) * hidden * 4
     return total
-
-
-def _first_layer_needs_none(stack: Stack, job: Job) -> int:
-    """Of the first layer's two sums in the backward pass, those of inputs that depend on nothing trained."""
-    if job.trains_all:
-        return 0
-    trained = {linear.name for linear in stack.linears if job.trains(linear) or job.adapts(linear)}
-    return 1 if trained - {"intermediate.dense", "output.dense"} else 2
 
 
 def break_even_gbit(
@@ -378,7 +366,7 @@ def break_even_gbit(
     many_machines: Cluster,
     calibration: dict[str, list[float]],
 ) -> float | None:
-    """The Ethernet, in Gbit/s, from which on many machines bill no more for a step than one machine; None: never.
+    """Return the Ethernet, in Gbit/s, from which on many machines bill no more than one machine; None: never.
 
     Many machines of one cheap GPU send their gradients over Ethernet, and every machine is paid while it waits.
     """
@@ -400,8 +388,3 @@ def break_even_gbit(
         reached = bill(replace(many_machines, link=ethernet(middle))) <= target
         low, high = (low, middle) if reached else (middle, high)
     return high
-
-
-def with_rows(job: Job, rows: int) -> Job:
-    """The same job with another batch size."""
-    return replace(job, batch=replace(job.batch, rows=rows))

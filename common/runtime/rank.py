@@ -21,7 +21,7 @@ from common.base.errors import BadInputError, RunStoppedError
 from common.base.print_prefix import printing_with_prefix, rank_prefix
 from common.base.run_config import RunConfig
 from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
-from common.planning.offers import offer
+from common.planning.plans import offer
 from common.runtime.faults import fault_at
 from common.runtime.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
 from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher, was_restarted

@@ -10,9 +10,7 @@ from transformers import AutoConfig
 
 from common.base.errors import BadInputError
 from common.planning.architectures import (
-    BERT_LIKE,
     MODEL_CONFIGS,
-    SPLIT_BY_COLUMNS,
     UnknownArchitectureError,
     as_classifier,
     find_config,
@@ -39,7 +37,7 @@ def test_parameters_are_those_of_the_real_model(name: str) -> None:
     assert architecture.parameters == sum(architecture.by_part().values())
 
 
-ENCODERS = [name for name in SHAPES if read_architecture(name).model_type in BERT_LIKE]
+ENCODERS = [name for name in SHAPES if read_architecture(name).family.classifier]
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -72,7 +70,7 @@ def test_a_rank_of_tensor_parallel_has_halves_of_the_layers_matrices(name: str) 
     for linear, part in zip(whole.stacks[0].linears, half.stacks[0].linears, strict=True):
         assert part.inputs * part.outputs * 2 == linear.inputs * linear.outputs
         biases = [each.parameters - each.inputs * each.outputs for each in (linear, part)]
-        assert biases[0] == biases[1] * (2 if linear.name in SPLIT_BY_COLUMNS else 1)
+        assert biases[0] == biases[1] * (2 if not linear.ends_block else 1)
     matrices = 4 * hidden**2 + 2 * hidden * whole.intermediate
     biases = 3 * hidden + whole.intermediate  # of those that are split by columns
     assert whole.parameters - half.parameters == whole.layers * (matrices + biases) / 2

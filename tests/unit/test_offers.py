@@ -5,7 +5,7 @@ import pytest
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
-from common.planning.offers import offer, on_fewer
+from common.planning.plans import offer, on_fewer
 
 A6000, A4000 = "NVIDIA RTX A6000", "NVIDIA RTX A4000"
 

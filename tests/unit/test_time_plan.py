@@ -18,7 +18,6 @@ from common.planning.time_plan import (
     parse_link,
     sent_bytes,
     step_flops,
-    with_rows,
 )
 
 LLAMA = read_architecture("llama-3.1-8b")
@@ -102,7 +101,6 @@ def test_a_classifier_s_head_takes_next_to_nothing() -> None:
     flops = step_flops(classifier, job, whole_model(classifier)).total
     layers = sum(linear.inputs * linear.outputs for linear in ROBERTA.stacks[0].linears) * ROBERTA.layers
     assert flops / (BATCH.tokens * layers) == pytest.approx(6, rel=0.1)
-    assert with_rows(job, 8).batch == replace(job.batch, rows=8)
 
 
 def test_an_encoder_decoder_works_on_texts_and_summaries_each_in_its_stack() -> None:
