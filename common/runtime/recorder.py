@@ -131,7 +131,8 @@ class RunLog:
             fits = f"by the plan {rows} rows fit: pass --batch_size {rows}" if rows else "by the plan no row fits"
         return (
             f"Out of memory ({tried}; the peak was {reading.peak_gib:.2f} of {reading.total_gib:.1f} GiB): {fits}, "
-            "with more --gradient_accumulation_steps for the same step, or look at what `python -m common.dry_run` shows."
+            "with more --gradient_accumulation_steps for the same step, or look at what `python -m common.dry_run` "
+            "shows."
         )
 
     def gpu(self) -> devices.Gpu | None:
