@@ -10,7 +10,6 @@ import faulthandler
 import json
 import sys
 import tempfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +21,10 @@ from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_tokenizer, train_linear_layers
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
-from common.training.pipeline import Pipeline, StageModule, load_stage
+from common.training.loop import LoopTrainer
+from common.training.pipeline import load_stage
 from common.training.pipeline_measure import measure_pipeline
-from common.training.pipeline_training import PipelineTrainer
+from common.training.pipeline_parallel import PipelineParallel
 from common.training.placement import place_stages
 from common.training.trainer import trainer_of_rows, training_arguments
 
@@ -61,14 +61,13 @@ def _tell(what: str, line: str) -> None:
     print(what + line, file=sys.stderr, flush=True)
 
 
-def _trainer(run: RunConfig, rank: Rank, folder: Path) -> PipelineTrainer:
+def _trainer(run: RunConfig, rank: Rank, folder: Path) -> LoopTrainer:
     tokenizer, splits = load_tokenizer(run), load_splits(run)
     train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
     stage = load_stage(run, place_stages(run, longest_batch(train, run.per_device_train_batch_size)).stage_map, rank)
     train_linear_layers(stage, run.target_modules)
-    trainer_class = partial(PipelineTrainer, pipeline=Pipeline(StageModule(stage, run, rank), run, rank))
-    arguments, one_for_all = training_arguments(run, folder), replace(rank, rank=0, world_size=1)
-    return trainer_of_rows(stage, tokenizer, train, validation, arguments, one_for_all, [], trainer_class)
+    arguments, strategy = training_arguments(run, folder), PipelineParallel(run, rank)
+    return trainer_of_rows(run, rank, stage, tokenizer, train, validation, arguments, [], strategy, LoopTrainer)
 
 
 if __name__ == "__main__":

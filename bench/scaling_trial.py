@@ -72,7 +72,8 @@ def _trainer(run: RunConfig, technique: Technique, rank: Rank, clock: _StepClock
     arguments.load_best_model_at_end = False
     material = load_material(run)
     model = load_model(run, technique)
-    return trainer_of_rows(model, material.tokenizer, material.train, material.validation, arguments, rank, [clock])
+    rows = material.train, material.validation
+    return trainer_of_rows(run, rank, model, material.tokenizer, *rows, arguments, [clock])
 
 
 if __name__ == "__main__":

@@ -56,12 +56,13 @@ def train_ours(clock: Clock) -> None:
         arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
         arguments.load_best_model_at_end = False
         trainer_of_rows(
+            run,
+            Rank(0, 1, "cpu", "python"),
             load_model(run, clock.trial.technique),
             material.tokenizer,
             material.train,
             material.validation,
             arguments,
-            Rank(0, 1, "cpu", "python"),
             [ClockCallback(clock)],
         ).train()
 

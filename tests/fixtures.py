@@ -29,7 +29,7 @@ from common.models.loading import EMBEDDED_SUMMARIZER
 from common.models.minilm import minilm_folder
 from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.launchers import accelerate_command, torchrun_command
-from common.training.zero_training import check_deepspeed
+from common.training.zero import check_deepspeed
 from tests.fake_gpus.machine import compiled_guard, compiler
 from tests.forked import run_forked
 

@@ -15,11 +15,10 @@ from common.checks.inputs import check_inputs
 from common.data.rows import Splits
 from common.data.splits import tokens_of
 from common.models.loading import add_lora
-from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunLog
-from common.training.export import merge_and_reload
+from common.training.export import save_and_reload
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, train
 from common.training.trainer import CountingTrainer, make_trainer
 
@@ -50,7 +49,7 @@ def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, dat
 def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save adapter and merged model, and load both again: equal logits, or the run fails."""
     with log.phase("merge and reload"):
-        return merge_and_reload(log, trainer, tokenizer, whole_model_on(log.rank.device))
+        return save_and_reload(log, trainer, tokenizer)
 
 
 def workflow(run: RunConfig) -> Record:

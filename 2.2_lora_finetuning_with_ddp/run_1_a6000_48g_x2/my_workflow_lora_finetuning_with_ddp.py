@@ -22,7 +22,7 @@ from common.records.store import Record
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunLog
 from common.training.ceiling import measure_machine_ceiling
-from common.training.export import merge_and_reload
+from common.training.export import save_and_reload
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, record, train
 from common.training.trainer import CountingTrainer, make_trainer
 
@@ -67,7 +67,7 @@ def measure_ceiling(log: RunLog, trainer: CountingTrainer) -> dict[str, float] |
 def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save adapter and merged model, and load both again: equal logits, or the run fails."""
     with log.phase("merge and reload"):
-        return merge_and_reload(log, trainer, tokenizer, device_map(log.rank))
+        return save_and_reload(log, trainer, tokenizer, device_map(log.rank))
 
 
 def workflow(run: RunConfig) -> Record:

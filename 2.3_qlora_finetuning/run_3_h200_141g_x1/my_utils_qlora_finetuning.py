@@ -24,8 +24,8 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunLog
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
-from common.training.export import give_up, give_up_model, validation_logits
-from common.training.trainer import CountingTrainer
+from common.training.export import save_and_free
+from common.training.trainer import CountingTrainer, free_model
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -71,17 +71,14 @@ def merge_both_ways(
         RuntimeError: what was saved is not what was trained.
     """
     run, folder, device = log.run, log.folder, whole_model_on(log.rank.device)
-    batch, expected = validation_logits(trainer, run)
+    rows = trainer.eval_dataset[: run.per_device_eval_batch_size]
+    batch, expected, _ = save_and_free(trainer, rows, folder / "adapter")
     differences: dict[str, float] = {}
     error = None
     if log.rank.is_main:
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder / "adapter")
-    give_up(trainer, log.rank.device)
-    wait_for_everyone()
-    if log.rank.is_main:
         adapted = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
         differences["adapter"] = check_equal_logits(expected, adapted, batch, "adapter", run.precision)
-        give_up_model(adapted, log.rank.device)
+        free_model(adapted)
         error = _save_merged(run, folder, tokenizer, device if has_room else whole_model_on("cpu"))
     wait_for_everyone()
     if not has_room:

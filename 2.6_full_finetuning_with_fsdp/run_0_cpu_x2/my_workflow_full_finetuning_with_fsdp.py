@@ -25,9 +25,11 @@ from common.runtime.rank import rank_started
 from common.runtime.recorder import RunLog
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.ceiling import measure_machine_ceiling
+from common.training.ddp import Ddp
+from common.training.export import save_and_reload
+from common.training.loop import LoopTrainer
 from common.training.results import check_training, training_figures
-from common.training.sharded_run import model_to_train, trainer_class, whole_model_to_train
-from common.training.sharded_training import ShardedTrainer, as_computed, save_whole_and_reload
+from common.training.strategy import as_computed, strategy_class, whole_model_to_train
 from common.training.trainer import make_trainer
 
 RUN = RunConfig(
@@ -56,38 +58,41 @@ def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluati
         return evaluate(base, tokenizer, data.test, judges, log, "before")
 
 
-def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> ShardedTrainer:
+def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> LoopTrainer:
     """This rank's part of the model (2), rows as tokens, and the trainer of both."""
     with log.phase("build trainer"):
         train = tokens_of(data.train, tokenizer, log.run)
         validation = tokens_of(data.validation, tokenizer, log.run)
-        model, makes_steps = model_to_train(log.run, log.rank), trainer_class(log.run, log.rank)
-        return make_trainer(model, tokenizer, train, validation, log, trainer_class=makes_steps)
+        makes_strategy = Ddp if log.run.parallelism.replicates else strategy_class(log.run)  # DDP in the same loop
+        strategy = makes_strategy(log.run, log.rank)
+        model = strategy.load_model()
+        return make_trainer(model, tokenizer, train, validation, log, strategy=strategy, trainer_class=LoopTrainer)
 
 
-def train(log: RunLog, trainer: ShardedTrainer) -> Figures:
+def train(log: RunLog, trainer: LoopTrainer) -> Figures:
     """Train, take the checkpoint with the lowest validation loss (4), check what every rank did, and sum it up."""
     with log.phase("training"):
         trainer.train()
         world = check_training(trainer, log.rank)
-    figures = {**training_figures(trainer, world, log), **trainer.sharding_figures()}
+    figures = {**training_figures(trainer, world, log), **trainer.strategy.for_record()}
     if log.rank.is_main and figures["held"]:
         print(held_table(figures["held"]).to_string())
     return figures
 
 
-def save(log: RunLog, trainer: ShardedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+def save(log: RunLog, trainer: LoopTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Gather the parts into one model (5), and load it as any user would: the same logits, or the run fails."""
     with log.phase("save and reload"):
-        return save_whole_and_reload(log, trainer, tokenizer)
+        return save_and_reload(log, trainer, tokenizer)
 
 
-def measure_ceiling(log: RunLog, trainer: ShardedTrainer) -> dict[str, float] | None:
+def measure_ceiling(log: RunLog, trainer: LoopTrainer) -> dict[str, float] | None:
     """What a speed-up on this machine can be at most (6); on CPU only, as one GPU may not hold the whole model."""
     if log.run.device == "cuda":
         return None
     with log.phase("machine ceiling"):
-        return measure_machine_ceiling(trainer, log.rank, whole_model_to_train(log.run, log.rank.device))
+        whole = whole_model_to_train(log.run, whole_model_on(log.rank.device))
+        return measure_machine_ceiling(trainer, log.rank, whole)
 
 
 def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:

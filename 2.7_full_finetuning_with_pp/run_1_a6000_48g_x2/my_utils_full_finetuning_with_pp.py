@@ -1,17 +1,8 @@
-"""What only pipeline parallel needs: this rank's stage with what is to be trained, and a look at all stages."""
+"""What only pipeline parallel needs to show: a look at all stages."""
 
 import pandas as pd
-from peft import PeftModel
-from transformers import PreTrainedModel
 
-from common.runtime.recorder import RunLog
-from common.training import pipeline
 from common.training.placement import Placement
-
-
-def trained_stage(log: RunLog, placement: Placement) -> PreTrainedModel | PeftModel:
-    """This rank's layers with the trained weights switched on; with `--technique lora` adapters beside frozen ones."""
-    return pipeline.trained_stage(log.run, placement.stage_map, log.rank)
 
 
 def stage_table(placement: Placement) -> pd.DataFrame:

@@ -9,9 +9,7 @@ Against 2.4: (1) layers are placed before anything is loaded, (2) a rank loads i
 a schedule of micro-batches, (4) what the pipeline brings is measured, (5) the stages are saved as one model.
 """
 
-from functools import partial
-
-from my_utils_full_finetuning_with_pp import stage_table, trained_stage
+from my_utils_full_finetuning_with_pp import stage_table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.command_line import run_from_command_line
@@ -26,11 +24,12 @@ from common.records.store import Record
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunLog
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
-from common.training.pipeline import Pipeline, StageModule
+from common.training.export import save_and_reload
+from common.training.loop import LoopTrainer
 from common.training.pipeline_measure import measure_pipeline
-from common.training.pipeline_training import PipelineTrainer, save_parts_and_reload
 from common.training.placement import Placement, place_stages
 from common.training.results import check_training, training_figures
+from common.training.strategy import strategy_class
 from common.training.trainer import make_trainer
 
 RUN = RunConfig(
@@ -80,24 +79,24 @@ def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluati
 
 def build_trainer(
     log: RunLog, placement: Placement, tokenizer: Tokenizer, train: list[Tokens], data: Splits
-) -> PipelineTrainer:
+) -> LoopTrainer:
     """This rank's stage (2), its schedules (3), and the trainer of both."""
     with log.phase("build trainer"):
-        module = StageModule(trained_stage(log, placement), log.run, log.rank)
-        trainer_class = partial(PipelineTrainer, pipeline=Pipeline(module, log.run, log.rank))
+        strategy = strategy_class(log.run)(log.run, log.rank)
+        stage = strategy.load_model(placement.stage_map)
         validation = tokens_of(data.validation, tokenizer, log.run)
-        return make_trainer(module.model, tokenizer, train, validation, log, placement.plan, trainer_class)
+        return make_trainer(stage, tokenizer, train, validation, log, placement.plan, strategy, LoopTrainer)
 
 
-def train_stages(log: RunLog, trainer: PipelineTrainer) -> Figures:
+def train_stages(log: RunLog, trainer: LoopTrainer) -> Figures:
     """Train, take the checkpoint with the lowest validation loss, check what every stage did, and sum it up."""
     with log.phase("training"):
         trainer.train()
         world = check_training(trainer, log.rank)
-    return {**training_figures(trainer, world, log), **trainer.stage_figures()}
+    return {**training_figures(trainer, world, log), **trainer.strategy.for_record()}
 
 
-def measure(log: RunLog, trainer: PipelineTrainer) -> Figures | None:
+def measure(log: RunLog, trainer: LoopTrainer) -> Figures | None:
     """GPipe and 1F1B against naive model parallel, and where the rest goes (4); on CPU only, for a GPU's memory."""
     if log.run.device == "cuda":
         return None
@@ -105,10 +104,10 @@ def measure(log: RunLog, trainer: PipelineTrainer) -> Figures | None:
         return measure_pipeline(trainer, tell=print)
 
 
-def save(log: RunLog, trainer: PipelineTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+def save(log: RunLog, trainer: LoopTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the stages as one model (5), and load it as any user would: the pipeline's logits, or the run fails."""
     with log.phase("save and reload"):
-        return save_parts_and_reload(log, trainer, tokenizer)
+        return save_and_reload(log, trainer, tokenizer)
 
 
 def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:

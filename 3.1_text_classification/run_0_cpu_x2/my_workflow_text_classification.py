@@ -8,13 +8,13 @@ From this folder:
     accelerate launch --config_file my_accelerate_config.yaml my_workflow_text_classification.py
 
 `python` starts as many ranks as the setting has. A setting is this folder's run with (1) the technique's own recipe and
-(2) the rows of a step given to the devices as the way to share the work has it; the steps are the same for all.
+(2) the rows of a step given to the devices as the parallelism has it; the steps are the same for all.
 """
 
 import sys
 from functools import partial
 
-from my_utils_text_classification import measure_sharing, save_model, start_trainer
+from my_utils_text_classification import measure_parallelism, save_model, start_trainer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
@@ -96,11 +96,11 @@ def train(log: RunLog, trainer: CountingTrainer) -> Figures:
 
 
 def measure(log: RunLog, trainer: CountingTrainer) -> Figures:
-    """What sharing the work can bring on this machine, and where the rest goes."""
+    """Measure what parallelism can bring on this machine, and where the rest goes."""
     if log.run.parallelism.is_single:
         return {}
     with log.phase("measure the sharing"):
-        return measure_sharing(log, trainer)
+        return measure_parallelism(log, trainer)
 
 
 def save(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:

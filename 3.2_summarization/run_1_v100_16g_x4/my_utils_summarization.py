@@ -1,6 +1,5 @@
 """What the three workflows of this folder share: the run, and all steps but training."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -10,13 +9,14 @@ from common.data.batches import partition
 from common.data.rows import Splits
 from common.data.splits import load_splits, tokens_of
 from common.data.texts import say_long_texts
-from common.models.loading import load_base_model, load_tokenizer, train_own_weights
+from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunLog
 from common.tasks.summarization import Summaries, summarize
 from common.training.export import save_and_reload
 from common.training.results import check_training, training_figures
+from common.training.strategy import Strategy
 from common.training.trainer import CountingTrainer, make_trainer
 
 RUN = RunConfig(
@@ -76,26 +76,25 @@ def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Summarie
 
 
 def build(
-    log: RunLog, tokenizer: Tokenizer, data: Splits, trainer_class: Callable[..., CountingTrainer]
+    log: RunLog, tokenizer: Tokenizer, data: Splits, strategy: Strategy, trainer_class: type[CountingTrainer]
 ) -> CountingTrainer:
     """The whole model on every rank, and what trains it on the rank's own rows."""
     with log.phase("build trainer"):
-        model = load_base_model(log.run, whole_model_on(log.rank.device))
-        train_own_weights(model, log.run)
+        model = strategy.load_model()
         train, validation = (tokens_of(rows, tokenizer, log.run) for rows in (data.train, data.validation))
         validation.sort(key=lambda row: -len(row["input_ids"]))  # batches with little padding
-        return make_trainer(model, tokenizer, train, validation, log, trainer_class=trainer_class)
+        return make_trainer(model, tokenizer, train, validation, log, strategy=strategy, trainer_class=trainer_class)
 
 
 def figures_of(log: RunLog, trainer: CountingTrainer) -> Figures:
-    """What training came to, after a check of what every rank did; every rank takes part."""
+    """Return the metrics of training, after a check of what every rank did; called on every rank."""
     return training_figures(trainer, check_training(trainer, log.rank), log)
 
 
 def save(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model and load it as any user would: equal logits, or the run fails."""
     with log.phase("save and reload"):
-        return save_and_reload(log, trainer, tokenizer, whole_model_on(log.rank.device))
+        return save_and_reload(log, trainer, tokenizer)
 
 
 def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Summaries:

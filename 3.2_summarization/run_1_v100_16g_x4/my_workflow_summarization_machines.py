@@ -19,7 +19,6 @@ rows among them. (Where more may come than were there at first, pass --partition
 """
 
 from dataclasses import replace
-from functools import partial
 
 from my_utils_summarization import (
     Figures,
@@ -43,8 +42,7 @@ from common.runtime.membership import member_of, run_as_member, world_joined
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunLog
 from common.runtime.rendezvous import find_meeting, meeting_options
-from common.training.gradient_exchange import GradientExchange
-from common.training.plain_loop import PlainLoop
+from common.training.replicas import GradientExchange, PlainLoop, Replicas
 
 RUN = run_with(loop="machines")
 
@@ -72,7 +70,7 @@ def workflow(run: RunConfig, goes_on: bool = False) -> Record:
         log = RunLog(run, rank, goes_on)
         tokenizer, data = load_data(log)
         before = evaluate_before(log, tokenizer, data)
-        loop = build(log, tokenizer, data, partial(PlainLoop, log=log))
+        loop = build(log, tokenizer, data, Replicas(log), PlainLoop)
         trained = train(log, loop)
         tuned, differences = save(log, loop, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data)

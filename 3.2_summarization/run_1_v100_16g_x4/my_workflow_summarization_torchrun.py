@@ -27,6 +27,7 @@ from common.checks.inputs import check_inputs
 from common.records.store import Record
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunLog
+from common.training.strategy import WholeModel
 from common.training.trainer import SummaryTrainer
 
 RUN = run_with(loop="trainer")
@@ -46,7 +47,7 @@ def workflow(run: RunConfig) -> Record:
         log = RunLog(run, rank)
         tokenizer, data = load_data(log)
         before = evaluate_before(log, tokenizer, data)
-        trainer = build(log, tokenizer, data, SummaryTrainer)
+        trainer = build(log, tokenizer, data, WholeModel(run, rank), SummaryTrainer)
         trained = train(log, trainer)
         tuned, differences = save(log, trainer, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data)

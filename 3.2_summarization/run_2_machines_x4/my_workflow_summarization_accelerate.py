@@ -10,7 +10,6 @@ move on once for every rank at each step.
 """
 
 from contextlib import nullcontext
-from functools import partial
 
 from accelerate import Accelerator
 from my_utils_summarization import (
@@ -31,7 +30,7 @@ from common.checks.inputs import check_inputs
 from common.records.store import Record
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunLog
-from common.training.plain_loop import PlainLoop
+from common.training.replicas import PlainLoop, Replicas
 
 RUN = run_with(loop="accelerate")
 
@@ -62,7 +61,7 @@ def workflow(run: RunConfig) -> Record:
         log = RunLog(run, rank)
         tokenizer, data = load_data(log)
         before = evaluate_before(log, tokenizer, data)
-        loop = build(log, tokenizer, data, partial(PlainLoop, log=log))
+        loop = build(log, tokenizer, data, Replicas(log), PlainLoop)
         trained = train(log, loop)
         tuned, differences = save(log, loop, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data)

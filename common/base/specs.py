@@ -73,6 +73,8 @@ class Parallelism:
     """Techniques for which the planner ranks it unasked, where there are several devices."""
     resumes_on_other_ranks: bool = False
     """A checkpoint can be resumed on another number of ranks."""
+    strategy: str = ""
+    """The class that does in a step what this parallelism needs, as `module:name`; empty = the Trainer itself does."""
     why_not_reentrant: str = ""
     """Why PyTorch's reentrant gradient checkpointing does not work with it; empty = it does."""
 
@@ -192,6 +194,7 @@ PARALLELISMS = {
             sharded_by=FSDP,
             resumes_on_other_ranks=True,
             why_not_reentrant="FSDP's hooks would gather for it in the wrong order",
+            strategy="common.training.fsdp:Fsdp",
         ),
         Parallelism(
             "zero1",
@@ -203,6 +206,7 @@ PARALLELISMS = {
             takes_4_bits=False,
             why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full",),  # it would divide next to nothing of an adapter
+            strategy="common.training.zero:Zero",
         ),
         Parallelism(
             "zero2",
@@ -214,6 +218,7 @@ PARALLELISMS = {
             takes_4_bits=False,
             why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full",),  # as stage 1
+            strategy="common.training.zero:Zero",
         ),
         Parallelism(
             "zero3",
@@ -225,6 +230,7 @@ PARALLELISMS = {
             takes_4_bits=False,
             why_not_reentrant="it is not tested with ZeRO",
             suggested_for=("full", "lora"),
+            strategy="common.training.zero:Zero",
         ),
         Parallelism(
             "pp",
@@ -234,6 +240,7 @@ PARALLELISMS = {
             splits_layers=True,
             pipelines=True,
             why_not_reentrant="the first stage's input needs no gradient, and would cut its layers off",
+            strategy="common.training.pipeline_parallel:PipelineParallel",
         ),
         Parallelism(
             "tp",
@@ -242,6 +249,7 @@ PARALLELISMS = {
             splits_matrices=True,
             takes_4_bits=False,
             suggested_for=(),  # but for classifiers
+            strategy="common.training.tensor_parallel:TensorParallel",
         ),
         Parallelism(
             "mp",

@@ -27,7 +27,6 @@ from transformers import (
 )
 
 from common.base.run_config import RunConfig
-from common.data.batches import EpochBatches
 from common.data.rows import IGNORED_LABEL
 from common.models.loading import ATTENTION, model_class, weight_dtype, with_trained_weights
 from common.planning.device_maps import device_map_of
@@ -37,20 +36,19 @@ from common.planning.shares import Share
 from common.runtime.rank import name_deepspeeds_device
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
-from common.training.callbacks import WorkDone
 from common.training.memory_tracker import (
     HANDING_ON,
     MemoryTracker,
     Timeline,
     Watch,
-    _mark,
-    _mark_end,
     like_cuda,
+    mark,
     watch_gradients,
 )
 from common.training.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
-from common.training.pipeline_training import PipelineTrainer
-from common.training.trainer import keeps_logits, training_arguments, with_head_on_answers
+from common.training.pipeline_parallel import PipelineParallel
+from common.training.strategy import keeps_logits, with_head_on_answers
+from common.training.trainer import training_arguments
 
 STEPS = 2  # the second has optimizer states from its start, and is the one that counts
 WHOLE = Share(())  # both ends; the model says how many layers there are
@@ -181,19 +179,47 @@ def tracked_stage_steps(
     """
     with ExitStack() as stack:
         tracker = _tracker_of(model, inputs)
-        pipeline = pipeline_alone(run, model, stage, "attention_mask" in inputs, tracker)
-        share = Share((), has_embeddings=pipeline.module.is_first, has_head=pipeline.module.is_last)
-        counted = {"batches": EpochBatches([1], 1, 1, 0, 0), "work": WorkDone(), "objective": objective_of(run)}
-        trainer_class = partial(StageTrainer, pipeline=pipeline, share=share, **counted)
-        trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, trainer_class))
+        share = Share((), has_embeddings=stage == 0, has_head=stage == run.devices - 1)
+        trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, partial(StepTrainer, share=share)))
+        strategy = stage_alone(run, model, stage, "attention_mask" in inputs, tracker, trainer)
         stack.enter_context(tracker)
         mark_segments(model, tracker, trainer.after_layers)
         watch_gradients(model, tracker)
         stack.enter_context(fake_group(stage, run.devices))
         stack.enter_context(mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote))
         batch = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
-        take_stage_step(trainer, batch, tracker)
+        make_optimizer_states(trainer, tracker)
+        tracker.timeline.clear()
+        take_stage_step(strategy, batch, tracker)
     return tracker.timeline
+
+
+def make_optimizer_states(trainer: Trainer, tracker: Watch) -> None:
+    """Update once, by gradients from nowhere: a step's passes for all micro-batches would take longer."""
+    tracker.enter("load", "gradients")
+    for weight in trainer.model.parameters():
+        if weight.requires_grad:
+            weight.grad = torch.empty_like(weight)
+    tracker.enter("load", "optimizer")
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+
+
+def stage_alone(
+    run: RunConfig,
+    model: PreTrainedModel | PeftModel,
+    stage: int,
+    padded: bool,
+    tracker: Watch,
+    trainer: "StepTrainer",
+) -> PipelineParallel:
+    """Return the strategy of one stage, on the CPU, which tells `tracker` of its passes."""
+    on_cpu = replace(run, device="cpu", gpu="", attention="sdpa")
+    strategy = PipelineParallel(on_cpu, Rank(stage, run.devices, "cpu", "python"))
+    strategy.attach(model)
+    strategy.prepare(trainer.optimizer, trainer.accelerator)
+    strategy.pipeline = pipeline_alone(run, model, stage, padded, tracker)
+    return strategy
 
 
 def pipeline_alone(
@@ -272,10 +298,6 @@ class StepTrainer(Trainer):
         return LossElsewhere.apply(model(**{name: inputs[name] for name in kept if name in inputs}).logits)
 
 
-class StageTrainer(StepTrainer, PipelineTrainer):
-    """A pipeline's trainer that leaves the fake stage where it is."""
-
-
 class LossElsewhere(torch.autograd.Function):
     """The layers of other devices: a number for their loss, and a gradient as it comes back from them."""
 
@@ -340,27 +362,14 @@ def take_step(
     model.zero_grad()
 
 
-def take_stage_step(trainer: PipelineTrainer, batch: dict[str, torch.Tensor], tracker: MemoryTracker) -> None:
-    """Take one optimizer step of a stage as `PipelineTrainer` does; `tracker` is told of its phases.
-
-    Optimizer states come from an update before it, by gradients from nowhere: a step's passes for all micro-batches
-    take longer than all the rest.
-    """
-    tracker.enter("load", "gradients")
-    for weight in trainer.model.parameters():
-        if weight.requires_grad:
-            weight.grad = torch.empty_like(weight)
-    tracker.enter("load", "optimizer")
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
-    tracker.timeline.clear()
+def take_stage_step(strategy: PipelineParallel, batch: dict[str, torch.Tensor], tracker: Watch) -> None:
+    """Take one optimizer step of a stage as `LoopTrainer` does; `tracker` is told of its phases."""
     tracker.enter("load", "buffers")  # what the schedule receives into; its clock tells of the passes
-    trainer.pipeline.train_step(batch, 1.0)
+    strategy.backward(batch, labelled=1, is_last=True)
     tracker.enter("optimizer: tied weights and clipping", "buffers")
-    trainer.complete_gradients()
+    strategy.finish_gradients()
     tracker.enter("optimizer: step", "optimizer")
-    trainer.optimizer.step()
-    trainer.optimizer.zero_grad()
+    strategy.update()
 
 
 def mark_segments(model: torch.nn.Module, tracker: Watch, after_layers: str = HEAD_AND_LOSS) -> None:
@@ -372,8 +381,8 @@ def mark_segments(model: torch.nn.Module, tracker: Watch, after_layers: str = HE
         if isinstance(stack, torch.nn.ModuleList) and isinstance(stack[0], GradientCheckpointingLayer):
             for number, layer in enumerate(stack):
                 place = {0: "first layer", len(stack) - 1: "last layer"}.get(number, "middle layers")
-                _mark(layer, f"{name.rpartition('model.')[2]}, {place}", tracker)
-            _mark_end(stack[-1], after_layers, tracker)
+                mark(layer, tracker, f"{name.rpartition('model.')[2]}, {place}")
+            mark(stack[-1], tracker, after=after_layers)
 
 
 @contextmanager

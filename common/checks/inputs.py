@@ -12,11 +12,10 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, check_choice
 from common.base.run_folders import literal_of
-from common.base.specs import DEEPSPEED, FSDP
 from common.data.rows import Row
 from common.data.splits import load_splits
 from common.hardware.devices import GIB
-from common.models.loading import any_shape_config, check_attention, load_tokenizer, with_trained_weights
+from common.models.loading import check_attention, load_tokenizer, with_trained_weights
 from common.models.quantization import check_bitsandbytes
 from common.planning.job import OPTIMIZER_BYTES
 from common.runtime.rank import check_gpus
@@ -24,8 +23,7 @@ from common.runtime.world import detect_launcher, was_restarted
 from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint
 from common.training.placement import check_placement_and_memory, model_without_weights
-from common.training.sharded_run import check_sharding_inputs
-from common.training.tensor_parallel import check_divisible
+from common.training.strategy import strategy_class
 
 # techniques and parallelisms that the workflows of a technique folder do besides those of their literal
 FOLDERS_TAKE = (
@@ -104,16 +102,12 @@ def check_parallelism(run: RunConfig) -> None:
         BadInputError: the model cannot be divided, or nothing here divides it so.
     """
     way = run.parallelism
-    if way.splits_matrices:
-        check_divisible(any_shape_config(run.model), run.devices)
-    if not run.is_sharded:
-        return
-    if not (way.uses_fsdp or way.uses_deepspeed):
+    if not way.strategy and (way.shards or way.splits_matrices or way.pipelines):
         raise BadInputError(
-            f"parallel is {run.parallel}, which {way.sharded_by or 'no library'} shards: trainers shard with {FSDP} or "
-            f"{DEEPSPEED} only; pass --parallel fsdp or zero3."
+            f"parallel is {run.parallel}, which can be planned, but not trained with: its row in common/base/specs.py "
+            "names no strategy; pass another --parallel."
         )
-    check_sharding_inputs(run)
+    strategy_class(run).check(run)
 
 
 def check_results_folder(run: RunConfig) -> None:

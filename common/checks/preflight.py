@@ -16,20 +16,18 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from peft import PeftModel
 from tabulate import tabulate
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from common.base.command_line import BAD_INPUT_EXIT_CODE, SPEAK_FIRST_S
 from common.base.errors import BadInputError
@@ -39,13 +37,7 @@ from common.checks.inputs import check_room_to_save, check_settings, training_ro
 from common.checks.tried_rows import Rows, batch_of, check_length, rows_of_length, rows_of_run
 from common.data.batches import EpochBatches
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
-from common.models.loading import (
-    check_equal_logits,
-    load_base_model,
-    load_tokenizer,
-    next_token_logits,
-    with_trained_weights,
-)
+from common.models.loading import load_tokenizer
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.device_maps import whole_model_on
 from common.planning.job import OPTIMIZER_BYTES, BatchShape
@@ -54,16 +46,10 @@ from common.records.store import settings_without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank, detect_launcher
-from common.tasks.objectives import objective_of
-from common.training import sharded_run
-from common.training.export import give_up
-from common.training.fsdp import mesh_of
-from common.training.pipeline import Pipeline, StageModule, trained_stage
-from common.training.pipeline_training import PipelineTrainer, save_parts
+from common.training.export import reloaded_difference, save_and_free
+from common.training.loop import LoopTrainer
 from common.training.placement import StageMap, place_stages
-from common.training.sharded_training import ShardedTrainer, save_whole
-from common.training.tensor_parallel import split_by_plan
-from common.training.tensor_training import TensorParallelTrainer
+from common.training.strategy import strategy_class
 from common.training.trainer import CountingTrainer, SummaryTrainer, trainer_of_rows, training_arguments
 
 STEPS = 3  # of the optimizer; the first one also warms up, so that the last two are timed
@@ -264,7 +250,10 @@ def trainer_of_longest_batch(
 
     `stage_map` says with mp and pp which stage, and so which device, holds which layers.
     """
-    model, trainer_class = model_and_trainer(run, stage_map, rank)
+    strategy = strategy_class(run)(run, rank)
+    model = strategy.load_model(stage_map)
+    one_device = SummaryTrainer if run.goal.summarizes else CountingTrainer
+    trainer_class = LoopTrainer if strategy.takes_steps else one_device
     arguments = training_arguments(replace(run, max_steps=STEPS, report_to="none"), folder)
     arguments.per_device_train_batch_size = len(rows.train)
     arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
@@ -272,26 +261,11 @@ def trainer_of_longest_batch(
     # validation is divided among the ranks batch by batch: one for each
     validation = rows.validation * run.data_parallel_ranks
     trainer = trainer_of_rows(
-        model, load_tokenizer(run), rows.train, validation, arguments, rank, [], trainer_class, objective_of(run)
+        run, rank, model, load_tokenizer(run), rows.train, validation, arguments, [], strategy, trainer_class
     )
     lengths = [1] * (len(rows.train) * run.gradient_accumulation_steps * STEPS)
     trainer.batches = RepeatedBatch(lengths, len(rows.train), 1, 0, run.seed, run.gradient_accumulation_steps)
     return trainer
-
-
-def model_and_trainer(
-    run: RunConfig, stage_map: StageMap, rank: Rank
-) -> tuple[PreTrainedModel | PeftModel, Callable[..., CountingTrainer]]:
-    """Return what this rank has of the model, with what it trains switched on, and who takes its steps."""
-    if run.parallelism.pipelines:
-        stage = trained_stage(run, stage_map, rank)
-        return stage, partial(PipelineTrainer, pipeline=Pipeline(StageModule(stage, run, rank), run, rank))
-    if run.is_sharded:
-        return sharded_run.model_to_train(run, rank), sharded_run.trainer_class(run, rank)
-    model = with_trained_weights(load_base_model(run, device_map_of_rank(run, stage_map, rank)), run)
-    if run.parallelism.splits_matrices:
-        return split_by_plan(model, mesh_of(rank)), partial(TensorParallelTrainer, rank=rank)
-    return model, SummaryTrainer if run.goal.summarizes else CountingTrainer
 
 
 def device_map_of_rank(run: RunConfig, stage_map: StageMap, rank: Rank) -> dict[str, str | int]:
@@ -302,36 +276,16 @@ def device_map_of_rank(run: RunConfig, stage_map: StageMap, rank: Rank) -> dict[
 def save_and_reload(run: RunConfig, trainer: CountingTrainer, stage_map: StageMap, rank: Rank, folder: Path) -> float:
     """Save the adapter, or the model, and load it again on one rank; return the largest absolute difference of logits.
 
-    With pp that rank is the last one, which has the logits of all stages. The trained model is given up, so that a
-    device holds one model at a time.
+    With pp that rank is the last one, which has the logits of all stages. The trained model is freed, so that a device
+    holds one model at a time.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    trained = trainer.accelerator.unwrap_model(trainer.model)
-    if isinstance(trainer, PipelineTrainer):
-        batch = trainer.collated(trainer.eval_dataset[:1])
-        expected = trainer.pipeline.logits(batch)
-        save_parts(trained, folder, rank)
-    elif isinstance(trainer, ShardedTrainer):
-        batch = trainer.collated(trainer.eval_dataset[:1])
-        logits = trainer.logits(batch).float()  # every rank has a part in it
-        expected = logits if rank.is_main else None
-        save_whole(trainer, folder)
-    else:
-        batch = trainer.data_collator(trainer.eval_dataset[:1])
-        expected = next_token_logits(trained, batch) if rank.is_main else None
-        if rank.is_main:
-            trained.save_pretrained(folder)
-    give_up(trainer, rank.device)
-    if expected is None:
+    batch, expected, compares = save_and_free(trainer, list(trainer.eval_dataset)[:1], folder)
+    if not compares:
         return 0.0
-    device_map = device_map_of_rank(run, stage_map, rank)
-    if run.method.has_adapters:
-        adapted = PeftModel.from_pretrained(load_base_model(run, device_map), folder)
-        return check_equal_logits(expected, adapted, batch, "adapter", run.precision)
-    reloaded = load_base_model(run, device_map, source=folder)
-    return check_equal_logits(expected, reloaded, batch, "model", run.precision)
+    return reloaded_difference(run, folder, device_map_of_rank(run, stage_map, rank), batch, expected)
 
 
 def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None) -> list[Measured]:

@@ -138,8 +138,8 @@ def world_joined(meeting: Meeting, run: RunConfig, member: Member, timeout_s: fl
             raise
         raise LostMemberError(
             f"Another of {meeting.world_size} members went away, or {member} waited {run.step_timeout_s:g} s for it "
-            f"({said_by(error)}): start all again, with --resume_from_checkpoint and the newest checkpoint of this run's "
-            "results, or by torchrun with --max_restarts, which resumes by itself."
+            f"({said_by(error)}): start all again, with --resume_from_checkpoint and the newest checkpoint of this "
+            "run's results, or by torchrun with --max_restarts, which resumes by itself."
         ) from None
 
 

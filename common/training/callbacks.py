@@ -79,7 +79,7 @@ class UpdateReport(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        """Nothing was measured yet."""
+        """Start without a measurement."""
         self.changed_share_by_step: list[tuple[int, float]] = []
         self.before: list[torch.Tensor] = []
 
@@ -114,7 +114,7 @@ class UpdateReport(TrainerCallback):
         self.before = []
 
     def figures(self) -> dict[str, object]:
-        """For the record."""
+        """Return the shares for the record."""
         shares = [share for _, share in self.changed_share_by_step]
         mean = sum(shares) / len(shares) if shares else None
         return {"updated_share": mean, "updated_share_by_step": self.changed_share_by_step}
@@ -157,7 +157,7 @@ class ProgressReport(TrainerCallback):
     """Rank 0's line at each validation: step, losses, and the time that is left."""
 
     def __init__(self, rank: Rank, figures: str = "text") -> None:
-        """Silent on other ranks than 0; `figures`: `text`, or `json` for one object a line."""
+        """Stay silent on other ranks than 0; `figures`: `text`, or `json` for one object a line."""
         self.is_main, self.figures = rank.is_main, figures
         self.start_s, self.first_step = 0.0, 0
         self.training_loss = float("nan")

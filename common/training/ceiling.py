@@ -7,9 +7,10 @@ import torch
 from accelerate.utils import gather_object, wait_for_everyone
 from transformers import Trainer
 
+from common.data.rows import IGNORED_LABEL
 from common.runtime.world import Rank
-from common.tasks.objectives import Objective
-from common.training.trainer import CountingTrainer, with_head_on_answers
+from common.training.strategy import Batch
+from common.training.trainer import CountingTrainer
 
 
 def measure_machine_ceiling(
@@ -20,7 +21,7 @@ def measure_machine_ceiling(
     steps: int = 8,
     rounds: int = 3,
 ) -> dict[str, float]:
-    """How much faster this machine's ranks are than one, when they need not agree: the most to expect of DDP here.
+    """Measure how much faster this machine's ranks are than one when they need not agree: the most that DDP can reach.
 
     Times the bare training step (forward, backward, the run's optimizer) on the same rows, `rounds` times in turn:
     rank 0 alone with the global batch, rank 0 alone with one rank's batch, and all ranks at once with one rank's batch
@@ -34,13 +35,12 @@ def measure_machine_ceiling(
         The seconds per step of all three (medians of the rounds).
         With a `replica`: its seconds per step, and `reached`: the share of the ceiling that is left with synchronising.
     """
-    model = (model or trainer.accelerator.unwrap_model(trainer.model)).train()
+    model = (model or trainer.model).train()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     before = [weight.detach().clone() for weight in trained]
     optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args)
     optimizer = optimizer_class(trained, **settings)
     share_batches = list(trainer.get_train_dataloader())[:steps]
-    objective = trainer.objective
     every_row = list(trainer.batches.global_batches())[:steps]
     global_batches = [trainer.data_collator([trainer.train_dataset[row] for row in rows]) for rows in every_row]
 
@@ -48,11 +48,11 @@ def measure_machine_ceiling(
         wait_for_everyone()
         start_s = time.perf_counter()
         if participates:
-            _bare_steps(module, optimizer, batches, rank.device, objective)
+            _bare_steps(trainer, module, optimizer, batches)
         own_s = time.perf_counter() - start_s
         return max(gather_object([own_s]))
 
-    _bare_steps(model, optimizer, share_batches[:1], rank.device, objective)  # warm up
+    _bare_steps(trainer, model, optimizer, share_batches[:1])  # warm up
     timings = [
         (
             time_s(global_batches, rank.is_main),
@@ -81,20 +81,12 @@ def measure_machine_ceiling(
 
 
 def _bare_steps(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: list[dict[str, torch.Tensor]],
-    device: str,
-    objective: Objective,
+    trainer: CountingTrainer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]
 ) -> None:
     for batch in batches:
-        inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "row"}
-        if objective.loss is None:
-            loss = model(**with_head_on_answers(inputs)).loss
-        else:
-            loss = objective.loss(model(**inputs), inputs["labels"])
-        loss.backward()
+        labelled = int((batch["labels"] != IGNORED_LABEL).sum())
+        trainer.strategy.loss(batch, labelled, model).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if device != "cpu":
-        torch.accelerator.synchronize(device)
+    if trainer.strategy.rank.device != "cpu":
+        torch.accelerator.synchronize()

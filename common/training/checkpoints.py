@@ -10,7 +10,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -41,30 +40,23 @@ class DamagedCheckpointError(BadInputError):
     """A checkpoint is not as it was written."""
 
 
-@dataclass(frozen=True)
-class Writes:
-    """Of one rank: what it is about to write, and whether it is the one of its disk that lists and renames."""
-
-    byte_count: int
-    commits: bool
-
-
 # -- writing
 
 
 @contextmanager
-def atomic_checkpoint(folder: Path, about: Mapping[str, Any], writes: Writes) -> Iterator[Path]:
-    """A fresh folder to write into, which becomes `folder` when every rank has left this context.
+def atomic_checkpoint(folder: Path, about: Mapping[str, Any], byte_count: int, commits: bool) -> Iterator[Path]:
+    """Yield a fresh folder to write into, which becomes `folder` when every rank has left this context.
 
-    Called on every rank. `about` says what run the checkpoint is of.
+    Called on every rank. `about` says what run the checkpoint is of, `byte_count` how much this rank is about to write,
+    and `commits` whether it is the one of its disk that lists and renames.
 
     Raises:
         RunStoppedError: there is no space for it, or it could not be written; what was there before is as it was.
     """
     step, partial = steps_at(folder), folder.parent / PARTIAL / folder.name
     reached("saving", step)
-    _check_space(folder, writes)
-    if writes.commits:
+    _check_space(folder, byte_count, commits)
+    if commits:
         shutil.rmtree(partial.parent, ignore_errors=True)
         partial.mkdir(parents=True)
     wait_for_everyone()
@@ -72,12 +64,15 @@ def atomic_checkpoint(folder: Path, about: Mapping[str, Any], writes: Writes) ->
         yield partial
         fault_at("written", step)
         wait_for_everyone()  # every rank has written its part
-        if writes.commits:
+        if commits:
             flush(partial)
             fault_at("flushed", step)
             write_manifest(partial, about)
             fault_at("listed", step)
-            _rename(partial, folder)
+            if folder.exists():  # of the same step, from an earlier start
+                remove([folder])
+            partial.rename(folder)
+            _flush_file(folder.parent)
             fault_at("renamed", step)
     except (KeyboardInterrupt, SystemExit, RunStoppedError):
         raise
@@ -87,16 +82,17 @@ def atomic_checkpoint(folder: Path, about: Mapping[str, Any], writes: Writes) ->
         raise RunStoppedError(
             f"The checkpoint after step {step} could not be written ({said_by(error)}; "
             f"{shutil.disk_usage(folder.parent).free / GIB:.2f} GiB are free in {folder.parent}): make room there, or "
-            f"pass another --results_root; the checkpoint before is whole, and --resume_from_checkpoint {LAST} resumes from it."
+            f"pass another --results_root; the checkpoint before is whole, and --resume_from_checkpoint {LAST} resumes "
+            "from it."
         ) from error
     wait_for_everyone()
 
 
-def _check_space(folder: Path, writes: Writes) -> None:
+def _check_space(folder: Path, byte_count: int, commits: bool) -> None:
     """Refuse to begin what the disk cannot hold; every rank comes to the same end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
-    of_ranks = gather_object([(writes.byte_count, writes.commits, free)])
+    of_ranks = gather_object([(byte_count, commits, free)])
     needed = sum(count for count, _, _ in of_ranks) / max(1, sum(commits for _, commits, _ in of_ranks)) + SPARE_BYTES
     least = min(free for _, _, free in of_ranks)
     if least < needed:
@@ -121,7 +117,7 @@ def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def _as_bytes(listed: Mapping[str, Any]) -> bytes:
-    """The one way to write a manifest, so that no byte of it can change unseen."""
+    """Return a manifest as it is written, so that no byte of it can change unseen."""
     digest = sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**listed, "sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
 
@@ -146,14 +142,6 @@ def _flush_file(path: Path) -> None:
         os.close(handle)
 
 
-def _rename(partial: Path, folder: Path) -> None:
-    """Give a written checkpoint its name; one of the same step, that an earlier start left, goes."""
-    if folder.exists():
-        remove([folder])
-    partial.rename(folder)
-    _flush_file(folder.parent)
-
-
 def rotate(checkpoints: Path, keep: set[str]) -> None:
     """Remove every checkpoint but those named `keep`."""
     remove([folder for folder in found_in(checkpoints) if folder.name not in keep])
@@ -174,7 +162,7 @@ def remove(folders: list[Path]) -> None:
 
 
 def steps_at(folder: Path) -> int:
-    """After how many optimizer steps a checkpoint was written, by its folder's name."""
+    """Return after how many optimizer steps a checkpoint was written, by its folder's name."""
     named = CHECKPOINT.fullmatch(folder.name)
     if not named:
         raise BadInputError(f"{folder} is no checkpoint: its folder is to be called checkpoint-<step>.")
@@ -182,13 +170,13 @@ def steps_at(folder: Path) -> int:
 
 
 def found_in(checkpoints: Path) -> list[Path]:
-    """The checkpoints of a run, whole or not, the newest first."""
+    """Return the checkpoints of a run, whole or not, the newest first."""
     folders = [path for path in checkpoints.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
     return sorted(folders, key=steps_at, reverse=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Return the manifest of a checkpoint.
 
     Raises:
         DamagedCheckpointError: it is missing, or not as it was written.
@@ -212,7 +200,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint; what it is of (`about`).
+    """Read every byte of a checkpoint, and return what it is of (`about`).
 
     Raises:
         DamagedCheckpointError: a file is missing, new, of another size, or has other bytes than were written.
@@ -235,8 +223,8 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def _damaged(folder: Path, reason: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(
-        f"The checkpoint {folder} is damaged: {reason}. Go on from another: --resume_from_checkpoint {LAST} takes the newest "
-        "whole one of a run."
+        f"The checkpoint {folder} is damaged: {reason}. Resume from another one: --resume_from_checkpoint {LAST} takes "
+        "the newest whole one of a run."
     )
 
 
@@ -260,7 +248,7 @@ def verify_once(folder: Path, is_main: bool) -> dict[str, Any]:
 
 
 def newest_whole(checkpoints: Path, sets_aside: bool = True) -> Path | None:
-    """A run's newest checkpoint that is as it was written; damaged ones are named, and with `sets_aside` renamed."""
+    """Return a run's newest undamaged checkpoint; damaged ones are named, and with `sets_aside` renamed."""
     for folder in found_in(checkpoints):
         try:
             verify(folder)
@@ -282,7 +270,7 @@ def newest_whole(checkpoints: Path, sets_aside: bool = True) -> Path | None:
 def about_run(run: RunConfig, rows: int) -> dict[str, Any]:
     """Return what a checkpoint says of its run, which a resumed run must share; `rows`: to train on."""
     return {
-        "technique": technique_of(run),
+        "technique": "lora" if run.method.has_adapters else "full",  # `lora` stands for any adapters
         "parallel": run.parallel,
         "loop": "trainer" if run.loop == "trainer" else "plain",
         "ranks": run.world_size,
@@ -290,11 +278,6 @@ def about_run(run: RunConfig, rows: int) -> dict[str, Any]:
         "rows": rows,
         "seed": run.seed,
     }
-
-
-def technique_of(run: RunConfig) -> str:
-    """`lora` stands for any adapters."""
-    return "lora" if run.method.has_adapters else "full"
 
 
 def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
@@ -308,28 +291,23 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     own_name = run.run_name or default_run_name(run, launcher)
     own = run.results_folder(own_name)
     if run.resume_from_checkpoint == LAST:
-        _check_newest(own / "checkpoints", run, rows)
+        for newest in found_in(own / "checkpoints")[:1]:
+            with suppress(DamagedCheckpointError):  # it is named, and kept aside, when training begins
+                _check_listed(newest, run, rows)
         return
     folder = Path(run.resume_from_checkpoint).expanduser()
     _check_listed(folder, run, rows)
     steps = run.max_steps if run.max_steps > 0 else run.num_train_epochs * -(-rows // run.effective_batch_size)
     if steps_at(folder) >= steps:
         raise BadInputError(
-            f"resume_from_checkpoint is {folder}, a checkpoint after step {steps_at(folder)}, and this run has {steps}: nothing "
-            "is left to train; raise --num_train_epochs or --max_steps."
+            f"resume_from_checkpoint is {folder}, a checkpoint after step {steps_at(folder)}, and this run has "
+            f"{steps}: nothing is left to train; raise --num_train_epochs or --max_steps."
         )
     if folder.resolve().is_relative_to(own.resolve()):
         raise BadInputError(
-            f"resume_from_checkpoint lies in the results of a run called {own_name}, as this one would be: pass --resume_from_checkpoint "
-            f"{LAST} to resume that run, or another --run_name."
+            f"resume_from_checkpoint lies in the results of a run called {own_name}, as this one would be: pass "
+            f"--resume_from_checkpoint {LAST} to resume that run, or another --run_name."
         )
-
-
-def _check_newest(checkpoints: Path, run: RunConfig, rows: int) -> None:
-    """Look at a run's own newest one, if there is any; a damaged one is named and kept aside when training begins."""
-    for folder in found_in(checkpoints)[:1]:
-        with suppress(DamagedCheckpointError):
-            _check_listed(folder, run, rows)
 
 
 def _check_listed(folder: Path, run: RunConfig, rows: int) -> None:
@@ -343,41 +321,38 @@ def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str,
     Raises:
         BadInputError: what it is of, and what the run is.
     """
-    own = about_run(run, rows)
-    of_another = f"resume_from_checkpoint is {folder}, a checkpoint"
-    if about["parallel"] != own["parallel"] and not _replicas(about["parallel"], own["parallel"]):
-        raise BadInputError(
-            f"{of_another} of {about['parallel']}, but parallel is {run.parallel}: pass --parallel {about['parallel']}."
-        )
-    if about["loop"] != own["loop"]:
-        raise BadInputError(
-            f"{of_another} of another loop ({about['loop']}), which this workflow cannot read: pass another "
-            "--run_name, or take the workflow that wrote it."
-        )
-    if about["technique"] != own["technique"]:
-        raise BadInputError(
-            f"{of_another} of {about['technique']}, but technique is {run.technique}: pass --technique "
-            f"{about['technique']}."
-        )
-    if about["ranks"] != own["ranks"] and not run.parallelism.resumes_on_other_ranks:
-        raise BadInputError(
-            f"{of_another} of {about['ranks']} ranks, but there are {own['ranks']}, and the parts of {run.parallel} "
-            f"fit no other number: pass --devices {about['ranks']}."
-        )
-    if about["rows_per_step"] != own["rows_per_step"]:
-        raise BadInputError(
-            f"{of_another} of steps of {about['rows_per_step']} rows, but this run's have {own['rows_per_step']} "
+    own, changed = about_run(run, rows), "make them equal, or rows would be skipped or repeated"
+    parallelisms = [PARALLELISMS[name] for name in (about["parallel"], run.parallel)]
+    are_whole = all(each.is_single or each.replicates for each in parallelisms)
+    differs = {name: about[name] != value for name, value in own.items()}
+    problems = [
+        (
+            differs["parallel"] and not are_whole,
+            f"of {about['parallel']}, but parallel is {run.parallel}: pass --parallel {about['parallel']}",
+        ),
+        (
+            differs["loop"],
+            f"of another loop ({about['loop']}), which this workflow cannot read: pass another --run_name, or take the "
+            "workflow that wrote it",
+        ),
+        (
+            differs["technique"],
+            f"of {about['technique']}, but technique is {run.technique}: pass --technique {about['technique']}",
+        ),
+        (
+            differs["ranks"] and not run.parallelism.resumes_on_other_ranks,
+            f"of {about['ranks']} ranks, but there are {own['ranks']}, and the parts of {run.parallel} fit no other "
+            f"number: pass --devices {about['ranks']}",
+        ),
+        (
+            differs["rows_per_step"],
+            f"of steps of {about['rows_per_step']} rows, but this run's have {own['rows_per_step']} "
             f"(per_device_train_batch_size {run.per_device_train_batch_size} x gradient_accumulation_steps "
-            f"{run.gradient_accumulation_steps} x {run.data_parallel_ranks} ranks): make them equal, or rows would be skipped or repeated."
-        )
-    for name, unit in (("rows", "training rows"), ("seed", "as seed")):
-        if about[name] != own[name]:
-            raise BadInputError(
-                f"{of_another} with {about[name]} {unit}, but this run has {own[name]}: make them equal, or rows would "
-                "be skipped or repeated."
-            )
-
-
-def _replicas(one: str, other: str) -> bool:
-    """Whether in both ways every rank has the whole model."""
-    return all(PARALLELISMS[name].is_single or PARALLELISMS[name].replicates for name in (one, other))
+            f"{run.gradient_accumulation_steps} x {run.data_parallel_ranks} ranks): {changed}",
+        ),
+        (differs["rows"], f"with {about['rows']} training rows, but this run has {rows}: {changed}"),
+        (differs["seed"], f"with {about['seed']} as seed, but this run has {run.seed}: {changed}"),
+    ]
+    for is_one, problem in problems:
+        if is_one:
+            raise BadInputError(f"resume_from_checkpoint is {folder}, a checkpoint {problem}.")

@@ -6,12 +6,12 @@ from common.base.run_config import RunConfig
 
 
 def zero_stage(run: RunConfig) -> int:
-    """1, 2 or 3."""
+    """Return the stage: 1, 2 or 3."""
     return int(run.parallel.removeprefix("zero"))
 
 
 def deepspeed_config(run: RunConfig) -> dict[str, Any]:
-    """What DeepSpeed is told; sizes that follow from the model are `auto`, as in a file for Accelerate.
+    """Return DeepSpeed's settings; sizes that follow from the model are `auto`, as in a file for Accelerate.
 
     `zero_allow_untested_optimizer`: the optimizer is PyTorch's own, of which ZeRO divides the states.
     `use_multi_rank_bucket_allreduce` off: each gradient is summed on the rank that needs it; else all ranks get all

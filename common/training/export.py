@@ -1,109 +1,101 @@
-"""Save a trained model or adapter, load it again, and compare the logits."""
+"""Save a trained model or adapter, load it again as any user would, and compare the logits."""
+
+from pathlib import Path
 
 import torch
-from accelerate.hooks import remove_hook_from_module
-from accelerate.utils import wait_for_everyone
+from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
-from torch.distributed.tensor import DTensor
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
-from common.models.loading import check_equal_logits, load_base_model, next_token_logits
-from common.models.quantization import drop_quantized
+from common.data.rows import Tokens
+from common.models.loading import check_equal_logits, load_base_model, weight_dtype
+from common.models.quantization import dequantized
+from common.planning.device_maps import whole_model_on
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunLog
+from common.training.strategy import as_computed
 from common.training.trainer import CountingTrainer
 
-
-def merge_and_reload(
-    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase, device_map: dict[str, str]
-) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save the adapter and the merged model, load both again as any user would, and compare them with what was trained.
-
-    Rank 0 writes `adapter` and `merged` into the results folder; every rank loads the merged model. The trainer's own
-    model is given up on the way, so that a device holds no more than two models at a time.
-
-    Returns:
-        The merged model as plain Transformers loads it, and the largest absolute differences of logits.
-
-    Raises:
-        RuntimeError: what was saved is not what was trained.
-    """
-    run, adapter_folder, merged_folder = log.run, log.folder / "adapter", log.folder / "merged"
-    trained = trainer.accelerator.unwrap_model(trainer.model)
-    batch, expected = validation_logits(trainer, run)
-    differences: dict[str, float] = {}
-    if log.rank.is_main:
-        trained.save_pretrained(adapter_folder)
-    give_up(trainer, log.rank.device)
-    if log.rank.is_main:
-        reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), adapter_folder)
-        differences["adapter"] = check_equal_logits(expected, reloaded, batch, "adapter", run.precision)
-        reloaded.merge_and_unload().save_pretrained(merged_folder)
-        tokenizer.save_pretrained(merged_folder)
-        del reloaded
-    wait_for_everyone()
-    tuned = load_base_model(run, device_map, source=merged_folder)
-    differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
-    return tuned, differences
-
-
-def validation_logits(trainer: CountingTrainer, run: RunConfig) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The first batch of validation rows, and the trained model's logits of it, shape (rows, tokens, vocabulary)."""
-    batch = trainer.data_collator(trainer.eval_dataset[: run.per_device_eval_batch_size])
-    return batch, next_token_logits(trainer.accelerator.unwrap_model(trainer.model), batch)
-
-
-def give_up(trainer: CountingTrainer, device: str) -> None:
-    """Free the memory of a trainer's model, gradients and optimizer, also where a notebook still has names for them."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    trainer.optimizer.state.clear()
-    trainer.model_wrapped = model  # DDP's wrapper has buckets as large as all gradients
-    trainer.accelerator.free_memory()
-    give_up_model(model, device)
-
-
-def give_up_model(model: torch.nn.Module, device: str) -> None:
-    """Free a model's memory, whoever else still has its weights: an optimizer's groups have, and DDP's wrapper."""
-    remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
-    drop_quantized(model)
-    for weight in model.parameters():
-        if isinstance(weight, DTensor):  # FSDP keeps a view of its shard
-            storage = weight.to_local().untyped_storage()
-            if storage.resizable():
-                storage.resize_(0)
-    held = [*model.parameters(), *model.buffers()]
-    model.to("meta")  # puts other tensors in their place
-    for tensor in held:
-        tensor.data, tensor.grad = tensor.new_empty(0), None
-    if device != "cpu":
-        torch.accelerator.empty_cache()
+DeviceMap = dict[str, str | int]
 
 
 def save_and_reload(
-    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase, device_map: dict[str, str | int]
+    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase, device_map: DeviceMap | None = None
 ) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save the trained model as it is, load it again as any user would, and compare it with what was trained.
+    """Save the model (with LoRA the adapter, and the merged model), load it as any user would, and compare the logits.
 
-    Rank 0 writes `model` into the results folder, which each disk gets. The trainer's own model is given up on the way.
+    The results folder gets `model`, or `adapter` and `merged`, on each disk. The trainer's own model is freed on the
+    way, so that a device holds no more than two models at a time. Called on every rank.
 
     Returns:
-        The model as plain Transformers loads it, and the largest absolute difference of logits.
+        The model as plain Transformers loads it, on every rank by `device_map` (by default whole on its device), and
+        the largest absolute differences of logits from the trained one's.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    run, folder = log.run, log.folder / "model"
-    batch, expected = validation_logits(trainer, run)
+    run = as_computed(log.run) if trainer.strategy.reloads_as_computed else log.run
+    device_map = device_map or whole_model_on(log.rank.device)
+    folder = log.folder / ("adapter" if run.method.has_adapters else "model")
+    rows = list(trainer.eval_dataset)[: run.per_device_eval_batch_size]
+    batch, expected, compares = save_and_free(trainer, rows, folder)
+    differences: dict[str, float] = {}
+    if run.method.has_adapters:
+        adapter, folder = folder, log.folder / "merged"
+        if compares:
+            differences["adapter"] = reloaded_difference(run, adapter, device_map, batch, expected)
+        if log.rank.is_main:
+            merged(run, adapter, device_map).save_pretrained(folder)
     if log.rank.is_main:
-        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    give_up(trainer, log.rank.device)
     wait_for_everyone()
     broadcast_folder(folder, source=0, lacks=log.writes and not log.rank.is_main, rank=log.rank)
     tuned = load_base_model(run, device_map, source=folder)
-    difference = check_equal_logits(expected, tuned, batch, "model", run.precision)
-    return tuned, {"model": difference}
+    if expected is not None:
+        what = "merged model" if run.method.has_adapters else "model"
+        differences[folder.name] = check_equal_logits(expected, tuned, batch, what, run.precision)
+    of_ranks = gather_object([differences])
+    return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
+
+
+def save_and_free(
+    trainer: CountingTrainer, rows: list[Tokens], folder: Path
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, bool]:
+    """Save the trained model or adapter in `folder`, and free the trainer's memory; called on every rank.
+
+    Returns:
+        `rows` as a batch; the trained model's logits of it, fp32, shape (rows, tokens, vocabulary), None on ranks that
+        do not know them; and whether this rank is the first that does.
+    """
+    batch = trainer.collated(rows)
+    expected = trainer.strategy.logits(batch)
+    trainer.strategy.export(folder)
+    trainer.free()
+    wait_for_everyone()
+    first = gather_object([expected is not None]).index(True)
+    return batch, expected, trainer.strategy.rank.rank == first
+
+
+def reloaded_difference(
+    run: RunConfig, folder: Path, device_map: DeviceMap, batch: dict[str, torch.Tensor], expected: torch.Tensor
+) -> float:
+    """Load what `save_and_free` wrote as any user would, and return the largest absolute difference of its logits.
+
+    Raises:
+        RuntimeError: what was saved is not what was trained.
+    """
+    if run.method.has_adapters:
+        reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), folder)
+    else:
+        reloaded = load_base_model(run, device_map, source=folder)
+    what = "adapter" if run.method.has_adapters else "model"
+    return check_equal_logits(expected, reloaded, batch, what, run.precision)
+
+
+def merged(run: RunConfig, adapter: Path, device_map: DeviceMap) -> PreTrainedModel:
+    """Return the base with an adapter merged into it; a base in 4 bits has no room for the sum, and is dequantized."""
+    base = load_base_model(run, device_map)
+    if run.method.quantizes:
+        base = dequantized(base, weight_dtype(run))
+    return PeftModel.from_pretrained(base, adapter).merge_and_unload()

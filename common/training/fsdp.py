@@ -3,32 +3,105 @@
 PyTorch's `fully_shard` is called here directly: Accelerate's FSDP plugin runs plain DDP on a CPU, and says nothing.
 """
 
+import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from accelerate.utils import gather_object
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import wait_for_everyone
 from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from torch.nn.utils import get_total_norm
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.hardware.devices import GIB
 from common.models.shards import byte_count, global_numel, local_part
+from common.planning.device_maps import whole_model_on
+from common.runtime.rank import accelerate_shards
 from common.runtime.world import Rank
+from common.training.placement import StageMap, model_without_weights
+from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
+from common.training.usage import Held, check_share
 
-UNEVEN_SHARE = 0.05
-"""By which a rank's bytes may be off the whole divided by the ranks: weights are cut along their first dimension."""
 OWN_LAYERS = "layers"
 """The setting `wrap` for the model's own layers."""
 
 
+class Fsdp(Strategy):
+    """Every rank holds its shard of each weight, and gathers the others' layer by layer."""
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        """Check that the model has the classes to wrap.
+
+        Raises:
+            BadInputError: it has none of one.
+        """
+        modules_to_wrap(model_without_weights(run), run.wrap)
+
+    def load_model(self, stage_map: StageMap | None = None) -> Model:
+        """Return the divided model, so that no GPU ever holds all of it.
+
+        It loads on the host, one rank of a machine after the other, so that the host holds one whole model and not one
+        for each GPU. Accelerate, where it was launched with an FSDP file, divides it when training begins.
+
+        Raises:
+            BadInputError: the model lacks a class to wrap, or layers to train.
+        """
+        mesh = None if accelerate_shards() else mesh_of(self.rank)
+        with in_turn(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+            model = whole_model_to_train(self.run, whole_model_on("cpu"))
+            if self.rank.is_main:
+                print(describe_wrapping(model, self.run.wrap))
+            return shard(model, self.run, mesh) if mesh else model
+
+    def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
+        """Check that the model is divided; where Accelerate was launched with an FSDP file, it divides it only now."""
+        if accelerate_shards():
+            accelerator.state.fsdp_plugin.mixed_precision_policy = mixed_precision(self.run)  # its own sums in bf16
+            self.model, optimizer = accelerator.prepare(self.model, optimizer)
+        check_fully_sharded(self.model, self.rank.world_size)
+        return super().prepare(optimizer, accelerator)
+
+    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Add the gradients, which are summed and divided among the ranks after the last batch of a step."""
+        self.model.set_requires_gradient_sync(is_last)
+        loss = self.loss(batch, labelled)
+        (loss * self.rank.world_size).backward()  # FSDP takes the mean over ranks, but each loss is a part of the sum
+        return loss.detach()
+
+    def finish_gradients(self) -> None:
+        """Clip by the norm of all ranks' gradients."""
+        if not self.run.max_grad_norm:
+            return
+        gradients = [local_part(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
+        # by hand, and summed on the rank's own device: offloaded gradients are on the host, where NCCL sums nothing
+        squares = get_total_norm(gradients).to(self.rank.device).float() ** 2
+        dist.all_reduce(squares)
+        factor = (self.run.max_grad_norm / (squares.sqrt() + 1e-6)).clamp(max=1)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+    def check_held(self, held: Held) -> None:
+        """Check that weights and gradients are divided.
+
+        Raises:
+            RuntimeError: with both sizes.
+        """
+        whole, ranks = self.whole_held(), self.rank.world_size
+        check_share("weights", held.weights_bytes, whole.weights_bytes, ranks)
+        check_share("gradients", held.gradients_bytes, whole.gradients_bytes, ranks)
+
+
+# -- dividing
+
+
 def mixed_precision(run: RunConfig) -> MixedPrecisionPolicy:
-    """The format that weights are gathered and computed in, and the one that gradients are added up in.
+    """Return the format that weights are gathered and computed in, and the one that gradients are added up in.
 
     With mixed precision the shards stay fp32: weights are rounded when they are gathered, so that no autocast is
     needed, and gradients are summed in fp32.
@@ -38,8 +111,8 @@ def mixed_precision(run: RunConfig) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy()
 
 
-def modules_to_wrap(model: PreTrainedModel | PeftModel, wrap: str) -> list[torch.nn.Module]:
-    """The modules that are gathered one at a time, in the order of the forward pass.
+def modules_to_wrap(model: Model, wrap: str) -> list[torch.nn.Module]:
+    """Return the modules that are gathered one at a time, in the order of the forward pass.
 
     `wrap` is `layers`, or names of classes with commas between.
 
@@ -60,11 +133,21 @@ def modules_to_wrap(model: PreTrainedModel | PeftModel, wrap: str) -> list[torch
 
 
 def mesh_of(rank: Rank) -> DeviceMesh:
-    """The devices of all ranks in a row; called on every rank."""
+    """Return the devices of all ranks in a row; called on every rank."""
     return init_device_mesh(torch.device(rank.device).type, (rank.world_size,))
 
 
-def shard(model: PreTrainedModel | PeftModel, run: RunConfig, mesh: DeviceMesh) -> PreTrainedModel | PeftModel:
+@contextmanager
+def in_turn(own_turn: int, turns: int) -> Iterator[None]:
+    """Have ranks do what follows one after the other, in the order of their turns from 0; called on every rank."""
+    for _ in range(own_turn):
+        wait_for_everyone()
+    yield
+    for _ in range(turns - own_turn):
+        wait_for_everyone()
+
+
+def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     """Divide every weight among the ranks, in place: wrapped modules one by one, then what is left in the root.
 
     A model on the host moves to the rank's GPU module by module, so that the GPU never holds more than its shards and
@@ -79,9 +162,8 @@ def shard(model: PreTrainedModel | PeftModel, run: RunConfig, mesh: DeviceMesh) 
         "mp_policy": mixed_precision(run),
         "offload_policy": CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy(),
     }
-    for module in reversed(wrapped):  # a wrapped module's own parts come first
+    for module in [*reversed(wrapped), model]:  # a wrapped module's own parts come first
         fully_shard(module, **about)
-    fully_shard(model, **about)
     prefetch(wrapped, run.prefetch)
     return model
 
@@ -93,43 +175,8 @@ def prefetch(wrapped: Sequence[FSDPModule], ahead: int) -> None:
         module.set_modules_to_backward_prefetch(wrapped[max(0, place - ahead) : place][::-1])
 
 
-@dataclass(frozen=True)
-class ShardMemory:
-    """Bytes that a rank keeps between two passes."""
-
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-
-    def __str__(self) -> str:
-        """For a printed line."""
-        parts = [f"{name.removesuffix('_bytes')} {count / GIB * 1024:.2f} MiB" for name, count in asdict(self).items()]
-        return ", ".join(parts)
-
-
-def held_by_ranks(held: ShardMemory, whole: ShardMemory) -> dict[str, object]:
-    """For the record: what each rank holds, and what one device would."""
-    return {"per_rank": gather_object([asdict(held)]), "whole": asdict(whole)}
-
-
-def whole_of(model: torch.nn.Module) -> ShardMemory:
-    """What one device would hold, with Adam's two states."""
-    weights = list(model.parameters())
-    trained = [weight for weight in weights if weight.requires_grad]
-    of_trained = sum(global_numel(weight) * weight.element_size() for weight in trained)
-    return ShardMemory(
-        sum(global_numel(weight) * weight.element_size() for weight in weights), of_trained, 2 * of_trained
-    )
-
-
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of the states on this rank; their step counters left out."""
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return byte_count(local_part(state) for state in states if state.numel() > 1)
-
-
-def check_fully_sharded(model: torch.nn.Module, world_size: int) -> int:
-    """Refuse a model that only looks sharded. Returns the bytes of weights on this rank.
+def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:
+    """Refuse a model that only looks sharded.
 
     Raises:
         RuntimeError: a weight is whole on this rank, or this rank has more than its part.
@@ -141,27 +188,11 @@ def check_fully_sharded(model: torch.nn.Module, world_size: int) -> int:
             f"{len(whole)} of {len(weights)} weights were to be sharded, but are whole on every rank, such as "
             f"{whole[0]}."
         )
-    local, everything = byte_count(map(local_part, weights.values())), byte_count(weights.values())
-    check_share("weights", local, everything, world_size)
-    return local
+    check_share("weights", byte_count(map(local_part, weights.values())), byte_count(weights.values()), world_size)
 
 
-def check_share(what: str, local_bytes: int, whole_bytes: int, world_size: int) -> None:
-    """Refuse a rank that holds another part than its own.
-
-    Raises:
-        RuntimeError: with both sizes.
-    """
-    expected = whole_bytes / world_size
-    if abs(local_bytes - expected) > UNEVEN_SHARE * expected:
-        raise RuntimeError(
-            f"This rank holds {local_bytes:,} bytes of {what}, but {whole_bytes:,} divided by {world_size} ranks are "
-            f"{expected:,.0f}."
-        )
-
-
-def describe_wrapping(model: PreTrainedModel | PeftModel, wrap: str) -> str:
-    """One line: which modules are gathered one at a time, and what the root keeps together."""
+def describe_wrapping(model: Model, wrap: str) -> str:
+    """Return one line: which modules are gathered one at a time, and what the root keeps together."""
     wrapped = modules_to_wrap(model, wrap)
     inside = {id(weight) for module in wrapped for weight in module.parameters()}
     rest = sum(global_numel(weight) for weight in model.parameters() if id(weight) not in inside)

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from common.planning.terms import PARTS
@@ -49,7 +50,7 @@ class MemoryTracker(TorchDispatchMode):
         self.timeline: Timeline = {}
 
     def enter(self, segment: str, new_part: str = "activations") -> None:
-        """From now on the peak is of `segment`, and what is made counts as `new_part`."""
+        """Count the peak as that of `segment` from now on, and what is made as `new_part`."""
         self.segment, self.new_part = segment, new_part
         self._remember()
 
@@ -96,7 +97,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def like_cuda() -> AbstractContextManager:
-    """Has a CPU choose the operations that a GPU would.
+    """Have a CPU choose the operations that a GPU would.
 
     Dropout keeps a mask of bytes; attention's kernels keep a seed for theirs; autocast computes layer norms and softmax
     in fp32.
@@ -125,31 +126,32 @@ def _in_fp32_under_autocast(function: Callable) -> Callable:
     return in_fp32
 
 
-def _mark(layer: torch.nn.Module, place: str, tracker: Watch) -> None:
+def mark(layer: torch.nn.Module, tracker: Watch, place: str = "", after: str = "") -> None:
+    """Have the tracker enter a segment where a layer begins, forward and backward, and where its output is there.
+
+    Its `__call__` is wrapped, not its `forward`: gradient checkpointing happens inside it. `place` names what begins
+    with it, `after` what follows.
+    """
+
     class Marked(type(layer)):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            tracker.enter(f"forward: {place}")
+            if place:
+                tracker.enter(f"forward: {place}")
             output = super().__call__(*args, **kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad:
+            if place and hidden.requires_grad:
                 hidden.register_hook(lambda gradient: tracker.enter(f"backward: {place}"))
+            if after:
+                tracker.enter(f"forward: {after}")
             return output
 
     layer.__class__ = Marked
 
 
-def _mark_end(layer: torch.nn.Module, after_layers: str, tracker: Watch) -> None:
-    class Marked(type(layer)):
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().__call__(*args, **kwargs)
-            tracker.enter(f"forward: {after_layers}")
-            return output
-
-    layer.__class__ = Marked
-
-
-def watch_gradients(model: torch.nn.Module, tracker: MemoryTracker) -> None:
-    """Have the tracker count each weight's gradient as such once it is there."""
-    for weight in model.parameters():
-        if weight.requires_grad:
-            weight.register_post_accumulate_grad_hook(lambda weight: tracker.add(weight.grad, "gradients"))
+def watch_gradients(model: torch.nn.Module, tracker: MemoryTracker) -> list[RemovableHandle]:
+    """Have the tracker count each weight's gradient as such once it is there, until the handles are removed."""
+    return [
+        weight.register_post_accumulate_grad_hook(lambda weight: tracker.add(weight.grad, "gradients"))
+        for weight in model.parameters()
+        if weight.requires_grad
+    ]

@@ -7,13 +7,12 @@ hidden states and gradients; this module cuts the stages, weighs the loss, and t
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import gather_object
 from peft import PeftModel
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -33,7 +32,7 @@ from common.models.loading import (
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.training.placement import StageMap
-from common.training.trainer import keeps_logits, with_head_on_answers
+from common.training.strategy import keeps_logits, with_head_on_answers
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
@@ -50,12 +49,12 @@ class PassThrough(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor | None = None, *_: object, inputs_embeds: torch.Tensor | None = None, **__: object
     ) -> torch.Tensor | None:
-        """The hidden state: layers get it first, embeddings by name."""
+        """Return the hidden state: layers get it first, embeddings by name."""
         return inputs_embeds if hidden is None else hidden
 
     @property
     def word_embeddings(self) -> "PassThrough":
-        """Of an encoder's embeddings: gradient checkpointing asks for it."""
+        """Stand for those of an encoder's embeddings, which gradient checkpointing asks for."""
         return self
 
 
@@ -67,7 +66,8 @@ def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
     is_last = stage == max(stage_map.values())
     if not hasattr(model, "whole_config"):  # with adapters a model is cut twice
         model.whole_config = deepcopy(model.config)
-        model.whole_config.architectures = [library_class(model).__name__]
+        library = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+        model.whole_config.architectures = [library.__name__]  # what plain Transformers loads what is saved with
         model.ends_are_tied = bool(model.all_tied_weights_keys)  # a classifier's config may say so of another head
     keeps_embeddings = is_last and model.ends_are_tied
     for name, holder in stage_map.items():
@@ -79,13 +79,8 @@ def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
         model.all_tied_weights_keys = {}
 
 
-def library_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class that plain Transformers loads what is saved with."""
-    return next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
-
-
 def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel:
-    """This rank's stage of the base model; of pretrained weights nothing else is read into memory.
+    """Return this rank's stage of the base model; of pretrained weights nothing else is read into memory.
 
     (Random weights are made for the whole model first, so that they are the same at any number of stages.)
     """
@@ -106,7 +101,7 @@ def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedMod
 
 
 def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:
-    """Adapters on this stage's layers, with the starting values that they would have on one device.
+    """Put adapters on this stage's layers, with the starting values that they would have on one device.
 
     Each adapter draws random numbers when it is made; so those of other stages are made, too, beside layers on `meta`,
     and taken out again.
@@ -122,7 +117,7 @@ def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMa
 
 
 def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
-    """This rank's layers with the trained weights switched on; with LoRA adapters beside frozen ones.
+    """Return this rank's layers with the trained weights switched on; with LoRA, adapters beside frozen ones.
 
     Raises:
         BadInputError: `target_modules` names no layer of this stage: every stage must have something to train.
@@ -144,48 +139,30 @@ class StageModule(torch.nn.Module):
         self.causal = model.get_base_model() if isinstance(model, PeftModel) else model
         self.causal.config.use_cache = False
         self.is_first, self.is_last = rank.rank == 0, rank.rank == rank.world_size - 1
-        self.autocast_dtype = torch.bfloat16 if run.precision.startswith("bf16") else None
-        self.device_type = run.device
+        autocasts = run.precision.startswith("bf16")
+        self.autocast = torch.autocast(run.device, torch.bfloat16, enabled=autocasts)
+        self.hidden_dtype = hidden_dtype(self.causal, autocasts)
         self.positions: torch.Tensor | None = None
         """Where the last stage computes logits, shape (positions,); None = everywhere."""
 
     def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """`given` has shape (rows, tokens) on the first stage, else (rows, tokens, hidden); the mask (rows, tokens)."""
         inputs = {"input_ids" if self.is_first else "inputs_embeds": given, "attention_mask": attention_mask}
-        with self._autocast():
+        with self.autocast:
             if not self.is_last:
                 return self.causal.base_model(**inputs).last_hidden_state
             if self.positions is not None:
                 inputs["logits_to_keep"] = self.positions
             return self.causal(**inputs).logits
 
-    def _autocast(self) -> AbstractContextManager:
-        return torch.autocast(self.device_type, self.autocast_dtype) if self.autocast_dtype else nullcontext()
-
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """Of hidden states between stages."""
-        return hidden_dtype(self.causal, autocasts=self.autocast_dtype is not None)
-
 
 def hidden_dtype(model: PreTrainedModel, autocasts: bool) -> torch.dtype:
-    """Of hidden states between layers; under autocast layer norms, which end an encoder's layers, give fp32."""
+    """Return the dtype of hidden states; under autocast layer norms, which end an encoder's layers, give fp32."""
     ends_with_layer_norm = not hasattr(model.base_model, "embed_tokens")
     return torch.float32 if autocasts and ends_with_layer_norm else model.dtype
 
 
 # -- passes
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One pass of one micro-batch through one stage; times in seconds since its step began."""
-
-    kind: str
-    """`forward`, `loss` or `backward`."""
-    micro_batch: int
-    start_s: float
-    end_s: float
 
 
 Mark = Any
@@ -200,15 +177,15 @@ class PassClock:
     """Times the passes of this rank's stage, on CPU by the machine's clock, on a GPU by events of its stream."""
 
     def __init__(self, device: str) -> None:
-        """Nothing was timed yet."""
+        """Start without a time."""
         self.device, self.on_gpu = device, device != "cpu"
         self.passes: list[tuple[str, int, Mark, Mark]] = []
         self.steps: list[tuple[Mark, Mark, list[tuple[str, int, Mark, Mark]]]] = []
         """The latest ones; of those before, the sums alone."""
-        self.earlier_busy_s, self.earlier_total_s = 0.0, 0.0
+        self.earlier_s = (0.0, 0.0)
 
     def mark(self) -> Mark:
-        """Now."""
+        """Return the moment."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
@@ -216,50 +193,49 @@ class PassClock:
         return event
 
     def timed(self, kind: str, micro_batch: int, work: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What `work` returns; its time is kept."""
+        """Return what `work` returns, and keep its time."""
         start = self.mark()
         done = work(*args, **kwargs)
         self.passes.append((kind, micro_batch, start, self.mark()))
         return done
 
-    def step(self, work: Callable, *args: Any, **kwargs: Any) -> Any:
-        """What `work`, a whole step of a schedule, returns; its passes belong to it."""
+    def step(self, work: Callable, *args: Any, **kwargs: Any) -> None:
+        """Do `work`, a whole step of a schedule; its passes belong to it."""
+        if len(self.steps) == TIMED_STEPS:
+            self.earlier_s, self.steps = self.busy_and_total_s(), []
         self.passes, start = [], self.mark()
-        done = work(*args, **kwargs)
+        work(*args, **kwargs)
         self.steps.append((start, self.mark(), self.passes))
         self.passes = []  # what follows, say validation, is of no training step
-        if len(self.steps) > TIMED_STEPS:
-            last = self.steps.pop()
-            self.earlier_busy_s, self.earlier_total_s = self.busy_and_total_s()
-            self.steps = [last]
-        return done
 
     def forget(self) -> None:
         """Begin anew."""
-        self.steps, self.earlier_busy_s, self.earlier_total_s = [], 0.0, 0.0
+        self.steps, self.earlier_s = [], (0.0, 0.0)
 
     def busy_and_total_s(self) -> tuple[float, float]:
-        """Seconds in which this stage computed, and seconds of the steps, over all steps since `forget`."""
-        self._wait()
-        busy_s = sum(self._seconds(start, end) for _, _, passes in self.steps for _, _, start, end in passes)
-        total_s = sum(self._seconds(start, end) for start, end, _ in self.steps)
-        return self.earlier_busy_s + busy_s, self.earlier_total_s + total_s
+        """Return the seconds in which this stage computed, and those of the steps, over all steps since `forget`."""
+        busy_s, total_s = self.earlier_s
+        for start, end, passes in self.steps:
+            total_s += self._seconds(start, end)
+            busy_s += sum(self._seconds(start, end) for _, _, start, end in passes)
+        return busy_s, total_s
 
-    def last_passes(self) -> list[Pass]:
-        """The passes of the last step."""
-        self._wait()
+    def last_passes(self) -> list[tuple[str, int, float, float]]:
+        """Return the passes of the last step: kind, micro-batch, start and end, in seconds since its step began.
+
+        The kind is `forward`, `loss` or `backward`.
+        """
         begin, _, passes = self.steps[-1]
         return [
-            Pass(kind, micro_batch, self._seconds(begin, start), self._seconds(begin, end))
+            (kind, micro_batch, self._seconds(begin, start), self._seconds(begin, end))
             for kind, micro_batch, start, end in passes
         ]
 
-    def _wait(self) -> None:
-        if self.on_gpu:
-            torch.accelerator.synchronize()
-
     def _seconds(self, start: Mark, end: Mark) -> float:
-        return start.elapsed_time(end) / 1e3 if self.on_gpu else end - start
+        if not self.on_gpu:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
 
 
 class TimedStage(PipelineStage):
@@ -271,11 +247,11 @@ class TimedStage(PipelineStage):
         self.clock = clock
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of one micro-batch."""
+        """Time the forward pass of one micro-batch."""
         return self.clock.timed("forward", fwd_chunk_id, super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The backward pass of one micro-batch."""
+        """Time the backward pass of one micro-batch."""
         return self.clock.timed("backward", bwd_chunk_id, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
 
 
@@ -286,7 +262,7 @@ class Pipeline:
     """This rank's stage and its schedules, one for each shape of a micro-batch; of these the latest are kept."""
 
     def __init__(self, module: StageModule, run: RunConfig, rank: Rank) -> None:
-        """Nothing is sent yet."""
+        """Send nothing yet."""
         self.module, self.rank = module, rank
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)
@@ -299,7 +275,7 @@ class Pipeline:
     def train_step(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, schedule: str = "", micro_batches: int = 0
     ) -> torch.Tensor:
-        """Forward and backward passes of all micro-batches of `batch`; gradients add up.
+        """Do the forward and backward passes of all micro-batches of `batch`; gradients add up.
 
         `batch` is the same on every rank, with a number of rows that the micro-batches divide; `input_ids` and
         `attention_mask` have shape (rows, tokens). The loss is a sum over labelled tokens over `loss_divisor`, so that
@@ -313,7 +289,7 @@ class Pipeline:
         return self._run(batch, loss_divisor, name, count, "training")
 
     def bare_step(self, batch: dict[str, torch.Tensor], micro_batches: int) -> None:
-        """The passes of this stage alone on micro-batches of `batch`: nothing is sent, received or waited for.
+        """Do the passes of this stage alone on micro-batches of `batch`: nothing is sent, received or waited for.
 
         Hidden states are made up. Gradients add up.
         """
@@ -332,13 +308,13 @@ class Pipeline:
 
     @torch.no_grad()
     def validate(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The sum of the losses of all labelled tokens, on the last stage; 0 on others."""
+        """Return the sum of the losses of all labelled tokens, on the last stage; 0 on others."""
         self.module.eval()
         return self._run(batch, 1.0, "gpipe", self.micro_batches, "validation")
 
     @torch.no_grad()
     def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        """Logits of all positions, fp32, shape (rows, tokens, vocabulary), on the last stage; None on others."""
+        """Return all logits, fp32, shape (rows, tokens, vocabulary), on the last stage; None on others."""
         self.module.eval()
         self.module.positions = None
         inputs = self._to_device(batch)
@@ -346,6 +322,12 @@ class Pipeline:
         ids = (inputs["input_ids"],) if self.module.is_first else ()
         made = schedule.eval(*ids, attention_mask=inputs["attention_mask"])
         return made.float() if self.module.is_last else None
+
+    def idle_shares(self) -> list[float]:
+        """Return each stage's share of the steps' time in which it waited; a step ends for all with its last stage."""
+        of_stages = gather_object([self.clock.busy_and_total_s()])
+        longest_s = max(total_s for _, total_s in of_stages)
+        return [1 - busy_s / longest_s for busy_s, _ in of_stages]
 
     def _run(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, name: str, count: int, purpose: str

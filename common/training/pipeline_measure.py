@@ -2,17 +2,20 @@
 
 import ctypes
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import astuple
+from functools import partial
+from itertools import product
 from statistics import median
 
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
 
 from common.hardware.devices import MIB
-from common.training.loop_training import Batch
-from common.training.memory_tracker import MemoryTracker
-from common.training.pipeline_training import PipelineTrainer
+from common.training.loop import LoopTrainer
+from common.training.memory_tracker import MemoryTracker, watch_gradients
+from common.training.pipeline import Pipeline
+from common.training.strategy import Batch
 
 NAIVE = ("gpipe", 1)
 """Naive model parallel: the whole batch as one micro-batch, so that one stage works at a time."""
@@ -23,19 +26,19 @@ TRIM_THRESHOLD, MOST_MAPPED = -1, -4
 
 
 def ideal_speedup(stages: int, micro_batches: int) -> float:
-    """Over naive model parallel, of equal stages: p m / (m + p - 1) (Huang et al. 2019, "GPipe", section 2.3)."""
+    """Return the speed-up of equal stages over naive model parallel (Huang et al. 2019, "GPipe", section 2.3)."""
     return stages * micro_batches / (micro_batches + stages - 1)
 
 
 def ideal_idle_share(stages: int, micro_batches: int) -> float:
-    """The bubble of GPipe and of 1F1B: (p - 1) / (m + p - 1)."""
+    """Return the bubble of GPipe and of 1F1B: (p - 1) / (m + p - 1)."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def measure_pipeline(
-    trainer: PipelineTrainer, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] | None = None
+    trainer: LoopTrainer, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] | None = None
 ) -> dict[str, object] | None:
-    """Step times of GPipe, 1F1B and naive model parallel on the same batches, idle shares, and what was allowed.
+    """Time steps of GPipe, 1F1B and naive model parallel on the same batches; idle shares, and what was possible.
 
     Forward and backward passes only; every way in turn, `rounds` times, medians, on up to `steps` batches (of a large
     model fewer). What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone against
@@ -46,41 +49,33 @@ def measure_pipeline(
         Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each way.
         None where there are fewer micro-batches than stages, which 1F1B cannot run.
     """
-    pipeline, rank = trainer.pipeline, trainer.rank
+    pipeline, rank = trainer.strategy.pipeline, trainer.rank
     stages, count = rank.world_size, pipeline.micro_batches
     if count < stages:
         return None
-    batches = full_batches(trainer, steps)
-    batches = batches[: max(1, round(TIMED_S / naive_step_s(trainer, batches[0])))]
     ways = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
-    times: dict[str, list[float]] = {}
-    idle_shares: dict[str, list[list[float]]] = {}
+    batches = full_batches(trainer, steps)
+    naive_s = slowest_s(trainer, batches[:1], way_of(pipeline, *NAIVE))
+    batches = batches[: max(1, round(TIMED_S / naive_s))]
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    idle_shares: defaultdict[str, list[list[float]]] = defaultdict(list)
     keep_freed_memory()
-
-    def timed(name: str, work: Callable[[Batch], object], participates: bool = True) -> None:
-        wait_for_everyone()
-        start_s = time.perf_counter()
-        for batch in batches if participates else []:
-            work(batch)
-        if rank.device != "cpu":
-            torch.accelerator.synchronize()
-        trainer.optimizer.zero_grad()
-        times.setdefault(name, []).append(max(gather_object([time.perf_counter() - start_s])) / len(batches))
-
     for number in range(rounds + 1):
         for name, way in ways.items():
             pipeline.clock.forget()
-            timed(name, lambda batch, way=way: pipeline.train_step(batch, 1.0, *way))
-            idle_shares.setdefault(name, []).append(trainer.idle_shares())
-        for stage in range(stages):
-            for parts in (1, count):
-                is_mine = rank.rank == stage
-                timed(f"stage {stage} alone, {parts}", lambda batch, n=parts: pipeline.bare_step(batch, n), is_mine)
-        timed("all stages at once", lambda batch: pipeline.bare_step(batch, count))
+            times[name].append(slowest_s(trainer, batches, way_of(pipeline, *way)))
+            idle_shares[name].append(pipeline.idle_shares())
+        for stage, parts in product(range(stages), (1, count)):
+            own = batches if rank.rank == stage else []
+            alone_s = slowest_s(trainer, own, partial(pipeline.bare_step, micro_batches=parts))
+            times[f"stage {stage} alone, {parts}"].append(alone_s)
+        times["all stages at once"].append(
+            slowest_s(trainer, batches, partial(pipeline.bare_step, micro_batches=count))
+        )
         if tell and rank.is_main:
-            seconds = ", ".join(f"{name} {times[name][-1]:.3f} s" for name in ways)
+            seconds = ", ".join(f"{name} {times[name][-1] / len(batches):.3f} s" for name in ways)
             tell(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step")
-    step_s = {name: median(seconds[1:]) for name, seconds in times.items()}  # the first round warms up
+    step_s = {name: median(each[1:]) / len(batches) for name, each in times.items()}  # the first round warms up
     idle = {name: [median(column) for column in zip(*shares[1:], strict=True)] for name, shares in idle_shares.items()}
     return {
         "stages": stages,
@@ -95,10 +90,19 @@ def measure_pipeline(
     }
 
 
-def naive_step_s(trainer: PipelineTrainer, batch: Batch) -> float:
-    """About how long a step of naive model parallel takes, in seconds; the same on every rank."""
+def way_of(pipeline: Pipeline, schedule: str, micro_batches: int) -> Callable[[Batch], object]:
+    """Return the passes of a step by a schedule."""
+    return partial(pipeline.train_step, loss_divisor=1.0, schedule=schedule, micro_batches=micro_batches)
+
+
+def slowest_s(trainer: LoopTrainer, batches: list[Batch], work: Callable[[Batch], object]) -> float:
+    """Return the seconds that the slowest rank takes to `work` on its `batches`, begun together."""
+    wait_for_everyone()
     start_s = time.perf_counter()
-    trainer.pipeline.train_step(batch, 1.0, *NAIVE)
+    for batch in batches:
+        work(batch)
+    if trainer.rank.device != "cpu":
+        torch.accelerator.synchronize()
     trainer.optimizer.zero_grad()
     return max(gather_object([time.perf_counter() - start_s]))
 
@@ -117,7 +121,7 @@ def keep_freed_memory() -> None:
 
 
 def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, float]:
-    """What was reached, what was allowed, and the factors by which the ideal shrinks to it.
+    """Return what was reached, what was allowed, and the factors by which the ideal shrinks to it.
 
     The share of what is allowed is `naive_factor` over the product of the other three factors.
     """
@@ -140,8 +144,8 @@ def speedups(step_s: dict[str, float], stages: int, count: int) -> dict[str, flo
     }
 
 
-def full_batches(trainer: PipelineTrainer, count: int) -> list[Batch]:
-    """Some batches of training, of as many rows as the run asks for; where there are not so many, of all."""
+def full_batches(trainer: LoopTrainer, count: int) -> list[Batch]:
+    """Return some batches of training, of as many rows as the run asks for; where there are fewer, of all."""
     size = trainer.args.per_device_train_batch_size
     steps = list(trainer.batches.steps())
     full = [rows for rows in steps if len(rows) >= size] or steps
@@ -149,29 +153,27 @@ def full_batches(trainer: PipelineTrainer, count: int) -> list[Batch]:
 
 
 def passes_of(
-    trainer: PipelineTrainer, batch: Batch, schedule: str, micro_batches: int
+    trainer: LoopTrainer, batch: Batch, schedule: str, micro_batches: int
 ) -> list[list[tuple[str, int, float, float]]]:
-    """When each stage worked on which micro-batch in one step, begun together; by stage, the same on every rank.
+    """Return when each stage worked on which micro-batch in one step, by stage, the same on every rank.
 
     A pass is its kind, its micro-batch, its start and its end, in seconds.
     """
     wait_for_everyone()
-    trainer.pipeline.train_step(batch, 1.0, schedule, micro_batches)
+    trainer.strategy.pipeline.train_step(batch, 1.0, schedule, micro_batches)
     trainer.optimizer.zero_grad()
-    return gather_object([[astuple(each) for each in trainer.pipeline.clock.last_passes()]])
+    return gather_object([trainer.strategy.pipeline.clock.last_passes()])
 
 
-def activations_mib(trainer: PipelineTrainer, batch: Batch, schedule: str, micro_batches: int) -> list[float]:
-    """The most that activations and logits took at once in one step, in MiB (2^20 bytes), by stage."""
-    tracker = MemoryTracker(vocab_size=trainer.pipeline.module.causal.config.vocab_size, rounded_to=1)
-    hooks = []
+def activations_mib(trainer: LoopTrainer, batch: Batch, schedule: str, micro_batches: int) -> list[float]:
+    """Return the most that activations and logits took at once in a step, in MiB (2^20 bytes), by stage."""
+    tracker = MemoryTracker(vocab_size=trainer.strategy.pipeline.module.causal.config.vocab_size, rounded_to=1)
     for weight in trainer.model.parameters():
         tracker.add(weight, "weights")
-        if weight.requires_grad:
-            hooks.append(weight.register_post_accumulate_grad_hook(lambda w: tracker.add(w.grad, "gradients")))
+    hooks = watch_gradients(trainer.model, tracker)
     with tracker:
         tracker.enter("step")
-        trainer.pipeline.train_step(batch, 1.0, schedule, micro_batches)
+        trainer.strategy.pipeline.train_step(batch, 1.0, schedule, micro_batches)
     for hook in hooks:
         hook.remove()
     trainer.optimizer.zero_grad()

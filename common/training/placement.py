@@ -46,7 +46,7 @@ class Placement:
     """With a device for each stage: on GPUs the same, on CPU as if there were so many."""
 
     def for_record(self) -> dict[str, object]:
-        """Layers and planned peak of each stage, and which modules it holds."""
+        """Return layers and planned peak of each stage, and which modules it holds."""
         shares, devices = self.divided.shares, self.divided.devices
         return {
             "layers_per_stage": [sum(share.layers) for share in shares],
@@ -56,7 +56,7 @@ class Placement:
 
 
 def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Placement:
-    """The device map of a run with mp or pp, as `run.device_map` asks, and the plan of its largest batch.
+    """Return the device map of a run with mp or pp, as `run.device_map` asks, and the plan of its largest batch.
 
     Raises:
         BadInputError: there are more stages than layers, or a device map does not fit model or devices.
@@ -76,35 +76,33 @@ def _divided(run: RunConfig, batch: BatchShape, gpu: Gpu | None) -> tuple[Archit
 
 
 def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> StageMap:
-    numbers = range(len(gpus))
-    if way == "balanced":
-        return device_map_of(architecture, balanced_shares(architecture, job, gpus), numbers)
-    if way == "even":
-        return device_map_of(architecture, even_shares(architecture, job, gpus), numbers)
+    count = len(gpus)
+    computed = {"balanced": balanced_shares, "even": even_shares}
+    if way in computed:
+        return device_map_of(architecture, computed[way](architecture, job, gpus), range(count))
     if way == "auto":
-        chosen = _for_each_module(architecture, auto_map(run, gpus), len(gpus))
-        _check_every_device_has_layers(architecture, chosen, len(gpus))
+        chosen = _for_each_module(architecture, auto_map(run, gpus), count)
+        _check_every_device_has_layers(architecture, chosen, count)
         return chosen
-    brought = read_device_map(way)
-    model = model_without_weights(run)
-    tied = [] if run.parallelism.pipelines else list(model.all_tied_weights_keys.items())
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    check_device_map(brought, names, tied, len(gpus))
-    stage_map = _for_each_module(architecture, _numbered(brought), len(gpus))
-    if run.parallelism.pipelines:
-        _check_contiguous(architecture, stage_map, len(gpus))
+    model, brought, pipelines = model_without_weights(run), read_device_map(way), run.parallelism.pipelines
+    tied = [] if pipelines else list(model.all_tied_weights_keys.items())
+    check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, count)
+    numbered = {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
+    stage_map = _for_each_module(architecture, numbered, count)
+    if pipelines:
+        _check_contiguous(architecture, stage_map, count)
     return stage_map
-
-
-def _numbered(device_map: dict[str, str | int]) -> StageMap:
-    return {name: int(str(device).removeprefix("cuda:")) for name, device in device_map.items()}
 
 
 def _for_each_module(architecture: Architecture, stage_map: StageMap, stages: int) -> StageMap:
     """The same map with an entry for each layer: others stand for several, or for a part."""
     every = device_map_of(architecture, shares_of_map(architecture, stage_map, stages), range(stages))
-    entries = sorted(stage_map, key=len, reverse=True)
-    return {name: next((stage_map[entry] for entry in entries if _begins(entry, name)), every[name]) for name in every}
+    for name in every:
+        for entry in sorted(stage_map, key=len, reverse=True):
+            if not entry or f"{name}.".startswith(f"{entry}.") or entry.startswith(f"{name}."):
+                every[name] = stage_map[entry]
+                break
+    return every
 
 
 def _check_every_device_has_layers(architecture: Architecture, stage_map: StageMap, stages: int) -> None:
@@ -139,12 +137,8 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
             )
 
 
-def _begins(entry: str, name: str) -> bool:
-    return not entry or name == entry or name.startswith(f"{entry}.") or entry.startswith(f"{name}.")
-
-
 def model_without_weights(run: RunConfig) -> PreTrainedModel:
-    """The run's model on `meta`: names and shapes."""
+    """Return the run's model on `meta`: names and shapes."""
     config = any_shape_config(run.model)
     with torch.device("meta"):
         model = model_class(run, config)._from_config(config, dtype=weight_dtype(run))
@@ -153,7 +147,7 @@ def model_without_weights(run: RunConfig) -> PreTrainedModel:
 
 
 def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:
-    """What Accelerate chooses for `device_map="auto"` on empty GPUs: it looks at the weights alone."""
+    """Return what Accelerate chooses for `device_map="auto"` on empty GPUs: it looks at the weights alone."""
     model = model_without_weights(run)
     rooms = {number: int(gpu.memory_gib * GIB) for number, gpu in enumerate(gpus)}
     about = {"no_split_module_classes": list(model._no_split_modules), "dtype": model.dtype}
@@ -205,9 +199,9 @@ def check_fits(plan: Plan) -> None:
 
 
 def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:
-    """Accelerate's map, an even split and the balanced one side by side: layers, peak per device, largest batch.
+    """Return a table of Accelerate's map, an even split and the balanced one: layers, peaks, largest batch.
 
-    Every figure is projected. Accelerate's map is left out where it gives a device no layer.
+    Every number is projected. Accelerate's map is left out where it gives a device no layer.
     """
     architecture, job, gpus = _divided(run, batch, gpu)
     ways = [way for way in WAYS if way != "auto" or run.parallelism.layers_in_turn]

@@ -15,7 +15,7 @@ from common.training.trainer import CountingTrainer
 
 
 def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, object]]:
-    """The world after training: per rank its machine, device, samples and tokens; the same list on every rank.
+    """Return the world after training: each rank's machine, device, samples and tokens; the same list on every rank.
 
     Raises:
         RuntimeError: a rank did nothing, rows were skipped or repeated, or the learning rate decayed at another pace
@@ -27,7 +27,7 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
     for share in shares:
         if share["samples"] == 0 and trainer.state.global_step > trainer.first_step:
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
-    rows_by_rank = trainer.of_own_rows([share.pop("rows") for share in shares])
+    rows_by_rank = trainer.strategy.own_rows([share.pop("rows") for share in shares])
     check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer), goes_on=trainer.first_step > 0)
     scheduled, skipped = trainer.lr_scheduler.last_epoch, trainer.skips.steps
     if scheduled + skipped != trainer.state.global_step:
@@ -39,7 +39,7 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
 
 
 def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int, goes_on: bool = False) -> None:
-    """Every row was used once per epoch, by one rank only; in an epoch that ended early, at most once.
+    """Check that every row was used once per epoch, by one rank only; in an epoch that ended early, at most once.
 
     `row_uses` is how many rows the steps had room for: epochs times rows, or less where training ended early, or where
     it `goes_on` after a checkpoint, and so began within an epoch.
@@ -62,35 +62,32 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
         )
 
 
-def steps_per_epoch(trainer: CountingTrainer) -> int:
-    """Optimizer steps in an epoch."""
-    return -(-len(trainer.batches) // trainer.batches.accumulation_steps)
-
-
 def row_uses(trainer: CountingTrainer) -> int:
-    """Rows that the finished steps of this run had room for."""
-    row_count = len(trainer.train_dataset)
+    """Return how many rows the finished steps of this run had room for."""
+    row_count, batches = len(trainer.train_dataset), trainer.batches
+    steps_per_epoch = -(-len(batches) // batches.accumulation_steps)
 
     def until(step: int) -> int:
-        epochs, rest_steps = divmod(step, steps_per_epoch(trainer))
-        return epochs * row_count + min(rest_steps * trainer.batches.rows_per_step, row_count)
+        epochs, rest_steps = divmod(step, steps_per_epoch)
+        return epochs * row_count + min(rest_steps * batches.rows_per_step, row_count)
 
     return until(trainer.state.global_step) - until(trainer.first_step)
 
 
 def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], log: RunLog) -> dict[str, object]:
-    """What the record says of training: steps, losses, speed, FLOPs, best checkpoint.
+    """Return what the record says of training: steps, losses, speed, FLOPs, best checkpoint.
 
     `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
     leave it out. `world` comes from `check_training`.
     """
     log.training_ended()
     history, run = trainer.state.log_history, log.run
-    trained, multiplied = trainer.parameter_counts()
+    trained, multiplied = trainer.strategy.parameter_counts()
     flops = training_flops(trained, multiplied - trained, is_encoder_decoder=run.goal.summarizes)
     train_time_s, reporting_s = log.phases_s["training"], trainer.work.reporting_s
-    tokens = sum(trainer.of_own_rows([share["tokens"] for share in world]))
+    tokens = sum(trainer.strategy.own_rows([share["tokens"] for share in world]))
     tokens_per_s = tokens / (train_time_s - reporting_s)
+    accuracies = [[entry["step"], entry[ACCURACY]] for entry in history if ACCURACY in entry]  # with classification
     return {
         "world": world,
         "effective_batch_size": run.effective_batch_size,
@@ -107,7 +104,7 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
         "best_validation_loss": min(entry[VALIDATION_LOSS] for entry in history if VALIDATION_LOSS in entry),
-        **accuracy_figures(history),
+        **({"validation_accuracies": accuracies, "best_accuracy": max(v for _, v in accuracies)} if accuracies else {}),
         "checkpoints": {
             "best": Path(trainer.state.best_model_checkpoint).name,
             "went_on_from": trainer.goes_on_from.name if trainer.goes_on_from else None,
@@ -115,16 +112,10 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
     }
 
 
-def accuracy_figures(history: list[dict[str, float]]) -> dict[str, object]:
-    """With classification: the validation accuracy by step, and the best one, whose checkpoint is the model."""
-    found = [[entry["step"], entry[ACCURACY]] for entry in history if ACCURACY in entry]
-    return {"validation_accuracies": found, "best_accuracy": max(value for _, value in found)} if found else {}
-
-
 def training_flops(
     trained_parameters: int, frozen_parameters: int, is_encoder_decoder: bool = False
 ) -> dict[str, object]:
-    """Floating-point operations per token of a training step, and the formula.
+    """Return the floating-point operations per token of a training step, and the formula.
 
     Forward 2N, the activations' gradients 2N, the weights' gradients 2N (Kaplan et al. 2020, section 2.1); frozen
     weights need no gradients of their own: 4N. Recomputation is not counted. With an encoder-decoder a token goes
@@ -138,7 +129,7 @@ def training_flops(
 
 
 def model_flops_utilization(flops_per_s: float, run: RunConfig) -> float | None:
-    """MFU: a device's useful floating-point operations per second over its dense peak in the run's precision.
+    """Return the MFU: a device's useful FLOP/s over its dense peak in the run's precision.
 
     None on CPU, and on a GPU that the catalogue does not know. (Chowdhery et al. 2022, "PaLM", appendix B.)
     """

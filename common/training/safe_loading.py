@@ -27,7 +27,7 @@ class _Unpickler(pickle.Unpickler):
     """Reads a list of shards, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """One of the names that such a list has.
+        """Return one of the names that such a list has.
 
         Raises:
             UnpicklingError: it is another.
@@ -44,7 +44,7 @@ class SafeReader(FileSystemReader):
     """PyTorch's reader of shards, which looks at the list before it is unpickled."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The list of shards.
+        """Return the list of shards.
 
         Raises:
             BadInputError: it has something in it that could run.
@@ -62,7 +62,7 @@ class SafePlanner(DefaultLoadPlanner):
     """PyTorch's planner of loading, which unpickles plain values alone."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """A value that is no tensor, such as a learning rate.
+        """Load a value that is no tensor, such as a learning rate.
 
         Raises:
             UnpicklingError: it has something in it that could run.

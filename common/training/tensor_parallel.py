@@ -7,10 +7,12 @@ whole on every rank, which is why dropout must draw the same masks everywhere: s
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,13 +25,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.utils import get_total_norm
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.models.loading import any_shape_config
 from common.models.shards import local_part
+from common.training.fsdp import mesh_of
+from common.training.placement import StageMap
+from common.training.strategy import Batch, Model, Strategy
 
-PLANNED = ("bert", "roberta")
-"""Model types whose layers have the plan's names."""
 COLUMN_WISE, ROW_WISE = "column-wise", "row-wise"
 """By outputs (the weight's first dimension, and the bias), and by inputs (its second; the bias is whole)."""
 PLAN = {
@@ -41,9 +46,72 @@ PLAN = {
     "output.dense": ROW_WISE,
 }
 """Of every encoder layer. All else is whole on every rank: embeddings, layer norms, pooler and classifier."""
+FAMILIES = {"bert": ("encoder.layer", PLAN), "roberta": ("encoder.layer", PLAN)}
+"""By model type, where its layers are, and their plan."""
 STYLES = {COLUMN_WISE: ColwiseParallel, ROW_WISE: RowwiseParallel}
 AGREEMENT = 1e-7
 """By which a whole weight may differ between ranks."""
+
+
+class TensorParallel(Strategy):
+    """Every rank has the same rows, and its columns and rows of each layer's matrices."""
+
+    autocasts = True
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        """Check that the ranks can share the model evenly.
+
+        Raises:
+            BadInputError: see `check_divisible`.
+        """
+        check_divisible(any_shape_config(run.model), run.devices)
+
+    def load_model(self, stage_map: StageMap | None = None) -> Model:
+        """Return the model with this rank's columns and rows of each layer's matrices."""
+        model = split_by_plan(super().load_model(), mesh_of(self.rank))
+        if self.rank.is_main:  # the others hold as much
+            print(f"tensor parallel: each rank {describe_split(model)}")
+        return model
+
+    def group_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give divided weights parameter groups of their own."""
+        separate_groups(optimizer)
+
+    def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
+        """Check that every matrix of the plan is divided, and nothing else."""
+        check_split(self.model, self.rank.world_size)
+        return super().prepare(optimizer, accelerator)
+
+    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Add the gradients; hidden states and their gradients are summed over the ranks on the way."""
+        loss = self.loss(batch, labelled)
+        loss.backward()
+        return loss.detach()
+
+    def finish_gradients(self) -> None:
+        """Clip by the norm of the whole model's gradients."""
+        if self.run.max_grad_norm:
+            clip_gradients(self.model.parameters(), self.run.max_grad_norm)
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """Return `value`: every rank knows it all."""
+        return value
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Return all rows' logits, on every rank."""
+        with self.autocast():
+            return super().logits(batch)
+
+    def own_rows(self, of_ranks: list[Any]) -> list[Any]:
+        """Return what one rank says for all.
+
+        Raises:
+            RuntimeError: ranks worked on different rows, or their copies of a whole weight went apart.
+        """
+        own = super().own_rows(of_ranks)
+        check_whole_weights_agree(self.model)
+        return own
 
 
 # -- the plan
@@ -55,10 +123,10 @@ def check_divisible(config: PretrainedConfig, ranks: int) -> None:
     Raises:
         BadInputError: with the values and the next step.
     """
-    if config.model_type not in PLANNED:
+    if config.model_type not in FAMILIES:
         raise BadInputError(
             f"model is of type {config.model_type}, which has no plan of tensor parallel: choose one of type "
-            f"{' or '.join(PLANNED)}, or pass --parallel ddp."
+            f"{' or '.join(FAMILIES)}, or pass --parallel ddp."
         )
     heads, inner = config.num_attention_heads, config.intermediate_size
     if heads % ranks or inner % ranks:
@@ -69,36 +137,32 @@ def check_divisible(config: PretrainedConfig, ranks: int) -> None:
         )
 
 
-def layers_of(model: PreTrainedModel | PeftModel) -> Iterable[torch.nn.Module]:
-    """The encoder's layers."""
-    whole = model.get_base_model() if isinstance(model, PeftModel) else model
-    return whole.base_model.encoder.layer
-
-
-def layer_plan(layer: torch.nn.Module) -> dict[str, str]:
-    """`PLAN` with the adapters that the layer has.
+def layer_plans(model: Model) -> Iterator[tuple[torch.nn.Module, dict[str, str]]]:
+    """Yield each layer with its family's plan, to which the adapters that the layer has are added.
 
     An adapter is divided where its matrix is: lora_B by outputs, or lora_A by inputs. The other one is whole, and so is
     what it gets and gives: its gradient is complete on every rank.
     """
-    plan = {}
-    for name, way in PLAN.items():
-        module = layer.get_submodule(name)
-        if not isinstance(module, LoraLayer):
-            plan[name] = way
-            continue
-        plan[f"{name}.base_layer"] = way
-        divided = "lora_B" if way == COLUMN_WISE else "lora_A"
-        plan |= {f"{name}.{divided}.{adapter}": way for adapter in getattr(module, divided)}
-    return plan
+    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    path, family_plan = FAMILIES[model.config.model_type]
+    for layer in whole.base_model.get_submodule(path):
+        plan = {}
+        for name, way in family_plan.items():
+            module = layer.get_submodule(name)
+            has_adapters = isinstance(module, LoraLayer)
+            plan[f"{name}.base_layer" if has_adapters else name] = way
+            if has_adapters:
+                divided = "lora_B" if way == COLUMN_WISE else "lora_A"
+                plan |= {f"{name}.{divided}.{adapter}": way for adapter in getattr(module, divided)}
+        yield layer, plan
 
 
-def planned_dimensions(model: PreTrainedModel | PeftModel) -> dict[str, int | None]:
-    """Of every parameter the dimension that the plan divides, or None: it stays whole."""
+def planned_dimensions(model: Model) -> dict[str, int | None]:
+    """Return for every parameter the dimension that the plan divides, or None: it stays whole."""
     dimensions: dict[str, int | None] = {name: None for name, _ in model.named_parameters()}
     names = {module: name for name, module in model.named_modules()}
-    for layer in layers_of(model):
-        for path, way in layer_plan(layer).items():
+    for layer, plan in layer_plans(model):
+        for path, way in plan.items():
             name = names[layer.get_submodule(path)]
             dimensions[f"{name}.weight"] = 0 if way == COLUMN_WISE else 1
             if way == COLUMN_WISE and f"{name}.bias" in dimensions:
@@ -106,15 +170,15 @@ def planned_dimensions(model: PreTrainedModel | PeftModel) -> dict[str, int | No
     return dimensions
 
 
-def split_by_plan(model: PreTrainedModel | PeftModel, mesh: DeviceMesh) -> PreTrainedModel | PeftModel:
+def split_by_plan(model: Model, mesh: DeviceMesh) -> Model:
     """Divide every layer's matrices among the ranks of `mesh`, in place; values are those of its first rank.
 
     Raises:
         BadInputError: see `check_divisible`; nothing was divided then.
     """
     check_divisible(model.config, mesh.size())
-    for layer in layers_of(model):
-        styles = {name: STYLES[way]() for name, way in layer_plan(layer).items()}
+    for layer, plan in layer_plans(model):
+        styles = {name: STYLES[way]() for name, way in plan.items()}
         parallelize_module(layer, mesh, styles | shared_input(layer))
     return model
 
@@ -138,25 +202,23 @@ def shared_input(layer: torch.nn.Module) -> dict[str, ParallelStyle]:
 
 
 def split_dimension(weight: torch.Tensor) -> int | None:
-    """The dimension along which a weight (or a gradient) is divided, None if it is whole."""
+    """Return the dimension along which a weight (or a gradient) is divided, None if it is whole."""
     if not isinstance(weight, DTensor) or not weight.placements[0].is_shard():
         return None
     return weight.placements[0].dim
 
 
-def split_table(model: PreTrainedModel | PeftModel) -> list[dict[str, object]]:
-    """What this rank holds, for print and record: a row for each weight, layers together."""
-    rows: dict[str, dict[str, object]] = {}
-    for name, weight in model.named_parameters():
-        pattern = re.sub(r"\.\d+\.", ".*.", name)
-        about = {"weights": pattern, "split_dimension": split_dimension(weight), "held": 0, "whole": 0}
-        row = rows.setdefault(pattern, about)
-        row["held"] += local_part(weight).numel()
-        row["whole"] += weight.numel()
-    return list(rows.values())
+def describe_split(model: Model) -> str:
+    """Return what a rank holds of a divided model, and which weights of a layer are divided."""
+    weights = dict(model.named_parameters())
+    held = sum(local_part(weight).numel() for weight in weights.values())
+    whole = sum(weight.numel() for weight in weights.values())
+    divided = [name for name, weight in weights.items() if split_dimension(weight) is not None]
+    of_layer = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in divided)
+    return f"holds {held:,} of {whole:,} weights; of each layer it has its part of {', '.join(of_layer)}"
 
 
-def check_split(model: PreTrainedModel | PeftModel, ranks: int) -> None:
+def check_split(model: Model, ranks: int) -> None:
     """Refuse a model that only looks divided, or is divided where it should be whole.
 
     Raises:

@@ -1,4 +1,7 @@
-"""A Transformers Trainer from a RunConfig, and what it proves about a run."""
+"""A Transformers Trainer from a RunConfig, and what it proves about a run.
+
+Its checkpoints are there whole or not at all, and a run resumes from them exactly.
+"""
 
 import math
 import os
@@ -7,19 +10,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.hooks import remove_hook_from_module
+from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
+from torch.distributed.tensor import DTensor
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
+    Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 from transformers.trainer_callback import PrinterCallback
@@ -35,19 +43,179 @@ from common.data.batches import (
     longest_batch,
 )
 from common.data.row_checks import say_summary, summary_of
-from common.data.rows import IGNORED_LABEL, Tokens
-from common.models.loading import parameter_counts
+from common.data.rows import Tokens
+from common.models.loading import silent
+from common.models.quantization import drop_quantized
+from common.models.shards import byte_count, local_part
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run, why
 from common.runtime.faults import fault_at
 from common.runtime.recorder import RunLog
 from common.runtime.watch import reached
 from common.runtime.world import BACKENDS, Rank
-from common.tasks.answers import ANSWERS, answer_results
-from common.tasks.objectives import Objective, objective_of
+from common.tasks.objectives import objective_of
 from common.training.callbacks import FirstStepReport, ProgressReport, SkippedSteps, UpdateReport, WorkDone
-from common.training.checkpointed_trainer import CheckpointedTrainer
-from common.training.checkpoints import about_run
+from common.training.checkpoints import (
+    STATE_FILE,
+    DamagedCheckpointError,
+    about_run,
+    atomic_checkpoint,
+    check_resumable,
+    found_in,
+    newest_whole,
+    rotate,
+    steps_at,
+    verify_once,
+)
+from common.training.strategy import Strategy, strategy_class
+from common.training.usage import optimizer_bytes
+
+
+class CheckpointedTrainer(Trainer):
+    """The Trainer's own checkpoints, committed and verified by `common.training.checkpoints`."""
+
+    divides = False
+    """Whether ranks hold parts of what is trained, and write them."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Starts at the beginning, until `find_start` finds another place."""
+        super().__init__(**kwargs)
+        self.first_step = 0
+        """Optimizer steps that were taken before, by the run whose checkpoint this one resumes from."""
+        self.goes_on_from: Path | None = None
+        """The checkpoint that `train` resumes from."""
+        self.about: dict[str, Any] = {}
+        """What this run's checkpoints say of it."""
+        self.writes = self.args.process_index == 0
+        """Whether this rank is the one that writes what all ranks have; without a shared disk there are several."""
+        self.saves_into = Path(self.args.output_dir)
+        """Where Transformers writes a checkpoint's folder."""
+
+    def train(self, **kwargs: Any) -> Any:
+        """Take all optimizer steps; those after `goes_on_from`, where that is a checkpoint."""
+        folder = self.goes_on_from
+        if folder and self.args.process_index == 0:
+            print(f"resumes after step {self.first_step}, from {folder.name}")
+        return super().train(resume_from_checkpoint=str(folder) if folder else None, **kwargs)
+
+    # -- writing
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
+        """Keep this step, whole, then remove all but the best checkpoint, this one and the one before."""
+        folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
+        if best and best > self.first_step:
+            self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
+        with atomic_checkpoint(folder, self.about, self.bytes_to_write(), self.writes) as partial:
+            self.write_checkpoint(partial)
+        if self.writes:
+            newest = {each.name for each in found_in(folder.parent)[:2]}  # should one be damaged there is another
+            rotate(folder.parent, newest | ({f"checkpoint-{best}"} if best else set()))
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Write all that a resumed training needs; called on every rank."""
+        best, self.saves_into = self.state.best_model_checkpoint, folder.parent
+        super()._save_checkpoint(self.model, trial=None)
+        self.state.best_model_checkpoint = best
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / STATE_FILE))
+
+    def _get_output_dir(self, trial: None) -> str:
+        return str(self.saves_into)
+
+    def bytes_to_write(self) -> int:
+        """Return the bytes that this rank writes of a checkpoint's weights and optimizer."""
+        if not self.writes and not self.divides:
+            return 0
+        only_trained = isinstance(self.model, PeftModel)
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad or not only_trained]
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
+        return byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer else 0)
+
+    # -- going on
+
+    def find_start(self, log: RunLog) -> None:
+        """Look where the run begins, and that it can.
+
+        Raises:
+            BadInputError: the checkpoint is damaged, or of another run.
+        """
+        folder = self.checkpoint_to_go_on_from(log)
+        if folder is None:
+            return
+        about = verify_once(folder, self.args.process_index == 0)
+        check_resumable(log.run, self.about["rows"], folder, about)
+        self._check_random_numbers(folder, about["ranks"])
+        self.goes_on_from, self.first_step = folder, steps_at(folder)
+
+    def checkpoint_to_go_on_from(self, log: RunLog) -> Path | None:
+        """Return the newest whole checkpoint, where the run resumes, or the one that it names; None: the beginning."""
+        newest = self.newest_of_all(log) if log.goes_on else None
+        if newest is None and log.run.resume_from_checkpoint not in ("", LAST):
+            return Path(log.run.resume_from_checkpoint).expanduser()
+        if newest is None and log.goes_on and self.args.process_index == 0:
+            print("there is no checkpoint to resume from: training starts at the beginning")
+        return newest
+
+    def newest_of_all(self, log: RunLog) -> Path | None:
+        """Return the newest whole checkpoint of this results folder, the same on every rank."""
+        newest = newest_whole(Path(self.args.output_dir)) if self.args.process_index == 0 else None
+        return gather_object([newest])[0]
+
+    def _check_random_numbers(self, folder: Path, ranks_then: int) -> None:
+        """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
+        ranks, is_main = self.args.world_size, self.args.process_index == 0
+        names = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
+        missing = [name for name in names if not (folder / name).is_file()]
+        if ranks_then == ranks and missing:
+            raise BadInputError(f"{folder} lacks {', '.join(missing)}, and cannot be resumed exactly.")
+        if ranks_then != ranks and is_main:
+            print(f"{folder.name} is of {ranks_then} ranks: rows stay in order, but dropout will be another.")
+
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        begin = super()._init_training_state(max_steps, *args, **kwargs)
+        if self.goes_on_from:
+            self.state.compute_steps(self.args, max_steps)  # when to report is this run's own setting
+            self.take_best_along(self.goes_on_from)
+        return begin
+
+    def take_best_along(self, folder: Path) -> None:
+        """Find the best checkpoint so far: beside the one that is resumed, or where its run had it from.
+
+        One that is gone or damaged is forgotten, with a word, at the start rather than when training has ended.
+        """
+        if not self.state.best_global_step:
+            return
+        best, is_main = folder.with_name(f"checkpoint-{self.state.best_global_step}"), self.args.process_index == 0
+        if not best.is_dir():
+            best = Path(TrainerState.load_from_json(str(folder / STATE_FILE)).best_model_checkpoint)
+        try:
+            if best != folder:
+                verify_once(best, is_main)
+            self.state.best_model_checkpoint = str(best)
+        except DamagedCheckpointError:
+            if is_main:
+                print(f"the best checkpoint so far, {best}, is gone or damaged: the next steps' best takes its place")
+            self.state.best_model_checkpoint = self.state.best_global_step = self.state.best_metric = None
+
+    def _load_callback_state(self) -> None:
+        """Load how long an early stop has waited; how long it is to wait is this run's own setting."""
+        early_stops = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        patiences = [each.early_stopping_patience for each in early_stops]
+        super()._load_callback_state()  # puts new ones in their place
+        early_stops = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        for each, patience in zip(early_stops, patiences, strict=True):
+            each.early_stopping_patience = patience
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Load without a warning about embeddings that stand in the checkpoint once, as they are tied."""
+        with silent("transformers.trainer"):
+            super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        """Load it only if its bytes are those that were written; without the warning about tied embeddings."""
+        verify_once(Path(self.state.best_model_checkpoint), self.args.process_index == 0)
+        with silent("transformers.trainer"):
+            super()._load_best_model()
 
 
 class CountingTrainer(CheckpointedTrainer):
@@ -57,20 +225,21 @@ class CountingTrainer(CheckpointedTrainer):
     micro-batches), so that one device and several compute the same step.
     """
 
-    def __init__(self, *, batches: EpochBatches, work: WorkDone, objective: Objective, **kwargs: Any) -> None:
-        """`batches` draws this rank's rows, `work` counts them; the rest goes to the Trainer."""
-        super().__init__(compute_loss_func=objective.loss, **kwargs)
+    def __init__(self, *, strategy: Strategy, batches: EpochBatches, **kwargs: Any) -> None:
+        """`batches` draws this rank's rows; the rest goes to the Trainer."""
+        super().__init__(compute_loss_func=strategy.objective.loss, **kwargs)
         # gradients in DDP's buckets, not beside them: the Trainer has no argument for it
         if self.accelerator.ddp_handler:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
-        self.batches, self.work, self.objective = batches, work, objective
+        self.strategy, self.batches, self.work = strategy, batches, WorkDone()
+        strategy.attach(self.model)
+        self.divides = strategy.divides_checkpoints
         self.updates, self.skips = UpdateReport(), SkippedSteps(self.accelerator)
         self.add_callback(self.updates)
         self.add_callback(self.skips)
-        self.keeps_logits = keeps_logits(self.model)
 
     def get_train_dataloader(self) -> EpochLoader:
-        """Batches drawn by `batches`: already this rank's share, so Accelerate must not divide them again."""
+        """Return batches drawn by `batches`: this rank's share, so that Accelerate must not divide them again."""
         return EpochLoader(
             self.train_dataset,
             batch_sampler=self.batches,
@@ -82,15 +251,7 @@ class CountingTrainer(CheckpointedTrainer):
         """Count the mini-batch, then train on it."""
         self.reach("batch")
         self.work.count(inputs.pop("row"), inputs)
-        batch = self.with_kept_logits(inputs) if self.keeps_logits else inputs
-        return super().training_step(model, batch, *args, **kwargs)
-
-    def with_kept_logits(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """See `with_head_on_answers`."""
-        batch = with_head_on_answers(inputs)
-        if self.is_model_parallel:  # the head's device may be another than the inputs'
-            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()
-        return batch
+        return super().training_step(model, self.strategy.for_loss(inputs), *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Time what is no training: logging, validation and checkpoints."""
@@ -100,31 +261,16 @@ class CountingTrainer(CheckpointedTrainer):
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], *_: Any, **__: Any
     ) -> tuple[None, torch.Tensor, torch.Tensor]:
-        """What each row of a validation batch counts for (`Objective.results`), and its labels; no batch's loss."""
+        """Return what each row of a validation batch counts for (`Objective.results`), and its labels; no loss."""
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            results = self.results_of(model, inputs)
+            results = self.strategy.results(model, inputs)
         reached("validation", self.state.global_step)
         return None, results, inputs["labels"]
 
-    @torch.no_grad()
-    def results_of(self, model: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """What each row counts for, shape (rows, k), by `model` with its dropout off.
-
-        Logits are computed at answer positions alone: those of whole rows would be the run's highest peak where the
-        vocabulary is large.
-        """
-        if self.keeps_logits:
-            batch = self.with_kept_logits(inputs)
-            names = ("input_ids", "attention_mask", "logits_to_keep")
-            logits = model(**{name: batch[name] for name in names}, use_cache=False).logits
-            return answer_results(logits, batch["labels"].to(logits.device))
-        batch = {name: tensor for name, tensor in inputs.items() if name not in ("row", "labels")}
-        return self.objective.results(model(**batch).logits, inputs["labels"])
-
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """What follows a step, and may take longer than one."""
+        """Time what follows a step, and may take longer than one."""
         start_s = time.perf_counter()
         if self.control.should_log or self.control.should_evaluate or self.control.should_save:
             self.reach("validation")
@@ -133,14 +279,14 @@ class CountingTrainer(CheckpointedTrainer):
         self.work.reporting_s += time.perf_counter() - start_s
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor | float:
-        """The norm over all ranks' gradients; a step that would spoil the weights is not taken."""
+        """Return the norm over all ranks' gradients; refuse a step that would spoil the weights."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.check_gradients(norm)
         self.reach("update")
         return norm
 
     def reach(self, point: str) -> None:
-        """This rank has come to a point of the step that it works on."""
+        """Say that this rank has come to a point of its step."""
         step = self.state.global_step + 1
         fault_at(point, step, self.model)
         reached(point, step)
@@ -155,20 +301,24 @@ class CountingTrainer(CheckpointedTrainer):
             raise RunStoppedError(
                 f"The gradients of step {self.state.global_step + 1} are not finite (norm {float(norm)}), and would "
                 "spoil every weight: the step was not taken, and nothing was saved after step "
-                f"{self.state.global_step}. Lower --learning_rate or look at the step's rows; --resume_from_checkpoint {LAST} "
-                "resumes from the newest checkpoint."
+                f"{self.state.global_step}. Lower --learning_rate or look at the step's rows; --resume_from_checkpoint "
+                f"{LAST} resumes from the newest checkpoint."
             )
 
-    def of_own_rows(self, of_ranks: list[Any]) -> list[Any]:
-        """Of what each rank did, that of the ranks with rows of their own: with data parallel all of them."""
-        return of_ranks
+    def collated(self, rows: list[Tokens]) -> dict[str, torch.Tensor]:
+        """Return rows as one batch, filled up as the strategy needs it."""
+        return self.data_collator(self.strategy.fill(rows))
 
-    def parameter_counts(self) -> tuple[int, int]:
-        """Of the whole model: trained parameters, and all that multiply."""
-        return parameter_counts(self.accelerator.unwrap_model(self.model))
+    def free(self) -> None:
+        """Free the memory of model, gradients and optimizer, also where a notebook still has names for them."""
+        self.strategy.free()
+        self.optimizer.state.clear()
+        self.model_wrapped = self.model  # DDP's wrapper has buckets as large as all gradients
+        self.accelerator.free_memory()
+        free_model(self.model)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """None counted: the Trainer would look at every weight at every step; `training_flops` has the formula."""
+        """Count none: the Trainer would look at every weight at every step; `training_flops` has the formula."""
         return 0
 
 
@@ -176,31 +326,29 @@ class SummaryTrainer(CountingTrainer, Seq2SeqTrainer):
     """The same on Transformers' trainer of encoder-decoders."""
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Every validation row once: Seq2SeqTrainer keeps those that a last batch was filled up with."""
+        """Use every validation row once: Seq2SeqTrainer keeps those that a last batch was filled up with."""
         self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
 
 
-def keeps_logits(model: torch.nn.Module) -> bool:
-    """Whether the model can be told where to compute logits."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    return "logits_to_keep" in signature(base.forward).parameters
-
-
-def with_head_on_answers(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same batch, told to compute logits only where some row has an answer token to be predicted.
-
-    The loss and its gradients stay the same: other positions have no label. `inputs` holds tensors of shape
-    (rows, tokens); position t predicts token t + 1.
-    """
-    targets = inputs["labels"][:, 1:]
-    positions = (targets != IGNORED_LABEL).any(0).nonzero().squeeze(1)
-    targets = targets[:, positions]
-    return {**inputs, "labels": targets, "shift_labels": targets, "logits_to_keep": positions}
+def free_model(model: torch.nn.Module) -> None:
+    """Free a model's memory, whoever else still has its weights: an optimizer's groups have, and DDP's wrapper."""
+    remove_hook_from_module(model, recurse=True)  # Accelerate's, of a model on several devices: they forbid the move
+    drop_quantized(model)
+    held = [*model.parameters(), *model.buffers()]
+    for weight in held:
+        if isinstance(weight, DTensor):  # FSDP keeps a view of its shard
+            storage = weight.to_local().untyped_storage()
+            if storage.resizable():
+                storage.resize_(0)
+    model.to("meta")  # puts other tensors in their place
+    for tensor in held:
+        tensor.data, tensor.grad = tensor.new_empty(0), None
+    clear_device_cache()
 
 
 def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
-    """The Trainer's settings, from the run's."""
+    """Return the Trainer's settings, from the run's."""
     on_cpu = run.device == "cpu"
     kind = Seq2SeqTrainingArguments if run.goal.summarizes else TrainingArguments
     arguments = kind(
@@ -253,9 +401,10 @@ def make_trainer(
     validation: list[Tokens],
     log: RunLog,
     plan: Plan | None = None,
+    strategy: Strategy | None = None,
     trainer_class: Callable[..., CountingTrainer] = CountingTrainer,
 ) -> CountingTrainer:
-    """The trainer of this rank, with its reports; nothing runs yet.
+    """Return the trainer of this rank, with its reports; nothing runs yet.
 
     `plan`: where layers were placed by one; else the run is planned now.
     """
@@ -267,14 +416,11 @@ def make_trainer(
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     arguments = training_arguments(run, log.folder / "checkpoints")
     arguments.run_name = log.run_name
-    ranks = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
     callbacks: list[TrainerCallback] = [ProgressReport(rank, run.log_format)]
     if run.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))
-    objective = objective_of(run)
-    drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
     trainer = trainer_of_rows(
-        model, tokenizer, train, validation, arguments, ranks, callbacks, trainer_class, objective, drawn
+        run, rank, model, tokenizer, train, validation, arguments, callbacks, strategy, trainer_class
     )
     trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
     check_precision(trainer, run)
@@ -285,9 +431,9 @@ def make_trainer(
 
 
 def plan_training(log: RunLog, batch: BatchShape) -> Plan | None:
-    """The plan of a run whose largest batch on a rank is `batch`; rank 0 says it.
+    """Return the plan of a run whose largest batch on a rank is `batch`; rank 0 prints it.
 
-    A model, optimizer or GPU that the closed form does not know is told, and leaves the run without a plan.
+    A model, optimizer or GPU that the closed form does not know is named, and leaves the run without a plan.
     """
     try:
         plan = plan_run(log.run, batch, log.gpu())
@@ -318,22 +464,21 @@ def check_precision(trainer: CountingTrainer, run: RunConfig) -> None:
 
 
 def trainer_of_rows(
+    run: RunConfig,
+    rank: Rank,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     train: list[Tokens],
     validation: list[Tokens],
     arguments: TrainingArguments,
-    rank: Rank,
     callbacks: list[TrainerCallback],
+    strategy: Strategy | None = None,
     trainer_class: Callable[..., CountingTrainer] = CountingTrainer,
-    objective: Objective = ANSWERS,
-    batches_class: Callable[..., EpochBatches] = EpochBatches,
 ) -> CountingTrainer:
-    """The trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only.
-
-    `rank` is the one among those with rows of their own; `batches_class` says how they are drawn.
-    """
-    lengths = [len(row["input_ids"]) for row in train]
+    """Return the trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only."""
+    objective = objective_of(run)
+    own_rows = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
+    drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
     trainer = trainer_class(
         model=model,
         args=arguments,
@@ -341,16 +486,15 @@ def trainer_of_rows(
         eval_dataset=validation,
         data_collator=objective.collator(tokenizer, model),
         compute_metrics=lambda prediction: objective.metrics(prediction.predictions.sum(0)),
-        objective=objective,
-        batches=batches_class(
-            lengths,
+        strategy=strategy or strategy_class(run)(run, rank),
+        batches=drawn(
+            [len(row["input_ids"]) for row in train],
             arguments.per_device_train_batch_size,
-            rank.world_size,
-            rank.rank,
+            own_rows.world_size,
+            own_rows.rank,
             arguments.seed,
             arguments.gradient_accumulation_steps,
         ),
-        work=WorkDone(),
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)  # ProgressReport says it with the rank's prefix

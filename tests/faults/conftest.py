@@ -27,7 +27,7 @@ from common.reporting.outcomes import ENDED_FAULTS
 from common.runtime.faults import VARIABLE
 from common.runtime.launchers import torchrun_command
 from common.training.checkpoints import read_manifest
-from common.training.sharded_training import SHARDS
+from common.training.strategy import SHARDS
 from tests.forked import CUT_SHORT, Forked
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background can interrupt, too

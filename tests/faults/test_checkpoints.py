@@ -21,7 +21,6 @@ from common.training.checkpoints import (
     MANIFEST_FILE,
     PARTIAL,
     DamagedCheckpointError,
-    Writes,
     atomic_checkpoint,
     newest_whole,
     read_manifest,
@@ -50,7 +49,7 @@ def _write(folder: Path) -> None:
 
 def _commit(root: Path, step: int, write: Callable[[Path], None] = _write) -> Path:
     folder = root / f"checkpoint-{step}"
-    with atomic_checkpoint(folder, ABOUT, Writes(15_000, commits=True)) as partial:
+    with atomic_checkpoint(folder, ABOUT, 15_000, commits=True) as partial:
         write(partial)
     return folder
 

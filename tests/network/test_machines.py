@@ -25,7 +25,7 @@ from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.membership import LOST_MEMBER_EXIT_CODE
 from common.runtime.rendezvous import PORT
 from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, namespaces_refused, virtual_network
-from common.training.plain_loop import WEIGHTS_FILE
+from common.training.replicas import WEIGHTS_FILE
 from tests.forked import Forked
 
 SCRIPT = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"

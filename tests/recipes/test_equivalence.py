@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.base.paths import REPOSITORY
 from common.reporting.outcomes import EQUIVALENCE, merged
-from common.training.sharded_training import SHARDS
+from common.training.strategy import SHARDS
 
 KEEP = "KEEP_OUTCOMES"
 """Set by `make soak`: the differences are kept, for the README."""

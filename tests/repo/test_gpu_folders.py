@@ -14,7 +14,7 @@ from common.planning.job import BatchShape
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
-from common.training.sharded_training import as_computed
+from common.training.strategy import as_computed
 
 FOLDERS = [
     path for path in sorted(REPOSITORY.glob("[23].*/run_*"))

@@ -24,7 +24,7 @@ from common.planning.shares import Share
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
 from common.training.pipeline import Pipeline, StageMap, StageModule, add_lora_to_stage, load_stage
-from common.training.pipeline_training import PipelineTrainer, load_parts, save_parts, sum_of_first_and_last
+from common.training.pipeline_parallel import PipelineParallel, load_parts, save_parts, sum_of_first_and_last
 
 LAYERS, ROWS, LENGTH, VOCABULARY = 5, 8, 12, 96
 SIZES = {
@@ -232,9 +232,9 @@ def gradient_differences(
 
 
 def trained_and_multiplied(pipeline: Pipeline) -> tuple[int, int]:
-    """As the trainer counts over all stages."""
-    trainer = SimpleNamespace(pipeline=pipeline, rank=pipeline.rank, model=pipeline.module.model)
-    return PipelineTrainer.parameter_counts(trainer)
+    """As the strategy counts over all stages."""
+    strategy = SimpleNamespace(pipeline=pipeline, rank=pipeline.rank, model=pipeline.module.model)
+    return PipelineParallel.parameter_counts(strategy)
 
 
 def saved_difference(saved: Path, run: RunConfig, whole: torch.nn.Module) -> float:

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.shards import full_weights, gathered
+from common.models.shards import full_weights, gathered, local_part
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
-from common.training.sharded_training import save_whole
+from common.training.strategy import Strategy
 from common.training.tensor_parallel import (
     PLAN,
     check_split,
@@ -34,9 +34,9 @@ from common.training.tensor_parallel import (
     clip_gradients,
     separate_groups,
     split_by_plan,
-    split_table,
+    split_dimension,
 )
-from common.training.traffic import SentBytes
+from common.training.usage import SentBytes
 
 LAYERS, HIDDEN, ADAPTER_RANK, VOCABULARY, LENGTH, ROWS = 2, 48, 8, 64, 10, 6
 LENGTHS = (10, 4, 7, 10, 2, 9)
@@ -165,8 +165,9 @@ def compare(case: Case, mesh: DeviceMesh, folder: Path, rank: Rank) -> Found:
         check_whole_weights_agree(divided)
     found["saved"] = saved_difference(case, divided, steps[0], folder, rank)
     for what, is_divided in (("what is divided", True), ("the rest", False)):
-        rows = [row for row in split_table(divided) if (row["split_dimension"] is not None) is is_divided]
-        found[f"held of {what}"] = sum(row["held"] for row in rows) / sum(row["whole"] for row in rows)
+        weights = [each for each in divided.parameters() if (split_dimension(each) is not None) is is_divided]
+        held = sum(local_part(weight).numel() for weight in weights)
+        found[f"held of {what}"] = held / sum(weight.numel() for weight in weights)
     return found
 
 
@@ -200,8 +201,7 @@ def saved_difference(case: Case, divided: torch.nn.Module, batch: Batch, folder:
     divided.eval()
     with torch.no_grad():
         expected = logits_of(divided, batch)
-    trainer = SimpleNamespace(model=divided, rank=rank, whole_weights=lambda trained_only: whole_weights(divided))
-    save_whole(trainer, folder)
+    Strategy.export(SimpleNamespace(model=divided, rank=rank, gather=gathered), folder)
     if isinstance(divided, PeftModel):
         plain = PeftModel.from_pretrained(base_toy(case[0]), folder).eval()
     else:

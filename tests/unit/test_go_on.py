@@ -13,7 +13,6 @@ from transformers import TrainingArguments
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.runtime.rank import end_rank
-from common.training.checkpointed_trainer import CheckpointedTrainer
 from common.training.checkpoints import (
     MANIFEST_FILE,
     DamagedCheckpointError,
@@ -22,6 +21,7 @@ from common.training.checkpoints import (
     found_in,
     write_manifest,
 )
+from common.training.trainer import CheckpointedTrainer
 
 ROWS = 96
 FSDP = RunConfig(technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2")

@@ -22,8 +22,8 @@ from common.runtime.membership import (
     use_interface_to,
 )
 from common.runtime.rendezvous import Meeting
-from common.training import gradient_exchange
-from common.training.gradient_exchange import check_same_weights
+from common.training import replicas
+from common.training.replicas import check_same_weights
 
 RUN = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=3)
 ROWS = [{"text": "a", "summary": "b"}]
@@ -124,12 +124,12 @@ def test_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch.manual_seed(0)
     model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
-    monkeypatch.setattr(gradient_exchange, "gather_object", gathered_with(("host1", "0" * 12)))
+    monkeypatch.setattr(replicas, "gather_object", gathered_with(("host1", "0" * 12)))
     with pytest.raises(
         BadInputError, match=r"different weights \(rank 0 \(.+\) \w{12}, rank 1 \(host1\) 000000000000\)"
     ):
         check_same_weights(model)
-    monkeypatch.setattr(gradient_exchange, "gather_object", lambda own: own * 2)
+    monkeypatch.setattr(replicas, "gather_object", lambda own: own * 2)
     check_same_weights(model)
 
 

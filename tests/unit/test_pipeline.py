@@ -15,9 +15,10 @@ from common.base.paths import REPOSITORY
 from common.data.batches import EpochBatches
 from common.data.rows import IGNORED_LABEL, NO_ROW, labels_in
 from common.runtime.launchers import torchrun_command
+from common.training.loop import LoopTrainer
 from common.training.pipeline import PassClock, PassThrough, cut
 from common.training.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
-from common.training.pipeline_training import PipelineTrainer
+from common.training.pipeline_parallel import PipelineParallel
 from tests.forked import run_forked
 
 _spec = importlib.util.spec_from_file_location("pipeline_worker", Path(__file__).with_name("pipeline_worker.py"))
@@ -214,16 +215,20 @@ def stub(rows: list[dict[str, object]], batch_size: int, micro_batches: int) -> 
         filled = [row["labels"] + [IGNORED_LABEL] * (longest - len(row["labels"])) for row in given]
         return {"labels": torch.tensor(filled), "row": torch.tensor([row.get("row", NO_ROW) for row in given])}
 
+    strategy = SimpleNamespace(
+        run=SimpleNamespace(micro_batches=micro_batches), pipeline=SimpleNamespace(micro_batches=micro_batches)
+    )
+    strategy.fill = lambda given: PipelineParallel.fill(strategy, given)
     trainer = SimpleNamespace(
-        pipeline=SimpleNamespace(micro_batches=micro_batches),
+        strategy=strategy,
         rank=SimpleNamespace(world_size=2),
         args=SimpleNamespace(per_device_train_batch_size=batch_size),
         train_dataset=rows,
         data_collator=padded,
         batches=EpochBatches([len(row["labels"]) for row in rows], batch_size, 1, 0, seed=1),
     )
-    trainer.collated = lambda given: PipelineTrainer.collated(trainer, given)
-    trainer.batches_of = lambda numbers: PipelineTrainer.batches_of(trainer, numbers)
+    trainer.collated = lambda given: LoopTrainer.collated(trainer, given)
+    trainer.batches_of = lambda numbers: LoopTrainer.batches_of(trainer, numbers)
     return trainer
 
 
@@ -268,16 +273,14 @@ def test_the_clock_adds_up_passes_of_training_steps_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr("common.training.pipeline.time.perf_counter", lambda: next(now))
     clock = PassClock("cpu")
 
-    def step() -> str:
+    def step() -> None:
         clock.timed("forward", 0, lambda: None)
         clock.timed("backward", 0, lambda: None)
-        return "done"
 
-    assert clock.step(step) == "done"
+    clock.step(step)
     clock.timed("forward", 0, lambda: None)  # of validation
     assert clock.busy_and_total_s() == (3.0, 10.0)
-    passes = [(each.kind, each.micro_batch, each.start_s, each.end_s) for each in clock.last_passes()]
-    assert passes == [("forward", 0, 1.0, 3.0), ("backward", 0, 3.0, 4.0)]
+    assert clock.last_passes() == [("forward", 0, 1.0, 3.0), ("backward", 0, 3.0, 4.0)]
     clock.forget()
     assert clock.busy_and_total_s() == (0, 0)
 

@@ -29,6 +29,7 @@ from common.models.loading import load_tokenizer
 from common.planning.plans import Plan, plan_run
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank
+from common.training import export
 from tests.forked import run_forked
 
 SINGLE, DDP = "2.1_lora_finetuning/run_0_cpu_x1", "2.2_lora_finetuning_with_ddp/run_0_cpu_x2"
@@ -305,9 +306,9 @@ def test_layers_that_the_planner_cannot_place_are_refused(tmp_path: Path, capsys
         ({"splits_rows": True}, ""),
         (
             {"splits_rows": True, "shards": frozenset({"weights"}), "sharded_by": "Megatron"},
-            "mine, which Megatron shards",
+            "mine, which can be planned, but not trained with",
         ),
-        ({"splits_matrices": True}, "no plan of tensor parallel"),
+        ({"splits_matrices": True}, "names no strategy"),
     ],
 )
 def test_what_is_registered_later_passes_or_is_refused_in_one_sentence(
@@ -316,7 +317,7 @@ def test_what_is_registered_later_passes_or_is_refused_in_one_sentence(
     """A task and a parallelism that nothing here names: their specs say what they need."""
     monkeypatch.setitem(TASKS, "new", replace(TASKS["chat"], name="new", parallelisms=("single", "mine")))
     monkeypatch.setitem(PARALLELISMS, "mine", Parallelism("mine", "mine", "it is new", **way))
-    asked = replace(run, task="new", parallel="mine", devices=2, run_folder="", gradient_checkpointing="none")
+    asked = run.changed_to(task="new", parallel="mine", devices=2, run_folder="", gradient_checkpointing=False)
     with pytest.raises(BadInputError, match=said) if said else nullcontext():
         check_settings(asked)
     if said:
@@ -433,10 +434,8 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
         assert trainer.state.global_step == preflight.STEPS
         assert trainer.work.rows == [0, 1, 2, 3] * 2 * preflight.STEPS
         assert any(weight.any() for name, weight in trainer.model.named_parameters() if "lora_B" in name)
-        load = preflight.load_base_model
-        monkeypatch.setattr(
-            preflight, "load_base_model", lambda run, device_map: load(replace(run, seed=1), device_map)
-        )
+        load = export.load_base_model
+        monkeypatch.setattr(export, "load_base_model", lambda run, device_map: load(replace(run, seed=1), device_map))
         with pytest.raises(RuntimeError, match="what was saved is not what was trained"):
             preflight.save_and_reload(asked, trainer, {}, rank, tmp_path)
 

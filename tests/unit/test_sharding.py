@@ -17,12 +17,11 @@ from common.base.run_config import RunConfig
 from common.checks.inputs import check_folder, check_inputs
 from common.runtime.rank import accelerate_shards
 from common.runtime.world import Rank
-from common.training import sharded_run, sharded_training, zero_training
+from common.training import fsdp, zero
 from common.training.deepspeed_config import deepspeed_config, with_sizes
-from common.training.fsdp import UNEVEN_SHARE, check_fully_sharded, check_share, mixed_precision, modules_to_wrap
-from common.training.sharded_run import in_turn, trainer_class
-from common.training.traffic import SentBytes
-from common.training.zero_training import check_deepspeed
+from common.training.fsdp import Fsdp, check_fully_sharded, in_turn, mixed_precision, modules_to_wrap
+from common.training.usage import UNEVEN_SHARE, SentBytes, check_share
+from common.training.zero import check_deepspeed
 
 FSDP = RunConfig(
     technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2"
@@ -77,19 +76,19 @@ def test_a_layer_class_that_the_model_lacks_is_refused_with_those_that_repeat() 
 
 
 def test_zero_without_deepspeed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_training.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(zero.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInputError, match="DeepSpeed's, which is not installed: `make deepspeed`"):
         check_deepspeed()
 
 
 def test_deepspeed_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(zero_training.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(zero.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(zero_training.shutil, "which", lambda name: None)
+    monkeypatch.setattr(zero.shutil, "which", lambda name: None)
     with pytest.raises(BadInputError, match="no C\\+\\+ compiler"):
         check_deepspeed()
-    built = tmp_path / "py311_cpu" / zero_training.COMPILED
+    built = tmp_path / "py311_cpu" / zero.COMPILED
     built.mkdir(parents=True)
     (built / "op.so").touch()
     check_deepspeed()
@@ -215,7 +214,7 @@ def test_the_root_s_step_counts_its_ranks() -> None:
 
 def test_ranks_load_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a host with four GPUs holds one whole model, and not four."""
-    monkeypatch.setattr(sharded_run, "wait_for_everyone", threading.Barrier(4).wait)
+    monkeypatch.setattr(fsdp, "wait_for_everyone", threading.Barrier(4).wait)
     loading, seen, order = [], [], []
 
     def load(turn: int) -> None:
@@ -240,17 +239,16 @@ def test_gradients_are_summed_in_fp32_also_where_accelerate_divides_the_model(
     monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     """Its own policy sums them in bf16."""
-    monkeypatch.setattr(sharded_training, "accelerate_shards", lambda: True)
-    monkeypatch.setattr(sharded_training, "check_fully_sharded", lambda *_: 0)
+    monkeypatch.setattr(fsdp, "accelerate_shards", lambda: True)
+    monkeypatch.setattr(fsdp, "check_fully_sharded", lambda *_: None)
     run = replace(FSDP, precision=precision)
-    made = trainer_class(run, Rank(0, 2, "cuda:0", "acclaunch"))
-    trainer = made.func.__new__(made.func)
     plugin = SimpleNamespace(mixed_precision_policy="Accelerate's own")
-    trainer.policy, trainer.rank = made.keywords["policy"], made.keywords["rank"]
-    trainer.accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin), prepare=Mock(return_value=("model", "optimizer"))
+    model, optimizer = toy(), Mock()
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), prepare=Mock(return_value=(model, optimizer))
     )
-    trainer.model = trainer.optimizer = None
-    trainer.start_step_maker()
+    strategy = Fsdp(run, Rank(0, 2, "cuda:0", "acclaunch"))
+    strategy.attach(toy())
+    strategy.prepare(Mock(), accelerator)
     assert plugin.mixed_precision_policy == mixed_precision(run)
-    assert trainer.accelerator.prepare.called
+    assert accelerator.prepare.called

@@ -3,16 +3,17 @@
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 from torch.utils.data import DistributedSampler
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from common.base.run_config import RunConfig
+from common.base.specs import PARALLELISMS, TASKS, Parallelism
 from common.data.batches import make_collator
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import add_lora, load_base_model, load_tokenizer, next_token_logits
@@ -22,9 +23,9 @@ from common.runtime.recorder import RunLog
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
 from common.tasks.objectives import VALIDATION_LOSS
-from common.training.export import give_up
+from common.training.loop import LoopTrainer
 from common.training.results import check_rows_seen, check_training, training_flops
-from common.training.tensor_training import TensorParallelTrainer
+from common.training.strategy import Strategy, strategy_class
 from common.training.trainer import CountingTrainer, make_trainer, training_arguments
 
 
@@ -88,27 +89,37 @@ def test_of_several_gpus_the_trainer_takes_one(
 TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 
 
-class OneRank(TensorParallelTrainer):
-    """Our loop, with a model that nobody divides, and no other rank to agree with."""
+class OneRank(Strategy):
+    """A strategy from outside of `common`: a model that nobody divides, and no other rank to agree with."""
 
-    def start_step_maker(self) -> None:
-        pass
+    def backward(self, batch: dict[str, torch.Tensor], labelled: int, is_last: bool) -> torch.Tensor:
+        loss = self.loss(batch, labelled)
+        loss.backward()
+        return loss.detach()
 
-    def of_own_rows(self, of_ranks: list) -> list:
-        return of_ranks
 
-
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LOOPS = pytest.mark.parametrize("loop", ["the Trainer's", "ours"])
 
 
 @pytest.fixture
-def trainer_of(tmp_path: Path) -> Iterator[Callable[..., CountingTrainer]]:
-    """A trainer with one of the two loops and a tiny classifier, four steps an epoch; what differs is told."""
+def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CountingTrainer]]:
+    """A trainer with one of the two loops and a tiny classifier, four steps an epoch; what differs is told.
+
+    Our loop is that of a parallelism which is registered here, and whose strategy is found by its name.
+    """
+    toy = Parallelism("toy", "a toy", "it is at hand", in_one_process=True, strategy=f"{__name__}:OneRank")
+    classification = TASKS["classification"]
+    monkeypatch.setitem(PARALLELISMS, toy.name, toy)
+    monkeypatch.setitem(
+        TASKS, "classification", replace(classification, parallelisms=(*classification.parallelisms, toy.name))
+    )
 
     def make(loop: str, **settings: Any) -> CountingTrainer:
         run = RunConfig(
             task="classification",
             technique="full",
+            parallel="single" if loop == "the Trainer's" else toy.name,
             target_modules="all",
             per_device_train_batch_size=4,
             model="all-minilm-l6-v2",
@@ -119,12 +130,29 @@ def trainer_of(tmp_path: Path) -> Iterator[Callable[..., CountingTrainer]]:
         )
         rank, tokenizer = Rank(0, 1, "cpu", "python"), AutoTokenizer.from_pretrained(minilm_folder())
         rows = tokens_of([{"text": "a ticket " * n, "class": n % 2} for n in range(16)], tokenizer, run)
-        model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **TINY))
-        trainer_class = CountingTrainer if loop == "the Trainer's" else partial(OneRank, rank=rank)
-        return make_trainer(model, tokenizer, rows, rows[:5], RunLog(run, rank), trainer_class=trainer_class)
+        torch.manual_seed(0)
+        model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **TINY, **NO_DROPOUT))
+        strategy = strategy_class(run)(run, rank)
+        trainer_class = LoopTrainer if strategy.takes_steps else CountingTrainer
+        return make_trainer(
+            model, tokenizer, rows, rows[:5], RunLog(run, rank), strategy=strategy, trainer_class=trainer_class
+        )
 
     yield make
     end_rank()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_parallelism_from_outside_trains_as_one_device_does(trainer_of: Callable[..., CountingTrainer]) -> None:
+    losses = {}
+    for loop in ("the Trainer's", "ours"):
+        trainer = trainer_of(loop, num_train_epochs=2, learning_rate=0.01, max_grad_norm=0.5)
+        trainer.train()
+        assert check_training(trainer, Rank(0, 1, "cpu", "python"))[0]["samples"] == 32
+        losses[loop] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert type(trainer.strategy).__name__ == "OneRank"
+    assert losses["ours"] == pytest.approx(losses["the Trainer's"], rel=1e-5)
+    assert len(set(losses["ours"])) == 8
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -218,7 +246,7 @@ def test_weights_that_are_given_up_take_no_memory_whoever_still_has_them(
     trainer.train()
     held, optimizer = list(trainer.model.parameters()), trainer.optimizer
     assert sum(weight.untyped_storage().nbytes() for weight in held) > 0
-    give_up(trainer, "cpu")
+    trainer.free()
     in_groups = [weight for group in optimizer.param_groups for weight in group["params"]]
     assert [weight.untyped_storage().nbytes() for weight in [*held, *in_groups]] == [0] * len([*held, *in_groups])
     assert all(weight.grad is None for weight in held)

@@ -1,8 +1,14 @@
-"""Gradients of several machines brought together, in buckets: after each backward pass, or while it goes on."""
+"""Whole replicas on every rank, for loops over steps that are written out in a workflow, also across machines.
+
+How gradients come together is the workflow's (across machines by `GradientExchange`, in buckets, after each backward
+pass or while it goes on); the rest of a step is that of every `LoopTrainer`.
+"""
 
 import socket
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +18,89 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data.rows import IGNORED_LABEL, Tokens
+from common.runtime.disks import broadcast_folder
+from common.runtime.recorder import RunLog
+from common.training.checkpoints import newest_whole, steps_at
+from common.training.loop import LoopTrainer
+from common.training.strategy import Batch, WholeModel
+
+WEIGHTS_FILE = "replica.pt"
+"""Of a checkpoint: weights and optimizer as every rank has them."""
+
+
+class Replicas(WholeModel):
+    """Every rank holds the whole model, and has rows of its own; the workflow sums the gradients."""
+
+    takes_steps = autocasts = True
+
+    def __init__(self, log: RunLog) -> None:
+        """`log` knows which rank of each disk writes what all have."""
+        super().__init__(log.run, log.rank)
+        self.writes = log.writes
+
+    def labels_in(self, row: Tokens) -> int:
+        """Return the number of a summary's tokens: every one is to be predicted."""
+        return sum(label != IGNORED_LABEL for label in row["labels"])
+
+    def save(self, folder: Path) -> None:
+        """Write what all ranks have, on one rank of each disk."""
+        if self.writes:
+            torch.save(
+                {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, folder / WEIGHTS_FILE
+            )
+
+    def load(self, folder: Path) -> None:
+        """Take back weights and optimizer, on every rank."""
+        saved = torch.load(folder / WEIGHTS_FILE, map_location="cpu", weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+
+
+class PlainLoop(LoopTrainer):
+    """Rows, optimizer, schedule, reports, validation and checkpoints of one rank; `steps()` hands out the work.
+
+    Ranks may stand on machines with a disk each.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Make the optimizer at once, so that a workflow can wrap it."""
+        super().__init__(**kwargs)
+        self.writes = self.strategy.writes
+        self.create_optimizer()
+
+    def loss_of(self, model: torch.nn.Module, batch: Batch, labelled: int) -> torch.Tensor:
+        """Return this batch's part of the step's loss: the sum of its tokens' losses over the step's `labelled` ones.
+
+        `model` is the trained one, or what stands around it.
+        """
+        self.reach("batch")
+        loss = self.strategy.loss(batch, labelled, model)
+        self.loss_sum += loss.detach()
+        return loss
+
+    def newest_of_all(self, log: RunLog) -> Path | None:
+        """Return the newest checkpoint that any disk has, on every disk afterwards."""
+        kept = newest_whole(Path(self.args.output_dir)) if self.writes else None
+        of_ranks = gather_object([(steps_at(kept) if kept else 0, self.writes)])
+        newest = max(steps for steps, _ in of_ranks)
+        if not newest:
+            return None
+        folder = Path(self.args.output_dir) / f"checkpoint-{newest}"
+        lacks = self.writes and (kept is None or steps_at(kept) < newest)
+        broadcast_folder(folder, of_ranks.index((newest, True)), lacks, self.rank)
+        return folder
+
+    def write_checkpoint(self, folder: Path) -> None:
+        """Give every disk every rank's random numbers, so that any of them can start all ranks again."""
+        super().write_checkpoint(folder)
+        states = gather_object([{path.name: path.read_bytes() for path in folder.glob("rng_state*")}])
+        for name, content in {name: state for each in states for name, state in each.items()}.items():
+            if self.writes:
+                (folder / name).write_bytes(content)
+
+
+# -- gradients of several machines brought together
 
 Bucket = list[torch.nn.Parameter]
 
@@ -58,7 +147,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
 
 
 def send_as_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's hook, which DDP lets through by its own name with NCCL alone; gloo sums bf16, too."""
+    """Call PyTorch's hook, which DDP lets through by its own name with NCCL alone; gloo sums bf16, too."""
     return bf16_compress_hook(group, bucket)
 
 
@@ -88,7 +177,7 @@ class GradientExchange:
             self.model.register_comm_hook(None, send_as_bf16)
 
     def part(self, is_last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward pass of a micro-batch: DDP sends in the last one of a step only."""
+        """Return a context for the passes of a micro-batch: DDP sends in the last one of a step only."""
         return nullcontext() if is_last or not self.overlaps else self.model.no_sync()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -97,6 +186,6 @@ class GradientExchange:
         (loss * factor).backward()
 
     def complete(self) -> None:
-        """Every rank has the sum of all gradients afterwards."""
+        """Give every rank the sum of all gradients."""
         if not self.overlaps:
             sum_gradients(self.buckets)

@@ -1,0 +1,35 @@
+"""DDP in the written-out loop, for comparison with what is sharded: every rank holds everything."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+from common.training.strategy import Batch, Strategy
+
+
+class Ddp(Strategy):
+    """Every rank holds the whole model; PyTorch's DDP averages the gradients."""
+
+    def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
+        """Put DDP, which sums the gradients, around the model."""
+        own_gpu = None if self.rank.device == "cpu" else [self.rank.device]
+        self.replica = DistributedDataParallel(self.model, device_ids=own_gpu, gradient_as_bucket_view=True)
+        return super().prepare(optimizer, accelerator)
+
+    def forward(self, **inputs: Any) -> Any:
+        """Return the model's output, in training through DDP, whose hooks sum the gradients."""
+        return (self.replica if self.model.training else self.model)(**inputs)
+
+    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Add the gradients, which are summed over the ranks after the last batch of a step."""
+        with nullcontext() if is_last else self.replica.no_sync():
+            loss = self.loss(batch, labelled)
+            (loss * self.rank.world_size).backward()  # DDP takes the mean over ranks, but each loss is part of the sum
+        return loss.detach()
+
+    def free(self) -> None:
+        """Free DDP's module: it has buckets as large as all gradients."""
+        self.replica = None

@@ -1,0 +1,206 @@
+"""Pipeline parallel as a strategy: what the stages do in a step and agree on, and the parts saved as one model."""
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import gather_object, wait_for_everyone
+from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from common.data.rows import IGNORED_LABEL, Tokens, without_labels
+from common.runtime.world import Rank
+from common.training.pipeline import Pipeline, StageModule, trained_stage
+from common.training.placement import StageMap
+from common.training.strategy import Batch, Model, Strategy
+
+OPTIMIZER_FILE = "optimizer-stage{}.pt"
+
+
+class PipelineParallel(Strategy):
+    """Every rank holds a stage, and goes through the same rows in the same order."""
+
+    measures_usage = reloads_as_computed = False
+    divides_checkpoints = True
+
+    def load_model(self, stage_map: StageMap | None = None) -> Model:
+        """Return this rank's layers."""
+        return trained_stage(self.run, stage_map, self.rank)
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Put the stage into a pipeline, which times its passes."""
+        super().attach(model)
+        self.pipeline = Pipeline(StageModule(model, self.run, self.rank), self.run, self.rank)
+
+    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Send every micro-batch through all stages and back; the loss is known to the last stage."""
+        return self.pipeline.train_step(batch, labelled)
+
+    def finish_gradients(self) -> None:
+        """Add up the gradients of tied embeddings, and clip by the norm over the whole model.
+
+        First and last stage each have a copy of tied embeddings; its gradient is the sum of both.
+        """
+        tied = self._tied_weight()
+        if tied is not None:
+            tied.grad = sum_of_first_and_last(tied.grad, self.rank)
+        if not self.run.max_grad_norm:
+            return
+        trained = [weight for weight in self.model.parameters() if weight.grad is not None]
+        copy = tied if not self.rank.is_main else None  # counted on the first stage
+        squares = get_total_norm([weight.grad for weight in trained if weight is not copy]).float() ** 2
+        dist.all_reduce(squares)
+        clip_grads_with_norm_(trained, self.run.max_grad_norm, squares.sqrt())
+
+    def _tied_weight(self) -> torch.nn.Parameter | None:
+        """This stage's copy of trained embeddings that are also the head; None elsewhere."""
+        causal = self.pipeline.module.causal
+        if not causal.ends_are_tied or not (self.rank.is_main or self.pipeline.module.is_last):
+            return None
+        # an encoder's last stage has the head, but no embeddings that would be the same weight
+        ends = causal.get_input_embeddings() if self.rank.is_main else causal.get_output_embeddings()
+        return ends.weight if ends.weight.requires_grad else None
+
+    def fill(self, batch: list[Tokens]) -> list[Tokens]:
+        """Fill a batch up with rows without labels until the micro-batches divide it."""
+        missing = -len(batch) % self.run.micro_batches
+        return [*batch, *[without_labels(batch[-1])] * missing]
+
+    def sums(self, batch: Batch) -> torch.Tensor:
+        """Return the sums that the last stage knows; see `Strategy.sums`."""
+        if self.keeps_logits:  # of a large vocabulary, only where some row has a label
+            labelled = (batch["labels"][:, 1:] != IGNORED_LABEL).sum().float().to(self.rank.device)
+            return torch.stack([self.pipeline.validate(batch), labelled])
+        logits = self.pipeline.logits(batch)
+        labels = batch["labels"].to(self.rank.device)
+        if logits is None:
+            logits = torch.zeros(len(labels), self.pipeline.module.causal.config.num_labels, device=self.rank.device)
+        return self.objective.results(logits, labels).sum(0)
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the last stage's `value`, on every rank."""
+        dist.broadcast(value, src=self.rank.world_size - 1)
+        return value
+
+    def logits(self, batch: Batch) -> torch.Tensor | None:
+        """Return the logits of all rows on the last stage, see `Strategy.logits`."""
+        return self.pipeline.logits(batch)
+
+    def save(self, folder: Path) -> None:
+        """Write the stages as parts of one model, and each stage's optimizer."""
+        save_parts(self.model, folder, self.rank)
+        torch.save(self.optimizer.state_dict(), folder / OPTIMIZER_FILE.format(self.rank.rank))
+
+    def load(self, folder: Path) -> None:
+        """Take back this stage's part of the weights, and its optimizer."""
+        load_parts(self.model, folder)
+        states = torch.load(folder / OPTIMIZER_FILE.format(self.rank.rank), map_location="cpu", weights_only=True)
+        self.optimizer.load_state_dict(states)
+
+    def export(self, folder: Path) -> None:
+        """Write the stages as one model; see `save_parts`."""
+        save_parts(self.model, folder, self.rank)
+
+    def for_record(self) -> dict[str, object]:
+        """Return each stage's seconds of work, and its share of the steps' time in which it waited.
+
+        None of a run that resumed from its last step, and took none.
+
+        Raises:
+            RuntimeError: a stage computed nothing.
+        """
+        busy_s, total_s = self.pipeline.clock.busy_and_total_s()
+        if not total_s:
+            return {"stages": None}
+        stages = [{"stage": stage, "busy_s": busy_s} for stage, busy_s in enumerate(gather_object([busy_s]))]
+        for stage, idle_share in zip(stages, self.pipeline.idle_shares(), strict=True):
+            if stage["busy_s"] == 0:
+                raise RuntimeError(f"Stage {stage['stage']} of {len(stages)} computed nothing.")
+            stage["idle_share"] = idle_share
+        return {"stages": stages}
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Return how many parameters of all stages together are trained, and how many multiply."""
+        causal, copy = self.pipeline.module.causal, None
+        if self.pipeline.module.is_last and causal.ends_are_tied:
+            copy = causal.get_output_embeddings().weight
+        looked_up = causal.get_input_embeddings().weight if self.rank.is_main and not causal.ends_are_tied else None
+        own = [weight for weight in self.model.parameters() if weight is not copy]
+        trained = sum(weight.numel() for weight in own if weight.requires_grad)
+        multiplied = sum(weight.numel() for weight in own if weight is not looked_up)
+        counts = gather_object([(trained, multiplied)])
+        return sum(trained for trained, _ in counts), sum(multiplied for _, multiplied in counts)
+
+
+def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
+    """`gradient`, which becomes the sum of the first and the last stage's."""
+    other = rank.world_size - 1 if rank.is_main else 0
+    received = torch.empty_like(gradient)
+    # in one batch: on GPUs both ends would else wait in their sending for the other's receiving
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, gradient, other), dist.P2POp(dist.irecv, received, other)]
+    ):
+        work.wait()
+    return gradient.add_(received)
+
+
+# -- the parts as one model
+
+
+def save_parts(model: Model, folder: Path, rank: Rank) -> None:
+    """Save all stages as one model that plain Transformers (or PEFT) loads: call it on every rank.
+
+    Each rank writes its stage's weights as a part of a model in several files; no weight is sent. Of adapters, which
+    are small, rank 0 writes all.
+    """
+    if rank.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+    wait_for_everyone()
+    if isinstance(model, PeftModel):
+        own = get_peft_model_state_dict(model, save_embedding_layers=False)
+        parts = gather_object([{name: weight.cpu() for name, weight in own.items()}])
+        if rank.is_main:
+            model.save_pretrained(folder, save_embedding_layers=False)  # configuration, and weights of this stage only
+            every = {name: weight.contiguous() for part in parts for name, weight in part.items()}
+            save_file(every, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+    else:
+        _save_stage(model, folder, rank)
+    wait_for_everyone()
+
+
+def _save_stage(model: PreTrainedModel, folder: Path, rank: Rank) -> None:
+    file_name = f"model-{rank.rank + 1:05}-of-{rank.world_size:05}.safetensors"
+    weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
+    if model.ends_are_tied and not rank.is_main:
+        copies = ("embed_tokens.weight", "lm_head.weight")  # the first stage saves them
+        weights = {name: weight for name, weight in weights.items() if not name.endswith(copies)}
+    save_file(weights, folder / file_name, metadata={"format": "pt"})
+    size = sum(weight.numel() * weight.element_size() for weight in weights.values())
+    parts = gather_object([(file_name, list(weights), size)])
+    if rank.is_main:
+        model.whole_config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        index = {
+            "metadata": {"total_size": sum(size for _, _, size in parts)},
+            "weight_map": {name: file_name for file_name, names, _ in parts for name in names},
+        }
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def load_parts(model: Model, folder: Path) -> None:
+    """Load this stage's weights from what `save_parts` wrote."""
+    if isinstance(model, PeftModel):
+        set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+        return
+    own = model.state_dict()
+    for path in folder.glob("model-*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in set(file.keys()) & own.keys():
+                own[name].copy_(file.get_tensor(name))

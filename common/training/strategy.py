@@ -1,0 +1,393 @@
+"""What the ranks of a run do differently from one device: the protocol of strategies, and which one a run has.
+
+A parallelism names its strategy in `common.base.specs.PARALLELISMS`; without one the Trainer itself does it.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from accelerate.utils import gather_object, wait_for_everyone
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.utils import clip_grad_norm_
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from common.base.run_config import RunConfig
+from common.data import rows
+from common.data.rows import IGNORED_LABEL, Tokens
+from common.models.loading import add_lora, load_base_model, next_token_logits, parameter_counts, train_own_weights
+from common.models.shards import byte_count, full_weights, gathered, global_numel, local_part
+from common.planning.device_maps import whole_model_on
+from common.runtime.world import Rank
+from common.tasks.answers import answer_results
+from common.tasks.objectives import objective_of
+from common.training.placement import StageMap
+from common.training.safe_loading import SafePlanner, SafeReader
+from common.training.usage import Held, SentBytes, optimizer_bytes
+
+Batch = dict[str, torch.Tensor]
+Model = PreTrainedModel | PeftModel
+SHARDS = "shards"
+"""Folder of a checkpoint with every rank's part, as torch.distributed.checkpoint writes it."""
+
+
+class Strategy:
+    """What the ranks of one parallelism do in a `LoopTrainer`.
+
+    As it stands here, each rank has rows of its own and calls one model, and the ranks' losses are parts of one sum;
+    subclasses add at least `backward`, and how the model is divided.
+    """
+
+    takes_steps = True
+    """Whether a `LoopTrainer` takes the steps; else the Trainer does."""
+    measures_usage = True
+    """Whether what a rank holds and sends is measured in the second step."""
+    autocasts = False
+    """Whether mixed precision is autocast's; FSDP and DeepSpeed have another way."""
+    divides_checkpoints = False
+    """Whether every rank writes a part of a checkpoint."""
+    reloads_as_computed = True
+    """Whether whole models are loaded after training in the format of matrix products; see `as_computed`."""
+
+    def __init__(self, run: RunConfig, rank: Rank) -> None:
+        """`rank` is this process's place among all, also where all work on the same rows."""
+        self.run, self.rank, self.objective = run, rank, objective_of(run)
+        self.usage = UsageReport(self)
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        """Check what the strategy needs, before anything is loaded.
+
+        Raises:
+            BadInputError: what is missing or does not fit, and what would.
+        """
+
+    # -- model and optimizer
+
+    def load_model(self, stage_map: StageMap | None = None) -> Model:
+        """Return this rank's part of the base, with its trained weights switched on.
+
+        `stage_map` says which stage of a pipeline has which layers.
+        """
+        return whole_model_to_train(self.run, whole_model_on(self.rank.device))
+
+    def group_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Rearrange the optimizer's parameter groups, before its schedule is built."""
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Train `model`, which comes from `load_model`."""
+        self.model, self.keeps_logits = model, keeps_logits(model)
+
+    def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
+        """Return the optimizer as training takes it, and make `model` ready; called on every rank before the steps."""
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
+        return optimizer
+
+    # -- a step
+
+    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Add the gradients of one of this rank's batches, and return its part of the step's loss.
+
+        The step's loss is a mean over its `labelled` tokens on all ranks; `is_last`: no other batch of it follows.
+        """
+        raise NotImplementedError
+
+    def finish_gradients(self) -> None:
+        """Make the gradients those of the whole model, and clip them by their norm."""
+        if self.run.max_grad_norm:
+            clip_grad_norm_(self.model.parameters(), self.run.max_grad_norm)
+
+    def update(self) -> None:
+        """Take the optimizer's step, and forget the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def forward(self, **inputs: Any) -> Any:
+        """Return the model's output."""
+        return self.model(**inputs)
+
+    def loss(self, batch: Batch, labelled: int, model: torch.nn.Module | None = None) -> torch.Tensor:
+        """Return the sum of a batch's losses over the step's `labelled` ones; `model` stands in for the strategy's."""
+        inputs, call = self.for_loss(self.to_device(batch)), model or self.forward
+        with self.autocast():
+            if self.objective.loss is None:
+                return call(**inputs, num_items_in_batch=labelled, use_cache=False).loss
+            labels = inputs.pop("labels")
+            return self.objective.loss(call(**inputs), labels, labelled)
+
+    def for_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch's inputs, told where to compute logits if the model can be told."""
+        if not self.keeps_logits:
+            return inputs
+        batch = with_head_on_answers(inputs)
+        if len(self.rank.devices) > 1:  # the head's device may be another than the inputs'
+            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()
+        return batch
+
+    def to_device(self, batch: Batch) -> Batch:
+        """Return the model's inputs on this rank's device."""
+        return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}
+
+    def autocast(self) -> torch.autocast:
+        """Return a context in which matrix products are in bfloat16, where the run asks for it."""
+        enabled = self.autocasts and self.run.precision.startswith("bf16")
+        return torch.autocast(torch.device(self.rank.device).type, torch.bfloat16, enabled=enabled)
+
+    # -- rows
+
+    def fill(self, batch: list[Tokens]) -> list[Tokens]:
+        """Return the rows of a batch with those that it must be filled up with."""
+        return batch
+
+    def labels_in(self, row: Tokens) -> int:
+        """Return how many labels of a row are to be predicted."""
+        return rows.labels_in(row)
+
+    def own_rows(self, of_ranks: list[Any]) -> list[Any]:
+        """Return, of what each rank did, that of the ranks with rows of their own.
+
+        Raises:
+            RuntimeError: ranks that were to work on the same rows did not.
+        """
+        if self.run.parallelism.splits_rows:
+            return of_ranks
+        if any(other != of_ranks[0] for other in of_ranks):
+            raise RuntimeError(f"With {self.run.parallelism.label} all ranks work on the same rows, but they did not.")
+        return of_ranks[:1]
+
+    # -- validation
+
+    def sums(self, batch: Batch) -> torch.Tensor:
+        """Return the sums of a validation batch's results (`Objective.results`), as far as this rank knows them."""
+        self.model.eval()
+        with self.autocast():
+            results = self.results(self.forward, self.to_device(batch))
+        self.model.train()
+        return results.sum(0)
+
+    @torch.no_grad()
+    def results(self, model: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return what each row counts for (`Objective.results`), shape (rows, k), by `model` with its dropout off.
+
+        Logits are computed at answer positions alone: those of whole rows would be the run's highest peak where the
+        vocabulary is large.
+        """
+        batch = self.for_loss(inputs)
+        given = {name: tensor for name, tensor in batch.items() if name not in ("row", "labels", "shift_labels")}
+        if self.keeps_logits:
+            logits = model(**given, use_cache=False).logits
+            return answer_results(logits, batch["labels"].to(logits.device))
+        return self.objective.results(model(**given).logits, batch["labels"])
+
+    def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what all ranks together know of a loss, or of several sums; called on every rank."""
+        total = value.detach().clone()
+        if self.rank.world_size > 1:
+            dist.all_reduce(total)
+        return total
+
+    def logits(self, batch: Batch) -> torch.Tensor | None:
+        """Return the logits of a batch, fp32, shape (rows, tokens, vocabulary), with dropout off.
+
+        Called on every rank; None where this rank does not know them.
+        """
+        return next_token_logits(self.model, batch)
+
+    # -- checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's shards of weights and optimizer; nothing is gathered. Called on every rank."""
+        weights, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=str(folder / SHARDS))
+
+    def load(self, folder: Path) -> None:
+        """Take back this rank's shards, also from a checkpoint of another number of ranks."""
+        weights, optimizer = get_state_dict(self.model, self.optimizer)
+        parts = {"model": weights, "optimizer": optimizer}
+        dcp.load(parts, storage_reader=SafeReader(str(folder / SHARDS)), planner=SafePlanner())
+        set_state_dict(self.model, self.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+
+    # -- one model of all parts
+
+    def gather(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight whole; called on every rank."""
+        return gathered(weight)
+
+    def export(self, folder: Path) -> None:
+        """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""
+        model, is_lora = self.model, isinstance(self.model, PeftModel)
+        named = [named for named in model.named_parameters() if named[1].requires_grad or not is_lora]
+        weights = full_weights(named, self.rank.is_main, self.gather)
+        if self.rank.is_main and is_lora:
+            model.peft_config["default"].save_pretrained(folder)
+            adapter = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
+            save_file(adapter, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        elif self.rank.is_main:
+            model.save_pretrained(folder, state_dict=weights)
+        wait_for_everyone()
+
+    def free(self) -> None:
+        """Free what the strategy holds beside model and optimizer."""
+
+    # -- for the record
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """Return how many parameters of the whole model are trained, and how many multiply."""
+        return parameter_counts(self.model)
+
+    def held(self) -> Held:
+        """Return the bytes on this rank, between the backward pass and the optimizer's step."""
+        weights = list(self.model.parameters())
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        return Held(
+            byte_count(map(local_part, weights)),
+            byte_count(map(local_part, gradients)),
+            optimizer_bytes(self.optimizer),
+        )
+
+    def whole_held(self) -> Held:
+        """Return what one device would hold, with Adam's two states."""
+        weights = list(self.model.parameters())
+        of_all = sum(global_numel(weight) * weight.element_size() for weight in weights)
+        of_trained = sum(global_numel(each) * each.element_size() for each in weights if each.requires_grad)
+        return Held(of_all, of_trained, 2 * of_trained)
+
+    def check_held(self, held: Held) -> None:
+        """Check that what this rank holds is divided as it was asked for.
+
+        Raises:
+            RuntimeError: with both sizes.
+        """
+
+    def for_record(self) -> dict[str, object]:
+        """Return what was measured in training; called on every rank."""
+        return self.usage.for_record() if self.measures_usage else {}
+
+
+class WholeModel(Strategy):
+    """Every rank holds the whole model, with mp on several devices, and the Trainer takes the steps."""
+
+    takes_steps = measures_usage = reloads_as_computed = False
+
+    def load_model(self, stage_map: StageMap | None = None) -> Model:
+        """Return the whole model to train, with mp placed by `stage_map`."""
+        is_placed = len(self.rank.devices) > 1
+        return whole_model_to_train(self.run, stage_map if is_placed else whole_model_on(self.rank.device))
+
+    def export(self, folder: Path) -> None:
+        """Write the model, or the adapter, on rank 0."""
+        if self.rank.is_main:
+            self.model.save_pretrained(folder)
+
+
+# -- what a rank holds and sends
+
+MEASURED_STEP = 2
+"""In the first step engines do what they do once, and the optimizer has no states yet."""
+
+
+class UsageReport(TrainerCallback):
+    """Measures what this rank holds and sends in the second step of a run."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        """Measure what `strategy` holds and sends."""
+        self.strategy, self.sent, self.step = strategy, SentBytes(strategy.rank.world_size), 0
+        self.held: Held | None = None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Count what is sent from here on."""
+        self.step += 1
+        if self.step == MEASURED_STEP:
+            self.sent.__enter__()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Look at what this rank holds between the backward pass and the optimizer's step."""
+        if self.step == MEASURED_STEP:
+            self.held = self.strategy.held()
+            self.strategy.check_held(self.held)
+            print(f"holds: {self.held}")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Stop counting."""
+        if self.step == MEASURED_STEP:
+            self.sent.__exit__(None, None, None)
+
+    def for_record(self) -> dict[str, object]:
+        """Return what every rank holds, and what this one sends in a step; None where there was no second step."""
+        sent = self.sent.bytes_by_collective
+        whole = asdict(self.strategy.whole_held())
+        return {
+            "held": {"per_rank": gather_object([asdict(self.held)]), "whole": whole} if self.held else None,
+            "sent": {"bytes": self.sent.sent_bytes, "by_collective": sent} if sent else None,
+        }
+
+
+# -- logits where there is a label
+
+
+def keeps_logits(model: torch.nn.Module) -> bool:
+    """Return whether the model can be told where to compute logits."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return "logits_to_keep" in signature(base.forward).parameters
+
+
+def with_head_on_answers(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch, told to compute logits only where some row has an answer token to be predicted.
+
+    The loss and its gradients stay the same: other positions have no label. `inputs` holds tensors of shape
+    (rows, tokens); position t predicts token t + 1.
+    """
+    targets = inputs["labels"][:, 1:]
+    positions = (targets != IGNORED_LABEL).any(0).nonzero().squeeze(1)
+    targets = targets[:, positions]
+    return {**inputs, "labels": targets, "shift_labels": targets, "logits_to_keep": positions}
+
+
+# -- models and settings
+
+
+def as_computed(run: RunConfig) -> RunConfig:
+    """Return the run with weights in the format of its matrix products: what whole models answer questions in.
+
+    The fp32 weights of mixed precision are for the optimizer; two whole models of them would not fit beside each other
+    where the parts do.
+    """
+    return replace(run, precision=run.compute_dtype)
+
+
+def whole_model_to_train(run: RunConfig, device_map: dict[str, str | int]) -> Model:
+    """Return the base with adapters, or with the weights that the run trains switched on, whole.
+
+    Raises:
+        BadInputError: the model lacks layers to train.
+    """
+    model = load_base_model(run, device_map)
+    if run.method.has_adapters:
+        return add_lora(model, run)
+    train_own_weights(model, run)
+    return model
+
+
+# -- which strategy a run has
+
+
+def strategy_class(run: RunConfig) -> type[Strategy]:
+    """Return the class that the run's parallelism names."""
+    module, _, name = run.parallelism.strategy.partition(":")
+    return getattr(import_module(module), name) if module else WholeModel

@@ -1,0 +1,94 @@
+"""What a rank holds and sends in a step, beside what one device would hold."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from common.hardware.devices import MIB
+from common.models.shards import byte_count, local_part
+
+# -- what a rank holds
+
+UNEVEN_SHARE = 0.05
+"""By which a rank's bytes may be off the whole divided by the ranks: weights are cut along their first dimension."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank keeps between two passes."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    def __str__(self) -> str:
+        """Return the sizes for a printed line."""
+        return ", ".join(f"{name.removesuffix('_bytes')} {count / MIB:.2f} MiB" for name, count in asdict(self).items())
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's states on this rank; their step counters are left out."""
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return byte_count(local_part(state) for state in states if state.numel() > 1)
+
+
+def check_share(what: str, local_bytes: int, whole_bytes: int, world_size: int) -> None:
+    """Check that a rank holds its part of what is divided among the ranks.
+
+    Raises:
+        RuntimeError: with both sizes.
+    """
+    expected = whole_bytes / world_size
+    if abs(local_bytes - expected) > UNEVEN_SHARE * expected:
+        raise RuntimeError(
+            f"This rank holds {local_bytes:,} bytes of {what}, but {whole_bytes:,} divided by {world_size} ranks are "
+            f"{expected:,.0f}."
+        )
+
+
+# -- what a rank sends
+
+NAMESPACES = ("c10d", "_c10d_functional")
+"""Where collectives are; DTensor's are in the second, of which tensor parallel needs `all_reduce` alone."""
+SENT_SHARE = {
+    "allreduce_": 2,
+    "all_reduce": 2,
+    "allgather_": 1,
+    "_allgather_base_": 1,
+    "allgather_into_tensor_coalesced_": 1,
+    "reduce_scatter_": 1,
+    "_reduce_scatter_base_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "reduce_": 1,
+    "broadcast_": 1,
+}
+"""Of a collective's largest tensor (the whole that is gathered, summed or scattered), how often a rank of a ring sends
+(n - 1) / n of it: an all-reduce is a reduce-scatter and an all-gather (nccl-tests, doc/PERFORMANCE.md)."""
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes of collectives while it is entered; also those of FSDP, DDP, DeepSpeed and DTensor."""
+
+    def __init__(self, world_size: int) -> None:
+        """Start at zero."""
+        super().__init__()
+        self.world_size = world_size
+        self.bytes_by_collective: dict[str, int] = {}
+        """Of the tensors that were whole: not yet times (n - 1) / n."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Count, then call."""
+        name = func._schema.name.partition("::")[2]
+        if func.namespace in NAMESPACES and name in SENT_SHARE:
+            largest = max(byte_count(filter(torch.is_tensor, tree_leaves(argument))) for argument in args)
+            self.bytes_by_collective[name] = self.bytes_by_collective.get(name, 0) + largest
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def sent_bytes(self) -> float:
+        """Return what one rank sends, as in a ring."""
+        around = (self.world_size - 1) / self.world_size
+        return sum(SENT_SHARE[name] * around * count for name, count in self.bytes_by_collective.items())

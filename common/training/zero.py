@@ -1,0 +1,158 @@
+"""DeepSpeed's ZeRO: its engine makes the step; the loop and the reports are those of the other strategies."""
+
+import importlib.util
+import os
+import shutil
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch.utils.cpp_extension import get_default_build_root
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.models.loading import next_token_logits
+from common.models.shards import byte_count, global_numel, local_part
+from common.planning.device_maps import whole_model_on
+from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
+from common.training.placement import StageMap
+from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
+from common.training.usage import Held, check_share, optimizer_bytes
+
+COMPILED = "deepspeed_shm_comm"
+"""DeepSpeed's operator for talking between CPU processes, which it compiles when it is first used."""
+INSTALL = "`make deepspeed` (it runs `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`)"
+
+
+def check_deepspeed() -> None:
+    """Refuse to begin without DeepSpeed, or without what it compiles with on a CPU.
+
+    Raises:
+        BadInputError: with the command that installs it.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise BadInputError(f"ZeRO is DeepSpeed's, which is not installed: {INSTALL}, or take FSDP (run_0_cpu_x2).")
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and not is_compiled() and shutil.which("c++") is None:
+        raise BadInputError(
+            "DeepSpeed compiles an operator when it first runs on a CPU, but there is no C++ compiler (c++): install "
+            "g++, or take FSDP (run_0_cpu_x2)."
+        )
+
+
+def is_compiled() -> bool:
+    """Return whether DeepSpeed's operator for CPUs was compiled on this machine before."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return any(root.glob(f"**/{COMPILED}/*.so"))
+
+
+class Zero(Strategy):
+    """Every rank holds its part of the optimizer's states (stage 1), also of gradients (2), also of weights (3)."""
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        """Check that DeepSpeed can be used.
+
+        Raises:
+            BadInputError: with the command that installs it.
+        """
+        check_deepspeed()
+
+    def load_model(self, stage_map: StageMap | None = None) -> Model:
+        """Return the whole model on the host: DeepSpeed divides it when training begins."""
+        return whole_model_to_train(self.run, whole_model_on("cpu"))
+
+    def group_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave empty groups out: DeepSpeed drops them, and the schedule would count others than there are."""
+        optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+
+    def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
+        """Hand model and optimizer to DeepSpeed's engine."""
+        import deepspeed  # here: runs without ZeRO need none
+
+        if self.run.device == "cpu" and self.rank.is_main and not is_compiled():
+            print(f"DeepSpeed compiles {COMPILED} now, once on this machine: about a minute ...")
+        # its names for collectives are older than PyTorch's: it says so at every call
+        warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+        config = with_sizes(deepspeed_config(self.run), self.model.config.hidden_size)
+        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        return super().prepare(optimizer, accelerator)
+
+    def forward(self, **inputs: Any) -> Any:
+        """Return the output of the engine, which gathers what stage 3 has divided."""
+        return self.engine(**inputs)
+
+    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Add the gradients, which are summed over the ranks after the last batch of a step."""
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        loss = self.loss(batch, labelled)
+        # DeepSpeed takes the mean over ranks, but each loss is a part of the sum
+        self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
+        return loss.detach()
+
+    def finish_gradients(self) -> None:
+        """Leave the gradients to DeepSpeed, which clips them in its step."""
+
+    def update(self) -> None:
+        """Have DeepSpeed clip, step, and hand the new weights round."""
+        self.engine.step()
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Return this rank's logits by the engine, see `Strategy.logits`."""
+        return next_token_logits(self.engine, batch)
+
+    def save(self, folder: Path) -> None:
+        """Write DeepSpeed's own checkpoint: each rank its part."""
+        self.engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=False)
+
+    def load(self, folder: Path) -> None:
+        """Take back this rank's part."""
+        self.engine.load_checkpoint(str(folder), tag="zero")
+
+    def gather(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a weight whole; stage 3 has divided it."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([weight]) if zero_stage(self.run) == 3 else nullcontext():
+            return weight.detach().clone()
+
+    def free(self) -> None:
+        """Free the engine, which has the fp32 copies."""
+        self.engine.destroy()
+        self.engine = None
+
+    def held(self) -> Held:
+        """Return the bytes on this rank, those of DeepSpeed's copies among the optimizer's."""
+        zero = self.engine.optimizer
+        divided = [part for parts in zero.averaged_gradients.values() if parts for part in parts]
+        whole = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+        is_stage_3 = zero_stage(self.run) == 3
+        copies = zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups
+        return Held(
+            byte_count(map(local_part, self.model.parameters())),
+            byte_count(divided) + byte_count(whole),
+            optimizer_bytes(zero.optimizer) + byte_count(copies),
+        )
+
+    def whole_held(self) -> Held:
+        """Return what one device would hold: states and copy in fp32 where weights are bf16, to train as well."""
+        whole = super().whole_held()
+        return whole if self.run.precision == "fp32" else replace(whole, optimizer_bytes=3 * 4 * self._trained())
+
+    def _trained(self) -> int:
+        return sum(global_numel(weight) for weight in self.model.parameters() if weight.requires_grad)
+
+    def check_held(self, held: Held) -> None:
+        """Check that optimizer states are divided from stage 1 on, and weights in stage 3.
+
+        Raises:
+            RuntimeError: with both sizes.
+        """
+        states = optimizer_bytes(self.engine.optimizer.optimizer)
+        if states:  # SGD has none
+            check_share("optimizer states", states, 2 * self._trained() * 4, self.rank.world_size)
+        if zero_stage(self.run) == 3:
+            check_share("weights", held.weights_bytes, self.whole_held().weights_bytes, self.rank.world_size)
