@@ -10,7 +10,7 @@ from common.base.run_config import RunConfig
 from common.data.splits import load_splits
 from common.models.loading import load_base_model, load_tokenizer
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import Evaluation, Judge, evaluate
 
@@ -56,7 +56,7 @@ def _round(rank: Rank, folder: str, questions: int) -> tuple[float, float]:
 
 
 def _evaluate(run: RunConfig, rank: Rank) -> tuple[float, Evaluation]:
-    log, rows, tokenizer = RunLog(run, rank), load_splits(run).test, load_tokenizer(run)
+    log, rows, tokenizer = RunRecorder(run, rank), load_splits(run).test, load_tokenizer(run)
     model = load_base_model(run, {"": "cpu"})
     start_s = time.perf_counter()
     done = evaluate(model, tokenizer, rows, [Judge("base", model, tokenizer)], log, "before")

@@ -15,7 +15,7 @@ from common.base.run_config import RunConfig
 from common.data.splits import load_splits
 from common.models.loading import load_base_model
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.trainer import make_trainer
@@ -66,14 +66,14 @@ def _judges(run: RunConfig, rank: Rank) -> list[Judge]:
 
 def _answer_untuned(run: RunConfig) -> Evaluation:
     with rank_started(run) as rank:
-        judges, log = _judges(run, rank), RunLog(run, rank)
+        judges, log = _judges(run, rank), RunRecorder(run, rank)
         return evaluate(judges[0].model, judges[0].tokenizer, load_splits(run).test, judges, log, "before")
 
 
 def _tune(technique: Technique, run: RunConfig) -> Tuned:
     """Train by the run folders' recipe: validation and checkpoint every 5 % of the steps, the best comes back."""
     with rank_started(run) as rank:
-        material, log = load_material(run), RunLog(run, rank)
+        material, log = load_material(run), RunRecorder(run, rank)
         model = load_model(run, technique)
         trainer = make_trainer(model, material.tokenizer, material.train, material.validation, log)
         start_s = time.perf_counter()

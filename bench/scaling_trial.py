@@ -20,7 +20,7 @@ from common.base.run_config import RunConfig
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
 from common.training.ceiling import measure_machine_ceiling
-from common.training.trainer import CountingTrainer, trainer_of_rows, training_arguments
+from common.training.trainer import AuditedTrainer, trainer_of_rows, training_arguments
 
 WARM_UP_STEPS = 3
 CEILING_STEPS = 8
@@ -66,7 +66,7 @@ def measure(technique: Technique, global_batch_rows: int, steps: int) -> dict[st
     return figures
 
 
-def _trainer(run: RunConfig, technique: Technique, rank: Rank, clock: _StepClock, folder: str) -> CountingTrainer:
+def _trainer(run: RunConfig, technique: Technique, rank: Rank, clock: _StepClock, folder: str) -> AuditedTrainer:
     arguments = training_arguments(run, folder)
     arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
     arguments.load_best_model_at_end = False

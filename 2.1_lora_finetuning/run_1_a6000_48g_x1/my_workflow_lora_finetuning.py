@@ -17,10 +17,10 @@ from common.data.splits import tokens_of
 from common.models.loading import add_lora
 from common.records.store import Record
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.training.export import save_and_reload
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, train
-from common.training.trainer import CountingTrainer, make_trainer
+from common.training.trainer import AuditedTrainer, make_trainer
 
 RUN = RunConfig(
     technique="lora",
@@ -39,14 +39,14 @@ RUN = RunConfig(
 )
 
 
-def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
+def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
     """Put adapters on the frozen base, turn rows into tokens, and build the trainer of both."""
     with log.phase("build trainer"):
         rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
         return make_trainer(add_lora(model, log.run), tokenizer, rows, validation, log)
 
 
-def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save adapter and merged model, and load both again: equal logits, or the run fails."""
     with log.phase("merge and reload"):
         return save_and_reload(log, trainer, tokenizer)
@@ -56,7 +56,7 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank)
+        log = RunRecorder(run, rank)
         model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data)
         trainer = build_trainer(log, model, tokenizer, data)

@@ -23,10 +23,10 @@ from common.models.quantization import StoredWeights, stored_weights
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
-from common.training.steps import Figures, Tokenizer, load, train
-from common.training.trainer import CountingTrainer, make_trainer
+from common.training.steps import Metrics, Tokenizer, load, train
+from common.training.trainer import AuditedTrainer, make_trainer
 
 RUN = RunConfig(
     technique="qlora",
@@ -36,7 +36,7 @@ RUN = RunConfig(
 )
 
 
-def look_at_weights(log: RunLog, model: PreTrainedModel) -> StoredWeights:
+def look_at_weights(log: RunRecorder, model: PreTrainedModel) -> StoredWeights:
     """Count what the quantized weights take, and print it beside what LoRA's base would take."""
     stored = stored_weights(model, weight_dtype(log.run))
     if log.rank.is_main:
@@ -48,13 +48,13 @@ def look_at_weights(log: RunLog, model: PreTrainedModel) -> StoredWeights:
     return stored
 
 
-def original_judge(log: RunLog, tokenizer: Tokenizer) -> Judge:
+def original_judge(log: RunRecorder, tokenizer: Tokenizer) -> Judge:
     """Load the original base as a judge, so that scores compare with LoRA's."""
     return Judge("base", load_base_model(log.run, whole_model_on(log.rank.device), quantized=False), tokenizer)
 
 
 def evaluate_before(
-    log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits, has_room: bool
+    log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits, has_room: bool
 ) -> Evaluation:
     """Evaluate the quantized base's answers to the test questions, before any training.
 
@@ -68,20 +68,22 @@ def evaluate_before(
         return evaluate(model, tokenizer, data.test, judges, log, "before")
 
 
-def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
+def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
     """Put adapters on the frozen quantized base, turn rows into tokens, and build the trainer of both."""
     with log.phase("build trainer"):
         rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
         return make_trainer(add_lora(model, log.run), tokenizer, rows, validation, log)
 
 
-def merge(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer, has_room: bool) -> Merged:
+def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer, has_room: bool) -> Merged:
     """Save the adapter, and merge it into the de-quantized and into the original base."""
     with log.phase("merge and reload"):
         return merge_both_ways(log, trainer, tokenizer, has_room)
 
 
-def evaluate_after(log: RunLog, merged: Merged, tokenizer: Tokenizer, data: Splits) -> dict[str, Evaluation | None]:
+def evaluate_after(
+    log: RunRecorder, merged: Merged, tokenizer: Tokenizer, data: Splits
+) -> dict[str, Evaluation | None]:
     """Evaluate what was trained (`after`), and the merge into the original base (`after_original_base`)."""
     with log.phase("final evaluation"):
         has_room = merged.on_original is not None
@@ -97,12 +99,12 @@ def evaluate_after(log: RunLog, merged: Merged, tokenizer: Tokenizer, data: Spli
 
 
 def record(
-    log: RunLog,
+    log: RunRecorder,
     stored: StoredWeights,
     merged: Merged,
     before: Evaluation,
     after: dict[str, Evaluation | None],
-    trained: Figures,
+    trained: Metrics,
 ) -> Record:
     """Write the record of the run: what was asked, and all that was measured."""
     return log.complete(
@@ -119,7 +121,7 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank)
+        log = RunRecorder(run, rank)
         model, tokenizer, data = load(log)
         stored = look_at_weights(log, model)
         has_room = has_room_for_whole_models(run, rank, stored)

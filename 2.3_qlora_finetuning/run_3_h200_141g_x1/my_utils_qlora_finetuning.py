@@ -21,11 +21,11 @@ from common.hardware.devices import read_memory
 from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype
 from common.models.quantization import StoredWeights, dequantized, relative_error
 from common.planning.device_maps import whole_model_on
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
 from common.training.export import save_and_free
-from common.training.trainer import CountingTrainer, free_model
+from common.training.trainer import AuditedTrainer, free_model
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -59,7 +59,7 @@ class Merged:
 
 
 def merge_both_ways(
-    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase, has_room: bool
+    log: RunRecorder, trainer: AuditedTrainer, tokenizer: PreTrainedTokenizerBase, has_room: bool
 ) -> Merged:
     """Save the adapter, and merge it into the de-quantized base (`merged`) and the original (`merged_into_original`).
 
@@ -92,7 +92,7 @@ def merge_both_ways(
     return Merged(tuned, on_original, differences, losses, error)
 
 
-def validation_loss(model: torch.nn.Module, trainer: CountingTrainer) -> float:
+def validation_loss(model: torch.nn.Module, trainer: AuditedTrainer) -> float:
     """Return the mean over the answer tokens of the trainer's validation rows, as in training, on this device."""
     rows, size = trainer.eval_dataset, trainer.args.per_device_eval_batch_size
     sums = torch.zeros(2)

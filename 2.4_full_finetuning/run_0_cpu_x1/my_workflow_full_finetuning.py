@@ -19,10 +19,10 @@ from common.data.splits import tokens_of
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.training.export import save_and_reload
 from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, train
-from common.training.trainer import CountingTrainer, make_trainer
+from common.training.trainer import AuditedTrainer, make_trainer
 
 RUN = RunConfig(
     technique="full",
@@ -31,7 +31,7 @@ RUN = RunConfig(
 )
 
 
-def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
+def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
     """Switch on the layers to train (1), turn rows into tokens, and build the trainer of both."""
     with log.phase("build trainer"):
         print(set_trained_layers(model, log.run).to_string(index=False))
@@ -39,7 +39,7 @@ def build_trainer(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, dat
         return make_trainer(model, tokenizer, rows, validation, log)
 
 
-def save(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+def save(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model (2), and load it again: equal logits, or the run fails."""
     with log.phase("save and reload"):
         return save_and_reload(log, trainer, tokenizer, whole_model_on(log.rank.device))
@@ -49,7 +49,7 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank)
+        log = RunRecorder(run, rank)
         model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data)
         trainer = build_trainer(log, model, tokenizer, data)

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from common.base.run_config import RunConfig
 from common.models.loading import check_equal_logits, next_token_logits, train_linear_layers
 from common.planning.device_maps import whole_model_on
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.training.placement import Placement
 
 
-def custom_device_map(log: RunLog, placement: Placement) -> dict[str, str | int]:
+def custom_device_map(log: RunRecorder, placement: Placement) -> dict[str, str | int]:
     """Return the computed map for any number of GPUs; on CPU one device holds every layer, and nothing is split."""
     return whole_model_on("cpu") if log.run.device == "cpu" else placement.stage_map
 
@@ -50,7 +50,7 @@ def spy_on_stages(model: PreTrainedModel, stage_map: dict[str, int]) -> list[int
     return [stage for stage, _ in groupby(calls)]
 
 
-def check_stages(log: RunLog, model: PreTrainedModel, placement: Placement) -> dict[str, object]:
+def check_stages(log: RunRecorder, model: PreTrainedModel, placement: Placement) -> dict[str, object]:
     """Check that every stage of the map works, on its device, and that logits stay the same.
 
     On CPU Accelerate's hooks, which carry hidden states from device to device, are put where GPUs would have them, and

@@ -21,11 +21,11 @@ from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_base_model, load_tokenizer
 from common.records.store import Record
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.training.export import save_and_reload
 from common.training.placement import Placement, place_stages, placement_table
-from common.training.steps import Figures, Tokenizer, evaluate_after, evaluate_before, record, train
-from common.training.trainer import CountingTrainer, make_trainer
+from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, record, train
+from common.training.trainer import AuditedTrainer, make_trainer
 
 RUN = RunConfig(
     technique="full",
@@ -45,14 +45,14 @@ RUN = RunConfig(
 )
 
 
-def load_data(log: RunLog) -> tuple[Tokenizer, Splits, list[Tokens]]:
+def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits, list[Tokens]]:
     """Load tokenizer and rows, and turn the training rows into tokens."""
     with log.phase("load data"):
         tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
         return tokenizer, data, tokens_of(data.train, tokenizer, log.run)
 
 
-def place(log: RunLog, rows: list[Tokens]) -> Placement:
+def place(log: RunRecorder, rows: list[Tokens]) -> Placement:
     """Compute the device map (1), and print it beside Accelerate's own and an even split."""
     with log.phase("place layers"):
         batch = longest_batch(rows, log.run.per_device_train_batch_size)
@@ -60,7 +60,7 @@ def place(log: RunLog, rows: list[Tokens]) -> Placement:
         return place_stages(log.run, batch, log.gpu())
 
 
-def load(log: RunLog, placement: Placement) -> tuple[PreTrainedModel, Figures]:
+def load(log: RunRecorder, placement: Placement) -> tuple[PreTrainedModel, Metrics]:
     """Load the base model, each layer on its device (2), and return what the spy saw (3), too."""
     with log.phase("load model"):
         model = load_base_model(log.run, custom_device_map(log, placement))
@@ -72,8 +72,13 @@ def load(log: RunLog, placement: Placement) -> tuple[PreTrainedModel, Figures]:
 
 
 def build_trainer(
-    log: RunLog, placement: Placement, model: PreTrainedModel, tokenizer: Tokenizer, rows: list[Tokens], data: Splits
-) -> CountingTrainer:
+    log: RunRecorder,
+    placement: Placement,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    rows: list[Tokens],
+    data: Splits,
+) -> AuditedTrainer:
     """Switch on the layers to train, and build the trainer of rows and model."""
     with log.phase("build trainer"):
         print(set_trained_layers(model, log.run).to_string(index=False))
@@ -82,7 +87,7 @@ def build_trainer(
 
 
 def save(
-    log: RunLog, placement: Placement, trainer: CountingTrainer, tokenizer: Tokenizer
+    log: RunRecorder, placement: Placement, trainer: AuditedTrainer, tokenizer: Tokenizer
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model, and load it again by the same map: equal logits, or the run fails."""
     with log.phase("save and reload"):
@@ -93,7 +98,7 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank)
+        log = RunRecorder(run, rank)
         tokenizer, data, rows = load_data(log)
         placement = place(log, rows)
         model, seen = load(log, placement)

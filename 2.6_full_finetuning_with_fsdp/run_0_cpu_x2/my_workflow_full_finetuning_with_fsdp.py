@@ -22,13 +22,13 @@ from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import Ddp
 from common.training.export import save_and_reload
 from common.training.loop import LoopTrainer
-from common.training.results import check_training, training_figures
+from common.training.results import check_training, training_metrics
 from common.training.strategy import as_computed, strategy_class, whole_model_to_train
 from common.training.trainer import make_trainer
 
@@ -41,16 +41,16 @@ RUN = RunConfig(
 )
 
 Tokenizer = PreTrainedTokenizerBase
-Figures = dict[str, object]
+Metrics = dict[str, object]
 
 
-def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
+def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
     """Tokenizer and rows."""
     with log.phase("load data"):
         return load_tokenizer(log.run), load_splits(log.run)
 
 
-def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+def evaluate_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """The base's answers, each rank to its share of the questions, with the whole model: no gradients are needed."""
     with log.phase("baseline evaluation"):
         base = load_base_model(as_computed(log.run), whole_model_on(log.rank.device))
@@ -58,7 +58,7 @@ def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluati
         return evaluate(base, tokenizer, data.test, judges, log, "before")
 
 
-def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> LoopTrainer:
+def build_trainer(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> LoopTrainer:
     """This rank's part of the model (2), rows as tokens, and the trainer of both."""
     with log.phase("build trainer"):
         train = tokens_of(data.train, tokenizer, log.run)
@@ -69,24 +69,24 @@ def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> LoopTraine
         return make_trainer(model, tokenizer, train, validation, log, strategy=strategy, trainer_class=LoopTrainer)
 
 
-def train(log: RunLog, trainer: LoopTrainer) -> Figures:
+def train(log: RunRecorder, trainer: LoopTrainer) -> Metrics:
     """Train, take the checkpoint with the lowest validation loss (4), check what every rank did, and sum it up."""
     with log.phase("training"):
         trainer.train()
         world = check_training(trainer, log.rank)
-    figures = {**training_figures(trainer, world, log), **trainer.strategy.for_record()}
+    figures = {**training_metrics(trainer, world, log), **trainer.strategy.for_record()}
     if log.rank.is_main and figures["held"]:
         print(held_table(figures["held"]).to_string())
     return figures
 
 
-def save(log: RunLog, trainer: LoopTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+def save(log: RunRecorder, trainer: LoopTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Gather the parts into one model (5), and load it as any user would: the same logits, or the run fails."""
     with log.phase("save and reload"):
         return save_and_reload(log, trainer, tokenizer)
 
 
-def measure_ceiling(log: RunLog, trainer: LoopTrainer) -> dict[str, float] | None:
+def measure_ceiling(log: RunRecorder, trainer: LoopTrainer) -> dict[str, float] | None:
     """What a speed-up on this machine can be at most (6); on CPU only, as one GPU may not hold the whole model."""
     if log.run.device == "cuda":
         return None
@@ -95,7 +95,7 @@ def measure_ceiling(log: RunLog, trainer: LoopTrainer) -> dict[str, float] | Non
         return measure_machine_ceiling(trainer, log.rank, whole)
 
 
-def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+def evaluate_after(log: RunRecorder, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
     with log.phase("final evaluation"):
         base = load_base_model(as_computed(log.run), whole_model_on(log.rank.device))
@@ -104,7 +104,7 @@ def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, da
         return evaluate(tuned, tokenizer, data.test, judges, log, "after")
 
 
-def record(log: RunLog, before: Evaluation, after: Evaluation, **figures: object) -> Record:
+def record(log: RunRecorder, before: Evaluation, after: Evaluation, **figures: object) -> Record:
     """The record of the run: what was asked, and all that was measured."""
     return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
 
@@ -113,7 +113,7 @@ def workflow(run: RunConfig) -> Record:
     """The whole run, on this rank."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank)
+        log = RunRecorder(run, rank)
         tokenizer, data = load_data(log)
         before = evaluate_before(log, tokenizer, data)
         trainer = build_trainer(log, tokenizer, data)

@@ -22,13 +22,13 @@ from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.export import save_and_reload
 from common.training.loop import LoopTrainer
 from common.training.pipeline_measure import measure_pipeline
 from common.training.placement import Placement, place_stages
-from common.training.results import check_training, training_figures
+from common.training.results import check_training, training_metrics
 from common.training.strategy import strategy_class
 from common.training.trainer import make_trainer
 
@@ -43,17 +43,17 @@ RUN = RunConfig(
 )
 
 Tokenizer = PreTrainedTokenizerBase
-Figures = dict[str, object]
+Metrics = dict[str, object]
 
 
-def load_data(log: RunLog) -> tuple[Tokenizer, Splits, list[Tokens]]:
+def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits, list[Tokens]]:
     """Tokenizer, rows, and the training rows as tokens."""
     with log.phase("load data"):
         tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
         return tokenizer, data, tokens_of(data.train, tokenizer, log.run)
 
 
-def place(log: RunLog, train: list[Tokens]) -> Placement:
+def place(log: RunRecorder, train: list[Tokens]) -> Placement:
     """Which stage holds which layers (1), so that no device is fuller than it must be in training."""
     with log.phase("place layers"):
         placement = place_stages(log.run, longest_batch(train, log.run.per_device_train_batch_size), log.gpu())
@@ -62,7 +62,7 @@ def place(log: RunLog, train: list[Tokens]) -> Placement:
         return placement
 
 
-def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+def evaluate_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """The base's answers, each rank to its share of the questions, with the whole model: no gradients are needed."""
     with log.phase("baseline evaluation"):
         base = load_base_model(log.run, whole_model_on(log.rank.device))
@@ -71,7 +71,7 @@ def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Evaluati
 
 
 def build_trainer(
-    log: RunLog, placement: Placement, tokenizer: Tokenizer, train: list[Tokens], data: Splits
+    log: RunRecorder, placement: Placement, tokenizer: Tokenizer, train: list[Tokens], data: Splits
 ) -> LoopTrainer:
     """This rank's stage (2), its schedules (3), and the trainer of both."""
     with log.phase("build trainer"):
@@ -81,15 +81,15 @@ def build_trainer(
         return make_trainer(stage, tokenizer, train, validation, log, placement.plan, strategy, LoopTrainer)
 
 
-def train_stages(log: RunLog, trainer: LoopTrainer) -> Figures:
+def train_stages(log: RunRecorder, trainer: LoopTrainer) -> Metrics:
     """Train, take the checkpoint with the lowest validation loss, check what every stage did, and sum it up."""
     with log.phase("training"):
         trainer.train()
         world = check_training(trainer, log.rank)
-    return {**training_figures(trainer, world, log), **trainer.strategy.for_record()}
+    return {**training_metrics(trainer, world, log), **trainer.strategy.for_record()}
 
 
-def measure(log: RunLog, trainer: LoopTrainer) -> Figures | None:
+def measure(log: RunRecorder, trainer: LoopTrainer) -> Metrics | None:
     """GPipe and 1F1B against naive model parallel, and where the rest goes (4); on CPU only, for a GPU's memory."""
     if log.run.device == "cuda":
         return None
@@ -97,13 +97,13 @@ def measure(log: RunLog, trainer: LoopTrainer) -> Figures | None:
         return measure_pipeline(trainer, tell=print)
 
 
-def save(log: RunLog, trainer: LoopTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+def save(log: RunRecorder, trainer: LoopTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the stages as one model (5), and load it as any user would: the pipeline's logits, or the run fails."""
     with log.phase("save and reload"):
         return save_and_reload(log, trainer, tokenizer)
 
 
-def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+def evaluate_after(log: RunRecorder, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
     with log.phase("final evaluation"):
         base = load_base_model(log.run, whole_model_on(log.rank.device))
@@ -112,7 +112,7 @@ def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, da
         return evaluate(tuned, tokenizer, data.test, judges, log, "after")
 
 
-def record(log: RunLog, before: Evaluation, after: Evaluation, **figures: object) -> Record:
+def record(log: RunRecorder, before: Evaluation, after: Evaluation, **figures: object) -> Record:
     """The record of the run: what was asked, and all that was measured."""
     return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
 
@@ -121,7 +121,7 @@ def workflow(run: RunConfig) -> Record:
     """The whole run, on this rank."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank)
+        log = RunRecorder(run, rank)
         tokenizer, data, train = load_data(log)
         placement = place(log, train)
         before = evaluate_before(log, tokenizer, data)

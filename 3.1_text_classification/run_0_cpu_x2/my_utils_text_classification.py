@@ -5,17 +5,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.data.batches import longest_batch
 from common.data.rows import Splits
 from common.data.splits import tokens_of
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.training.ceiling import measure_machine_ceiling
 from common.training.export import save_and_reload
 from common.training.loop import LoopTrainer
 from common.training.pipeline_measure import measure_pipeline
 from common.training.placement import place_stages
 from common.training.strategy import strategy_class
-from common.training.trainer import CountingTrainer, make_trainer
+from common.training.trainer import AuditedTrainer, make_trainer
 
 
-def start_trainer(log: RunLog, tokenizer: PreTrainedTokenizerBase, data: Splits) -> CountingTrainer:
+def start_trainer(log: RunRecorder, tokenizer: PreTrainedTokenizerBase, data: Splits) -> AuditedTrainer:
     """Return the trainer of this rank: the Trainer itself, or the loop with the strategy of the run's parallelism.
 
     With pp, layers are placed so that no device is fuller than it must be; the head is with the last ones.
@@ -29,11 +29,11 @@ def start_trainer(log: RunLog, tokenizer: PreTrainedTokenizerBase, data: Splits)
         stage_map, plan = placement.stage_map, placement.plan
     strategy = strategy_class(run)(run, rank)
     model = strategy.load_model(stage_map)
-    trainer_class = LoopTrainer if strategy.takes_steps else CountingTrainer
+    trainer_class = LoopTrainer if strategy.takes_steps else AuditedTrainer
     return make_trainer(model, tokenizer, train, validation, log, plan, strategy, trainer_class)
 
 
-def measure_parallelism(log: RunLog, trainer: CountingTrainer) -> dict[str, object]:
+def measure_parallelism(log: RunRecorder, trainer: AuditedTrainer) -> dict[str, object]:
     """Return for the record the machine's ceiling with DDP; with PP and TP what stages and ranks did, held and sent.
 
     Speed-ups are measured on CPU only, where one device has room for what the comparison needs.
@@ -54,7 +54,7 @@ def measure_parallelism(log: RunLog, trainer: CountingTrainer) -> dict[str, obje
 
 
 def save_model(
-    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase
+    log: RunRecorder, trainer: AuditedTrainer, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Return one model that plain Transformers loads (with LoRA an adapter for PEFT, too), and how far it is off."""
     tuned, differences = save_and_reload(log, trainer, tokenizer)

@@ -27,10 +27,10 @@ from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.tasks.classification import Classified, classify
-from common.training.results import check_training, training_figures
-from common.training.trainer import CountingTrainer
+from common.training.results import check_training, training_metrics
+from common.training.trainer import AuditedTrainer
 from common.variants import run_settings_from_command_line
 
 RUN = RunConfig(
@@ -63,11 +63,11 @@ SETTINGS = [
 """What `--all` runs: one micro-batch is naive model parallel, as one stage works at a time."""
 
 Tokenizer = PreTrainedTokenizerBase
-Figures = dict[str, object]
+Metrics = dict[str, object]
 defaults_for = partial(setting_of, RUN, LORA)
 
 
-def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
+def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
     """Tokenizer and rows; how uneven the classes are, and how many texts are too long, is said."""
     with log.phase("load data"):
         tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
@@ -77,28 +77,28 @@ def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
         return tokenizer, data
 
 
-def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Classified:
+def evaluate_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Classified:
     """The labels that the base finds with a head at its random start: chance."""
     with log.phase("baseline evaluation"):
         base = load_base_model(log.run, whole_model_on(log.rank.device))
         return classify(base, tokenizer, data.test, log, "before")
 
 
-def build_trainer(log: RunLog, tokenizer: Tokenizer, data: Splits) -> CountingTrainer:
+def build_trainer(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
     """The model, whole or this rank's part of it (2), with what is to be trained, and its trainer."""
     with log.phase("build trainer"):
         return start_trainer(log, tokenizer, data)
 
 
-def train(log: RunLog, trainer: CountingTrainer) -> Figures:
+def train(log: RunRecorder, trainer: AuditedTrainer) -> Metrics:
     """Train, take the checkpoint with the highest validation accuracy, check what every rank did, and sum it up."""
     with log.phase("training"):
         trainer.train()
         world = check_training(trainer, log.rank)
-    return training_figures(trainer, world, log)
+    return training_metrics(trainer, world, log)
 
 
-def measure(log: RunLog, trainer: CountingTrainer) -> Figures:
+def measure(log: RunRecorder, trainer: AuditedTrainer) -> Metrics:
     """Measure what parallelism can bring on this machine, and where the rest goes."""
     if log.run.parallelism.is_single:
         return {}
@@ -106,19 +106,19 @@ def measure(log: RunLog, trainer: CountingTrainer) -> Figures:
         return measure_parallelism(log, trainer)
 
 
-def save(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+def save(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model (with LoRA the adapter, too) and load it as any user would: equal logits, or the run fails."""
     with log.phase("save and reload"):
         return save_model(log, trainer, tokenizer)
 
 
-def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Classified:
+def evaluate_after(log: RunRecorder, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Classified:
     """The labels that the tuned model finds in rows that had no part in training nor in choosing the checkpoint."""
     with log.phase("final evaluation"):
         return classify(tuned, tokenizer, data.test, log, "after")
 
 
-def record(log: RunLog, data: Splits, before: Classified, after: Classified, **figures: object) -> Record:
+def record(log: RunRecorder, data: Splits, before: Classified, after: Classified, **figures: object) -> Record:
     """The record of the run: what was asked, and all that was measured."""
     quality = {"before": before.summary(), "after": after.summary()}
     if log.rank.is_main:
@@ -130,7 +130,7 @@ def workflow(run: RunConfig) -> Record:
     """The whole run, on this rank."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank)
+        log = RunRecorder(run, rank)
         tokenizer, data = load_data(log)
         before = evaluate_before(log, tokenizer, data)
         trainer = build_trainer(log, tokenizer, data)

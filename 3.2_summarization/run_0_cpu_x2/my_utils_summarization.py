@@ -12,12 +12,12 @@ from common.data.texts import say_long_texts
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.tasks.summarization import Summaries, summarize
 from common.training.export import save_and_reload
-from common.training.results import check_training, training_figures
+from common.training.results import check_training, training_metrics
 from common.training.strategy import Strategy
-from common.training.trainer import CountingTrainer, make_trainer
+from common.training.trainer import AuditedTrainer, make_trainer
 
 RUN = RunConfig(
     task="summarization",
@@ -44,7 +44,7 @@ RUN = RunConfig(
 MACHINES = {"bucket_cap_mb": 0.25}
 
 Tokenizer = PreTrainedTokenizerBase
-Figures = dict[str, object]
+Metrics = dict[str, object]
 
 
 def run_with(loop: str) -> RunConfig:
@@ -52,7 +52,7 @@ def run_with(loop: str) -> RunConfig:
     return replace(RUN, loop=loop, **(MACHINES if loop == "machines" else {}))
 
 
-def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
+def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
     """Tokenizer and rows; how many texts are too long, and how the rows are divided, is said."""
     with log.phase("load data"):
         tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
@@ -65,7 +65,7 @@ def load_data(log: RunLog) -> tuple[Tokenizer, Splits]:
         return tokenizer, data
 
 
-def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Summaries:
+def evaluate_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Summaries:
     """What the base writes: an embedded one notes in catchwords, BART-large-CNN sums up as a newspaper would."""
     with log.phase("baseline evaluation"):
         base = load_base_model(log.run, whole_model_on(log.rank.device))
@@ -73,8 +73,8 @@ def evaluate_before(log: RunLog, tokenizer: Tokenizer, data: Splits) -> Summarie
 
 
 def build(
-    log: RunLog, tokenizer: Tokenizer, data: Splits, strategy: Strategy, trainer_class: type[CountingTrainer]
-) -> CountingTrainer:
+    log: RunRecorder, tokenizer: Tokenizer, data: Splits, strategy: Strategy, trainer_class: type[AuditedTrainer]
+) -> AuditedTrainer:
     """The whole model on every rank, and what trains it on the rank's own rows."""
     with log.phase("build trainer"):
         model = strategy.load_model()
@@ -83,23 +83,23 @@ def build(
         return make_trainer(model, tokenizer, train, validation, log, strategy=strategy, trainer_class=trainer_class)
 
 
-def figures_of(log: RunLog, trainer: CountingTrainer) -> Figures:
+def figures_of(log: RunRecorder, trainer: AuditedTrainer) -> Metrics:
     """Return the metrics of training, after a check of what every rank did; called on every rank."""
-    return training_figures(trainer, check_training(trainer, log.rank), log)
+    return training_metrics(trainer, check_training(trainer, log.rank), log)
 
 
-def save(log: RunLog, trainer: CountingTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+def save(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model and load it as any user would: equal logits, or the run fails."""
     with log.phase("save and reload"):
         return save_and_reload(log, trainer, tokenizer)
 
 
-def evaluate_after(log: RunLog, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Summaries:
+def evaluate_after(log: RunRecorder, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Summaries:
     """What the tuned model writes about chats that had no part in training nor in choosing the checkpoint."""
     with log.phase("final evaluation"):
         return summarize(tuned, tokenizer, data.test, log, "after")
 
 
-def record(log: RunLog, before: Summaries, after: Summaries, **figures: object) -> Record:
+def record(log: RunRecorder, before: Summaries, after: Summaries, **figures: object) -> Record:
     """The record of the run: what was asked, and all that was measured."""
     return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 
 from accelerate import Accelerator
 from my_utils_summarization import (
-    Figures,
+    Metrics,
     build,
     evaluate_after,
     evaluate_before,
@@ -29,13 +29,13 @@ from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.records.store import Record
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.training.replicas import PlainLoop, Replicas
 
 RUN = run_with(loop="accelerate")
 
 
-def train(log: RunLog, loop: PlainLoop) -> Figures:
+def train(log: RunRecorder, loop: PlainLoop) -> Metrics:
     """Train; validation, checkpoints and the schedule come with each of the loop's steps."""
     run, ranks = log.run, log.rank.world_size
     with log.phase("training"):
@@ -58,7 +58,7 @@ def workflow(run: RunConfig) -> Record:
     """The whole run, on this rank."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank)
+        log = RunRecorder(run, rank)
         tokenizer, data = load_data(log)
         before = evaluate_before(log, tokenizer, data)
         loop = build(log, tokenizer, data, Replicas(log), PlainLoop)

@@ -10,7 +10,7 @@ with the loop written out; from the same rows all three come to the same model.
 """
 
 from my_utils_summarization import (
-    Figures,
+    Metrics,
     build,
     evaluate_after,
     evaluate_before,
@@ -26,14 +26,14 @@ from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.records.store import Record
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.training.strategy import WholeModel
 from common.training.trainer import SummaryTrainer
 
 RUN = run_with(loop="trainer")
 
 
-def train(log: RunLog, trainer: SummaryTrainer) -> Figures:
+def train(log: RunRecorder, trainer: SummaryTrainer) -> Metrics:
     """Train; the Trainer averages gradients over the ranks, validates, and keeps the best checkpoint."""
     with log.phase("training"):
         trainer.train()
@@ -44,7 +44,7 @@ def workflow(run: RunConfig) -> Record:
     """The whole run, on this rank."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank)
+        log = RunRecorder(run, rank)
         tokenizer, data = load_data(log)
         before = evaluate_before(log, tokenizer, data)
         trainer = build(log, tokenizer, data, WholeModel(run, rank), SummaryTrainer)

@@ -21,7 +21,7 @@ rows among them. (Where more may come than were there at first, pass --partition
 from dataclasses import replace
 
 from my_utils_summarization import (
-    Figures,
+    Metrics,
     build,
     evaluate_after,
     evaluate_before,
@@ -40,14 +40,14 @@ from common.data.splits import load_splits
 from common.records.store import Record
 from common.runtime.membership import member_of, run_as_member, world_joined
 from common.runtime.rank import rank_started
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.runtime.rendezvous import find_meeting, meeting_options
 from common.training.replicas import GradientExchange, PlainLoop, Replicas
 
 RUN = run_with(loop="machines")
 
 
-def train(log: RunLog, loop: PlainLoop) -> Figures:
+def train(log: RunRecorder, loop: PlainLoop) -> Metrics:
     """Train; validation, checkpoints and the schedule come with each of the loop's steps."""
     run = log.run
     with log.phase("training"):
@@ -63,11 +63,11 @@ def train(log: RunLog, loop: PlainLoop) -> Figures:
     return figures_of(log, loop)
 
 
-def workflow(run: RunConfig, goes_on: bool = False) -> Record:
-    """The whole run, on this rank; `goes_on`: after the newest checkpoint of its last start, which lost a member."""
+def workflow(run: RunConfig, resumes: bool = False) -> Record:
+    """The whole run, on this rank; `resumes`: after the newest checkpoint of its last start, which lost a member."""
     with rank_started(run) as rank:
         check_inputs(run)
-        log = RunLog(run, rank, goes_on)
+        log = RunRecorder(run, rank, resumes)
         tokenizer, data = load_data(log)
         before = evaluate_before(log, tokenizer, data)
         loop = build(log, tokenizer, data, Replicas(log), PlainLoop)
@@ -84,7 +84,7 @@ def join_and_work() -> None:
     run = parse_overrides(replace(RUN, devices=meeting.world_size), overrides)
     member = member_of(meeting, run, load_splits(run).train)
     with world_joined(meeting, run, member, options.join_timeout_s) as world:  # (1)
-        workflow(world.goes_on_with(run), goes_on=world.start > 1)
+        workflow(world.goes_on_with(run), resumes=world.start > 1)
 
 
 if __name__ == "__main__":

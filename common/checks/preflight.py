@@ -50,7 +50,7 @@ from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
 from common.training.placement import StageMap, place_stages
 from common.training.strategy import strategy_class
-from common.training.trainer import CountingTrainer, SummaryTrainer, trainer_of_rows, training_arguments
+from common.training.trainer import AuditedTrainer, SummaryTrainer, trainer_of_rows, training_arguments
 
 STEPS = 3  # of the optimizer; the first one also warms up, so that the last two are timed
 
@@ -245,14 +245,14 @@ def measure(
 
 def trainer_of_longest_batch(
     run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank, folder: Path
-) -> CountingTrainer:
+) -> AuditedTrainer:
     """Return the run's own trainer, which takes `STEPS` optimizer steps, every micro-batch of them the longest batch.
 
     `stage_map` says with mp and pp which stage, and so which device, holds which layers.
     """
     strategy = strategy_class(run)(run, rank)
     model = strategy.load_model(stage_map)
-    one_device = SummaryTrainer if run.goal.summarizes else CountingTrainer
+    one_device = SummaryTrainer if run.goal.summarizes else AuditedTrainer
     trainer_class = LoopTrainer if strategy.takes_steps else one_device
     arguments = training_arguments(replace(run, max_steps=STEPS, report_to="none"), folder)
     arguments.per_device_train_batch_size = len(rows.train)
@@ -273,7 +273,7 @@ def device_map_of_rank(run: RunConfig, stage_map: StageMap, rank: Rank) -> dict[
     return stage_map if len(rank.devices) > 1 else whole_model_on(rank.device)
 
 
-def save_and_reload(run: RunConfig, trainer: CountingTrainer, stage_map: StageMap, rank: Rank, folder: Path) -> float:
+def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap, rank: Rank, folder: Path) -> float:
     """Save the adapter, or the model, and load it again on one rank; return the largest absolute difference of logits.
 
     With pp that rank is the last one, which has the logits of all stages. The trained model is freed, so that a device

@@ -32,7 +32,7 @@ from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank, was_restarted
 
 
-class RunLog:
+class RunRecorder:
     """Collect what a run measures, and write its record, also when a phase fails.
 
     Every rank of a run makes one, which gives the run its results folder (`ResultsFolder`) and starts the watch over
@@ -40,7 +40,7 @@ class RunLog:
 
     Attributes:
         run_name, folder: The run's name, and its results folder.
-        goes_on: Whether this start resumes what an earlier one left in the results folder.
+        resumes: Whether this start resumes what an earlier one left in the results folder.
         writes: Whether this rank writes what all ranks have: one does on each disk.
         phases_s: Seconds of each phase so far.
         plan: What training was planned to take, once it starts.
@@ -48,13 +48,13 @@ class RunLog:
         step: How many optimizer steps were taken, once there is a trainer.
     """
 
-    def __init__(self, run: RunConfig, rank: Rank, goes_on: bool = False) -> None:
-        """Take the results folder; with `goes_on`, or where `run` resumes, with what the last start left there."""
+    def __init__(self, run: RunConfig, rank: Rank, resumes: bool = False) -> None:
+        """Take the results folder; with `resumes`, or where `run` resumes, with what the last start left there."""
         self.run, self.rank = run, rank
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.goes_on = goes_on or run.resume_from_checkpoint == LAST or was_restarted()
+        self.resumes = resumes or run.resume_from_checkpoint == LAST or was_restarted()
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
-        self.results = ResultsFolder(run.results_folder(self.run_name), rank, self.goes_on)
+        self.results = ResultsFolder(run.results_folder(self.run_name), rank, self.resumes)
         self.folder, self.writes = self.results.path, self.results.writes
         self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}

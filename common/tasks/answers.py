@@ -24,7 +24,7 @@ from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
 from common.data.rows import IGNORED_LABEL, Row
 from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
 from common.tasks.predictions import predict_rows, report_predictions
 
@@ -168,7 +168,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     rows: list[Row],
     judges: Sequence[Judge],
-    log: RunLog,
+    log: RunRecorder,
     when: str,
 ) -> Evaluation:
     """Answer the last question of each row by greedy generation and score it; every rank takes its share of the rows.

@@ -16,7 +16,7 @@ from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTok
 
 from common.data.rows import IGNORED_LABEL, Row
 from common.data.splits import tokens_of
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective, step_loss
 from common.tasks.predictions import predict_rows, report_predictions
 
@@ -118,7 +118,7 @@ def macro_f1_interval(found: tuple[int, ...], meant: tuple[int, ...]) -> tuple[f
 
 @torch.no_grad()
 def classify(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], log: RunLog, when: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], log: RunRecorder, when: str
 ) -> Classified:
     """Return the labels that a model predicts for all rows.
 

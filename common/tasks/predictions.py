@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from common.base.print_prefix import rank_prefix
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 
 
 def title_of(when: str) -> str:
@@ -19,7 +19,7 @@ def title_of(when: str) -> str:
 
 
 def predict_rows(
-    log: RunLog, lengths: list[int], what: str, when: str, predict: Callable[[list[int]], Iterable[Any]]
+    log: RunRecorder, lengths: list[int], what: str, when: str, predict: Callable[[list[int]], Iterable[Any]]
 ) -> list[Any]:
     """Return the prediction for every row, in the data's order and the same on every rank; no row is predicted twice.
 
@@ -37,7 +37,7 @@ def predict_rows(
     return [of_all[number] for number in range(len(lengths))]
 
 
-def report_predictions(log: RunLog, when: str, rows: list[dict[str, object]], quality: object) -> None:
+def report_predictions(log: RunRecorder, when: str, rows: list[dict[str, object]], quality: object) -> None:
     """Write predictions_`when`.csv, with one line for each of `rows`, and print the `quality`; on rank 0 only."""
     if log.rank.is_main:
         path = log.folder / f"predictions_{when}.csv"

@@ -21,7 +21,7 @@ from common.base.print_prefix import print_figures
 from common.data.batches import make_collator
 from common.data.rows import IGNORED_LABEL, Row
 from common.data.splits import tokens_of
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss, step_loss
 from common.tasks.predictions import predict_rows, report_predictions
 
@@ -75,7 +75,7 @@ class Summaries:
 
 @torch.no_grad()
 def summarize(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], log: RunLog, when: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], log: RunRecorder, when: str
 ) -> Summaries:
     """Return summaries of all rows by beam search, scored on rank 0 as one set.
 

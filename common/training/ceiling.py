@@ -10,11 +10,11 @@ from transformers import Trainer
 from common.data.rows import IGNORED_LABEL
 from common.runtime.world import Rank
 from common.training.strategy import Batch
-from common.training.trainer import CountingTrainer
+from common.training.trainer import AuditedTrainer
 
 
 def measure_machine_ceiling(
-    trainer: CountingTrainer,
+    trainer: AuditedTrainer,
     rank: Rank,
     model: torch.nn.Module | None = None,
     replica: torch.nn.Module | None = None,
@@ -81,7 +81,7 @@ def measure_machine_ceiling(
 
 
 def _bare_steps(
-    trainer: CountingTrainer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]
+    trainer: AuditedTrainer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]
 ) -> None:
     for batch in batches:
         labelled = int((batch["labels"] != IGNORED_LABEL).sum())

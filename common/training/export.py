@@ -13,15 +13,15 @@ from common.models.loading import check_equal_logits, load_base_model, weight_dt
 from common.models.quantization import dequantized
 from common.planning.device_maps import whole_model_on
 from common.runtime.disks import broadcast_folder
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.training.strategy import as_computed
-from common.training.trainer import CountingTrainer
+from common.training.trainer import AuditedTrainer
 
 DeviceMap = dict[str, str | int]
 
 
 def save_and_reload(
-    log: RunLog, trainer: CountingTrainer, tokenizer: PreTrainedTokenizerBase, device_map: DeviceMap | None = None
+    log: RunRecorder, trainer: AuditedTrainer, tokenizer: PreTrainedTokenizerBase, device_map: DeviceMap | None = None
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model (with LoRA the adapter, and the merged model), load it as any user would, and compare the logits.
 
@@ -60,7 +60,7 @@ def save_and_reload(
 
 
 def save_and_free(
-    trainer: CountingTrainer, rows: list[Tokens], folder: Path
+    trainer: AuditedTrainer, rows: list[Tokens], folder: Path
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, bool]:
     """Save the trained model or adapter in `folder`, and free the trainer's memory; called on every rank.
 

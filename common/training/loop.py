@@ -20,7 +20,7 @@ from common.models.shards import local_part
 from common.runtime.watch import reached
 from common.training.checkpoints import STATE_FILE, verify_once
 from common.training.strategy import Batch
-from common.training.trainer import CountingTrainer
+from common.training.trainer import AuditedTrainer
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Step:
         return ((batch, number == len(self.batches)) for number, batch in enumerate(self.batches, 1))
 
 
-class LoopTrainer(CountingTrainer):
+class LoopTrainer(AuditedTrainer):
     """A Trainer with the loop written out; what the ranks do differently from one device is the `strategy`'s."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -66,9 +66,9 @@ class LoopTrainer(CountingTrainer):
     def steps(self) -> Iterator[Step]:
         """Yield each optimizer step with this rank's batches; whoever asks for the next one has taken this one.
 
-        The first is the one after `goes_on_from`, where that is a checkpoint. Schedule, log, validation and checkpoint
-        of a step follow when the next one is asked for. At the end the model has the weights of the best checkpoint, if
-        that is asked for.
+        The first is the one after `resume_checkpoint`, where that is a checkpoint. A step's schedule, log, validation
+        and checkpoint follow when the next one is asked for. At the end the model has the weights of the best
+        checkpoint, if that is asked for.
         """
         self._begin()
         number = 0
@@ -118,8 +118,8 @@ class LoopTrainer(CountingTrainer):
         self.model = self.strategy.model
         self.callback_handler.optimizer, self.callback_handler.lr_scheduler = self.optimizer, self.lr_scheduler
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-        if self.goes_on_from:
-            self._resume(self.goes_on_from)
+        if self.resume_checkpoint:
+            self._resume(self.resume_checkpoint)
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
         """Make the Trainer's optimizer, with the parameter groups that the strategy needs."""

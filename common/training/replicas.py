@@ -20,7 +20,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.runtime.disks import broadcast_folder
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.training.checkpoints import newest_whole, steps_at
 from common.training.loop import LoopTrainer
 from common.training.strategy import Batch, WholeModel
@@ -34,7 +34,7 @@ class Replicas(WholeModel):
 
     takes_steps = autocasts = True
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: RunRecorder) -> None:
         """`log` knows which rank of each disk writes what all have."""
         super().__init__(log.run, log.rank)
         self.writes = log.writes
@@ -79,7 +79,7 @@ class PlainLoop(LoopTrainer):
         self.loss_sum += loss.detach()
         return loss
 
-    def newest_of_all(self, log: RunLog) -> Path | None:
+    def newest_of_all(self, log: RunRecorder) -> Path | None:
         """Return the newest checkpoint that any disk has, on every disk afterwards."""
         kept = newest_whole(Path(self.args.output_dir)) if self.writes else None
         of_ranks = gather_object([(steps_at(kept) if kept else 0, self.writes)])

@@ -8,13 +8,13 @@ from accelerate.utils import gather_object
 
 from common.base.run_config import RunConfig
 from common.hardware.devices import gpu_of_device, gpus
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
-from common.training.trainer import CountingTrainer
+from common.training.trainer import AuditedTrainer
 
 
-def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, object]]:
+def check_training(trainer: AuditedTrainer, rank: Rank) -> list[dict[str, object]]:
     """Return the world after training: each rank's machine, device, samples and tokens; the same list on every rank.
 
     Raises:
@@ -28,7 +28,7 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
         if share["samples"] == 0 and trainer.state.global_step > trainer.first_step:
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
     rows_by_rank = trainer.strategy.own_rows([share.pop("rows") for share in shares])
-    check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer), goes_on=trainer.first_step > 0)
+    check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer), resumes=trainer.first_step > 0)
     scheduled, skipped = trainer.lr_scheduler.last_epoch, trainer.skips.steps
     if scheduled + skipped != trainer.state.global_step:
         raise RuntimeError(
@@ -38,11 +38,11 @@ def check_training(trainer: CountingTrainer, rank: Rank) -> list[dict[str, objec
     return shares
 
 
-def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int, goes_on: bool = False) -> None:
+def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int, resumes: bool = False) -> None:
     """Check that every row was used once per epoch, by one rank only; in an epoch that ended early, at most once.
 
     `row_uses` is how many rows the steps had room for: epochs times rows, or less where training ended early, or where
-    it `goes_on` after a checkpoint, and so began within an epoch.
+    it `resumes` after a checkpoint, and so began within an epoch.
 
     Raises:
         RuntimeError: rows were skipped or repeated.
@@ -52,7 +52,7 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
         raise RuntimeError(f"{times_used.total()} rows were used, but the steps had room for {row_uses}.")
     full_epochs, rest = divmod(row_uses, row_count)
     allowed = (full_epochs, full_epochs + 1) if rest else (full_epochs,)
-    if goes_on:  # part of a first epoch and part of a last one
+    if resumes:  # part of a first epoch and part of a last one
         allowed = range(full_epochs - 1, full_epochs + 3)
     wrong = [row for row in range(row_count) if times_used[row] not in allowed]
     if wrong:
@@ -62,7 +62,7 @@ def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int
         )
 
 
-def row_uses(trainer: CountingTrainer) -> int:
+def row_uses(trainer: AuditedTrainer) -> int:
     """Return how many rows the finished steps of this run had room for."""
     row_count, batches = len(trainer.train_dataset), trainer.batches
     steps_per_epoch = -(-len(batches) // batches.accumulation_steps)
@@ -74,7 +74,7 @@ def row_uses(trainer: CountingTrainer) -> int:
     return until(trainer.state.global_step) - until(trainer.first_step)
 
 
-def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], log: RunLog) -> dict[str, object]:
+def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], log: RunRecorder) -> dict[str, object]:
     """Return what the record says of training: steps, losses, speed, FLOPs, best checkpoint.
 
     `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
@@ -107,7 +107,7 @@ def training_figures(trainer: CountingTrainer, world: list[dict[str, object]], l
         **({"validation_accuracies": accuracies, "best_accuracy": max(v for _, v in accuracies)} if accuracies else {}),
         "checkpoints": {
             "best": Path(trainer.state.best_model_checkpoint).name,
-            "went_on_from": trainer.goes_on_from.name if trainer.goes_on_from else None,
+            "went_on_from": trainer.resume_checkpoint.name if trainer.resume_checkpoint else None,
         },
     }
 

@@ -7,23 +7,23 @@ from common.data.splits import load_splits
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
-from common.training.results import check_training, training_figures
-from common.training.trainer import CountingTrainer
+from common.training.results import check_training, training_metrics
+from common.training.trainer import AuditedTrainer
 
 Tokenizer = PreTrainedTokenizerBase
-Figures = dict[str, object]
+Metrics = dict[str, object]
 
 
-def load(log: RunLog) -> tuple[PreTrainedModel, Tokenizer, Splits]:
+def load(log: RunRecorder) -> tuple[PreTrainedModel, Tokenizer, Splits]:
     """Load the base model (with qlora quantized as it is read) on this rank's device, its tokenizer, and the rows."""
     with log.phase("load model and data"):
         base = load_base_model(log.run, whole_model_on(log.rank.device))
         return base, load_tokenizer(log.run), load_splits(log.run)
 
 
-def evaluate_before(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+def evaluate_before(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
     """Evaluate the base's answers to the test questions, each rank's to its share of them, before any training.
 
     The base also judges them, beside an independent judge.
@@ -33,16 +33,16 @@ def evaluate_before(log: RunLog, model: PreTrainedModel, tokenizer: Tokenizer, d
         return evaluate(model, tokenizer, data.test, judges, log, "before")
 
 
-def train(log: RunLog, trainer: CountingTrainer) -> Figures:
+def train(log: RunRecorder, trainer: AuditedTrainer) -> Metrics:
     """Train, take the checkpoint with the lowest validation loss, check what every rank did, and sum it up."""
     with log.phase("training"):
         trainer.train()
         world = check_training(trainer, log.rank)
-    return training_figures(trainer, world, log)
+    return training_metrics(trainer, world, log)
 
 
 def evaluate_after(
-    log: RunLog,
+    log: RunRecorder,
     tuned: PreTrainedModel,
     tokenizer: Tokenizer,
     data: Splits,
@@ -62,6 +62,6 @@ def evaluate_after(
         return evaluate(tuned, tokenizer, data.test, judges, log, "after")
 
 
-def record(log: RunLog, before: Evaluation, after: Evaluation, **figures: object) -> Record:
+def record(log: RunRecorder, before: Evaluation, after: Evaluation, **figures: object) -> Record:
     """Write the record of the run: what was asked, and all that was measured."""
     return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)

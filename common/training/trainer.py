@@ -50,7 +50,7 @@ from common.models.shards import byte_count, local_part
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run, why
 from common.runtime.faults import fault_at
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.runtime.watch import reached
 from common.runtime.world import BACKENDS, Rank
 from common.tasks.objectives import objective_of
@@ -82,7 +82,7 @@ class CheckpointedTrainer(Trainer):
         super().__init__(**kwargs)
         self.first_step = 0
         """Optimizer steps that were taken before, by the run whose checkpoint this one resumes from."""
-        self.goes_on_from: Path | None = None
+        self.resume_checkpoint: Path | None = None
         """The checkpoint that `train` resumes from."""
         self.about: dict[str, Any] = {}
         """What this run's checkpoints say of it."""
@@ -92,8 +92,8 @@ class CheckpointedTrainer(Trainer):
         """Where Transformers writes a checkpoint's folder."""
 
     def train(self, **kwargs: Any) -> Any:
-        """Take all optimizer steps; those after `goes_on_from`, where that is a checkpoint."""
-        folder = self.goes_on_from
+        """Take all optimizer steps; those after `resume_checkpoint`, where that is a checkpoint."""
+        folder = self.resume_checkpoint
         if folder and self.args.process_index == 0:
             print(f"resumes after step {self.first_step}, from {folder.name}")
         return super().train(resume_from_checkpoint=str(folder) if folder else None, **kwargs)
@@ -133,30 +133,30 @@ class CheckpointedTrainer(Trainer):
 
     # -- going on
 
-    def find_start(self, log: RunLog) -> None:
+    def find_start(self, log: RunRecorder) -> None:
         """Look where the run begins, and that it can.
 
         Raises:
             BadInputError: the checkpoint is damaged, or of another run.
         """
-        folder = self.checkpoint_to_go_on_from(log)
+        folder = self.find_resume_checkpoint(log)
         if folder is None:
             return
         about = verify_once(folder, self.args.process_index == 0)
         check_resumable(log.run, self.about["rows"], folder, about)
         self._check_random_numbers(folder, about["ranks"])
-        self.goes_on_from, self.first_step = folder, steps_at(folder)
+        self.resume_checkpoint, self.first_step = folder, steps_at(folder)
 
-    def checkpoint_to_go_on_from(self, log: RunLog) -> Path | None:
+    def find_resume_checkpoint(self, log: RunRecorder) -> Path | None:
         """Return the newest whole checkpoint, where the run resumes, or the one that it names; None: the beginning."""
-        newest = self.newest_of_all(log) if log.goes_on else None
+        newest = self.newest_of_all(log) if log.resumes else None
         if newest is None and log.run.resume_from_checkpoint not in ("", LAST):
             return Path(log.run.resume_from_checkpoint).expanduser()
-        if newest is None and log.goes_on and self.args.process_index == 0:
+        if newest is None and log.resumes and self.args.process_index == 0:
             print("there is no checkpoint to resume from: training starts at the beginning")
         return newest
 
-    def newest_of_all(self, log: RunLog) -> Path | None:
+    def newest_of_all(self, log: RunRecorder) -> Path | None:
         """Return the newest whole checkpoint of this results folder, the same on every rank."""
         newest = newest_whole(Path(self.args.output_dir)) if self.args.process_index == 0 else None
         return gather_object([newest])[0]
@@ -173,9 +173,9 @@ class CheckpointedTrainer(Trainer):
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         begin = super()._init_training_state(max_steps, *args, **kwargs)
-        if self.goes_on_from:
+        if self.resume_checkpoint:
             self.state.compute_steps(self.args, max_steps)  # when to report is this run's own setting
-            self.take_best_along(self.goes_on_from)
+            self.take_best_along(self.resume_checkpoint)
         return begin
 
     def take_best_along(self, folder: Path) -> None:
@@ -218,7 +218,7 @@ class CheckpointedTrainer(Trainer):
             super()._load_best_model()
 
 
-class CountingTrainer(CheckpointedTrainer):
+class AuditedTrainer(CheckpointedTrainer):
     """A Trainer whose ranks see every row once per epoch, and count what they see.
 
     Losses are means over the answer tokens of the whole global batch (the Trainer counts them over ranks and
@@ -322,7 +322,7 @@ class CountingTrainer(CheckpointedTrainer):
         return 0
 
 
-class SummaryTrainer(CountingTrainer, Seq2SeqTrainer):
+class SummaryTrainer(AuditedTrainer, Seq2SeqTrainer):
     """The same on Transformers' trainer of encoder-decoders."""
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
@@ -399,11 +399,11 @@ def make_trainer(
     tokenizer: PreTrainedTokenizerBase,
     train: list[Tokens],
     validation: list[Tokens],
-    log: RunLog,
+    log: RunRecorder,
     plan: Plan | None = None,
     strategy: Strategy | None = None,
-    trainer_class: Callable[..., CountingTrainer] = CountingTrainer,
-) -> CountingTrainer:
+    trainer_class: Callable[..., AuditedTrainer] = AuditedTrainer,
+) -> AuditedTrainer:
     """Return the trainer of this rank, with its reports; nothing runs yet.
 
     `plan`: where layers were placed by one; else the run is planned now.
@@ -430,7 +430,7 @@ def make_trainer(
     return trainer
 
 
-def plan_training(log: RunLog, batch: BatchShape) -> Plan | None:
+def plan_training(log: RunRecorder, batch: BatchShape) -> Plan | None:
     """Return the plan of a run whose largest batch on a rank is `batch`; rank 0 prints it.
 
     A model, optimizer or GPU that the closed form does not know is named, and leaves the run without a plan.
@@ -448,7 +448,7 @@ def plan_training(log: RunLog, batch: BatchShape) -> Plan | None:
     return plan
 
 
-def check_precision(trainer: CountingTrainer, run: RunConfig) -> None:
+def check_precision(trainer: AuditedTrainer, run: RunConfig) -> None:
     """Refuse to compute in another precision than the run's: `accelerate launch` brings one from its file.
 
     Raises:
@@ -473,8 +473,8 @@ def trainer_of_rows(
     arguments: TrainingArguments,
     callbacks: list[TrainerCallback],
     strategy: Strategy | None = None,
-    trainer_class: Callable[..., CountingTrainer] = CountingTrainer,
-) -> CountingTrainer:
+    trainer_class: Callable[..., AuditedTrainer] = AuditedTrainer,
+) -> AuditedTrainer:
     """Return the trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only."""
     objective = objective_of(run)
     own_rows = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)

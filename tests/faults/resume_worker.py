@@ -14,7 +14,7 @@ from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.runtime import faults
 from common.runtime.rank import end_rank
-from common.training.trainer import CountingTrainer
+from common.training.trainer import AuditedTrainer
 from tests.short_runs import cut_short, find_port
 
 
@@ -37,7 +37,7 @@ def run(module: object, run_config: RunConfig, fault: str = "") -> None:
 
 def work(job: dict, results_root: str) -> None:
     module = importlib.import_module(Path(job["place"]).stem)
-    resumed = {} if not job["forgets"] else {job["forgets"]: getattr(CountingTrainer, job["forgets"])}
+    resumed = {} if not job["forgets"] else {job["forgets"]: getattr(AuditedTrainer, job["forgets"])}
 
     def settings(name: str, *more: str) -> RunConfig:
         return parse_overrides(
@@ -50,10 +50,10 @@ def work(job: dict, results_root: str) -> None:
     for number, fault in enumerate(job["faults"]):
         run(module, settings(str(number)), fault)
         for name in resumed:
-            setattr(CountingTrainer, name, lambda *_, **__: None)
+            setattr(AuditedTrainer, name, lambda *_, **__: None)
         run(module, settings(str(number), "--resume_from_checkpoint", "last"))
         for name, own in resumed.items():
-            setattr(CountingTrainer, name, own)
+            setattr(AuditedTrainer, name, own)
 
 
 if __name__ == "__main__":

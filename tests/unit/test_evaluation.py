@@ -10,7 +10,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.splits import load_splits
 from common.models.loading import add_lora, load_base_model, load_tokenizer
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import (
     Evaluation,
@@ -75,7 +75,7 @@ def test_each_reference_is_shuffled_to_another_row(run_config: RunConfig) -> Non
 
 def test_every_question_is_answered_once_in_the_files_order(run_config: RunConfig, tmp_path: Path) -> None:
     run = replace(run_config, results_root=str(tmp_path), test_rows=7, per_device_eval_batch_size=2, max_new_tokens=4)
-    log = RunLog(run, Rank(rank=0, world_size=1, device="cpu", launcher="python"))
+    log = RunRecorder(run, Rank(rank=0, world_size=1, device="cpu", launcher="python"))
     model, tokenizer = load_base_model(run, CPU), load_tokenizer(run)
     rows = load_splits(run).test
     evaluation = evaluate(model, tokenizer, rows, [Judge("base", model, tokenizer)], log, "before")

@@ -131,13 +131,13 @@ def test_a_run_started_again_before_its_first_checkpoint_goes_on_from_the_one_it
 ) -> None:
     named, log = (
         tmp_path / "other" / "checkpoint-3",
-        SimpleNamespace(goes_on=True, run=RunConfig(resume_from_checkpoint="last")),
+        SimpleNamespace(resumes=True, run=RunConfig(resume_from_checkpoint="last")),
     )
-    assert trainer.checkpoint_to_go_on_from(log) is None
+    assert trainer.find_resume_checkpoint(log) is None
     assert "there is no checkpoint to resume from: training starts at the beginning" in capsys.readouterr().out
     log.run = RunConfig(resume_from_checkpoint=str(named))
-    assert trainer.checkpoint_to_go_on_from(log) == named
+    assert trainer.find_resume_checkpoint(log) == named
     trainer.train()
-    assert trainer.checkpoint_to_go_on_from(log).name == "checkpoint-4", "its own, once there is one"
-    log.goes_on = False
-    assert trainer.checkpoint_to_go_on_from(log) == named
+    assert trainer.find_resume_checkpoint(log).name == "checkpoint-4", "its own, once there is one"
+    log.resumes = False
+    assert trainer.find_resume_checkpoint(log) == named

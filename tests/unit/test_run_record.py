@@ -16,7 +16,7 @@ from common.base.run_config import RunConfig
 from common.hardware.devices import MemoryReading
 from common.planning.job import BatchShape
 from common.records.store import RECORD_NAME, keep_record, load_record
-from common.runtime.recorder import RunLog, beyond_plan
+from common.runtime.recorder import RunRecorder, beyond_plan
 from common.runtime.world import Rank
 from common.training.placement import place_stages
 
@@ -30,7 +30,7 @@ RANK = Rank(rank=0, world_size=1, device="cpu", launcher="python")
 def test_a_failed_phase_leaves_a_record_with_its_status(
     run_config: RunConfig, tmp_path: Path, error: BaseException, status: str
 ) -> None:
-    log = RunLog(replace(run_config, results_root=str(tmp_path)), RANK)
+    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
     ends_with = RunStoppedError if status == "oom" else type(error)
     with pytest.raises(ends_with), log.phase("training"):
         raise error
@@ -40,7 +40,7 @@ def test_a_failed_phase_leaves_a_record_with_its_status(
 
 
 def test_a_disk_that_fills_in_a_phase_ends_it_with_a_next_step(run_config: RunConfig, tmp_path: Path) -> None:
-    log = RunLog(replace(run_config, results_root=str(tmp_path)), RANK)
+    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
     with (
         pytest.raises(RunStoppedError, match=r"is full .*--results_root; --resume_from_checkpoint last"),
         log.phase("merge"),
@@ -54,15 +54,15 @@ def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(
 ) -> None:
     run = replace(run_config, results_root=str(tmp_path))
     for text in ("first", "second"):
-        log = RunLog(run, RANK)
+        log = RunRecorder(run, RANK)
         (log.folder / "model.txt").write_text(text)
         log.complete()
-    third = RunLog(run, RANK).folder
+    third = RunRecorder(run, RANK).folder
     previous = third.with_name(third.name + ".previous")
     assert list(third.iterdir()) == []
     assert (previous / "model.txt").read_text() == "second"
     (third / "model.txt").write_text("third, which fails")
-    assert list(RunLog(run, RANK).folder.iterdir()) == []
+    assert list(RunRecorder(run, RANK).folder.iterdir()) == []
     assert (previous / "model.txt").read_text() == "second"
     assert not third.with_name(third.name + ".unfinished").exists()
 
@@ -71,10 +71,10 @@ def test_checkpoints_of_an_unfinished_run_are_kept_and_it_is_said(
     run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = replace(run_config, results_root=str(tmp_path), run_name="mine")
-    RunLog(run, RANK).complete()
-    checkpoint = RunLog(run, RANK).folder / "checkpoints" / "checkpoint-7"
+    RunRecorder(run, RANK).complete()
+    checkpoint = RunRecorder(run, RANK).folder / "checkpoints" / "checkpoint-7"
     checkpoint.mkdir(parents=True)
-    assert list(RunLog(run, RANK).folder.iterdir()) == []
+    assert list(RunRecorder(run, RANK).folder.iterdir()) == []
     assert "an unfinished run of this name (checkpoint-7) is kept as mine.unfinished" in capsys.readouterr().out
     assert (tmp_path / "results" / "mine.unfinished" / "checkpoints" / "checkpoint-7").is_dir()
     assert (tmp_path / "results" / "mine.previous" / RECORD_NAME).is_file()
@@ -82,7 +82,7 @@ def test_checkpoints_of_an_unfinished_run_are_kept_and_it_is_said(
 
 def test_a_record_names_a_folder_elsewhere_without_its_path(run_config: RunConfig, tmp_path: Path) -> None:
     run = replace(run_config, data=str(tmp_path / "my_data"), results_root=str(tmp_path))
-    log = RunLog(run, RANK)
+    log = RunRecorder(run, RANK)
     log.complete()
     text = (log.folder / RECORD_NAME).read_text()
     assert json.loads(text)["config"]["data"] == "my_data"
@@ -91,12 +91,12 @@ def test_a_record_names_a_folder_elsewhere_without_its_path(run_config: RunConfi
 
 def test_the_run_name_tells_launcher_batch_and_seed(run_config: RunConfig, tmp_path: Path) -> None:
     run = replace(run_config, results_root=str(tmp_path))
-    assert RunLog(run, RANK).folder == tmp_path / "results" / "python-batch16-seed42"
-    assert RunLog(replace(run, run_name="mine"), RANK).run_name == "mine"
+    assert RunRecorder(run, RANK).folder == tmp_path / "results" / "python-batch16-seed42"
+    assert RunRecorder(replace(run, run_name="mine"), RANK).run_name == "mine"
 
 
 def test_a_record_is_kept_under_its_run_name(run_config: RunConfig, tmp_path: Path) -> None:
-    log = RunLog(replace(run_config, results_root=str(tmp_path)), RANK)
+    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
     log.complete(steps=1)
     kept = keep_record(log.folder)
     assert kept == tmp_path / "records" / "python-batch16-seed42.json"
@@ -149,7 +149,7 @@ def test_every_device_of_a_rank_has_its_memory_and_its_plan(
     )
     monkeypatch.setattr("common.runtime.recorder.devices.forget_peak", forgotten.append)
     rank = replace(RANK, device=names[0], further_devices=names[1:])
-    log = RunLog(replace(run_config, results_root=str(tmp_path)), rank)
+    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), rank)
     run = RunConfig(technique="full", parallel="mp", stages=3)
     log.training_starts(place_stages(run, BatchShape(16, 40, 20)).divided)
     planned = [memory.allocated_gib for memory in log.plan.devices]
@@ -169,7 +169,7 @@ def test_every_device_of_a_rank_has_its_memory_and_its_plan(
 def test_a_sigterm_while_a_failure_is_written_down_waits_until_it_is(
     run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = RunLog(replace(run_config, results_root=str(tmp_path)), RANK)
+    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
     stop = log.stop
     monkeypatch.setattr(log, "stop", lambda: (signal.raise_signal(signal.SIGTERM), stop()))
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
@@ -184,7 +184,7 @@ def test_a_sigterm_while_a_failure_is_written_down_waits_until_it_is(
 
 def test_a_signal_between_a_phase_and_its_bookkeeping_is_an_interruption(run_config: RunConfig, tmp_path: Path) -> None:
     """Python then closes the phase that nobody leaves any more: that says nothing about what went wrong."""
-    log = RunLog(replace(run_config, results_root=str(tmp_path)), RANK)
+    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
     entered = log.phase("training")
     entered.__enter__()
     del entered

@@ -19,14 +19,14 @@ from common.data.splits import load_splits, tokens_of
 from common.models.loading import add_lora, load_base_model, load_tokenizer, next_token_logits
 from common.models.minilm import minilm_folder
 from common.runtime.rank import end_rank
-from common.runtime.recorder import RunLog
+from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
 from common.tasks.objectives import VALIDATION_LOSS
 from common.training.loop import LoopTrainer
 from common.training.results import check_rows_seen, check_training, training_flops
 from common.training.strategy import Strategy, strategy_class
-from common.training.trainer import CountingTrainer, make_trainer, training_arguments
+from common.training.trainer import AuditedTrainer, make_trainer, training_arguments
 
 
 def test_rows_used_once_per_epoch_pass() -> None:
@@ -103,7 +103,7 @@ LOOPS = pytest.mark.parametrize("loop", ["the Trainer's", "ours"])
 
 
 @pytest.fixture
-def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., CountingTrainer]]:
+def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AuditedTrainer]]:
     """A trainer with one of the two loops and a tiny classifier, four steps an epoch; what differs is told.
 
     Our loop is that of a parallelism which is registered here, and whose strategy is found by its name.
@@ -115,7 +115,7 @@ def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         TASKS, "classification", replace(classification, parallelisms=(*classification.parallelisms, toy.name))
     )
 
-    def make(loop: str, **settings: Any) -> CountingTrainer:
+    def make(loop: str, **settings: Any) -> AuditedTrainer:
         run = RunConfig(
             task="classification",
             technique="full",
@@ -133,9 +133,9 @@ def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         torch.manual_seed(0)
         model = BertForSequenceClassification(BertConfig(vocab_size=len(tokenizer), **TINY, **NO_DROPOUT))
         strategy = strategy_class(run)(run, rank)
-        trainer_class = LoopTrainer if strategy.takes_steps else CountingTrainer
+        trainer_class = LoopTrainer if strategy.takes_steps else AuditedTrainer
         return make_trainer(
-            model, tokenizer, rows, rows[:5], RunLog(run, rank), strategy=strategy, trainer_class=trainer_class
+            model, tokenizer, rows, rows[:5], RunRecorder(run, rank), strategy=strategy, trainer_class=trainer_class
         )
 
     yield make
@@ -143,7 +143,7 @@ def trainer_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_parallelism_from_outside_trains_as_one_device_does(trainer_of: Callable[..., CountingTrainer]) -> None:
+def test_a_parallelism_from_outside_trains_as_one_device_does(trainer_of: Callable[..., AuditedTrainer]) -> None:
     losses = {}
     for loop in ("the Trainer's", "ours"):
         trainer = trainer_of(loop, num_train_epochs=2, learning_rate=0.01, max_grad_norm=0.5)
@@ -159,7 +159,7 @@ def test_a_parallelism_from_outside_trains_as_one_device_does(trainer_of: Callab
 @LOOPS
 @pytest.mark.parametrize(("early_stop", "steps"), [(2, 3), (0, 8)])
 def test_training_ends_after_validations_without_a_better_model(
-    trainer_of: Callable[..., CountingTrainer], loop: str, early_stop: int, steps: int
+    trainer_of: Callable[..., AuditedTrainer], loop: str, early_stop: int, steps: int
 ) -> None:
     """A rate that changes nothing: the first validation of the eight is the best."""
     trainer = trainer_of(loop, learning_rate=1e-12, num_train_epochs=2, early_stopping_patience=early_stop)
@@ -174,7 +174,7 @@ def test_training_ends_after_validations_without_a_better_model(
 @LOOPS
 @pytest.mark.parametrize("best", ["there", "gone", "damaged"])
 def test_what_was_trained_to_its_end_can_be_trained_longer(
-    trainer_of: Callable[..., CountingTrainer], loop: str, best: str, capsys: pytest.CaptureFixture[str]
+    trainer_of: Callable[..., AuditedTrainer], loop: str, best: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a run of another name; no later model is better than the first one's best, or the next one is."""
     short = trainer_of(loop, learning_rate=1e-12, num_train_epochs=1)
@@ -197,7 +197,7 @@ def test_what_was_trained_to_its_end_can_be_trained_longer(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @LOOPS
 def test_when_to_report_and_how_long_to_wait_are_the_settings_of_the_run_that_goes_on(
-    trainer_of: Callable[..., CountingTrainer], loop: str
+    trainer_of: Callable[..., AuditedTrainer], loop: str
 ) -> None:
     """Three validations without a better model before, one after each step, and two after, one after two steps each."""
     short = trainer_of(loop, learning_rate=1e-12, num_train_epochs=1, early_stopping_patience=3)
@@ -211,7 +211,7 @@ def test_when_to_report_and_how_long_to_wait_are_the_settings_of_the_run_that_go
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_step_that_overflowed_is_none_of_the_schedules(
-    trainer_of: Callable[..., CountingTrainer], monkeypatch: pytest.MonkeyPatch
+    trainer_of: Callable[..., AuditedTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fp16 Accelerate skips the optimizer and the schedule then, and the Trainer counts the step; also before."""
     short = trainer_of("the Trainer's", num_train_epochs=1)
@@ -228,7 +228,7 @@ def test_a_step_that_overflowed_is_none_of_the_schedules(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_schedule_that_is_behind_without_a_reason_is_refused(trainer_of: Callable[..., CountingTrainer]) -> None:
+def test_a_schedule_that_is_behind_without_a_reason_is_refused(trainer_of: Callable[..., AuditedTrainer]) -> None:
     trainer = trainer_of("the Trainer's", num_train_epochs=1)
     trainer.train()
     trainer.skips.steps = 1
@@ -239,7 +239,7 @@ def test_a_schedule_that_is_behind_without_a_reason_is_refused(trainer_of: Calla
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @LOOPS
 def test_weights_that_are_given_up_take_no_memory_whoever_still_has_them(
-    trainer_of: Callable[..., CountingTrainer], loop: str
+    trainer_of: Callable[..., AuditedTrainer], loop: str
 ) -> None:
     """As an optimizer's groups have them, and DDP's wrapper."""
     trainer = trainer_of(loop, num_train_epochs=1)
@@ -265,7 +265,7 @@ def test_validation_computes_logits_at_answers_alone_and_the_same_loss(run_confi
     sums = whole_row_results(next_token_logits(model, batch), batch["labels"]).sum(0)
     positions: list[int] = []
     model.lm_head.register_forward_hook(lambda _, __, logits: positions.append(logits.shape[1]))
-    log = RunLog(run, Rank(0, 1, "cpu", "python"))
+    log = RunRecorder(run, Rank(0, 1, "cpu", "python"))
     trainer = make_trainer(add_lora(model, run), tokenizer, rows, rows, log)
     assert trainer.evaluate()[VALIDATION_LOSS] == pytest.approx((sums[0] / sums[1]).item(), rel=1e-6)
     assert len(positions) == 3
