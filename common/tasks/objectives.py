@@ -26,7 +26,7 @@ class Objective:
 
     collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel], Collate]
     results: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """From logits and labels, what each row counts for: shape (rows, k); the sums of the columns make the metrics."""
+    """From logits and what each is to predict, what each row counts for: shape (rows, k); the sums make the metrics."""
     metrics: Callable[[torch.Tensor], dict[str, float]]
     """From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them."""
     best_metric: str

@@ -29,7 +29,6 @@ from common.models.loading import add_lora, load_base_model, next_token_logits, 
 from common.models.shards import byte_count, full_weights, gathered, global_numel, local_part
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
-from common.tasks.answers import answer_results
 from common.tasks.objectives import objective_of
 from common.training.placement import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
@@ -184,10 +183,10 @@ class Strategy:
         """
         batch = self.for_loss(inputs)
         given = {name: tensor for name, tensor in batch.items() if name not in ("row", "labels", "shift_labels")}
-        if self.keeps_logits:
-            logits = model(**given, use_cache=False).logits
-            return answer_results(logits, batch["labels"].to(logits.device))
-        return self.objective.results(model(**given).logits, batch["labels"])
+        logits, labels = model(**given, **({"use_cache": False} if self.keeps_logits else {})).logits, batch["labels"]
+        if self.run.goal.model_kind == "decoder" and not self.keeps_logits:  # position t predicts token t + 1
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return self.objective.results(logits, labels.to(logits.device))
 
     def sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """Return what all ranks together know of a loss, or of several sums; called on every rank."""

@@ -1,0 +1,128 @@
+"""A parallelism and a task that `common` knows nothing of: registered, planned and trained.
+
+torchrun --nproc_per_node 2 toy_house.py FOLDER [--field value ...]: a run of both, with its record below FOLDER.
+
+The parallelism, "averaging", is data parallel written by hand: gradients are summed after the backward pass. The task,
+"counting", has text files with a number a line, and learns to answer with the next number.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common.base.parsing import parse_overrides
+from common.base.run_config import RunConfig
+from common.base.specs import PARALLELISMS, TASKS, Parallelism, Task
+from common.checks.inputs import check_inputs
+from common.data.messages import tokenize_messages
+from common.data.rows import IGNORED_LABEL, Found, Row, RowKind
+from common.data.splits import load_splits, tokens_of
+from common.models.loading import load_base_model, load_tokenizer
+from common.planning.device_maps import whole_model_on
+from common.records.store import Record
+from common.runtime.rank import rank_started
+from common.runtime.recorder import RunRecorder
+from common.tasks.answers import Judge, answer_results, evaluate, make_collator
+from common.tasks.objectives import Objective, mean_loss
+from common.training.export import save_and_reload
+from common.training.loop import LoopTrainer
+from common.training.results import check_training, training_metrics
+from common.training.strategy import Batch, Strategy, strategy_class
+from common.training.trainer import AuditedTrainer, make_trainer
+
+
+class Averaging(Strategy):
+    """Every rank holds the whole model and has rows of its own; gradients are summed one by one."""
+
+    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+        """Add this rank's gradients."""
+        loss = self.loss(batch, labelled)
+        loss.backward()
+        return loss.detach()
+
+    def finish_gradients(self) -> None:
+        """Sum them over the ranks: each rank's loss is part of one mean."""
+        for weight in self.model.parameters():
+            if weight.grad is not None:
+                dist.all_reduce(weight.grad)
+        super().finish_gradients()
+
+
+def number_rows(run: RunConfig) -> RowKind:
+    """Return what the task's rows are."""
+    return RowKind((".txt",), "one number per line", "number", _lines, _as_messages, tokenize_messages)
+
+
+def _lines(content: str, source: str) -> Found:
+    return ((int(line), f"{source}, line {number}") for number, line in enumerate(content.split(), 1))
+
+
+def _as_messages(found: Found, source: str) -> list[Row]:
+    words = [[("user", f"What follows {number}?"), ("assistant", str(number + 1))] for number, _ in found]
+    return [{"messages": [{"role": role, "content": text} for role, text in turns]} for turns in words]
+
+
+def token_results(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return each row's loss, its tokens to be predicted, and those found, shape (rows, 3)."""
+    found = (logits.argmax(-1) == targets) & (targets != IGNORED_LABEL)
+    return torch.cat([answer_results(logits, targets), found.sum(1, keepdim=True)], dim=1)
+
+
+def token_metrics(sums: torch.Tensor) -> dict[str, float]:
+    """Return the mean loss, and the fraction of tokens that were found."""
+    return {**mean_loss(sums[:2]), "eval_found": float(sums[2] / sums[1])}
+
+
+FOUND = Objective(lambda tokenizer, _: make_collator(tokenizer), token_results, token_metrics, "eval_found", True)
+AVERAGING = Parallelism(
+    "averaging", "averaging by hand", "each of {devices} GPUs holds it all", splits_rows=True,
+    strategy=f"{Path(__file__).stem}:Averaging",
+)  # fmt: skip
+COUNTING = Task(
+    "counting",
+    techniques=("full",),
+    parallelisms=("single", AVERAGING.name),
+    auto_class="AutoModelForCausalLM",
+    model_kind="decoder",
+    peft_type="CAUSAL_LM",
+    objective=f"{Path(__file__).stem}:FOUND",
+    rows=f"{Path(__file__).stem}:number_rows",
+)
+
+
+def register() -> None:
+    """Put both into the table."""
+    PARALLELISMS[AVERAGING.name], TASKS[COUNTING.name] = AVERAGING, COUNTING
+
+
+def workflow(run: RunConfig) -> Record:
+    """Train and evaluate, as the workflows of the run folders do."""
+    with rank_started(run) as rank:
+        check_inputs(run)
+        log = RunRecorder(run, rank)
+        tokenizer, data = load_tokenizer(run), load_splits(run)
+        base = load_base_model(run, whole_model_on(rank.device))
+        before = evaluate(base, tokenizer, data.test, [Judge("base", base, tokenizer)], log, "before")
+        train, validation = (tokens_of(rows, tokenizer, run) for rows in (data.train, data.validation))
+        strategy = strategy_class(run)(run, rank)
+        trainer_class = LoopTrainer if strategy.takes_steps else AuditedTrainer
+        trainer = make_trainer(
+            strategy.load_model(), tokenizer, train, validation, log, strategy=strategy, trainer_class=trainer_class
+        )
+        with log.phase("training"):
+            trainer.train()
+            world = check_training(trainer, rank)
+        trained = {**training_metrics(trainer, world, log), **strategy.for_record()}
+        tuned, differences = save_and_reload(log, trainer, tokenizer)
+        after = evaluate(tuned, tokenizer, data.test, [Judge("base", tuned, tokenizer)], log, "after")
+        quality = {"before": before.summary(), "after": after.summary()}
+        return log.complete(quality=quality, **trained, largest_logit_differences=differences)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    register()
+    settings = {"task": COUNTING.name, "technique": "full", "parallel": "single", "results_root": sys.argv[1]}
+    workflow(parse_overrides(RunConfig(**settings), sys.argv[2:]))
