@@ -111,7 +111,8 @@ class RunConfig(
         """Check every setting, then what contradicts."""
         self._check_types()
         self._check_secrets()
-        for complaint in chain(self._out_of_range(), self._meaningless(), contradictions(self)):
+        complaint = next(chain(self._out_of_range(), self._meaningless(), contradictions(self)), None)
+        if complaint:
             raise BadInputError(complaint)
 
     def _check_types(self) -> None:
@@ -193,9 +194,7 @@ class RunConfig(
     @property
     def effective_batch_size(self) -> int:
         """Rows per optimizer step over all data-parallel ranks."""
-        # with partitions as many rows of each part, however many ranks work on them
-        drawn_from = self.partitions or self.data_parallel_ranks
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * drawn_from
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.partition_count
 
     @property
     def compute_dtype(self) -> str:

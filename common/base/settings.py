@@ -28,7 +28,7 @@ def setting(
 class ModelSettings:
     """Which model, in which number format."""
 
-    _argument_group_name = "model"
+    _argument_group_name = "model"  # the parser's heading in --help
     model: str = setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
     weights: Literal["pretrained", "random"] = setting(
         "pretrained",
@@ -151,7 +151,7 @@ class AdapterSettings:
         "all-linear = all but the head; all = every weight (full).",
     )
     lora_r: int = setting(8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"))
-    lora_alpha: int = setting(64, "Scale of the adapters; with rsLoRA they are multiplied by alpha / sqrt(rank).")
+    lora_alpha: int = setting(64, "Scale of the adapters, which are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).")
     lora_dropout: float = setting(0.1, "Dropout before the adapters (0 to 1).")
 
 
@@ -213,7 +213,7 @@ class ParallelismSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How often the model is validated and saved, and how it is judged."""
+    """How often the loss is logged and the model validated and saved (one interval for all), and how it is judged."""
 
     _argument_group_name = "evaluation"
     eval_steps: float = setting(
@@ -291,7 +291,12 @@ def with_new_names(config: Mapping[str, object]) -> dict[str, object]:
 def command_with_new_names(command: str) -> str:
     """Return a record's command so that it can be given today; what is still an alias stays as short as it is."""
     aliases = {alias.lstrip("-") for group in GROUPS for each in fields(group) for alias in each.metadata["aliases"]}
-    command = command.replace("--gradient_checkpointing non-reentrant", "--gradient_checkpointing")
+    for old, new in (
+        ("non-reentrant", "--gradient_checkpointing"),
+        ("reentrant", "--gradient_checkpointing --use_reentrant"),
+        ("none", "--no_gradient_checkpointing"),
+    ):
+        command = command.replace(f"--gradient_checkpointing {old}", new)
     return re.sub(
         r"--(\w+)",
         lambda option: option[0] if option[1] in aliases else f"--{RENAMED.get(option[1], option[1])}",

@@ -74,7 +74,7 @@ class Parallelism:
     resumes_on_other_ranks: bool = False
     """A checkpoint can be resumed on another number of ranks."""
     strategy: str = ""
-    """The class that does in a step what this parallelism needs, as `module:name`; empty = the Trainer itself does."""
+    """Its class of `common.training.strategy.Strategy`, as `module:name`; empty = `WholeModel`: the Trainer's steps."""
     why_not_reentrant: str = ""
     """Why PyTorch's reentrant gradient checkpointing does not work with it; empty = it does."""
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed, wait_for_everyone
+from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from common.base.errors import BadInputError, RunStoppedError
@@ -118,6 +119,7 @@ def _join_world(run: RunConfig) -> PartialState:
     """Make the process group with the other ranks, and check it."""
     atexit.unregister(_let_groups_finish)
     atexit.register(_let_groups_finish)
+    tqdm.monitor_interval = 0  # no thread of tqdm's, whose end would come before ours, and may meet a SIGTERM
     timeout = timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)
     if not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _meet_in_launchers_store(run, timeout)

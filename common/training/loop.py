@@ -16,7 +16,6 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
 from common.data.rows import Tokens, without_labels
-from common.models.shards import local_part
 from common.runtime.watch import reached
 from common.training.checkpoints import STATE_FILE, verify_once
 from common.training.strategy import Batch
@@ -38,14 +37,17 @@ class Step:
 
 
 class LoopTrainer(AuditedTrainer):
-    """A Trainer with the loop written out; what the ranks do differently from one device is the `strategy`'s."""
+    """A Trainer with the loop written out; what the ranks do differently from one device is the `strategy`'s.
+
+    Callbacks hear of each optimizer step, not of epochs and of the micro-batches of a step.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         """Pass everything on to the Trainer."""
         super().__init__(**kwargs)
         self.rank = self.strategy.rank
         self.loss_sum = torch.zeros((), device=self.rank.device)
-        """Of the optimizer steps since the last log, as far as this rank knows it."""
+        """Sum of the losses since the last log, as far as this rank knows it."""
         self.logged_step = 0
         if self.strategy.measures_usage:
             self.add_callback(self.strategy.usage)
@@ -64,11 +66,10 @@ class LoopTrainer(AuditedTrainer):
             self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
 
     def steps(self) -> Iterator[Step]:
-        """Yield each optimizer step with this rank's batches; whoever asks for the next one has taken this one.
+        """Yield each optimizer step with this rank's batches, the first after `resume_checkpoint` if there is one.
 
-        The first is the one after `resume_checkpoint`, where that is a checkpoint. A step's schedule, log, validation
-        and checkpoint follow when the next one is asked for. At the end the model has the weights of the best
-        checkpoint, if that is asked for.
+        The caller takes the step before it asks for the next one; then schedule, log, validation and checkpoint follow.
+        At the end the model has the weights of the best checkpoint, if that is asked for.
         """
         self._begin()
         number = 0
@@ -82,7 +83,7 @@ class LoopTrainer(AuditedTrainer):
                     self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
                     yield self._step_of(rows)
                     self._end_step()
-        if self.args.load_best_model_at_end:
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             best = Path(self.state.best_model_checkpoint)
             verify_once(best, self.rank.is_main)
             self.strategy.load(best)
@@ -99,8 +100,7 @@ class LoopTrainer(AuditedTrainer):
         Raises:
             RunStoppedError: see `check_gradients`.
         """
-        gradients = [local_part(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
-        self.check_gradients(get_total_norm(gradients))
+        self.check_gradients(get_total_norm(self.strategy.gradients()))
         self.reach("update")
 
     def _begin(self) -> None:

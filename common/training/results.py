@@ -106,7 +106,7 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
         "best_validation_loss": min(entry[VALIDATION_LOSS] for entry in history if VALIDATION_LOSS in entry),
         **({"validation_accuracies": accuracies, "best_accuracy": max(v for _, v in accuracies)} if accuracies else {}),
         "checkpoints": {
-            "best": Path(trainer.state.best_model_checkpoint).name,
+            "best": Path(trainer.state.best_model_checkpoint or "").name,
             "went_on_from": trainer.resume_checkpoint.name if trainer.resume_checkpoint else None,
         },
     }

@@ -101,6 +101,10 @@ class Strategy:
         """
         raise NotImplementedError
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients as far as this rank holds them."""
+        return [local_part(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
+
     def finish_gradients(self) -> None:
         """Make the gradients those of the whole model, and clip them by their norm."""
         if self.run.max_grad_norm:
@@ -246,13 +250,8 @@ class Strategy:
 
     def held(self) -> Held:
         """Return the bytes on this rank, between the backward pass and the optimizer's step."""
-        weights = list(self.model.parameters())
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        return Held(
-            byte_count(map(local_part, weights)),
-            byte_count(map(local_part, gradients)),
-            optimizer_bytes(self.optimizer),
-        )
+        weights = byte_count(map(local_part, self.model.parameters()))
+        return Held(weights, byte_count(self.gradients()), optimizer_bytes(self.optimizer))
 
     def whole_held(self) -> Held:
         """Return what one device would hold, with Adam's two states."""

@@ -105,8 +105,8 @@ class CheckpointedTrainer(Trainer):
         folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
         if best and best > self.first_step:
             self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
-        with atomic_checkpoint(folder, self.about, self.bytes_to_write(), self.writes) as partial:
-            self.write_checkpoint(partial)
+        with atomic_checkpoint(folder, self.about, self.bytes_to_write(), self.writes) as unfinished:
+            self.write_checkpoint(unfinished)
         if self.writes:
             newest = {each.name for each in found_in(folder.parent)[:2]}  # should one be damaged there is another
             rotate(folder.parent, newest | ({f"checkpoint-{best}"} if best else set()))
@@ -323,7 +323,7 @@ class AuditedTrainer(CheckpointedTrainer):
 
 
 class SummaryTrainer(AuditedTrainer, Seq2SeqTrainer):
-    """The same on Transformers' trainer of encoder-decoders."""
+    """An AuditedTrainer for encoder-decoders, on Transformers' own."""
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Use every validation row once: Seq2SeqTrainer keeps those that a last batch was filled up with."""

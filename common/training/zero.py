@@ -93,6 +93,11 @@ class Zero(Strategy):
         self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
         return loss.detach()
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Return this rank's parts, which DeepSpeed keeps in its optimizer, and what it has not divided."""
+        parts_of_groups = self.engine.optimizer.averaged_gradients.values()
+        return [part for parts in parts_of_groups if parts for part in parts] + super().gradients()
+
     def finish_gradients(self) -> None:
         """Leave the gradients to DeepSpeed, which clips them in its step."""
 
@@ -127,13 +132,11 @@ class Zero(Strategy):
     def held(self) -> Held:
         """Return the bytes on this rank, those of DeepSpeed's copies among the optimizer's."""
         zero = self.engine.optimizer
-        divided = [part for parts in zero.averaged_gradients.values() if parts for part in parts]
-        whole = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
         is_stage_3 = zero_stage(self.run) == 3
         copies = zero.fp32_partitioned_groups_flat if is_stage_3 else zero.single_partition_of_fp32_groups
         return Held(
             byte_count(map(local_part, self.model.parameters())),
-            byte_count(divided) + byte_count(whole),
+            byte_count(self.gradients()),
             optimizer_bytes(zero.optimizer) + byte_count(copies),
         )
 

@@ -80,7 +80,7 @@ def held(run: Any) -> tuple[dict[str, float], dict[str, float]]:
 
 def test_each_rank_holds_half_of_everything_with_fsdp_and_everything_with_ddp(fsdp: Runs) -> None:
     for share in held(fsdp["fsdp"]):
-        assert share == pytest.approx({"weights": 0.5, "gradients": 0.5, "optim": 0.5}, abs=0.01)
+        assert share == pytest.approx({"weights": 0.5, "gradients": 0.5, "optimizer": 0.5}, abs=0.01)
     for share in held(fsdp["ddp"]):
         assert share["weights"] == share["gradients"] == 1
 

@@ -282,6 +282,7 @@ def test_records_have_the_names_of_today() -> None:
     assert with_new_names(old) == {**new, "seed": 1}
     assert with_new_names(RunConfig().to_dict()) == RunConfig().to_dict()
     assert set(RENAMED.values()) <= set(RunConfig().to_dict())
+    assert command_with_new_names("x.py --gradient_checkpointing none").endswith(" --no_gradient_checkpointing")
     command = "python x.py --batch_size 8 --epochs 2 --gradient_checkpointing non-reentrant --seed 1"
     asked = command_with_new_names(command).split()[2:]
     expected = RunConfig(per_device_train_batch_size=8, num_train_epochs=2, gradient_checkpointing=True, seed=1)

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.nn.utils import get_total_norm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.errors import BadInputError
@@ -21,7 +22,7 @@ from common.training import fsdp, zero
 from common.training.deepspeed_config import deepspeed_config, with_sizes
 from common.training.fsdp import Fsdp, check_fully_sharded, in_turn, mixed_precision, modules_to_wrap
 from common.training.usage import UNEVEN_SHARE, SentBytes, check_share
-from common.training.zero import check_deepspeed
+from common.training.zero import Zero, check_deepspeed
 
 FSDP = RunConfig(
     technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2"
@@ -252,3 +253,13 @@ def test_gradients_are_summed_in_fp32_also_where_accelerate_divides_the_model(
     strategy.prepare(Mock(), accelerator)
     assert plugin.mixed_precision_policy == mixed_precision(run)
     assert accelerator.prepare.called
+
+
+def test_gradients_that_deepspeed_keeps_are_looked_at() -> None:
+    strategy = Zero.__new__(Zero)
+    strategy.model = torch.nn.Linear(1, 1)
+    kept = {0: [torch.tensor([1.0]), torch.tensor([torch.nan])], 1: None}
+    strategy.engine = SimpleNamespace(optimizer=SimpleNamespace(averaged_gradients=kept))
+    assert torch.isnan(get_total_norm(strategy.gradients()))
+    strategy.model.weight.grad = torch.full((1, 1), 2.0)
+    assert [gradient.item() for gradient in strategy.gradients()][::2] == [1.0, 2.0]
