@@ -200,7 +200,7 @@ def divided_points() -> list[GridPoint]:
 def _point(
     technique: str,
     model: str,
-    checkpointing: str,
+    checkpointing: bool,
     shape: tuple[int, int],
     padded: bool = False,
     labelled: int | None = None,

@@ -280,7 +280,7 @@ def gpu_here() -> Gpu:
         raise BadInputError("PyTorch sees no GPU here, and these points are measured on one: run this where one is.")
     gpu = gpu_of_device(names[0])
     if gpu is None:
-        raise BadInputError(f"The GPU {names[0]} is not in the catalogue: add it to common/hardware/devices.py.")
+        raise BadInputError(f"The GPU {names[0]} is not in the catalogue: add it to common/hardware/catalogue.toml.")
     return gpu
 
 

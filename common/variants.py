@@ -49,7 +49,7 @@ def help_text(workflow: ModuleType, technique: str, parallel: str) -> str:
     ]
     parser.epilog = "\n".join([
         f"Fields of this setting ({technique}, {parallel}) that are not at their defaults; each takes another value,",
-        "as does every other field of common/base/run_config.py:",
+        "as does every other setting in common/base/settings.py:",
         *own,
     ])  # fmt: skip
     return parser.format_help()

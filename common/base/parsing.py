@@ -48,7 +48,7 @@ class SettingsParser(OneSentenceParser, TrlParser):
                 f"--config names no YAML file of settings ({error}): write `name: value` lines."
             ) from None
         if unknown:
-            old = unknown[0].lstrip("-").replace("-", "_")
+            old = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
             now = (
                 f"--{old} is called --{RENAMED[old]} now"
                 if old in RENAMED

@@ -1,7 +1,7 @@
 """The settings of a run, in groups: each field with its unit, its meaning and its default.
 
-Fields that mean what a field of Transformers' `TrainingArguments`, PEFT's `LoraConfig` or TRL's `SFTConfig` means have
-its name.
+Fields that mean what a field of Transformers' `TrainingArguments`, PEFT's `LoraConfig`, or TRL's `SFTConfig` or
+`ModelConfig` means have its name.
 """
 
 import re
@@ -113,8 +113,8 @@ class TrainingSettings:
     )
     loop: Literal["trainer", "accelerate", "machines"] = setting(
         "trainer",
-        "What takes the steps: Transformers' Trainer; with summarization also a plain loop with Accelerate, or a plain "
-        "loop on torch.distributed whose ranks may be on several machines.",
+        "With summarization: trainer = Transformers' Trainer; accelerate = a plain loop with Accelerate; machines = a "
+        "plain loop on torch.distributed, also across machines. Other tasks: trainer, whatever the parallelism.",
     )
     per_device_train_batch_size: int = setting(
         16, "Training rows per rank and step, before accumulation.", ("--batch_size", "--batch-size")

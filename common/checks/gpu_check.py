@@ -338,7 +338,7 @@ def why_left_out(trial: Trial, devices: Devices) -> str:
     own_model = [minilm.PACKAGE] if devices.kind == "cpu" and own.model == minilm.MINILM else []
     missing = not_installed((*trial.packages, *own_model))
     if way.splits_layers and not devices.is_known and not missing:
-        return "layers are placed by a plan, and the catalogue (common/hardware/devices.py) lacks this card"
+        return "layers are placed by a plan, and the catalogue (common/hardware/catalogue.toml) lacks this card"
     return missing
 
 

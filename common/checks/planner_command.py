@@ -90,7 +90,9 @@ class PlannerOptions:
     )
     quantization: Quantization | None = setting(None, "Number format of qlora's frozen weights (nf4).")
     optim: str = shared("optim", "adamw_torch_fused", f"One of {', '.join(OPTIMIZER_BYTES)}.")
-    attention: Literal["eager", "sdpa", "flash"] = shared("attention", "sdpa")
+    attention: Literal["eager", "sdpa", "flash"] = shared(
+        "attention", "sdpa", "Attention implementation; flash = the package flash-attn."
+    )
     gradient_checkpointing: bool | None = shared(
         "gradient_checkpointing",
         None,

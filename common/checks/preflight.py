@@ -458,7 +458,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m common.preflight", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Any setting of common/base/run_config.py can follow, such as --batch_size 4.",
+        epilog="Any setting in common/base/settings.py can follow, such as --batch_size 4.",
     )  # fmt: skip
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_0_cpu_x1")
     parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, in place of the run's data")

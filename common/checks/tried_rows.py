@@ -91,7 +91,7 @@ def longest_rows(rows: list[Tokens], count: int, task: str) -> list[Tokens]:
     return [{**row, "labels": summary} for row, summary in zip(longest, summaries, strict=False)]
 
 
-# -- rows of a length, all of it learnt: one label each, a summary of `max_summary_length`, or every token
+# -- rows of a length, all of it learnt: one label each, a summary of `max_target_length`, or every token
 
 
 def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:

@@ -438,7 +438,7 @@ def _letters(plan: Plan) -> str:
 def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
     """Return the job of a run folder's run; on one device, which holds all stages or rows, as if it were not divided.
 
-    A batch is filled up until the micro-batches divide it, as training does (`PipelineTrainer.collated`).
+    A batch is filled up until the micro-batches divide it, as training does (`PipelineParallel.fill`).
     """
     filled_up = -(-batch.rows // run.micro_batches) * run.micro_batches
     targets = {"all": (), "all-linear": () if run.method.has_adapters else ALL_LINEAR}

@@ -130,7 +130,7 @@ def by_setting(runs: Iterable[Record]) -> list[list[Record]]:
 def workload(record: Record, same: str) -> dict[str, object]:
     """Return what two runs must share to be compared in time: settings that are not free, devices and batch size.
 
-    `same` is `effective_batch_size` (strong scaling) or `batch_size` (rows per device: weak scaling).
+    `same` is `effective_batch_size` (strong scaling) or `per_device_train_batch_size` (rows per device: weak scaling).
     """
     config, environment = {**RunConfig().to_dict(), **record["config"]}, record["environment"]  # older: fewer settings
     return {

@@ -193,7 +193,7 @@ def meeting_options(description: str | None = None) -> argparse.ArgumentParser:
     """Return a parser with the options of a static address, for starting each machine by hand."""
     made = argparse.ArgumentParser(
         description=description,
-        epilog="Every field of common/base/run_config.py is an option, too: --field value.",
+        epilog="Every setting in common/base/settings.py is an option, too: --field value.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -1,1 +1,1 @@
-"""Training: the trainers of one device and of several, checkpoints, callbacks, and where a model's layers go."""
+"""Training: the Trainer and the written-out loop, a strategy for each parallelism, checkpoints, export, callbacks."""

@@ -156,9 +156,9 @@ def _samples(model: torch.nn.Module) -> list[torch.Tensor]:
 class ProgressReport(TrainerCallback):
     """Rank 0's line at each validation: step, losses, and the time that is left."""
 
-    def __init__(self, rank: Rank, figures: str = "text") -> None:
-        """Stay silent on other ranks than 0; `figures`: `text`, or `json` for one object a line."""
-        self.is_main, self.figures = rank.is_main, figures
+    def __init__(self, rank: Rank, log_format: str = "text") -> None:
+        """Stay silent on other ranks than 0; `log_format`: `text`, or `json` for one object a line."""
+        self.is_main, self.log_format = rank.is_main, log_format
         self.start_s, self.first_step = 0.0, 0
         self.training_loss = float("nan")
 
@@ -190,7 +190,7 @@ class ProgressReport(TrainerCallback):
         if not self.is_main or VALIDATION_LOSS not in logs:
             return
         elapsed_s = time.perf_counter() - self.start_s
-        if self.figures == "json":
+        if self.log_format == "json":
             validation = {name: logs[name] for name in (VALIDATION_LOSS, ACCURACY) if name in logs}
             print_figures(
                 {"step": state.global_step, "loss": self.training_loss, "elapsed_s": round(elapsed_s, 1), **validation}

@@ -1,4 +1,4 @@
-"""The loop over optimizer steps, written out, where a step is not the Trainer's own: a pipeline's, FSDP's, DeepSpeed's.
+"""The loop over optimizer steps, written out, for every strategy whose steps the Trainer does not take.
 
 Settings, optimizer, learning-rate schedule, reports and logs stay the Trainer's.
 """

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from common.base.run_config import RunConfig
 from common.data import rows
 from common.data.rows import IGNORED_LABEL, Tokens
-from common.models.loading import add_lora, load_base_model, next_token_logits, parameter_counts, train_own_weights
+from common.models.loading import load_base_model, next_token_logits, parameter_counts, with_trained_weights
 from common.models.shards import byte_count, full_weights, gathered, global_numel, local_part
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
@@ -375,11 +375,7 @@ def whole_model_to_train(run: RunConfig, device_map: dict[str, str | int]) -> Mo
     Raises:
         BadInputError: the model lacks layers to train.
     """
-    model = load_base_model(run, device_map)
-    if run.method.has_adapters:
-        return add_lora(model, run)
-    train_own_weights(model, run)
-    return model
+    return with_trained_weights(load_base_model(run, device_map), run)
 
 
 # -- which strategy a run has

@@ -131,7 +131,7 @@ class CheckpointedTrainer(Trainer):
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
         return byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer else 0)
 
-    # -- going on
+    # -- resuming
 
     def find_start(self, log: RunRecorder) -> None:
         """Look where the run begins, and that it can.

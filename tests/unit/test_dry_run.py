@@ -156,7 +156,7 @@ def grid() -> list:
 
 @pytest.mark.parametrize(("model", "technique", "targets", "precision", "checkpointing", "batch"), grid())
 def test_the_closed_form_says_the_same(
-    model: str, technique: str, targets: str, precision: str, checkpointing: str, batch: BatchShape
+    model: str, technique: str, targets: str, precision: str, checkpointing: bool, batch: BatchShape
 ) -> None:
     """At most 5 % apart, part by part at most 3 % of the whole; `make bench` has the whole grid."""
     run = RunConfig(
