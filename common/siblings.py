@@ -1,4 +1,4 @@
-"""Copy run folders of a technique from one source; siblings differ in the `RunConfig` literal (and `LORA` or `MACHINES` after it) alone.
+"""Copy run folders of a technique from one source; siblings differ in their literals alone (`RUN`, `LORA`, `MACHINES`).
 
     python -m common.siblings            copy each technique's first run folder to its siblings
     python -m common.siblings --check    exit 1 where a sibling is no copy

@@ -31,7 +31,7 @@ def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: Run
 
 @contextmanager
 def ended_by_one_sentence() -> Iterator[None]:
-    """A user's mistake ends in one sentence and exit code 2, what stops a run in one and exit code 1."""
+    """End a user's mistake in one sentence with exit code 2, and what stops a run in one with exit code 1."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
     try:

@@ -273,7 +273,7 @@ def answer_planner(options: argparse.Namespace, job: Job, cluster: Cluster, unkn
 
 
 def main() -> None:
-    """`python -m common.dry_run RUN_FOLDER [--field value]`."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m common.dry_run", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_1_a6000_48g_x1")

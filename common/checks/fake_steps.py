@@ -252,7 +252,7 @@ class UnpaddedStage(StageModule):
 
 
 def _without_a_vote(schedule: PipelineScheduleSingle, stages: list[PipelineStage], *_: object) -> None:
-    """Every stage knows the shapes that it sends, as in `common.training.pipeline`: there is nobody to ask here."""
+    """Skip the vote on shapes: every stage knows what it sends, and no other rank is there."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 
@@ -272,7 +272,7 @@ class StepTrainer(Trainer):
     """
 
     def __init__(self, *, share: Share = WHOLE, **kwargs: Any) -> None:
-        """`share` says which ends the model has."""
+        """Train the part of a model that has the ends of `share`."""
         super().__init__(**kwargs)
         self.share = share
 
@@ -282,7 +282,7 @@ class StepTrainer(Trainer):
         return HEAD_AND_LOSS if self.share.has_head else HANDING_ON
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """A fake tensor cannot be moved in place."""
+        """Leave the model where it is: a fake tensor cannot be moved in place."""
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], **kwargs: Any) -> torch.Tensor:
         """Return the loss, or without a head something in its place that can be back-propagated."""

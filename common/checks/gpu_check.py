@@ -560,7 +560,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m common.gpu_check`."""
+    """Run the command line."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the part at work is ended, too
     parser = OneSentenceParser(
         prog="python -m common.gpu_check", description=__doc__, allow_abbrev=False,

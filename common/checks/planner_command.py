@@ -1,12 +1,11 @@
-"""What GPU training to do? Memory, time and cost of every way to share the work, before a GPU is rented.
+"""Plan a training: memory, time and cost of every technique and parallelism, before a GPU is rented.
 
     python -m common.planner --model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024
     python -m common.planner --model llama-3.1-8b --technique lora --parallel ddp --gpu a6000 --gpus 4 --explain
     python -m common.planner --model llama-3.1-70b --gpu h100 --gpus 512 --nodes 64 --json
 
-Every figure is `projected`: memory from common/planning/memory_plan.py, time from
-common/planning/time_plan.py. Exit code 0: it fits;
-1: it does not; 2: the question is wrong.
+Every figure is `projected`: memory from common/planning/memory_plan.py, time from common/planning/time_plan.py.
+Exit code 0: it fits; 1: it does not; 2: the question is wrong.
 """
 
 import json
@@ -146,7 +145,7 @@ def read_options(arguments: Sequence[str] | None = None) -> PlannerOptions:
 
 
 def cluster_of(options: PlannerOptions) -> Cluster:
-    """The GPUs that the command line means.
+    """Return the GPUs that the command line names.
 
     Raises:
         BadInputError: a GPU is unknown, or their number does not fit their names.
@@ -197,7 +196,7 @@ def _gpus_here() -> list[Gpu]:
 
 
 def job_of(options: PlannerOptions) -> Job:
-    """The job that the command line means, as one GPU would do it; `ranked_plans` fills in technique and parallel."""
+    """Return the job that the command line describes, as on one GPU; `ranked_plans` fills in technique and parallel."""
     method = TECHNIQUES.get(options.technique)
     if options.quantization and method and not method.has_adapters:
         raise BadInputError(WHY_NOT_QUANTIZED_FULL)
@@ -228,7 +227,7 @@ def job_of(options: PlannerOptions) -> Job:
 
 
 def assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
-    """What the answer rests on."""
+    """Return the assumptions that the answer rests on."""
     best = plans[0]
     job, link = best.job, best.cluster.slowest_link
     learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
@@ -256,7 +255,7 @@ def assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
 
 
 def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
-    """The one that is named, else all that go with the task and the way to share work; quantization needs qlora."""
+    """Return the technique that is named, else all that suit task and parallelism; quantization needs qlora."""
     if options.technique:
         return (options.technique,)
     takes_4_bits = options.parallel is None or PARALLELISMS[options.parallel].takes_4_bits
@@ -310,7 +309,7 @@ def answer(options: PlannerOptions) -> int:
 
 
 def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> str:
-    """The same GPUs on several machines: time, bill, and the network from which on they bill no more.
+    """Compare with the same GPUs on several machines: time, bill, and the network that would bill no more.
 
     Raises:
         BadInputError: the plan's way of sharing is not a data-parallel one.
@@ -330,7 +329,7 @@ def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> s
 
 
 def main() -> None:
-    """`python -m common.planner`."""
+    """Run the command line."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
     try:
         sys.exit(answer(read_options()))

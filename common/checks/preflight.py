@@ -268,7 +268,7 @@ def trainer_of_longest_batch(
     return trainer
 
 
-def device_map_of_rank(run: RunConfig, stage_map: StageMap, rank: Rank) -> dict[str, str | int]:
+def device_map_of_rank(stage_map: StageMap, rank: Rank) -> dict[str, str | int]:
     """Return where a whole model loads: with mp on GPUs divided as the stages are, else on this rank's device."""
     return stage_map if len(rank.devices) > 1 else whole_model_on(rank.device)
 
@@ -285,7 +285,7 @@ def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap
     batch, expected, compares = save_and_free(trainer, list(trainer.eval_dataset)[:1], folder)
     if not compares:
         return 0.0
-    return reloaded_difference(run, folder, device_map_of_rank(run, stage_map, rank), batch, expected)
+    return reloaded_difference(run, folder, device_map_of_rank(stage_map, rank), batch, expected)
 
 
 def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None) -> list[Measured]:
@@ -454,7 +454,7 @@ def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m common.preflight`."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m common.preflight", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

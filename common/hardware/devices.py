@@ -309,7 +309,7 @@ def _close(name: str) -> list[str]:
 
 
 def _words(name: str) -> set[str]:
-    """`NVIDIA A100-SXM4-80GB` -> {a100, sxm, 80gb}."""
+    """Return the words of a GPU's name: `NVIDIA A100-SXM4-80GB` gives {a100, sxm, 80gb}."""
     text = re.sub(r"[\W_]+", " ", name.lower()).replace("rtx", " ")
     text = re.sub(r"(?<![a-z\d])(\d+) ?g(i?b)?\b", r"\1gb", text)
     return set(re.sub(r"\bsxm[245]\b", "sxm", text).split()) - _ADDED_OR_LEFT_OUT

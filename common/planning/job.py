@@ -68,19 +68,19 @@ class BatchShape:
         return next(fitting).name
 
     def length_in(self, stack: Stack) -> int:
-        """Tokens of a row that the stack's layers work on."""
+        """Return how many tokens of a row the stack's layers work on."""
         return self.target_length or self.length if stack.kind == "cross-decoder" else self.length
 
     def tokens_in(self, stack: Stack) -> int:
-        """Of all rows, those that the stack's layers work on."""
+        """Return the tokens of all rows that the stack's layers work on."""
         return self.rows * self.length_in(stack)
 
     def tokens_into(self, linear: Linear, stack: Stack) -> int:
-        """Of all rows, those that a projection of the stack reads."""
+        """Return the tokens of all rows that a projection of the stack reads."""
         return self.tokens if linear.reads_encoder else self.tokens_in(stack)
 
     def attentions_in(self, stack: Stack) -> list[tuple[int, int]]:
-        """Of each attention of a layer how many tokens of a row ask, and how many they ask about."""
+        """Return, for each attention of a layer, how many tokens of a row attend, and to how many."""
         length = self.length_in(stack)
         return [(length, length), (length, self.length)] if stack.kind == "cross-decoder" else [(length, length)]
 
@@ -211,7 +211,7 @@ class Job(HasSpecs):
         return min(self.micro_batches, waiting)
 
     def adapts(self, linear: Linear) -> bool:
-        """Whether this projection gets an adapter."""
+        """Return whether this projection gets an adapter."""
         return self.method.has_adapters and self._is_target(linear)
 
     @property
@@ -220,7 +220,7 @@ class Job(HasSpecs):
         return not self.method.has_adapters and not self.target_modules
 
     def trains(self, linear: Linear) -> bool:
-        """Whether this projection's own weights are trained."""
+        """Return whether this projection's own weights are trained."""
         return not self.method.has_adapters and self._is_target(linear)
 
     def _is_target(self, linear: Linear) -> bool:

@@ -23,7 +23,7 @@ class LayerActivations:
     hidden_bytes: int
 
     def saved(self, stack: Stack) -> list[Term]:
-        """What autograd keeps of one layer's forward pass."""
+        """Return what autograd keeps of one layer's forward pass."""
         terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]
         return [*terms, *self._dropouts(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
 
@@ -47,7 +47,7 @@ class LayerActivations:
         )
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
-        """Inputs that the projections keep for their weights' gradients, but attention's and the MLP's own results."""
+        """Return the inputs that projections keep for their weights' gradients, without attention's and the MLP's."""
         trained = [linear for linear in stack.linears if not linear.ends_block and self.job.trains(linear)]
         blocks = {linear.block for linear in trained}
         of_encoder = sum(linear.reads_encoder for linear in trained)
@@ -75,7 +75,7 @@ class LayerActivations:
         return terms
 
     def _one_attention(self, asking: int, asked: int) -> list[Term]:
-        """What an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
+        """Return what an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
         architecture, job, rows, a = self.architecture, self.job, self.batch.rows, self.job.arithmetic_bytes
         q, k = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
         s, te = ("S", "T") if asking == asked else ("E", "TE")
@@ -101,7 +101,7 @@ class LayerActivations:
         )
 
     def _attention_on_cpu(self, stack: Stack) -> list[Term]:
-        """What PyTorch keeps of each operation where it has no fused attention: with dropout, on a CPU, in fp32.
+        """Return what PyTorch keeps where it has no fused attention: with dropout, on a CPU, in fp32.
 
         (aten/src/ATen/native/transformers/attention.cpp: `_scaled_dot_product_attention_math`.)
         """
@@ -150,7 +150,7 @@ class LayerActivations:
         kept = adapted if own_copies else list(shared.values())
 
         def of_tokens(widths: Iterable[tuple[Linear, int]]) -> tuple[int, str]:
-            """Of all tokens that the projections read, so wide: how many numbers, and as a formula."""
+            """Return how many numbers of these widths all tokens have, and the formula."""
             by_encoder = {True: 0, False: 0}
             for linear, width in widths:
                 by_encoder[linear.reads_encoder] += width

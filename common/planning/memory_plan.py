@@ -254,7 +254,7 @@ class _DeviceSums:
         )
 
     def _quantized_layer(self) -> tuple[float, str]:
-        """FSDP gathers the 4-bit numbers as they are stored; a layer's other weights in the arithmetic's format."""
+        """Return a layer as FSDP gathers it: 4-bit numbers as they are stored, else the arithmetic's format."""
         number, a = QUANTIZED_NUMBER_BYTES[self.job.quantization], self.job.arithmetic_bytes
         layers = []
         for stack, _ in self.stacks:
@@ -356,7 +356,7 @@ class _DeviceSums:
         )
 
     def _classifier_ends_saved(self) -> list[Term]:
-        """What a classifier's head keeps of one position per row, and the embeddings' norm where it is trained."""
+        """Return what a classifier's head keeps of one position per row, and the embeddings' norm if trained."""
         job, size = self.job, self.batch.tokens * self.architecture.hidden
         pools, has_head = self.architecture.family.has_pooler, self.share.has_head
         each = 4 + (4 if job.cpu_operations else 1)

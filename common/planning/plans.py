@@ -537,7 +537,7 @@ def offer(run: RunConfig, names: Sequence[str]) -> str:
 
 
 def _planned(run: RunConfig, name: str) -> str:
-    """In brackets; empty where the catalogue lacks the GPU, or the planner something else."""
+    """Return the planned memory in brackets; empty where catalogue or planner lacks something."""
     if gpu_of_device(name) is None:
         return ""
     target_length = run.max_target_length if run.goal.summarizes else 0

@@ -299,7 +299,7 @@ def _compute_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share, spe
 
 
 def _optimizer_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share) -> float:
-    """Adam reads weight, gradient and two states, and writes all but the gradient."""
+    """Return the seconds of Adam's pass: it reads weight, gradient and two states, and writes three of them."""
     touched = trained_parameters(architecture, job, share) / job.shards * 7 * job.trained_bytes
     bandwidth_gb_per_s = OFFLOADED_GB_PER_S if job.offload else gpu.memory_bandwidth_gb_per_s
     return touched / (bandwidth_gb_per_s * 1e9)

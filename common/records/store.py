@@ -104,9 +104,9 @@ def load_record(path: Path) -> Record:
     return {**record, "config": with_new_names(record["config"]), "command": command}
 
 
-def kept_records(root: Path = REPOSITORY) -> list[Record]:
+def kept_records() -> list[Record]:
     """Return every record that was kept, in the order of folders and names."""
-    return [load_record(path) for path in sorted(root.glob("*/run_*/records/*.json"))]
+    return [load_record(path) for path in sorted(REPOSITORY.glob("*/run_*/records/*.json"))]
 
 
 def keep_record(results_folder: Path) -> Path:

@@ -63,18 +63,21 @@ def settings_of(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def settings_table(records: list[Record]) -> pd.DataFrame:
-    """3.1: every setting that was run, the GPU folders that were not, and the published ones."""
+    """Return the table of 3.1: every setting that was run, the GPU folders that were not, and the published ones."""
     measured = [_compared(runs, records) for runs in settings_of(records)]
     return pd.DataFrame([*measured, *_not_run(records), *_published()]).fillna(NOT_RUN)
 
 
 def details_table(records: list[Record]) -> pd.DataFrame:
-    """3.1: of every setting that was run test rows, memory against the plan, and what the machine allowed."""
+    """Return the table of 3.1.
+
+    Of every setting that was run test rows, memory against the plan, and what the machine allowed.
+    """
     return pd.DataFrame(_details(runs[0]) for runs in settings_of(records))
 
 
 def front(records: list[Record]) -> pd.DataFrame:
-    """Root README: the measured settings, in brief."""
+    """Return the root README's table: the measured settings, in brief."""
     table = settings_table(records)
     return table[table["Figures"] == "measured"].drop(columns=["Figures", "Model", "Idle share per stage"])
 

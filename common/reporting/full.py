@@ -76,12 +76,12 @@ def full_quality(records: list[Record], shown: tuple[Kind, ...], beside: tuple[K
 
 
 def full_speed(records: list[Record]) -> pd.DataFrame:
-    """2.4: time and memory beside LoRA's."""
+    """Return the table of 2.4: time and memory beside LoRA's."""
     return speed_table(recipes(records), (FULL,), (LORA,))
 
 
 def full_precision(records: list[Record]) -> pd.DataFrame:
-    """2.4: how many weights a step really changes, by precision and learning rate."""
+    """Return the table of 2.4: how many weights a step really changes, by precision and learning rate."""
     usual = {"seed": RunConfig.seed, "per_device_train_batch_size": RunConfig.per_device_train_batch_size}
     runs = [record for record in completed(records, FULL) if record.get("updated_share") is not None]
     return pd.DataFrame(
@@ -104,7 +104,7 @@ def full_precision(records: list[Record]) -> pd.DataFrame:
 
 @as_table
 def full_memory(records: list[Record]) -> Iterator[Row]:
-    """2.4: the memory of each precision on the GPU folders' model, part by part; projected."""
+    """Return the table of 2.4: the memory of each precision on the GPU folders' model, part by part; projected."""
     run = literal_of(REPOSITORY / "2.4_full_finetuning/run_2_h200_141g_x1")
     trained = {"all-linear": "linear layers", "all": "every weight"}
     for (target_modules, what), precision in product(trained.items(), ("bf16", "bf16-mixed", "fp32")):
@@ -133,7 +133,7 @@ def _fits(plan: Plan, gpu: str) -> str:
 
 
 def mp_speed(records: list[Record]) -> pd.DataFrame:
-    """2.5: hardware, time, and what each GPU must have, beside one device."""
+    """Return the table of 2.5: hardware, time, and what each GPU must have, beside one device."""
     pairs = beside_one_device(recipes(records, FULL_MP), records, "per_device_train_batch_size")
     one_device = published_results(FULL)[0]
     published = [published_speed(result, one_device) for result in published_results(FULL, FULL_MP)]
@@ -142,7 +142,7 @@ def mp_speed(records: list[Record]) -> pd.DataFrame:
 
 
 def mp_maps(records: list[Record]) -> pd.DataFrame:
-    """2.5: Accelerate's map, an even split and the balanced one on the GPU folders; projected."""
+    """Return the table of 2.5: Accelerate's map, an even split and the balanced one on the GPU folders; projected."""
     from common.training.placement import placement_table  # here: it imports torch
 
     tables = {
@@ -163,7 +163,10 @@ def _gpu_folders(*kinds: Kind) -> list[tuple[str, RunConfig]]:
 
 @as_table
 def mp_price(records: list[Record]) -> Iterator[Row]:
-    """2.5: a smaller batch means more steps for the same rows: measured on one CPU device, projected on GPUs."""
+    """Return the table of 2.5.
+
+    A smaller batch means more steps for the same rows: measured on one CPU device, projected on GPUs.
+    """
     runs = [record for record in recipes(records, FULL) if record["config"]["seed"] == RunConfig.seed]
     for record in sorted(runs, key=lambda record: -record["config"]["per_device_train_batch_size"]):
         epochs = record["config"]["num_train_epochs"]
@@ -206,7 +209,7 @@ def _sharded_runs(records: list[Record]) -> list[Record]:
 
 
 def sharding_quality(records: list[Record]) -> pd.DataFrame:
-    """2.6: quality beside one device."""
+    """Return the table of 2.6: quality beside one device."""
     runs = _sharded_runs(records)
     baselines = [
         record for record in recipes(records, FULL) if record["config"]["per_device_train_batch_size"] in (16, 32)
@@ -216,7 +219,7 @@ def sharding_quality(records: list[Record]) -> pd.DataFrame:
 
 
 def sharding_speed(records: list[Record]) -> pd.DataFrame:
-    """2.6: time and memory at the same global batch and learning rate, beside one device."""
+    """Return the table of 2.6: time and memory at the same global batch and learning rate, beside one device."""
     runs = [record for record in _sharded_runs(records) if record["config"]["learning_rate_scaling"] == "none"]
     pairs = beside_one_device(runs, records, "effective_batch_size")
     compared = ("Against one device", "Machine's ceiling", "Tokens per second", "Validation loss")
@@ -235,7 +238,10 @@ def _looked_into(records: list[Record], key: str) -> list[Record]:
 
 @as_table
 def sharding_held(records: list[Record]) -> Iterator[Row]:
-    """2.6: bytes that each rank holds between two passes, counted in the runs, beside what one device would."""
+    """Return the table of 2.6.
+
+    Bytes that each rank holds between two passes, counted in the runs, beside what one device would.
+    """
     for record in _looked_into(records, "held"):
         ranks, whole = record["held"]["per_rank"], record["held"]["whole"]
         fullest = max(ranks, key=lambda rank: sum(rank.values()))
@@ -255,7 +261,7 @@ def sharding_held(records: list[Record]) -> Iterator[Row]:
 
 @as_table
 def sharding_traffic(records: list[Record]) -> Iterator[Row]:
-    """2.6: bytes that a rank sends in a step, counted call by call, beside the formula."""
+    """Return the table of 2.6: bytes that a rank sends in a step, counted call by call, beside the formula."""
     for record in _looked_into(records, "sent"):
         counted, formula = record["sent"]["bytes"], record["planned"]["sent_bytes"]
         yield {
@@ -276,7 +282,7 @@ def sharding_traffic(records: list[Record]) -> Iterator[Row]:
 
 @as_table
 def sharding_memory(records: list[Record]) -> Iterator[Row]:
-    """2.6: the GPU folders' model on the same GPUs with each parallelism; projected."""
+    """Return the table of 2.6: the GPU folders' model on the same GPUs with each parallelism; projected."""
     runs = [literal_of(REPOSITORY / SHARDING_FOLDER / name) for name in ("run_1_a100_80g_x2", "run_2_a6000_48g_x4")]
     shown = [PARALLELISMS[name] for name in runs[0].goal.parallelisms if not PARALLELISMS[name].is_single]
     for run, way in product(runs, shown):
@@ -308,7 +314,7 @@ def sharding_memory(records: list[Record]) -> Iterator[Row]:
 
 
 def pp_speed(records: list[Record]) -> pd.DataFrame:
-    """2.7: time, idle share and memory of training, beside one device at the same global batch."""
+    """Return the table of 2.7: time, idle share and memory of training, beside one device at the same global batch."""
     pairs = beside_one_device(recipes(records, FULL_PP, LORA_PP), records, "effective_batch_size")
     columns = (*WHAT, *STEPS, "Micro-batches", "Against one device", "Idle share per stage", *MEMORY)
     return table_of(records, (FULL_PP,), [measured_speed(*pair) for pair in pairs], columns=columns)
@@ -329,7 +335,10 @@ def _size(record: Record) -> Row:
 
 @as_table
 def pp_schedules(records: list[Record]) -> Iterator[Row]:
-    """2.7: naive model parallel, GPipe and 1F1B on the same batches, measured in the runs themselves."""
+    """Return the table of 2.7.
+
+    Naive model parallel, GPipe and 1F1B on the same batches, measured in the runs themselves.
+    """
     for (record, pipeline), (name, words) in product(_measured_pipelines(records), SCHEDULES.items()):
         stages, step_time_s = pipeline["stages"], pipeline["step_s"]
         parts = 1 if name == "naive" else pipeline["micro_batches"]
@@ -349,7 +358,7 @@ def pp_schedules(records: list[Record]) -> Iterator[Row]:
 
 
 def pp_losses(records: list[Record]) -> pd.DataFrame:
-    """2.7: from the formula's speed-up to the one that was reached: where the rest goes."""
+    """Return the table of 2.7: from the formula's speed-up to the one that was reached: where the rest goes."""
     return pd.DataFrame(
         {
             "Run": approach(record),
@@ -369,7 +378,7 @@ def pp_losses(records: list[Record]) -> pd.DataFrame:
 
 
 def pp_published(_: list[Record]) -> pd.DataFrame:
-    """2.7: a published naive split by layers against one device, on RoBERTa-large."""
+    """Return the table of 2.7: a published naive split by layers against one device, on RoBERTa-large."""
     return pd.DataFrame(
         {
             "Approach": kind_name(*kind_of(result)),

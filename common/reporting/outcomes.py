@@ -118,7 +118,7 @@ def _rounded(row: Outcome) -> Outcome:
 
 
 def equivalence(_: list[Record]) -> pd.DataFrame:
-    """One line per task and strategy; a cell has the largest differences of losses and of weights."""
+    """Return one line per task and strategy; a cell has the largest differences of losses and of weights."""
     columns = ["task", "strategy", "technique", "loss_difference", "weight_difference"]
     cases = pd.DataFrame(read_outcomes(EQUIVALENCE), columns=columns)
     return pd.DataFrame(
@@ -143,7 +143,7 @@ def _cell(cases: pd.DataFrame) -> str:
 
 
 def faults(_: list[Record]) -> pd.DataFrame:
-    """One line per fault and technique; seconds count from the fault on."""
+    """Return one line per fault and technique; seconds count from the fault on."""
     rows = [*read_outcomes(ENDED_FAULTS), *ELSEWHERE]
     return pd.DataFrame(_line(row) for row in sorted(rows, key=lambda row: row["fault"]))
 

@@ -64,7 +64,7 @@ def _name(record: Record) -> str:
 
 
 def qlora_quality(records: list[Record]) -> pd.DataFrame:
-    """2.3: quality before, and after with either base, beside LoRA's."""
+    """Return the table of 2.3: quality before, and after with either base, beside LoRA's."""
     rows = [
         {**measured_quality(record), "Approach": _name(record), **_of_original_base(record)}
         for record in completed(records, *SHOWN)
@@ -85,7 +85,7 @@ def _of_original_base(record: Record) -> Row:
 
 
 def qlora_speed(records: list[Record]) -> pd.DataFrame:
-    """2.3: time and memory beside LoRA's."""
+    """Return the table of 2.3: time and memory beside LoRA's."""
     rows = [{**measured_speed(record), "Approach": _name(record)} for record in completed(records, *SHOWN)]
     return _with_gpu_rows(table_of(records, (QLORA,), rows, columns=(*SPEED, "Bits per quantized weight")))
 
@@ -110,7 +110,10 @@ def _waiting(kind: Kind, folder: str, options: str) -> Row:
 
 @as_table
 def qlora_memory(records: list[Record]) -> Iterator[Row]:
-    """2.3: memory beside LoRA's: of the base's weights as stored, and of training on the GPU folders' model."""
+    """Return the table of 2.3.
+
+    Memory beside LoRA's: of the base's weights as stored, and of training on the GPU folders' model.
+    """
     for record in completed(records, QLORA):
         if record["launcher"] == "python" and record["config"]["seed"] == SEEDS[0]:
             stored = record["quantization"]
@@ -145,7 +148,10 @@ def _saved(lora_gib: float, qlora_gib: float, digits: int, lora_fits: str = "-",
 
 @as_table
 def best_good_ok(records: list[Record]) -> Iterator[Row]:
-    """2.3: full fine-tuning, LoRA and QLoRA on the same rows and seeds, each by its own recipe; mean, and range."""
+    """Return the table of 2.3.
+
+    Full fine-tuning, LoRA and QLoRA on the same rows and seeds, each by its own recipe; mean, and range.
+    """
     for kind, said in OFTEN_SAID.items():
         found = {record["config"]["seed"]: record for record in completed(records, kind) if _is_recipe(record)}
         if not found.keys() >= set(SEEDS):

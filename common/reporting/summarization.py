@@ -71,13 +71,13 @@ def summarized(records: Iterable[Record], over_links: bool = False) -> list[Reco
 
 
 def loops_table(records: list[Record]) -> pd.DataFrame:
-    """3.2: each way to write the loop, measured; and the GPU folders that were not run."""
+    """Return the table of 3.2: each way to write the loop, measured; and the GPU folders that were not run."""
     runs = summarized(records)
     return pd.DataFrame([*map(_loop, by_setting(runs)), *_not_run(runs)]).fillna(NOT_RUN)
 
 
 def front(records: list[Record]) -> pd.DataFrame:
-    """Root README: the measured loops, in brief."""
+    """Return the root README's table: the measured loops, in brief."""
     table = loops_table(records)
     return table[table["Figures"] == "measured"].reindex(columns=BRIEF)
 
@@ -124,7 +124,10 @@ def _not_run(runs: list[Record]) -> list[Row]:
 
 
 def network_table(records: list[Record]) -> pd.DataFrame:
-    """3.2: seconds per step over a network, by how gradients are exchanged, at the same global batch."""
+    """Return the table of 3.2.
+
+    Seconds per step over a network, by how gradients are exchanged, at the same global batch.
+    """
     runs = summarized(records, over_links=True)
     slowest = {run["config"]["link"]: step_s(run) for run in runs if run["config"]["gradient_exchange"] == "after"}
     return pd.DataFrame(
@@ -218,7 +221,10 @@ def way_as_ours(result: dict[str, Any]) -> Way:
 
 @as_table
 def cost_table(records: list[Record]) -> Iterator[Row]:
-    """3.2: time, price and bill of an epoch: published, projected with the published settings, projected with ours."""
+    """Return the table of 3.2.
+
+    Time, price and bill of an epoch: published, projected with the published settings, projected with ours.
+    """
     results = published_results(metric="bill_usd")
     yield from map(_published, results)
     for settings, way_of in (("published", way_as_published), ("our", way_as_ours)):
@@ -263,7 +269,10 @@ def _break_even(plan: Plan, one_machine: Way, records: list[Record]) -> str:
 
 
 def machines_table(records: list[Record]) -> pd.DataFrame:
-    """3.2: what the projections of `cost_table` take from the catalogue, and where that was published."""
+    """Return the table of 3.2.
+
+    What the projections of `cost_table` take from the catalogue, and where that was published.
+    """
     return pd.DataFrame(
         {
             "Machine": way.machine.name,

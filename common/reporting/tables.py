@@ -95,7 +95,10 @@ def _ddp_runs(records: list[Record], same: str) -> list[tuple[Record, Record]]:
 
 @as_table
 def ddp_step(records: list[Record]) -> Iterator[Row]:
-    """2.2: where a step's time goes when its rows are shared; the middle three are bare steps, timed in the run."""
+    """Return the table of 2.2.
+
+    Where a step's time goes when its rows are shared; the middle three are bare steps, timed in the run.
+    """
     for record, baseline in _ddp_runs(records, "effective_batch_size"):
         if baseline is not record and record.get("machine_ceiling"):
             ceiling = record["machine_ceiling"]
@@ -115,13 +118,16 @@ def ddp_step(records: list[Record]) -> Iterator[Row]:
 
 
 def ddp_strong(records: list[Record]) -> pd.DataFrame:
-    """2.2: speed-up at the same effective batch size: the same steps, shared (strong scaling)."""
+    """Return the table of 2.2: speed-up at the same effective batch size: the same steps, shared (strong scaling)."""
     rows = [measured_speed(*pair, "strong") for pair in _ddp_runs(records, "effective_batch_size")]
     return pd.DataFrame(rows, columns=(*WHAT, *SCALED))
 
 
 def ddp_weak(records: list[Record]) -> pd.DataFrame:
-    """2.2: speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling)."""
+    """Return the table of 2.2.
+
+    Speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling).
+    """
     rows = [measured_speed(*pair, "weak") for pair in _ddp_runs(records, "per_device_train_batch_size")]
     found = published_results(LORA, LORA_DDP)
     published = [published_speed(result, found[0]) for result in found]
@@ -132,7 +138,7 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
 
 
 def front(records: list[Record]) -> pd.DataFrame:
-    """Root README: what two devices bring, by command, on the usual seed."""
+    """Return the root README's table: what two devices bring, by command, on the usual seed."""
     launchers, seed = ("python", "torchrun"), RunConfig.seed
     runs = [record for record in records if record["launcher"] in launchers and record["config"]["seed"] == seed]
     rows = []
@@ -155,7 +161,7 @@ def front(records: list[Record]) -> pd.DataFrame:
 
 
 def master(records: list[Record]) -> pd.DataFrame:
-    """Root README: one line per kept run."""
+    """Return the root README's table: one line per kept run."""
     published = [
         {
             **published_speed(result, result),

@@ -85,7 +85,7 @@ class VirtualHost:
             )
 
     def processes(self) -> list[int]:
-        """The numbers of all processes on this host."""
+        """Return the numbers of all processes on this host."""
         return [int(number) for number in _ip(f"netns pids {self.namespace}").split()]
 
     def kill(self) -> None:

@@ -229,7 +229,7 @@ def _damaged(folder: Path, reason: str) -> DamagedCheckpointError:
 
 
 def verify_once(folder: Path, is_main: bool) -> dict[str, Any]:
-    """`verify` on one rank for all, which come to the same end.
+    """Verify a checkpoint on one rank for all; every rank returns or raises the same.
 
     Raises:
         DamagedCheckpointError: see `verify`.
@@ -247,18 +247,17 @@ def verify_once(folder: Path, is_main: bool) -> dict[str, Any]:
     return found["about"]
 
 
-def newest_whole(checkpoints: Path, sets_aside: bool = True) -> Path | None:
-    """Return a run's newest undamaged checkpoint; damaged ones are named, and with `sets_aside` renamed."""
+def newest_whole(checkpoints: Path) -> Path | None:
+    """Return a run's newest undamaged checkpoint; damaged ones are named and renamed."""
     for folder in found_in(checkpoints):
         try:
             verify(folder)
         except DamagedCheckpointError as damage:
             print(f"WARNING: {damage}")
-            if sets_aside:
-                aside = folder.with_name(folder.name + BAD)
-                shutil.rmtree(aside, ignore_errors=True)
-                folder.rename(aside)
-                print(f"It is kept as {aside.name}; the one before is tried.")
+            aside = folder.with_name(folder.name + BAD)
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            print(f"It is kept as {aside.name}; the one before is tried.")
         else:
             return folder
     return None

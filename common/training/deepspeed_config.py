@@ -49,7 +49,7 @@ def deepspeed_config(run: RunConfig) -> dict[str, Any]:
 
 
 def with_sizes(config: dict[str, Any], hidden_size: int) -> dict[str, Any]:
-    """`config` with the sizes that Transformers takes for `auto` (transformers/integrations/deepspeed.py)."""
+    """Return `config` with the sizes that Transformers takes for `auto` (transformers/integrations/deepspeed.py)."""
     sizes = {
         "reduce_bucket_size": hidden_size**2,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size**2),

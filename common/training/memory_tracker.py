@@ -28,10 +28,10 @@ Timeline = dict[str, Bytes]
 
 
 class Watch(Protocol):
-    """What is told where in the step it goes on."""
+    """What is told which part of the step runs."""
 
     def enter(self, segment: str, new_part: str = "activations") -> None:
-        """`segment` begins; what it makes counts as `new_part`."""
+        """Begin `segment`; what it makes counts as `new_part`."""
 
 
 class MemoryTracker(TorchDispatchMode):

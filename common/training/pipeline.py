@@ -146,7 +146,7 @@ class StageModule(torch.nn.Module):
         """Where the last stage computes logits, shape (positions,); None = everywhere."""
 
     def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """`given` has shape (rows, tokens) on the first stage, else (rows, tokens, hidden); the mask (rows, tokens)."""
+        """Compute the stage; `given` has shape (rows, tokens) on the first one, else (rows, tokens, hidden)."""
         inputs = {"input_ids" if self.is_first else "inputs_embeds": given, "attention_mask": attention_mask}
         with self.autocast:
             if not self.is_last:
@@ -350,7 +350,7 @@ class Pipeline:
         return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}
 
     def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
-        """The schedule for batches of `shape` (rows, tokens): kept for the next ones, as its buffers have that shape.
+        """Return the schedule for batches of `shape` (rows, tokens); it is kept, as its buffers have that shape.
 
         In place of the one that was not used for longest, which is dropped first: its memory is free at once.
         """
@@ -380,7 +380,7 @@ class Pipeline:
         return SCHEDULES[name](stage, count, loss_fn=loss, scale_grads=False)
 
     def _loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The loss of one micro-batch; `logits` (rows, positions, classes) and `target` (rows, positions)."""
+        """Return the loss of one micro-batch; `logits` (rows, positions, classes) and `target` (rows, positions)."""
         return self.clock.timed("loss", -1, self._weighted_loss, logits, target)
 
     def _weighted_loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,7 @@ class PipelineParallel(Strategy):
         clip_grads_with_norm_(trained, self.run.max_grad_norm, squares.sqrt())
 
     def _tied_weight(self) -> torch.nn.Parameter | None:
-        """This stage's copy of trained embeddings that are also the head; None elsewhere."""
+        """Return this stage's copy of trained embeddings that are also the head; None elsewhere."""
         causal = self.pipeline.module.causal
         if not causal.ends_are_tied or not (self.rank.is_main or self.pipeline.module.is_last):
             return None
@@ -139,7 +139,7 @@ class PipelineParallel(Strategy):
 
 
 def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
-    """`gradient`, which becomes the sum of the first and the last stage's."""
+    """Return `gradient`, which becomes the sum of the first and the last stage's."""
     other = rank.world_size - 1 if rank.is_main else 0
     received = torch.empty_like(gradient)
     # in one batch: on GPUs both ends would else wait in their sending for the other's receiving

@@ -68,7 +68,7 @@ def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> P
 
 
 def _divided(run: RunConfig, batch: BatchShape, gpu: Gpu | None) -> tuple[Architecture, Job, tuple[Gpu, ...]]:
-    """What is divided: the job as on one device for each stage."""
+    """Return the job to divide, as on one device for each stage."""
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     job = replace(job_of_run(run, batch), parallel=run.parallel, devices=run.stage_count)
@@ -95,7 +95,7 @@ def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, g
 
 
 def _for_each_module(architecture: Architecture, stage_map: StageMap, stages: int) -> StageMap:
-    """The same map with an entry for each layer: others stand for several, or for a part."""
+    """Return the map with an entry for each layer: others stand for several, or for a part."""
     every = device_map_of(architecture, shares_of_map(architecture, stage_map, stages), range(stages))
     for name in every:
         for entry in sorted(stage_map, key=len, reverse=True):
@@ -229,6 +229,6 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
 
 
 def _plan_of(way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
-    """The plan with layers where `stage_map` has them; a balanced map is balanced anew for the largest batch."""
+    """Return the plan with layers where `stage_map` has them; a balanced map is balanced anew for the largest batch."""
     shares = None if way == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
     return make_plan(architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records(), job.batch.task), shares)

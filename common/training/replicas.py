@@ -106,7 +106,7 @@ Bucket = list[torch.nn.Parameter]
 
 
 def buckets_of(weights: list[torch.nn.Parameter], bucket_bytes: float) -> list[Bucket]:
-    """Trained weights in groups of about `bucket_bytes`, last layer first, as the backward pass comes to them."""
+    """Return the trained weights in groups of about `bucket_bytes`, the last layer first, as in a backward pass."""
     buckets: list[Bucket] = []
     held = bucket_bytes
     for weight in reversed([weight for weight in weights if weight.requires_grad]):

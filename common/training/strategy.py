@@ -59,7 +59,7 @@ class Strategy:
     """Whether whole models are loaded after training in the format of matrix products; see `as_computed`."""
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
-        """`rank` is this process's place among all, also where all work on the same rows."""
+        """Prepare for `run`; `rank` is this process's place among all, also where all work on the same rows."""
         self.run, self.rank, self.objective = run, rank, objective_of(run)
         self.usage = UsageReport(self)
 

@@ -226,7 +226,7 @@ class AuditedTrainer(CheckpointedTrainer):
     """
 
     def __init__(self, *, strategy: Strategy, batches: EpochBatches, **kwargs: Any) -> None:
-        """`batches` draws this rank's rows; the rest goes to the Trainer."""
+        """Draw this rank's rows by `batches`; the rest goes to the Trainer."""
         super().__init__(compute_loss_func=strategy.objective.loss, **kwargs)
         # gradients in DDP's buckets, not beside them: the Trainer has no argument for it
         if self.accelerator.ddp_handler:
