@@ -247,7 +247,7 @@ def planned_and_measured(record: Mapping[str, Any], others: Sequence[Mapping[str
 def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> Plan:
     from common.checks.tried_rows import batch_of_run  # here: it imports torch
 
-    run = RunConfig(**record["config"])
+    run = RunConfig.of_record(record["config"])
     gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     batch, cluster = batch_of_run(run)[0], Cluster((gpu,) * run.devices)
     calibration = calibration_from(others, batch.task)

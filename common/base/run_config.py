@@ -220,6 +220,12 @@ class RunConfig(
         """Return every setting, for the record."""
         return asdict(self)
 
+    @classmethod
+    def of_record(cls, config: dict[str, Any]) -> "RunConfig":
+        """Return the run that a record describes, without settings that meant nothing for it: older runs took them."""
+        idle = not_meant_for(_Unchecked(**config))
+        return cls(**{name: value for name, value in config.items() if name not in idle})
+
     def changed_to(self, **changes: Any) -> "RunConfig":
         """Return the same run with other settings; those that mean nothing for it any more fall to their defaults.
 

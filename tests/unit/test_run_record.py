@@ -15,7 +15,7 @@ from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.hardware.devices import MemoryReading
 from common.planning.job import BatchShape
-from common.records.store import RECORD_NAME, keep_record, load_record
+from common.records.store import RECORD_NAME, keep_record, kept_records, load_record
 from common.runtime.recorder import RunRecorder, beyond_plan
 from common.runtime.world import Rank
 from common.training.placement import place_stages
@@ -190,3 +190,11 @@ def test_a_signal_between_a_phase_and_its_bookkeeping_is_an_interruption(run_con
     del entered
     record = load_record(log.folder / RECORD_NAME)
     assert (record["status"], record["error"]) == ("interrupted", "SystemExit: was told to end by a signal")
+
+
+def test_every_kept_record_is_a_run_of_today() -> None:
+    records = kept_records()
+    assert len(records) > 50
+    for record in records:
+        run = RunConfig.of_record(record["config"])
+        assert (run.technique, run.parallel) == (record["technique"], record["parallel"])
