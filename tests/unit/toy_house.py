@@ -122,7 +122,6 @@ def workflow(run: RunConfig) -> Record:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     register()
     settings = {"task": COUNTING.name, "technique": "full", "parallel": "single", "results_root": sys.argv[1]}
     workflow(parse_overrides(RunConfig(**settings), sys.argv[2:]))
