@@ -463,7 +463,7 @@ CHECKPOINTS = (
         "common/training/checkpoints.py",
         '            differs["rows_per_step"],\n',
         "            False,\n",
-        _unit("go_on", "a_checkpoint_of_another_run_is_refused"),
+        _unit("resumable", "a_checkpoint_of_another_run_is_refused"),
     ),
     Fault(
         "a run goes on without its random numbers",
@@ -834,7 +834,7 @@ GPUS = (
         "common/checks/inputs.py",
         "    if free < need.total_bytes:\n",
         "    if free < 0:\n",
-        _unit("disk_needs", "too_little_room_is_refused_with_both_sizes"),
+        _unit("disk_space", "too_little_room_is_refused_with_both_sizes"),
     ),
     Fault(
         "a rank that waits for one that is gone does not end",

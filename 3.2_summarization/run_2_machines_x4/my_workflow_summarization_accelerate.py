@@ -44,7 +44,7 @@ def train(log: RunRecorder, loop: PlainLoop) -> Metrics:
         for step in loop.steps():
             for batch, is_last in step:
                 with nullcontext() if is_last else accelerator.no_sync(model):
-                    loss = loop.loss_of(model, batch, step.labelled)
+                    loss = loop.loss_of(model, batch, step.num_items_in_batch)
                     accelerator.backward(loss * ranks)  # DDP takes the mean over ranks, but each loss is part of a sum
             if run.max_grad_norm:
                 accelerator.clip_grad_norm_(model.parameters(), run.max_grad_norm)

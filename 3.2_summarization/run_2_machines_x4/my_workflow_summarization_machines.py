@@ -55,7 +55,7 @@ def train(log: RunRecorder, loop: PlainLoop) -> Metrics:
         for step in loop.steps():
             for batch, is_last in step:
                 with exchange.part(is_last):
-                    exchange.backward(loop.loss_of(exchange.model, batch, step.labelled))
+                    exchange.backward(loop.loss_of(exchange.model, batch, step.num_items_in_batch))
             exchange.complete()  # (2)
             if run.max_grad_norm:
                 clip_grad_norm_(loop.model.parameters(), run.max_grad_norm)

@@ -47,7 +47,7 @@ from common.training.memory_tracker import (
 )
 from common.training.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
 from common.training.pipeline_parallel import PipelineParallel
-from common.training.strategy import keeps_logits, with_head_on_answers
+from common.training.strategy import keep_answer_logits, takes_logits_to_keep
 from common.training.trainer import training_arguments
 
 STEPS = 2  # the second has optimizer states from its start, and is the one that counts
@@ -140,7 +140,7 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.T
         mask = torch.ones_like(ids)
         mask[0, -1] = 0
         inputs["attention_mask"] = mask
-    return with_head_on_answers(inputs) if keeps_logits(model) else inputs
+    return keep_answer_logits(inputs) if takes_logits_to_keep(model) else inputs
 
 
 def tracked_steps(
@@ -228,7 +228,7 @@ def pipeline_alone(
     """Return the pipeline of one stage, on the CPU; `tracker` is told when a pass begins."""
     rank, on_cpu = Rank(stage, run.devices, "cpu", "python"), replace(run, device="cpu", gpu="", attention="sdpa")
     pipeline = Pipeline((StageModule if padded else UnpaddedStage)(model, on_cpu, rank), on_cpu, rank)
-    pipeline.keeps_logits = False  # where logits are computed cannot be read from fake labels: `batch_inputs` says it
+    pipeline.takes_logits_to_keep = False
     begins = {
         "forward": "forward: embeddings" if pipeline.module.is_first else "forward: received hidden state",
         "backward": f"backward: {HEAD_AND_LOSS if pipeline.module.is_last else HANDING_ON}",
@@ -365,7 +365,7 @@ def take_step(
 def take_stage_step(strategy: PipelineParallel, batch: dict[str, torch.Tensor], tracker: Watch) -> None:
     """Take one optimizer step of a stage as `LoopTrainer` does; `tracker` is told of its phases."""
     tracker.enter("load", "buffers")  # what the schedule receives into; its clock tells of the passes
-    strategy.backward(batch, labelled=1, is_last=True)
+    strategy.backward(batch, num_items_in_batch=1, is_last=True)
     tracker.enter("optimizer: tied weights and clipping", "buffers")
     strategy.finish_gradients()
     tracker.enter("optimizer: step", "optimizer")

@@ -30,12 +30,12 @@ def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel
     changes: dict[str, object] = {"technique": technique, "parallel": parallel}
     if TECHNIQUES[technique].has_adapters:
         changes |= lora
-    way = PARALLELISMS[parallel]
-    if not way.replicates:  # ranks have no rows of their own: one of them gets the whole batch
+    parallelism = PARALLELISMS[parallel]
+    if not parallelism.replicates:  # ranks have no rows of their own: one of them gets the whole batch
         changes["per_device_train_batch_size"] = run.per_device_train_batch_size * run.devices
-    if way.is_single:
+    if parallelism.is_single:
         changes["devices"] = 1
-    if way.pipelines:  # as many layers on each stage: balanced by memory, the embeddings' stage would get few to do
+    if parallelism.pipelines:  # balanced by memory, the stage of the embeddings would get few layers
         changes |= {"micro_batches": MICRO_BATCHES, "device_map": "even"}
     return replace(run, **changes)
 

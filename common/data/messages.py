@@ -35,7 +35,7 @@ def _check_row(row: object, where: str) -> Row:
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise BadInputError(
-                f"{where} has a message without text `role` and `content`: {str(message)[:80]}; mend it."
+                f"{where} has a message without text `role` and `content`: {str(message)[:80]}; correct it."
             )
         if not message["content"].strip():
             raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
@@ -44,11 +44,11 @@ def _check_row(row: object, where: str) -> Row:
     if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
         raise BadInputError(
             f"{where} has messages of the roles {', '.join(map(repr, roles))}: a system message, if any, comes first, "
-            "then user and assistant in turn, and an assistant's answer is the last; mend it."
+            "then user and assistant in turn, and an assistant's answer is the last; correct it."
         )
     facts = row.get("facts", [])
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
-        raise BadInputError(f"{where} has `facts` that are no list of texts: {str(facts)[:80]}; mend or remove them.")
+        raise BadInputError(f"{where} has `facts` that are no list of texts: {str(facts)[:80]}; correct them.")
     return row
 
 

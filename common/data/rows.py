@@ -89,7 +89,7 @@ def read_text(source: str, holds: str) -> str:
     except ImportError as error:
         raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
     except Exception as error:  # each of fsspec's file systems has classes of its own
-        raise BadInputError(f"The data file {source} cannot be read ({error}): mend --data.") from None
+        raise BadInputError(f"The data file {source} cannot be read ({error}): correct --data.") from None
     try:
         return content.decode("utf-8-sig")  # Excel's files begin with a byte order mark
     except UnicodeDecodeError as error:
@@ -110,7 +110,7 @@ def parse_lines(content: str, source: str) -> Iterator[tuple[object, str]]:
                 yield json.loads(line), where
         except json.JSONDecodeError as error:
             raise BadInputError(
-                f"{where} is no JSON ({error.msg} at column {error.colno}): mend or remove it."
+                f"{where} is no JSON ({error.msg} at column {error.colno}): correct or remove it."
             ) from None
 
 

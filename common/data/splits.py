@@ -98,7 +98,7 @@ def _read_hub_dataset(name: str, kind: RowKind) -> Splits:
     except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
         reason = str(error).strip().splitlines()[0]
         raise BadInputError(
-            f"The data {name} are no folder or file here, nor a dataset on the Hub ({reason}): mend --data."
+            f"The data {name} are no folder or file here, nor a dataset on the Hub ({reason}): correct --data."
         ) from None
     source = f"dataset {name}"
     splits = {

@@ -66,7 +66,7 @@ def _parse_csv(content: str, source: str) -> Iterator[tuple[object, str]]:
             yield row, f"{source}, row {number}"
     except csv.Error as error:
         raise BadInputError(
-            f"{source}, row {number + 1} is no CSV ({error}): mend its quotes, or pass the rows as .jsonl."
+            f"{source}, row {number + 1} is no CSV ({error}): correct its quotes, or pass the rows as .jsonl."
         ) from None
 
 
@@ -83,7 +83,7 @@ def _parse_json(content: str, source: str) -> Iterator[tuple[object, str]]:
             yield from parse_lines(content, source)
             return
         raise BadInputError(
-            f"{source} is no JSON ({error.msg}, line {error.lineno}): mend it, or pass one object per line as .jsonl."
+            f"{source} is no JSON ({error.msg}, line {error.lineno}): correct it, or pass one row per line as .jsonl."
         ) from None
     for number, item in enumerate(found if isinstance(found, list) else [found], 1):
         yield item, f"{source}, row {number}"
@@ -106,15 +106,15 @@ def check_columns(found: Found, source: str, columns: dict[str, str], may_be_emp
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
     if not isinstance(row, dict):
         names = ", ".join(columns.values())
-        raise BadInputError(f"{where} is {str(row)[:40]!r}, but should have the columns {names}: mend it.")
+        raise BadInputError(f"{where} is {str(row)[:40]!r}, but should have the columns {names}: correct it.")
     for key, name in columns.items():
         if name not in row:
             raise BadInputError(
-                f"{where} has no column {name!r} (there are: {', '.join(map(str, row)) or 'none'}): mend it, or pass "
-                f"--{key}_column with another name."
+                f"{where} has no column {name!r} (there are: {', '.join(map(str, row)) or 'none'}): correct it, or "
+                f"pass --{key}_column with another name."
             )
         if isinstance(row[name], list | dict):
-            raise BadInputError(f"{where} has {str(row[name])[:40]!r} as {name!r}, but should have a text: mend it.")
+            raise BadInputError(f"{where} has {str(row[name])[:40]!r} as {name!r}, but should have a text: correct it.")
     return {key: "" if row[name] is None else str(row[name]) for key, name in columns.items()}
 
 
@@ -147,7 +147,7 @@ def with_classes(splits: Splits) -> Splits:
             raise BadInputError(
                 f"{len(unknown)} of {len(rows)} {name} rows ({'rows' if len(unknown) > 1 else 'row'} {shown(unknown)}) "
                 f"have labels that no training row has ({shown(sorted(set(unknown.values())))}), but training knows "
-                f"{', '.join(classes)}: mend them, or add such rows to train."
+                f"{', '.join(classes)}: correct them, or add such rows to train."
             )
     return splits.map(lambda rows: [{**row, "class": classes[row["label"]]} for row in rows])
 

@@ -92,7 +92,7 @@ def check_model(model: str) -> str:
             return str(_check_folder(folder, model))
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise BadInputError(
-            f"The model {model} is no folder, nor an id such as Qwen/Qwen2.5-7B-Instruct: mend --model."
+            f"The model {model} is no folder, nor an id such as Qwen/Qwen2.5-7B-Instruct: correct --model."
         )
     if not isinstance(try_to_load_from_cache(model, "config.json"), str):
         _check_hub(model)
@@ -111,7 +111,7 @@ def _check_hub(model: str) -> None:
         HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
     except RepositoryNotFoundError:
         raise BadInputError(
-            f"The model {model} is not on the Hugging Face Hub, or not for you: mend --model."
+            f"The model {model} is not on the Hugging Face Hub, or not for you: correct --model."
         ) from None
     except Exception as error:  # whatever the network library of this version of huggingface_hub raises
         raise BadInputError(

@@ -214,7 +214,7 @@ def connect(meeting: Meeting, timeout_s: float, deadline_s: float) -> dist.Store
     place = f"{meeting.address}:{meeting.port}"
     raise BadInputError(
         f"Rank {meeting.rank} of {meeting.world_size} did not reach the first machine at {place} ({meeting.source}) "
-        f"within {timeout_s:g} s ({reasons[-1]}): start rank 0 there, mend the address, or open the port in its "
+        f"within {timeout_s:g} s ({reasons[-1]}): start rank 0 there, correct the address, or open the port in its "
         f"firewall (`nc -zv {meeting.address} {meeting.port}` tries it){own}."
     )
 

@@ -156,7 +156,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
         return int(environment[name])
     except ValueError:
         raise BadInputError(
-            f"{name} is {environment[name]!r} in the environment, but should be a number: mend it."
+            f"{name} is {environment[name]!r} in the environment, but should be a number: correct it."
         ) from None
 
 
@@ -164,8 +164,8 @@ def _port(environment: Mapping[str, str], default: int) -> int:
     port = environment.get("MASTER_PORT", str(default))
     if not _is_port(port):
         raise BadInputError(
-            f"MASTER_PORT is {port!r} in the environment, but should be a port from 1 to {LARGEST_PORT}: mend or unset "
-            "it."
+            f"MASTER_PORT is {port!r} in the environment, but should be a port from 1 to {LARGEST_PORT}: correct or "
+            "unset it."
         )
     return int(port)
 

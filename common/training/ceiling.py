@@ -84,8 +84,8 @@ def _bare_steps(
     trainer: AuditedTrainer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]
 ) -> None:
     for batch in batches:
-        labelled = int((batch["labels"] != IGNORED_LABEL).sum())
-        trainer.strategy.loss(batch, labelled, model).backward()
+        num_items_in_batch = int((batch["labels"] != IGNORED_LABEL).sum())
+        trainer.strategy.loss(batch, num_items_in_batch, model).backward()
         optimizer.step()
         optimizer.zero_grad()
     if trainer.strategy.rank.device != "cpu":

@@ -23,10 +23,10 @@ class Ddp(Strategy):
         """Return the model's output, in training through DDP, whose hooks sum the gradients."""
         return (self.replica if self.model.training else self.model)(**inputs)
 
-    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
         """Add the gradients, which are summed over the ranks after the last batch of a step."""
         with nullcontext() if is_last else self.replica.no_sync():
-            loss = self.loss(batch, labelled)
+            loss = self.loss(batch, num_items_in_batch)
             (loss * self.rank.world_size).backward()  # DDP takes the mean over ranks, but each loss is part of the sum
         return loss.detach()
 

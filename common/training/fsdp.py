@@ -68,10 +68,10 @@ class Fsdp(Strategy):
         check_fully_sharded(self.model, self.rank.world_size)
         return super().prepare(optimizer, accelerator)
 
-    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
         """Add the gradients, which are summed and divided among the ranks after the last batch of a step."""
         self.model.set_requires_gradient_sync(is_last)
-        loss = self.loss(batch, labelled)
+        loss = self.loss(batch, num_items_in_batch)
         (loss * self.rank.world_size).backward()  # FSDP takes the mean over ranks, but each loss is a part of the sum
         return loss.detach()
 
@@ -86,13 +86,13 @@ class Fsdp(Strategy):
         factor = (self.run.max_grad_norm / (squares.sqrt() + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
-    def check_held(self, held: Held) -> None:
+    def check_shard_memory(self, held: Held) -> None:
         """Check that weights and gradients are divided.
 
         Raises:
             RuntimeError: with both sizes.
         """
-        whole, ranks = self.whole_held(), self.rank.world_size
+        whole, ranks = self.held_by_one_device(), self.rank.world_size
         check_share("weights", held.weights_bytes, whole.weights_bytes, ranks)
         check_share("gradients", held.gradients_bytes, whole.gradients_bytes, ranks)
 

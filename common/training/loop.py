@@ -28,7 +28,7 @@ class Step:
 
     batches: list[Batch]
     """This rank's, one for each accumulation step."""
-    labelled: int
+    num_items_in_batch: int
     """Labels of all ranks' batches: what the losses are divided by."""
 
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
@@ -59,7 +59,7 @@ class LoopTrainer(AuditedTrainer):
         for step in self.steps():
             for batch, is_last in step:
                 self.reach("batch")
-                self.loss_sum += self.strategy.backward(batch, step.labelled, is_last)
+                self.loss_sum += self.strategy.backward(batch, step.num_items_in_batch, is_last)
             self.strategy.finish_gradients()
             self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
             self.update()
@@ -163,7 +163,7 @@ class LoopTrainer(AuditedTrainer):
         batches = self.batches_of(rows)
         for batch in batches:
             self.work.count(batch["row"], batch)
-        return Step(batches, labelled=sum(self.strategy.labels_in(self.train_dataset[row]) for row in rows))
+        return Step(batches, num_items_in_batch=sum(self.strategy.labels_in(self.train_dataset[row]) for row in rows))
 
     def batches_of(self, rows: list[int]) -> list[Batch]:
         """Return this rank's collated batches of one optimizer step, one for each accumulation step."""

@@ -32,7 +32,7 @@ from common.models.loading import (
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.training.placement import StageMap
-from common.training.strategy import keeps_logits, with_head_on_answers
+from common.training.strategy import keep_answer_logits, takes_logits_to_keep
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
@@ -266,7 +266,7 @@ class Pipeline:
         self.module, self.rank = module, rank
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)
-        self.keeps_logits = keeps_logits(module.causal)
+        self.takes_logits_to_keep = takes_logits_to_keep(module.causal)
         self.loss_divisor = 1.0
         self.schedules: dict[tuple[object, ...], PipelineScheduleSingle] = {}
         """The latest used last: the same on every rank, as all see the same shapes in the same order."""
@@ -294,7 +294,7 @@ class Pipeline:
         Hidden states are made up. Gradients add up.
         """
         self.module.train()
-        inputs = self._to_device(with_head_on_answers(batch) if self.keeps_logits else batch)
+        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
         self.module.positions = inputs.get("logits_to_keep")
         parts = [inputs[name].chunk(micro_batches) for name in ("input_ids", "attention_mask", "labels")]
         for ids, mask, labels in zip(*parts, strict=True):
@@ -332,7 +332,7 @@ class Pipeline:
     def _run(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, name: str, count: int, purpose: str
     ) -> torch.Tensor:
-        inputs = self._to_device(with_head_on_answers(batch) if self.keeps_logits else batch)
+        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
         self.module.positions = inputs.get("logits_to_keep")
         self.loss_divisor = loss_divisor
         schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)

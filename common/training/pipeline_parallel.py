@@ -38,9 +38,9 @@ class PipelineParallel(Strategy):
         super().attach(model)
         self.pipeline = Pipeline(StageModule(model, self.run, self.rank), self.run, self.rank)
 
-    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
         """Send every micro-batch through all stages and back; the loss is known to the last stage."""
-        return self.pipeline.train_step(batch, labelled)
+        return self.pipeline.train_step(batch, num_items_in_batch)
 
     def finish_gradients(self) -> None:
         """Add up the gradients of tied embeddings, and clip by the norm over the whole model.
@@ -74,9 +74,9 @@ class PipelineParallel(Strategy):
 
     def sums(self, batch: Batch) -> torch.Tensor:
         """Return the sums that the last stage knows; see `Strategy.sums`."""
-        if self.keeps_logits:  # of a large vocabulary, only where some row has a label
-            labelled = (batch["labels"][:, 1:] != IGNORED_LABEL).sum().float().to(self.rank.device)
-            return torch.stack([self.pipeline.validate(batch), labelled])
+        if self.takes_logits_to_keep:  # of a large vocabulary, only where some row has a label
+            targets = (batch["labels"][:, 1:] != IGNORED_LABEL).sum().float().to(self.rank.device)
+            return torch.stack([self.pipeline.validate(batch), targets])
         logits = self.pipeline.logits(batch)
         labels = batch["labels"].to(self.rank.device)
         if logits is None:

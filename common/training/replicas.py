@@ -69,13 +69,13 @@ class PlainLoop(LoopTrainer):
         self.writes = self.strategy.writes
         self.create_optimizer()
 
-    def loss_of(self, model: torch.nn.Module, batch: Batch, labelled: int) -> torch.Tensor:
-        """Return this batch's part of the step's loss: the sum of its tokens' losses over the step's `labelled` ones.
+    def loss_of(self, model: torch.nn.Module, batch: Batch, num_items_in_batch: int) -> torch.Tensor:
+        """Return this batch's part of the step's loss: the sum of its losses over the step's `num_items_in_batch`.
 
         `model` is the trained one, or what stands around it.
         """
         self.reach("batch")
-        loss = self.strategy.loss(batch, labelled, model)
+        loss = self.strategy.loss(batch, num_items_in_batch, model)
         self.loss_sum += loss.detach()
         return loss
 

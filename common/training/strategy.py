@@ -85,7 +85,7 @@ class Strategy:
 
     def attach(self, model: torch.nn.Module) -> None:
         """Train `model`, which comes from `load_model`."""
-        self.model, self.keeps_logits = model, keeps_logits(model)
+        self.model, self.takes_logits_to_keep = model, takes_logits_to_keep(model)
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Return the optimizer as training takes it, and make `model` ready; called on every rank before the steps."""
@@ -94,10 +94,10 @@ class Strategy:
 
     # -- a step
 
-    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
         """Add the gradients of one of this rank's batches, and return its part of the step's loss.
 
-        The step's loss is a mean over its `labelled` tokens on all ranks; `is_last`: no other batch of it follows.
+        The step's loss is a mean over its `num_items_in_batch` labels on all ranks; `is_last`: no batch of it follows.
         """
         raise NotImplementedError
 
@@ -119,20 +119,20 @@ class Strategy:
         """Return the model's output."""
         return self.model(**inputs)
 
-    def loss(self, batch: Batch, labelled: int, model: torch.nn.Module | None = None) -> torch.Tensor:
-        """Return the sum of a batch's losses over the step's `labelled` ones; `model` stands in for the strategy's."""
-        inputs, call = self.for_loss(self.to_device(batch)), model or self.forward
+    def loss(self, batch: Batch, num_items_in_batch: int, model: torch.nn.Module | None = None) -> torch.Tensor:
+        """Return the sum of a batch's losses over the step's `num_items_in_batch`; `model` replaces its own."""
+        inputs, call = self.inputs_for_loss(self.to_device(batch)), model or self.forward
         with self.autocast():
             if self.objective.loss is None:
-                return call(**inputs, num_items_in_batch=labelled, use_cache=False).loss
+                return call(**inputs, num_items_in_batch=num_items_in_batch, use_cache=False).loss
             labels = inputs.pop("labels")
-            return self.objective.loss(call(**inputs), labels, labelled)
+            return self.objective.loss(call(**inputs), labels, num_items_in_batch)
 
-    def for_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def inputs_for_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return a batch's inputs, told where to compute logits if the model can be told."""
-        if not self.keeps_logits:
+        if not self.takes_logits_to_keep:
             return inputs
-        batch = with_head_on_answers(inputs)
+        batch = keep_answer_logits(inputs)
         if len(self.rank.devices) > 1:  # the head's device may be another than the inputs'
             batch["logits_to_keep"] = batch["logits_to_keep"].tolist()
         return batch
@@ -185,10 +185,13 @@ class Strategy:
         Logits are computed at answer positions alone: those of whole rows would be the run's highest peak where the
         vocabulary is large.
         """
-        batch = self.for_loss(inputs)
+        batch = self.inputs_for_loss(inputs)
         given = {name: tensor for name, tensor in batch.items() if name not in ("row", "labels", "shift_labels")}
-        logits, labels = model(**given, **({"use_cache": False} if self.keeps_logits else {})).logits, batch["labels"]
-        if self.run.goal.model_kind == "decoder" and not self.keeps_logits:  # position t predicts token t + 1
+        logits, labels = (
+            model(**given, **({"use_cache": False} if self.takes_logits_to_keep else {})).logits,
+            batch["labels"],
+        )
+        if self.run.goal.model_kind == "decoder" and not self.takes_logits_to_keep:  # position t predicts token t + 1
             logits, labels = logits[:, :-1], labels[:, 1:]
         return self.objective.results(logits, labels.to(logits.device))
 
@@ -253,14 +256,14 @@ class Strategy:
         weights = byte_count(map(local_part, self.model.parameters()))
         return Held(weights, byte_count(self.gradients()), optimizer_bytes(self.optimizer))
 
-    def whole_held(self) -> Held:
+    def held_by_one_device(self) -> Held:
         """Return what one device would hold, with Adam's two states."""
         weights = list(self.model.parameters())
         of_all = sum(global_numel(weight) * weight.element_size() for weight in weights)
         of_trained = sum(global_numel(each) * each.element_size() for each in weights if each.requires_grad)
         return Held(of_all, of_trained, 2 * of_trained)
 
-    def check_held(self, held: Held) -> None:
+    def check_shard_memory(self, held: Held) -> None:
         """Check that what this rank holds is divided as it was asked for.
 
         Raises:
@@ -316,7 +319,7 @@ class UsageReport(TrainerCallback):
         """Look at what this rank holds between the backward pass and the optimizer's step."""
         if self.step == MEASURED_STEP:
             self.held = self.strategy.held()
-            self.strategy.check_held(self.held)
+            self.strategy.check_shard_memory(self.held)
             print(f"holds: {self.held}")
 
     def on_step_end(
@@ -329,7 +332,7 @@ class UsageReport(TrainerCallback):
     def for_record(self) -> dict[str, object]:
         """Return what every rank holds, and what this one sends in a step; None where there was no second step."""
         sent = self.sent.bytes_by_collective
-        whole = asdict(self.strategy.whole_held())
+        whole = asdict(self.strategy.held_by_one_device())
         return {
             "held": {"per_rank": gather_object([asdict(self.held)]), "whole": whole} if self.held else None,
             "sent": {"bytes": self.sent.sent_bytes, "by_collective": sent} if sent else None,
@@ -339,13 +342,13 @@ class UsageReport(TrainerCallback):
 # -- logits where there is a label
 
 
-def keeps_logits(model: torch.nn.Module) -> bool:
+def takes_logits_to_keep(model: torch.nn.Module) -> bool:
     """Return whether the model can be told where to compute logits."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return "logits_to_keep" in signature(base.forward).parameters
 
 
-def with_head_on_answers(inputs: dict[str, Any]) -> dict[str, Any]:
+def keep_answer_logits(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the batch, told to compute logits only where some row has an answer token to be predicted.
 
     The loss and its gradients stay the same: other positions have no label. `inputs` holds tensors of shape

@@ -83,9 +83,9 @@ class TensorParallel(Strategy):
         check_split(self.model, self.rank.world_size)
         return super().prepare(optimizer, accelerator)
 
-    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
         """Add the gradients; hidden states and their gradients are summed over the ranks on the way."""
-        loss = self.loss(batch, labelled)
+        loss = self.loss(batch, num_items_in_batch)
         loss.backward()
         return loss.detach()
 

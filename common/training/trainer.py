@@ -251,7 +251,7 @@ class AuditedTrainer(CheckpointedTrainer):
         """Count the mini-batch, then train on it."""
         self.reach("batch")
         self.work.count(inputs.pop("row"), inputs)
-        return super().training_step(model, self.strategy.for_loss(inputs), *args, **kwargs)
+        return super().training_step(model, self.strategy.inputs_for_loss(inputs), *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Time what is no training: logging, validation and checkpoints."""

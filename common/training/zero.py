@@ -85,10 +85,10 @@ class Zero(Strategy):
         """Return the output of the engine, which gathers what stage 3 has divided."""
         return self.engine(**inputs)
 
-    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
         """Add the gradients, which are summed over the ranks after the last batch of a step."""
         self.engine.set_gradient_accumulation_boundary(is_last)
-        loss = self.loss(batch, labelled)
+        loss = self.loss(batch, num_items_in_batch)
         # DeepSpeed takes the mean over ranks, but each loss is a part of the sum
         self.engine.backward(loss * self.rank.world_size, scale_wrt_gas=False)
         return loss.detach()
@@ -140,15 +140,15 @@ class Zero(Strategy):
             optimizer_bytes(zero.optimizer) + byte_count(copies),
         )
 
-    def whole_held(self) -> Held:
+    def held_by_one_device(self) -> Held:
         """Return what one device would hold: states and copy in fp32 where weights are bf16, to train as well."""
-        whole = super().whole_held()
+        whole = super().held_by_one_device()
         return whole if self.run.precision == "fp32" else replace(whole, optimizer_bytes=3 * 4 * self._trained())
 
     def _trained(self) -> int:
         return sum(global_numel(weight) for weight in self.model.parameters() if weight.requires_grad)
 
-    def check_held(self, held: Held) -> None:
+    def check_shard_memory(self, held: Held) -> None:
         """Check that optimizer states are divided from stage 1 on, and weights in stage 3.
 
         Raises:
@@ -158,4 +158,4 @@ class Zero(Strategy):
         if states:  # SGD has none
             check_share("optimizer states", states, 2 * self._trained() * 4, self.rank.world_size)
         if zero_stage(self.run) == 3:
-            check_share("weights", held.weights_bytes, self.whole_held().weights_bytes, self.rank.world_size)
+            check_share("weights", held.weights_bytes, self.held_by_one_device().weights_bytes, self.rank.world_size)

@@ -312,7 +312,7 @@ def test_a_wrong_master_is_refused_on_every_host(hosts: Callable[..., Place], ma
         place.start(rank, *static(rank, 2, f"{master}:{PORT}", join_s=4))
     place.finish(START_S)
     said = f"did not reach the first machine at {master}:{PORT} (--master) within 4 s"
-    check_refused(place.workers, said, reason, "start rank 0 there, mend the address, or open the port")
+    check_refused(place.workers, said, reason, "start rank 0 there, correct the address, or open the port")
 
 
 @needs_hosts

@@ -142,10 +142,10 @@ def test_the_shipped_messages_have_the_promised_rows_and_no_text_twice() -> None
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("body,topic\na,x\n", "train.csv, row 1 has no column 'text' (there are: body, topic): mend it, or"),
+        ("body,topic\na,x\n", "train.csv, row 1 has no column 'text' (there are: body, topic): correct it, or"),
         (
             "text,topic\na,x\n",
-            "train.csv, row 1 has no column 'label' (there are: text, topic): mend it, or pass --label_",
+            "train.csv, row 1 has no column 'label' (there are: text, topic): correct it, or pass --label_",
         ),
         ("", "train.csv is empty: give it at least one row per label."),
         ("text,label\n", "train.csv is empty: give it at least one row per label."),
@@ -158,7 +158,7 @@ def test_the_shipped_messages_have_the_promised_rows_and_no_text_twice() -> None
             "text,label\na,x\nYes, please,x\n",
             "train.csv, row 2 has more fields than columns (text, label): put texts with commas in quotes.",
         ),
-        ('text,label\na,x\n"b,x\nc,x\n', "train.csv, row 2 is no CSV (unexpected end of data): mend its quotes"),
+        ('text,label\na,x\n"b,x\nc,x\n', "train.csv, row 2 is no CSV (unexpected end of data): correct its quotes"),
         ("text,label\n" + "a" * 140_000 + ",x\n", "train.csv, row 1 is no CSV (field larger than field limit"),
     ],
 )
@@ -174,9 +174,9 @@ def test_a_malformed_csv_file_is_refused_with_file_and_row(tmp_path: Path, conte
     ("line", "said"),
     [
         ("{", "line 2 is no JSON"),
-        ("[1]", "line 2 is '[1]', but should have the columns text, label: mend it."),
-        ("{}", "line 2 has no column 'text' (there are: none): mend it, or pass --text_column with"),
-        ('{"text": "b"}', "line 2 has no column 'label' (there are: text): mend it, or pass --label_column with"),
+        ("[1]", "line 2 is '[1]', but should have the columns text, label: correct it."),
+        ("{}", "line 2 has no column 'text' (there are: none): correct it, or pass --text_column with"),
+        ('{"text": "b"}', "line 2 has no column 'label' (there are: text): correct it, or pass --label_column with"),
         ('{"text": "b", "label": null}', "'label' is empty in "),
         ('{"text": "\\n", "label": 1}', "train.jsonl, line 2: fill or remove these rows."),
     ],
@@ -203,7 +203,7 @@ def test_a_label_that_training_does_not_know_is_refused_with_the_rows() -> None:
         with_classes(splits_of("yx", "xyzxw", "x"))
     assert str(refused.value) == (
         "2 of 5 validation rows (rows 3, 5) have labels that no training row has (w, z), but training knows x, y: "
-        "mend them, or add such rows to train."
+        "correct them, or add such rows to train."
     )
     with pytest.raises(BadInputError, match=r"6 of \d+ test rows \(rows 1, 2, 3, 4, 5, \.\.\.\) have"):
         with_classes(splits_of("yx", "x", "zzzzzz"))

@@ -153,11 +153,11 @@ def test_half_of_torchruns_environment_is_none(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("RANK", "one", "RANK is 'one' in the environment, but should be a number: mend it."),
+        ("RANK", "one", "RANK is 'one' in the environment, but should be a number: correct it."),
         (
             "MASTER_PORT",
             "65536",
-            "MASTER_PORT is '65536' in the environment, but should be a port from 1 to 65535: mend or unset it.",
+            "MASTER_PORT is '65536' in the environment, but should be a port from 1 to 65535: correct or unset it.",
         ),
         (
             "RANK",

@@ -136,13 +136,13 @@ GOOD = samsum_rows(chats(2))
     [
         (
             json.dumps([*GOOD, {"id": "7", "summary": "b"}]),
-            "{path}, row 3 has no column 'dialogue' (there are: id, summary): mend it, or pass --text_column with "
+            "{path}, row 3 has no column 'dialogue' (there are: id, summary): correct it, or pass --text_column with "
             "another name.",
         ),
         (
             json.dumps([{"id": "7", "dialogue": "a"}]),
-            "{path}, row 1 has no column 'summary' (there are: id, dialogue): mend it, or pass --summary_column with "
-            "another name.",
+            "{path}, row 1 has no column 'summary' (there are: id, dialogue): correct it, or pass "
+            "--summary_column with another name.",
         ),
         (
             json.dumps([{**GOOD[0], "summary": " \n"}, GOOD[1], {**GOOD[0], "summary": None}]),
@@ -150,29 +150,29 @@ GOOD = samsum_rows(chats(2))
         ),
         (
             json.dumps([{**GOOD[0], "dialogue": ["Ann: Yes?", "Bob: No."]}]),
-            "{path}, row 1 has \"['Ann: Yes?', 'Bob: No.']\" as 'dialogue', but should have a text: mend it.",
+            "{path}, row 1 has \"['Ann: Yes?', 'Bob: No.']\" as 'dialogue', but should have a text: correct it.",
         ),
         (
             json.dumps({"train": GOOD, "val": GOOD}, indent=1),
-            "{path}, row 1 has no column 'dialogue' (there are: train, val): mend it, or pass --text_column with "
+            "{path}, row 1 has no column 'dialogue' (there are: train, val): correct it, or pass --text_column with "
             "another name.",
         ),
-        (json.dumps(["a"]), "{path}, row 1 is 'a', but should have the columns dialogue, summary: mend it."),
-        ("7", "{path}, row 1 is '7', but should have the columns dialogue, summary: mend it."),
+        (json.dumps(["a"]), "{path}, row 1 is 'a', but should have the columns dialogue, summary: correct it."),
+        ("7", "{path}, row 1 is '7', but should have the columns dialogue, summary: correct it."),
         ("[]", "The data file {path} is empty: give it at least one text with its summary."),
         ("", "The data file {path} is empty: give it at least one text with its summary."),
         (
             json.dumps(GOOD)[:-1],
-            "{path} is no JSON (Expecting ',' delimiter, line 1): mend it, or pass one object per line as .jsonl.",
+            "{path} is no JSON (Expecting ',' delimiter, line 1): correct it, or pass one row per line as .jsonl.",
         ),
         (
             json.dumps(GOOD, indent=1)[:150],
-            "{path} is no JSON (Unterminated string starting at, line 10): mend it, or pass one object per line as "
+            "{path} is no JSON (Unterminated string starting at, line 10): correct it, or pass one row per line as "
             ".jsonl.",
         ),
         (
             json.dumps(GOOD[0])[:-1],
-            "{path}, line 1 is no JSON (Expecting ',' delimiter at column 78): mend or remove it.",
+            "{path}, line 1 is no JSON (Expecting ',' delimiter at column 78): correct or remove it.",
         ),
     ],
 )

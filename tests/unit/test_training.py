@@ -92,8 +92,8 @@ TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "int
 class OneRank(Strategy):
     """A strategy from outside of `common`: a model that nobody divides, and no other rank to agree with."""
 
-    def backward(self, batch: dict[str, torch.Tensor], labelled: int, is_last: bool) -> torch.Tensor:
-        loss = self.loss(batch, labelled)
+    def backward(self, batch: dict[str, torch.Tensor], num_items_in_batch: int, is_last: bool) -> torch.Tensor:
+        loss = self.loss(batch, num_items_in_batch)
         loss.backward()
         return loss.detach()
 

@@ -36,9 +36,9 @@ from common.training.trainer import AuditedTrainer, make_trainer
 class Averaging(Strategy):
     """Every rank holds the whole model and has rows of its own; gradients are summed one by one."""
 
-    def backward(self, batch: Batch, labelled: int, is_last: bool) -> torch.Tensor:
+    def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
         """Add this rank's gradients."""
-        loss = self.loss(batch, labelled)
+        loss = self.loss(batch, num_items_in_batch)
         loss.backward()
         return loss.detach()
 

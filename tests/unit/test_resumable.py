@@ -1,4 +1,4 @@
-"""What checkpoint a run can go on from."""
+"""Which checkpoint a run can resume from."""
 
 from collections.abc import Iterator
 from dataclasses import replace
