@@ -34,8 +34,9 @@ RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 AT_LEAST = {
     0: ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
         "warmup_steps"),
-    1: ("devices", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "micro_batches",
-        "lora_r", "lora_alpha", "per_device_eval_batch_size", "max_new_tokens", "num_beams"),
+    1: ("devices", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
+        "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size", "max_new_tokens",
+        "num_beams"),
     2: ("max_length", "max_target_length"),
 }  # fmt: skip
 """The lowest value of settings that count something."""
@@ -61,7 +62,7 @@ ONLY_FOR = (
     OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing, ("use_reentrant",)),
     OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers, ("device_map", "stages")),
     OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines, ("schedule", "micro_batches")),
-    OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp, ("wrap", "prefetch")),
+    OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp, ("wrap", "prefetch", "dp_replicate_size")),
     OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded, ("offload",)),
     OnlyFor("rows of messages", lambda run: run.goal.chats, ("max_truncated_fraction",)),
     OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.chats,
@@ -317,6 +318,8 @@ def _about_micro_batches(run: RunConfig) -> Iterator[str]:
 
 
 def _about_sharding(run: RunConfig) -> Iterator[str]:
+    if run.unshardable():
+        yield run.unshardable()
     if run.offload == "cpu" and run.device == "cpu":
         yield "offload is cpu, but device is cpu, where shards are already: leave --offload out."
     if run.method.quantizes and not run.parallelism.takes_4_bits:

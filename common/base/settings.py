@@ -187,6 +187,11 @@ class ParallelismSettings:
         "model's own layers.",
     )
     prefetch: int = setting(1, "With fsdp: wrapped modules that are gathered ahead of the one at work.")
+    dp_replicate_size: int = setting(
+        1,
+        "With fsdp: copies of the model, each sharded by an equal group of successive ranks (hybrid sharding, HSDP); "
+        "weights are gathered within a group, such as a machine, and gradients averaged between the copies.",
+    )
     offload: Literal["none", "cpu"] = setting(
         "none",
         "With fsdp and zero: where shards wait while they are not used; cpu = in the host's memory (zero1 and zero2: "

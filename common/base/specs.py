@@ -313,6 +313,7 @@ class HasSpecs:
     technique: str
     parallel: str
     devices: int
+    dp_replicate_size: int
 
     @property
     def method(self) -> Technique:
@@ -328,3 +329,24 @@ class HasSpecs:
     def data_parallel_ranks(self) -> int:
         """Ranks that work on rows of their own."""
         return self.devices if self.parallelism.splits_rows else 1
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that one copy of what is sharded lies on."""
+        return self.devices // self.dp_replicate_size if self.parallelism.shards else 1
+
+    @property
+    def sharing(self) -> str:
+        """The parallelism's name, with hybrid sharding the copies and the ranks of each: `fsdp`, `fsdp-2x4`."""
+        hybrid = f"-{self.dp_replicate_size}x{self.shard_ranks}" if self.dp_replicate_size > 1 else ""
+        return f"{self.parallel}{hybrid}"
+
+    def unshardable(self) -> str | None:
+        """Return why the devices cannot hold so many copies of the model, each sharded; None = they can."""
+        copies, devices = self.dp_replicate_size, self.devices
+        if copies == 1 or (devices % copies == 0 and devices // copies > 1):
+            return None
+        return (
+            f"dp_replicate_size is {copies}, but {devices} devices cannot form {copies} equal groups of two or more, "
+            "each to shard a copy: pass a divisor of at most half the devices, or --parallel ddp for a copy on each."
+        )

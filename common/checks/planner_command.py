@@ -100,6 +100,12 @@ class PlannerOptions:
         const=True,
     )
     micro_batches: int | None = shared("micro_batches", None, "With --parallel pp; without it, as many as make sense.")
+    dp_replicate_size: int | None = shared(
+        "dp_replicate_size",
+        None,
+        "With --parallel fsdp: copies of the model, each sharded by equally many GPUs (hybrid sharding); without it, "
+        "one, and on several machines one on each as well.",
+    )
     offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
     rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
     usd_per_hour: float | None = setting(None, "Price of one GPU, instead of the catalogue's.")
@@ -114,8 +120,8 @@ class PlannerOptions:
             BadInputError: a number is too low, or an option means nothing for the technique.
         """
         for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "lora_r",
-                     "micro_batches", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops", "usd_per_hour",
-                     "against_nodes"):  # fmt: skip
+                     "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
+                     "usd_per_hour", "against_nodes"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise BadInputError(f"{short_option(self, name)} is {value:g}, but must be above 0.")
@@ -288,6 +294,7 @@ def answer(options: PlannerOptions) -> int:
         calibration,
         options.precision,
         options.micro_batches,
+        options.dp_replicate_size,
     )
     assumptions = assumptions_of(plans, options)
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""

@@ -100,6 +100,8 @@ class Job(HasSpecs):
     batch: BatchShape
     """Of one data-parallel rank and step, before accumulation."""
     devices: int = 1
+    dp_replicate_size: int = 1
+    """With fsdp: copies of the model, each sharded by an equal group of the devices."""
     precision: Precision = "bf16"
     quantization: Quantization = "nf4"
     """Of the frozen weights, with qlora."""
@@ -136,6 +138,10 @@ class Job(HasSpecs):
             raise BadInputError(
                 f"--parallel {self.parallel} needs at least two GPUs, not {self.devices}: pass --gpus 2."
             )
+        if self.dp_replicate_size > 1 and not self.parallelism.uses_fsdp:
+            raise BadInputError(f"--dp-replicate-size is for --parallel fsdp, not {self.parallel}: leave it out.")
+        if self.unshardable():
+            raise BadInputError(self.unshardable())
         if not self.parallelism.pipelines and self.micro_batches != 1:
             raise BadInputError(
                 f"--micro-batches {self.micro_batches} is for --parallel pp; else lower --batch-size, and accumulate."
@@ -193,11 +199,6 @@ class Job(HasSpecs):
         """Bytes of a trained weight; PEFT keeps adapters in fp32, but DeepSpeed makes all of a module bf16."""
         as_the_base = not self.method.has_adapters or (self.parallelism.uses_deepspeed and self.precision != "fp32")
         return self.weight_bytes if as_the_base else 4
-
-    @property
-    def shards(self) -> int:
-        """Ranks that share what the way of sharding divides."""
-        return self.devices if self.parallelism.shards else 1
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches of which a stage, counted from 0, holds activations at once.

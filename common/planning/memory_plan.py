@@ -169,7 +169,7 @@ class _DeviceSums:
 
     def weights(self) -> list[Term]:
         """Return frozen and trained weights."""
-        job, ranks = self.job, self.job.shards if self.job.parallelism.shards_weights else 1
+        job, ranks = self.job, self.job.shard_ranks if self.job.parallelism.shards_weights else 1
         if job.offload and job.parallelism.shards_weights:
             return [Term("weights", "weights", "in the host's memory", 0.0)]
         if not job.method.has_adapters:  # frozen ones are as wide
@@ -207,8 +207,8 @@ class _DeviceSums:
         keeps_copy = job.parallelism.uses_deepspeed
         state_bytes = 2 * (4 if keeps_copy else job.trained_bytes) if states is None else states
         return where(
-            (True, numbers("optimizer", "momentum and variance", self.trained, state_bytes, job.shards)),
-            (keeps_copy, numbers("optimizer", "fp32 copy of the weights", self.trained, 4, job.shards)),
+            (True, numbers("optimizer", "momentum and variance", self.trained, state_bytes, job.shard_ranks)),
+            (keeps_copy, numbers("optimizer", "fp32 copy of the weights", self.trained, 4, job.shard_ranks)),
         )
 
     def buffers(self) -> list[Term]:
@@ -298,7 +298,7 @@ class _DeviceSums:
         job = self.job
         if job.offload and job.parallelism.shards_weights:
             return []
-        ranks = job.shards if job.parallelism.shards_gradients else 1
+        ranks = job.shard_ranks if job.parallelism.shards_gradients else 1
         return [numbers("gradients", what, count, job.trained_bytes, ranks)]
 
     # -- activations that wait for the backward pass
@@ -431,7 +431,7 @@ class _DeviceSums:
 
     def _head_copy(self) -> list[Term]:
         job = self.job
-        is_cast = job.autocasts or (job.method.quantizes and job.precision != "fp32" and job.shards == 1)
+        is_cast = job.autocasts or (job.method.quantizes and job.precision != "fp32" and job.shard_ranks == 1)
         size = self.architecture.vocab * self.architecture.hidden * job.arithmetic_bytes
         copy = Term("weights", "autocast's copy of the head", "V H a", size)
         return [copy] if is_cast and not job.plain_loop else []
@@ -506,6 +506,6 @@ class _DeviceSums:
 
     def optimizer_step(self) -> list[Term]:
         """Return one more state's worth for optimizers that are not fused, and so work on lists."""
-        size = self.trained * self.job.trained_bytes / self.job.shards
+        size = self.trained * self.job.trained_bytes / self.job.shard_ranks
         term = Term("optimizer", "square roots of the variances, all at once", "one state", size)
         return [term] if self.job.optimizer == "adamw_torch" and not self.job.offload else []

@@ -117,7 +117,7 @@ class Plan:
     def name(self) -> str:
         """`LoRA, ddp, checkpointed`."""
         checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
-        return f"{self.job.method.label}, {self.job.parallel}{checkpointed}"
+        return f"{self.job.method.label}, {self.job.sharing}{checkpointed}"
 
 
 # -- plans
@@ -183,6 +183,7 @@ def ranked_plans(
     calibration: dict[str, list[float]],
     precision: Precision | None = None,
     micro_batches: int | None = None,
+    dp_replicate_size: int | None = None,
 ) -> list[Plan]:
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
@@ -190,11 +191,14 @@ def ranked_plans(
     sorted by how much it lacks.
 
     `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
-    does not fit without. `micro_batches` None: with pp as many as make sense.
+    does not fit without. `micro_batches` None: with pp as many as make sense. `dp_replicate_size` None: with fsdp one
+    copy of the model, and another plan with one on each machine.
     """
     plans = []
     for technique in techniques:
-        for parallel in parallels or _usual_ways(technique, asked.batch, cluster):
+        usual = parallels or _usual_ways(technique, asked.batch, cluster)
+        ways = [(each, copies) for each in usual for copies in _with_copies(each, cluster, dp_replicate_size)]
+        for parallel, copies in ways:
             if PARALLELISMS[parallel].splits_layers and parallels is None and len(cluster.gpus) > architecture.layers:
                 continue
             job = replace(
@@ -202,6 +206,7 @@ def ranked_plans(
                 technique=technique,
                 parallel=parallel,
                 devices=len(cluster.gpus),
+                dp_replicate_size=copies,
                 precision=precision or usual_precision(technique, cluster),
                 micro_batches=(parallels and micro_batches) or _micro_batches(asked.batch.rows, parallel, cluster),
             )
@@ -222,6 +227,13 @@ def _usual_ways(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[st
     if task.classifies and technique in task.techniques:
         usual = list(task.parallelisms)
     return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
+
+
+def _with_copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:
+    """Return how many sharded copies of the model to plan for: one, or hybrid sharding's one on each machine."""
+    if asked is not None or not PARALLELISMS[parallel].uses_fsdp:
+        return (asked or 1,)
+    return (1, cluster.nodes) if 1 < cluster.nodes < len(cluster.gpus) else (1,)
 
 
 def _micro_batches(rows: int, parallel: str, cluster: Cluster) -> int:
@@ -257,11 +269,13 @@ def why(plan: Plan) -> str:
             f"{largest}; {help_}"
         )
     # a pipeline idles while it fills and empties; where layers are computed in turn, there is one micro-batch
+    dividing = job.shard_ranks if job.parallelism.shards else n
     idle = (n - 1) / (job.micro_batches + n - 1)
     waits = plan.time.exposed_s / plan.time.total_s
     remedy = "" if job.parallelism.splits_matrices else ", which more rows per step hide"
     reasons = [
-        job.parallelism.why.format(devices=n, micro_batches=job.micro_batches, idle=idle),
+        job.parallelism.why.format(devices=dividing, micro_batches=job.micro_batches, idle=idle),
+        f"hybrid: {job.dp_replicate_size} such copies average their gradients" if job.dp_replicate_size > 1 else "",
         f"waits {waits:.0%} of the time for {plan.cluster.slowest_link.name}{remedy}" if waits > 0.1 else "",
         "gradient checkpointing, so that activations are computed twice" if job.gradient_checkpointing else "",
         "tight: let `python -m common.preflight` have the last word" if plan.is_tight else "",
@@ -314,6 +328,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
             {
                 "technique": plan.job.technique,
                 "parallel": plan.job.parallel,
+                "dp_replicate_size": plan.job.dp_replicate_size,
                 "precision": plan.job.precision,
                 "gradient_checkpointing": plan.job.gradient_checkpointing,
                 "micro_batches": plan.job.micro_batches,
@@ -447,6 +462,7 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
         parallel="single" if run.devices == 1 else run.parallel,
         batch=replace(batch, rows=filled_up),
         devices=run.devices,
+        dp_replicate_size=run.dp_replicate_size,
         precision=run.precision,
         quantization=run.quantization,
         optimizer=run.optim,

@@ -86,11 +86,26 @@ class Cluster:
     @property
     def slowest_link(self) -> Link:
         """Between two neighbours of a ring through all GPUs."""
-        gpu = self.gpus[0]
         if self.link is not None:
             return self.link
         if self.nodes > 1:
             return ethernet(ASSUMED_ETHERNET_GBIT)
+        return self.link_in_machine
+
+    def link_among(self, ranks: int) -> Link:
+        """Return the slowest link between neighbours of a ring through so many successive GPUs."""
+        in_one_machine = self.nodes > 1 and self.gpus_per_machine % ranks == 0
+        return self.link_in_machine if in_one_machine else self.slowest_link
+
+    @property
+    def gpus_per_machine(self) -> int:
+        """GPUs that share a machine's network."""
+        return len(self.gpus) // self.nodes
+
+    @property
+    def link_in_machine(self) -> Link:
+        """The best link between the GPUs of one machine."""
+        gpu = self.gpus[0]
         return parse_link("nvlink" if gpu.nvlink_gb_per_s and not gpu.nvlink_bridge else "pcie", gpu)
 
     @property
@@ -258,8 +273,14 @@ def step_time(
     ]
     updates = [_optimizer_s(part, job, gpu, share) for gpu, share in zip(cluster.gpus, shares, strict=True)]
     optimizer_s = max(updates) / job.accumulation_steps
-    sent = sent_bytes(architecture, job)
-    communication_s = exposed_s = sent / (link.gb_per_s * 1e9)
+    in_copy, between_copies = traffic(architecture, job)
+    sent = in_copy + between_copies
+    in_copy_link = cluster.link_among(job.shard_ranks)
+    # with hybrid sharding a machine's ranks average their shards in rings of their own, which share its network
+    rings = min(job.shard_ranks, cluster.gpus_per_machine) if job.dp_replicate_size > 1 and cluster.nodes > 1 else 1
+    communication_s = exposed_s = in_copy / (in_copy_link.gb_per_s * 1e9) + rings * between_copies / (
+        link.gb_per_s * 1e9
+    )
     slowest, bubble_s = max(seconds), 0.0
     if parallelism.pipelines:
         stages, micro_batches = len(seconds), job.micro_batches
@@ -300,29 +321,36 @@ def _compute_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share, spe
 
 def _optimizer_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share) -> float:
     """Return the seconds of Adam's pass: it reads weight, gradient and two states, and writes three of them."""
-    touched = trained_parameters(architecture, job, share) / job.shards * 7 * job.trained_bytes
+    touched = trained_parameters(architecture, job, share) / job.shard_ranks * 7 * job.trained_bytes
     bandwidth_gb_per_s = OFFLOADED_GB_PER_S if job.offload else gpu.memory_bandwidth_gb_per_s
     return touched / (bandwidth_gb_per_s * 1e9)
 
 
 def sent_bytes(architecture: Architecture, job: Job) -> float:
-    """Count the bytes that one rank sends in a step.
+    """Count the bytes that one rank sends in a step."""
+    return sum(traffic(architecture, job))
+
+
+def traffic(architecture: Architecture, job: Job) -> tuple[float, float]:
+    """Count the bytes that one rank sends in a step within a sharded copy of the model, and between copies.
 
     A ring's all-reduce sends 2 (n - 1) / n of the gradients (nccl-tests, doc/PERFORMANCE.md). Sharded weights are
     gathered twice, and their gradients scattered once: 3 (n - 1) / n of the weights, 1.5 times as much (Rajbhandari et
     al. 2020, "ZeRO", section 7). FSDP keeps what is in its root (embeddings, final norm and head) between the passes;
     so does DeepSpeed with weights that are soon used again. Between stages one hidden state each way and border.
-    Tensor parallel sums activations, not gradients.
+    Tensor parallel sums activations, not gradients. With hybrid sharding the copies all-reduce each rank's shard of the
+    gradients.
     """
     n, batch = job.devices, job.batch
     around = (n - 1) / n
     if job.parallelism.is_single:
-        return 0.0
+        return 0.0, 0.0
     if job.parallelism.splits_layers:
         x = 4 if job.precision == "fp32" else 2
-        return 2.0 * (n - 1 if job.parallelism.layers_in_turn else 1) * batch.tokens * architecture.hidden * x
+        borders = n - 1 if job.parallelism.layers_in_turn else 1
+        return 0.0, 2.0 * borders * batch.tokens * architecture.hidden * x
     if job.parallelism.splits_matrices:
-        return 2 * around * summed_bytes(architecture, job)
+        return 0.0, 2 * around * summed_bytes(architecture, job)
     trained = trained_parameters(architecture, job)
     if job.parallelism.shards_weights:
         a, has_adapters = job.arithmetic_bytes, job.method.has_adapters
@@ -332,9 +360,12 @@ def sent_bytes(architecture: Architecture, job: Job) -> float:
         of_layers += trained * job.trained_bytes * has_adapters  # the adapters, too
         ends = (architecture.parameters - layers) * a
         again = of_layers if job.parallelism.uses_fsdp else a * max(0, architecture.parameters - ZERO_REUSED_WEIGHTS)
-        return around * (of_layers + ends + again + trained * (4 if has_adapters else a))
+        shards, copies = job.shard_ranks, job.dp_replicate_size
+        gradients = trained * (job.trained_bytes if job.parallelism.uses_fsdp or has_adapters else a)
+        in_copy = (shards - 1) / shards * (of_layers + ends + again + gradients)
+        return in_copy, 2 * (copies - 1) / copies * gradients / shards
     is_zero = job.parallelism.uses_deepspeed and not job.method.has_adapters
-    return 2 * around * trained * (job.arithmetic_bytes if is_zero else job.trained_bytes)
+    return 0.0, 2 * around * trained * (job.arithmetic_bytes if is_zero else job.trained_bytes)
 
 
 def summed_bytes(architecture: Architecture, job: Job) -> float:

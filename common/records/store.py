@@ -43,7 +43,7 @@ def default_run_name(run: RunConfig, launcher: str) -> str:
         return f"{launcher}-{run.technique}-{run.parallel}{parts}{rows}-seed{run.seed}"
     if run.goal.summarizes:
         return f"{launcher}-{run.loop}-x{run.devices}-seed{run.seed}"
-    sharding = f"{run.parallel}-" if run.is_sharded else ""
+    sharding = f"{run.sharing}-" if run.is_sharded else ""
     return f"{launcher}-{sharding}batch{run.per_device_train_batch_size}-seed{run.seed}"
 
 

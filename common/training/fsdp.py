@@ -37,11 +37,16 @@ class Fsdp(Strategy):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        """Check that the model has the classes to wrap.
+        """Check that the model has the classes to wrap, and that nothing else shards it.
 
         Raises:
-            BadInputError: it has none of one.
+            BadInputError: it has none of one, or Accelerate would shard over all ranks.
         """
+        if run.dp_replicate_size > 1 and accelerate_shards():
+            raise BadInputError(
+                f"dp_replicate_size is {run.dp_replicate_size}, but `accelerate launch` shards by its own file, over "
+                "all ranks: start with torchrun."
+            )
         modules_to_wrap(model_without_weights(run), run.wrap)
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
@@ -53,7 +58,8 @@ class Fsdp(Strategy):
         Raises:
             BadInputError: the model lacks a class to wrap, or layers to train.
         """
-        mesh = None if accelerate_shards() else mesh_of(self.rank)
+        mesh = None if accelerate_shards() else mesh_of(self.rank, self.run.dp_replicate_size)
+        self.shard_group = mesh["shard"].get_group() if mesh else None
         with in_turn(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             model = whole_model_to_train(self.run, whole_model_on("cpu"))
             if self.rank.is_main:
@@ -65,7 +71,7 @@ class Fsdp(Strategy):
         if accelerate_shards():
             accelerator.state.fsdp_plugin.mixed_precision_policy = mixed_precision(self.run)  # its own sums in bf16
             self.model, optimizer = accelerator.prepare(self.model, optimizer)
-        check_fully_sharded(self.model, self.rank.world_size)
+        check_fully_sharded(self.model, self.run.shard_ranks)
         return super().prepare(optimizer, accelerator)
 
     def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
@@ -82,7 +88,7 @@ class Fsdp(Strategy):
         gradients = [local_part(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
         # by hand, and summed on the rank's own device: offloaded gradients are on the host, where NCCL sums nothing
         squares = get_total_norm(gradients).to(self.rank.device).float() ** 2
-        dist.all_reduce(squares)
+        dist.all_reduce(squares, group=self.shard_group)  # hybrid sharding: each copy has all of the gradients
         factor = (self.run.max_grad_norm / (squares.sqrt() + 1e-6)).clamp(max=1)
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
@@ -92,7 +98,7 @@ class Fsdp(Strategy):
         Raises:
             RuntimeError: with both sizes.
         """
-        whole, ranks = self.held_by_one_device(), self.rank.world_size
+        whole, ranks = self.held_by_one_device(), self.run.shard_ranks
         check_share("weights", held.weights_bytes, whole.weights_bytes, ranks)
         check_share("gradients", held.gradients_bytes, whole.gradients_bytes, ranks)
 
@@ -132,9 +138,12 @@ def modules_to_wrap(model: Model, wrap: str) -> list[torch.nn.Module]:
     return [module for module in base.modules() if type(module).__name__ in asked]
 
 
-def mesh_of(rank: Rank) -> DeviceMesh:
-    """Return the devices of all ranks in a row; called on every rank."""
-    return init_device_mesh(torch.device(rank.device).type, (rank.world_size,))
+def mesh_of(rank: Rank, copies: int = 1) -> DeviceMesh:
+    """Return the devices of all ranks in a row, or with several copies in as many rows; called on every rank."""
+    kind, shards = torch.device(rank.device).type, rank.world_size // copies
+    if copies == 1:
+        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(kind, (copies, shards), mesh_dim_names=("replicate", "shard"))
 
 
 @contextmanager

@@ -302,7 +302,7 @@ class UsageReport(TrainerCallback):
 
     def __init__(self, strategy: Strategy) -> None:
         """Measure what `strategy` holds and sends."""
-        self.strategy, self.sent, self.step = strategy, SentBytes(strategy.rank.world_size), 0
+        self.strategy, self.sent, self.step = strategy, SentBytes(), 0
         self.held: Held | None = None
 
     def on_step_begin(

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -72,12 +74,13 @@ SENT_SHARE = {
 class SentBytes(TorchDispatchMode):
     """Counts the bytes of collectives while it is entered; also those of FSDP, DDP, DeepSpeed and DTensor."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self) -> None:
         """Start at zero."""
         super().__init__()
-        self.world_size = world_size
         self.bytes_by_collective: dict[str, int] = {}
         """Of the tensors that were whole: not yet times (n - 1) / n."""
+        self.sent_bytes = 0.0
+        """What one rank sends, as in a ring of the n ranks of each collective's own group."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Count, then call."""
@@ -85,10 +88,14 @@ class SentBytes(TorchDispatchMode):
         if func.namespace in NAMESPACES and name in SENT_SHARE:
             largest = max(byte_count(filter(torch.is_tensor, tree_leaves(argument))) for argument in args)
             self.bytes_by_collective[name] = self.bytes_by_collective.get(name, 0) + largest
+            ranks = _group_of(args).size()
+            self.sent_bytes += SENT_SHARE[name] * (ranks - 1) / ranks * largest
         return func(*args, **(kwargs or {}))
 
-    @property
-    def sent_bytes(self) -> float:
-        """Return what one rank sends, as in a ring."""
-        around = (self.world_size - 1) / self.world_size
-        return sum(SENT_SHARE[name] * around * count for name, count in self.bytes_by_collective.items())
+
+def _group_of(arguments: tuple) -> dist.ProcessGroup:
+    """Return a collective's ranks: c10d is given the group itself, DTensor's operators its name as their last text."""
+    groups = [each for each in arguments if isinstance(each, torch.ScriptObject)]
+    if groups:
+        return dist.ProcessGroup.unbox(groups[0])
+    return _resolve_process_group([each for each in arguments if isinstance(each, str)][-1])

@@ -53,6 +53,7 @@ OF_TASK = {
 ALL = ("--target_modules", "all")
 WHOLE_BATCH = ("--batch_size", "8")
 OF_RANK = ("--batch_size", "4")
+TWO_COPIES = ("--batch_size", "2", "--devices", "4", "--dp_replicate_size", "2")
 ACCUMULATED = ("--batch_size", "2", "--gradient_accumulation_steps", "2")
 STAGES = (*WHOLE_BATCH, "--micro_batches", "4")
 STAGES_ACCUMULATED = ("--batch_size", "4", "--gradient_accumulation_steps", "2", "--micro_batches", "2")
@@ -174,6 +175,8 @@ CASES = [
     sharded("FSDP2", "full", *OF_RANK, *ALL, *OWN_WRAP, note="every weight, checkpointed"),
     sharded("FSDP2", "lora", *OF_RANK),
     sharded("FSDP2", "qlora", *OF_RANK),
+    sharded("FSDP2, hybrid", "full", *TWO_COPIES, launch="four_ranks"),
+    sharded("FSDP2, hybrid", "lora", *TWO_COPIES, launch="four_ranks"),
     sharded("FSDP2, accumulated", "full", *ACCUMULATED, "--prefetch", "2"),
     sharded("FSDP2, accumulated", "lora", *ACCUMULATED),
     *(zero(f"ZeRO-{stage}", technique, *OF_RANK) for stage in (1, 2, 3) for technique in ("full", "lora")),
@@ -258,6 +261,11 @@ def one_device(launch: Launch) -> Runs:
 @pytest.fixture(scope="module")
 def two_ranks(launch: Launch) -> Runs:
     return launch("two_ranks", 2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(launch: Launch) -> Runs:
+    return launch("four_ranks", 4)
 
 
 @pytest.fixture(scope="module")

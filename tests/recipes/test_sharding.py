@@ -29,6 +29,7 @@ FSDP = {
     "ddp": (*FOUR_STEPS, "--parallel", "ddp"),
     "all, checkpointed": (*FOUR_STEPS, "--target_modules", "all", "--gradient_checkpointing",
                           "--wrap", "LlamaMLP,LlamaAttention"),
+    "mixed": (*FOUR_STEPS, "--precision", "bf16-mixed"),
     "lora": (*FOUR_STEPS, "--technique", "lora"),
     "whole": (*EIGHT_STEPS, *CONSTANT),
     "half": (*EIGHT_STEPS, *CONSTANT, *HALF),
@@ -68,14 +69,13 @@ def checkpoint_of(run: Any, step: int) -> str:
     return str(run.results / "checkpoints" / f"checkpoint-{step}")
 
 
-def held(run: Any) -> tuple[dict[str, float], dict[str, float]]:
-    """What the two ranks hold, as shares of the whole: weights, gradients, optimizer."""
+def held(run: Any) -> list[dict[str, float]]:
+    """What each rank holds, as shares of the whole: weights, gradients, optimizer."""
     whole = run.record["held"]["whole"]
-    first, second = (
+    return [
         {name.removesuffix("_bytes"): each[name] / whole[name] for name in whole if whole[name]}
         for each in run.record["held"]["per_rank"]
-    )
-    return first, second
+    ]
 
 
 def test_each_rank_holds_half_of_everything_with_fsdp_and_everything_with_ddp(fsdp: Runs) -> None:
@@ -94,7 +94,7 @@ def test_each_zero_stage_divides_more(zero: Runs) -> None:
 
 
 def test_what_is_sent_is_what_the_formula_says(fsdp: Runs) -> None:
-    for name in ("fsdp", "ddp", "all, checkpointed"):
+    for name in ("fsdp", "mixed", "ddp", "all, checkpointed"):
         record = fsdp[name].record
         root_is_wrapped_too = 1.02 if "all" in name else 1.001  # norms beside attention and MLP are gathered once
         assert record["sent"]["bytes"] == pytest.approx(record["planned"]["sent_bytes"], rel=root_is_wrapped_too - 1)
@@ -134,6 +134,19 @@ def test_shards_of_two_ranks_go_on_with_three(
         assert three.losses(kind) == pytest.approx(two.losses(kind), rel=1e-5)
     assert two.losses("validation_losses")[-1] < two.losses("validation_losses")[3]
     assert sum(share["samples"] for share in three.record["world"]) < 4 * 12 + 1  # of the last four steps alone
+
+
+def test_two_copies_of_two_ranks_hold_halves_send_what_the_formula_says_and_resume(
+    fsdp: Runs, gone_on: Runs, tmp_path: Path, run_several: Callable[..., Runs]
+) -> None:
+    more = (*EIGHT_STEPS, "--max_steps", "12", "--resume_from_checkpoint", checkpoint_of(fsdp["fsdp"], 8))
+    copies = (*QUICK, *more, "--batch_size", "3", "--devices", "4", "--dp_replicate_size", "2")
+    hybrid = run_several(tmp_path, {"hybrid": (SHARDED, copies)}, 4)["hybrid"]
+    for kind in ("training_losses", "validation_losses"):
+        assert hybrid.losses(kind) == pytest.approx(gone_on["two"].losses(kind), rel=1e-5)
+    for share in held(hybrid):
+        assert share == pytest.approx({"weights": 0.5, "gradients": 0.5, "optimizer": 0.5}, abs=0.01)
+    assert hybrid.record["sent"]["bytes"] == pytest.approx(hybrid.record["planned"]["sent_bytes"], rel=1e-3)
 
 
 @pytest.mark.usefixtures("needs_deepspeed")

@@ -3,6 +3,7 @@
 import copy
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.nn.utils import get_total_norm
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.errors import BadInputError
@@ -54,6 +58,9 @@ def toy() -> LlamaForCausalLM:
         ({"gradient_checkpointing": True, "use_reentrant": True}, "use_reentrant is True, but FSDP"),
         ({"offload": "cpu"}, "offload is cpu, but device is cpu"),
         ({"prefetch": -1}, "prefetch is -1"),
+        ({"dp_replicate_size": 2}, "dp_replicate_size is 2, but 2 devices cannot form 2 equal groups of two or more"),
+        ({"dp_replicate_size": 4, "devices": 6}, "dp_replicate_size is 4, but 6 devices cannot form 4 equal groups"),
+        ({"dp_replicate_size": 2, "devices": 4, "parallel": "zero3"}, "dp_replicate_size is 2, which is for fsdp"),
     ],
 )
 def test_what_contradicts_sharding_is_refused(changes: dict[str, object], said: str) -> None:
@@ -162,10 +169,26 @@ def test_accelerate_divides_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> No
 # -- traffic
 
 
-def test_collectives_count_as_in_a_ring() -> None:
-    sent = SentBytes(world_size=4)
-    sent.bytes_by_collective = {"allreduce_": 400, "_allgather_base_": 400, "_reduce_scatter_base_": 400}
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Of which this process is the first; the others are not there, and their collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_collectives_count_as_in_a_ring_of_their_own_group(four_ranks: None) -> None:
+    pair, part, whole = dist.new_group([0, 1]), torch.zeros(25), torch.zeros(100)
+    with SentBytes() as sent:
+        dist.all_reduce(whole)
+        dist.all_gather_into_tensor(whole, part)
+        dist.reduce_scatter_tensor(part, whole)
+    assert sent.bytes_by_collective == {"allreduce_": 400, "_allgather_base_": 400, "_reduce_scatter_base_": 400}
     assert sent.sent_bytes == 3 / 4 * (2 + 1 + 1) * 400
+    with SentBytes() as of_pair:
+        dist.all_reduce(whole, group=pair)
+        wait_tensor(all_reduce(whole, "sum", pair))
+    assert of_pair.sent_bytes == 1 / 2 * 2 * 2 * 400
 
 
 # -- why losses are sums over all ranks' tokens

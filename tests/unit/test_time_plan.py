@@ -12,12 +12,15 @@ from common.planning.plans import make_plan
 from common.planning.shares import whole_model
 from common.planning.time_plan import (
     Cluster,
+    Speed,
     achieved_speed,
     break_even_gbit,
     calibration_from,
     parse_link,
     sent_bytes,
     step_flops,
+    step_time,
+    traffic,
 )
 
 LLAMA = read_architecture("llama-3.1-8b")
@@ -63,6 +66,33 @@ def test_what_a_ring_sends() -> None:
     assert sent_bytes(LLAMA, replace(ddp, parallel="zero2")) == sent_bytes(LLAMA, ddp)
     assert sent_bytes(LLAMA, replace(ddp, technique="lora")) < 0.01 * sent_bytes(LLAMA, ddp)
     assert sent_bytes(LLAMA, FULL) == 0
+
+
+def test_fsdp_sends_gradients_as_they_are_added_up() -> None:
+    bf16 = replace(FULL, parallel="fsdp", devices=4)
+    mixed = sent_bytes(LLAMA, replace(bf16, precision="bf16-mixed"))
+    assert mixed - sent_bytes(LLAMA, bf16) == pytest.approx(3 / 4 * LLAMA.parameters * 2)  # in fp32
+
+
+def test_hybrid_sharding_gathers_within_a_copy_and_averages_gradients_between_copies() -> None:
+    eight = replace(FULL, parallel="fsdp", devices=8)
+    hybrid = replace(eight, dp_replicate_size=2)
+    of_four, nothing = traffic(LLAMA, replace(eight, devices=4))
+    assert nothing == 0
+    assert traffic(LLAMA, hybrid) == pytest.approx((of_four, 2 * 1 / 2 * LLAMA.parameters * 2 / 4))
+    assert hybrid.shard_ranks == 4
+    assert hybrid.sharing == "fsdp-2x4"
+
+
+def test_hybrid_sharding_gathers_by_the_link_in_a_machine_and_its_rings_share_the_network() -> None:
+    machines = Cluster((find_gpu("a100-80g"),) * 8, nodes=2)
+    hybrid = replace(FULL, parallel="fsdp", devices=8, dp_replicate_size=2)
+    shares, speeds = [whole_model(LLAMA)] * 8, [Speed(1e20, "a test's")] * 8
+    gathered, averaged = traffic(LLAMA, hybrid)
+    in_machine, network = (link.gb_per_s * 1e9 for link in (machines.link_among(4), machines.slowest_link))
+    assert in_machine > 10 * network
+    step = step_time(LLAMA, hybrid, machines, shares, speeds)
+    assert step.communication_s == pytest.approx(gathered / in_machine + 4 * averaged / network)
 
 
 def test_tensor_parallel_divides_layers_and_waits_for_its_sums() -> None:
