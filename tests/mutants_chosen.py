@@ -226,9 +226,23 @@ SEVERAL_RANKS = (
     Fault(
         "FSDP: each rank clips by the norm of its own shards",
         "common/training/fsdp.py",
-        "        dist.all_reduce(squares)\n",
-        "",
+        "        dist.all_reduce(squares, group=self.shard_group)",
+        "        pass",
         _equals_one_device("FSDP2, full"),
+    ),
+    Fault(
+        "Hybrid sharding: the norm counts every copy's gradients",
+        "common/training/fsdp.py",
+        "dist.all_reduce(squares, group=self.shard_group)",
+        "dist.all_reduce(squares)",
+        _equals_one_device("FSDP2, hybrid, full"),
+    ),
+    Fault(
+        "Hybrid sharding: the rings between machines are planned as if each had a network of its own",
+        "common/planning/time_plan.py",
+        "+ rings * between_copies",
+        "+ between_copies",
+        _unit("time_plan", "hybrid_sharding_gathers_by_the_link_in_a_machine_and_its_rings_share_the_network"),
     ),
     Fault(
         "FSDP: gradients are divided by the ranks once too often",
@@ -576,8 +590,8 @@ PLANS = (
     Fault(
         "time plan: a ring's all-reduce sends half of what it does",
         "common/planning/time_plan.py",
-        "return 2 * around * trained * ",
-        "return around * trained * ",
+        "return 0.0, 2 * around * trained * ",
+        "return 0.0, around * trained * ",
         _unit("time_plan", "what_a_ring_sends"),
     ),
     Fault(
