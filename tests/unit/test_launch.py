@@ -167,8 +167,8 @@ def test_a_folder_with_several_workflows_runs_each_and_prints_their_table(
     assert all(command[-4:] == ["--results_root", str(tmp_path), "--num_train_epochs", "1"] for command in started)
     assert all("--nproc_per_node" in command for command in started)
     said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("== way")] == [
-        f"== way {number} of 3: {name}" for number, name in enumerate(names, 1)
+    assert [line for line in said.splitlines() if line.startswith("== workflow")] == [
+        f"== workflow {number} of 3: {name}" for number, name in enumerate(names, 1)
     ]
     assert said.count("plain loop, torch.distributed") == 1
     started.clear()
