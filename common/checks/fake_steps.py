@@ -214,20 +214,19 @@ def stage_alone(
     trainer: "StepTrainer",
 ) -> PipelineParallel:
     """Return the strategy of one stage, on the CPU, which tells `tracker` of its passes."""
-    on_cpu = replace(run, device="cpu", gpu="", attention="sdpa")
-    strategy = PipelineParallel(on_cpu, Rank(stage, run.devices, "cpu", "python"))
+    on_cpu, rank = replace(run, device="cpu", gpu="", attention="sdpa"), Rank(stage, run.devices, "cpu", "python")
+    strategy = PipelineParallel(on_cpu, rank)
     strategy.attach(model)
     strategy.prepare(trainer.optimizer, trainer.accelerator)
-    strategy.pipeline = pipeline_alone(run, model, stage, padded, tracker)
+    strategy.pipeline = pipeline_alone(on_cpu, model, rank, padded, tracker)
     return strategy
 
 
 def pipeline_alone(
-    run: RunConfig, model: PreTrainedModel | PeftModel, stage: int, padded: bool, tracker: Watch
+    run: RunConfig, model: PreTrainedModel | PeftModel, rank: Rank, padded: bool, tracker: Watch
 ) -> Pipeline:
     """Return the pipeline of one stage, on the CPU; `tracker` is told when a pass begins."""
-    rank, on_cpu = Rank(stage, run.devices, "cpu", "python"), replace(run, device="cpu", gpu="", attention="sdpa")
-    pipeline = Pipeline((StageModule if padded else UnpaddedStage)(model, on_cpu, rank), on_cpu, rank)
+    pipeline = Pipeline((StageModule if padded else _UnpaddedStage)(model, run, rank), run, rank)
     pipeline.takes_logits_to_keep = False
     begins = {
         "forward": "forward: embeddings" if pipeline.module.is_first else "forward: received hidden state",
@@ -243,11 +242,10 @@ def pipeline_alone(
     return pipeline
 
 
-class UnpaddedStage(StageModule):
+class _UnpaddedStage(StageModule):
     """A stage that drops the mask: that it is of ones alone cannot be read from a fake one."""
 
     def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Compute as the stage does with a mask of ones."""
         return super().forward(given, None)
 
 
@@ -275,11 +273,7 @@ class StepTrainer(Trainer):
         """Train the part of a model that has the ends of `share`."""
         super().__init__(**kwargs)
         self.share = share
-
-    @property
-    def after_layers(self) -> str:
-        """What follows the last layer."""
-        return HEAD_AND_LOSS if self.share.has_head else HANDING_ON
+        self.after_layers = HEAD_AND_LOSS if share.has_head else HANDING_ON
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Leave the model where it is: a fake tensor cannot be moved in place."""
@@ -295,21 +289,19 @@ class StepTrainer(Trainer):
         if self.share.has_head:
             return super().compute_loss(model, inputs, **kwargs)
         kept = ("input_ids", "inputs_embeds", "attention_mask")
-        return LossElsewhere.apply(model(**{name: inputs[name] for name in kept if name in inputs}).logits)
+        return _LossElsewhere.apply(model(**{name: inputs[name] for name in kept if name in inputs}).logits)
 
 
-class LossElsewhere(torch.autograd.Function):
+class _LossElsewhere(torch.autograd.Function):
     """The layers of other devices: a number for their loss, and a gradient as it comes back from them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a number in the place of the loss."""
         ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
         return hidden.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient of the hidden state."""
         return torch.empty(ctx.shape, dtype=ctx.dtype)
 
 

@@ -29,7 +29,7 @@ from accelerate.utils import gather_object
 from tabulate import tabulate
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from common.base.command_line import BAD_INPUT_EXIT_CODE, SPEAK_FIRST_S
+from common.base.command_line import SPEAK_FIRST_S, refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
@@ -183,11 +183,13 @@ def phase(name: str, rank: Rank, remedy: str) -> Iterator[None]:
         print(f"{name}: {time.perf_counter() - start_s:.1f} s")
 
 
-def planned_gib(plan: Plan, number: int) -> float:
+def planned_gib(plan: Plan | None, number: int) -> float | None:
     """Return the planned memory that `Measured` has measured: of the whole process on CPU, on a GPU without overhead.
 
-    `number` counts devices, and so with one device each, ranks.
+    `number` counts devices, and so with one device each, ranks. None without a plan.
     """
+    if plan is None:
+        return None
     memory = plan.devices[number]
     return memory.peak_gib if plan.cluster.gpus[number].name == CPU_DEVICE else memory.allocated_gib
 
@@ -306,7 +308,7 @@ def announcement(run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str) ->
     tried = f"tries {run.technique} of {run.model} with {run.parallel} on {run.devices} x {run.device}: {shape}"
     if plan is None:
         return f"{tried}\nno plan: {no_plan}"
-    memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    memory, gpu = plan.fullest
     layers, where = "", "per device"
     if plan.job.parallelism.splits_layers:
         layers = f"layers on each stage: {', '.join(str(sum(share.layers)) for share in plan.shares)}\n"
@@ -326,7 +328,7 @@ def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
     """Return the memory of the training step, planned and measured, one row per device of each rank."""
     rows = []
     for number, found in enumerate(measured):
-        planned = planned_gib(plan, number) if plan else None
+        planned = planned_gib(plan, number)
         rows.append([
             found.rank,
             found.device,
@@ -335,9 +337,13 @@ def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
             "-" if planned is None else f"{found.peak_gib / planned - 1:+.0%}",
             f"{found.capacity_gib:.1f}",
         ])  # fmt: skip
-    headers = ["rank", "device", "planned\nGiB", "measured\nGiB", "difference", "capacity\nGiB"]
-    aligned = ("right", "left", "right", "right", "right", "right")
-    return tabulate(rows, headers, tablefmt="rounded_outline", colalign=aligned, disable_numparse=True)
+    return tabulate(
+        rows,
+        ["rank", "device", "planned\nGiB", "measured\nGiB", "difference", "capacity\nGiB"],
+        tablefmt="rounded_outline",
+        colalign=("right", "left", "right", "right", "right", "right"),
+        disable_numparse=True,
+    )
 
 
 def largest_batch(plan: Plan, measured: Sequence[Measured]) -> tuple[int, float]:
@@ -362,8 +368,7 @@ def figures(
         "tokens": batch.length,
         "validation_rows": len(rows.validation),
         "devices": [
-            {**asdict(found), "planned_gib": planned_gib(plan, number) if plan else None}
-            for number, found in enumerate(measured)
+            {**asdict(found), "planned_gib": planned_gib(plan, number)} for number, found in enumerate(measured)
         ],
         "planned_step_time_s": planned_step_s(run, plan) if plan else None,
         **{name: max(getattr(found, name) for found in measured) for name in slowest_or_fullest},
@@ -378,13 +383,17 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
     what = "the process" if run.device == "cpu" else "what PyTorch allocates; context and gaps come on top"
     # stages work on the same rows, ranks else on their own
     unit = "rows" if run.parallelism.splits_layers or run.parallelism.splits_matrices else "rows per rank"
-    lines = [f"memory of the training step ({what}):", memory_table(plan, measured)]
-    lines += time_lines(run, rows, plan, found["step_time_s"])
+    lines = [
+        f"memory of the training step ({what}):",
+        memory_table(plan, measured),
+        *time_lines(run, rows, plan, found["step_time_s"]),
+    ]
     if plan:
         largest, factor = largest_batch(plan, measured)
-        count = f"{largest:,} or more" if largest >= LARGEST_BATCH else f"{largest:,}"
-        by = f"by the plan times measured over planned memory ({factor:.2f})"
-        lines.append(f"largest batch: projected {count} {unit}, {by}")
+        lines.append(
+            f"largest batch: projected {largest:,}{' or more' if largest >= LARGEST_BATCH else ''} {unit}, by the plan "
+            f"times measured over planned memory ({factor:.2f})"
+        )
     return "\n".join([
         *lines,
         f"validation: measured {found['validation_time_s']:.2f} s and a peak of {found['validation_peak_gib']:.2f} GiB "
@@ -404,10 +413,9 @@ def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float
     if steps is None:
         return [*lines, "training time: not known without the number of rows; pass --train_rows or --max_steps"]
     training_s = steps * step_time_s
-    duration = timedelta(seconds=round(training_s))
     lines.append(
-        f"training time: projected {duration} for {steps:,} steps, all on batches as long as this one; validation, "
-        "checkpoints and answers come on top"
+        f"training time: projected {timedelta(seconds=round(training_s))} for {steps:,} steps, all on batches "
+        "as long as this one; validation, checkpoints and answers come on top"
     )
     gpu = device_of(run)
     if gpu is None or gpu.usd_per_hour is None:
@@ -453,6 +461,7 @@ def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: 
     return 0
 
 
+@refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -465,7 +474,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--anyway", action="store_true", help="try what does not fit by the plan, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured into this file")
     arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        sys.exit(preflight(*parser.parse_known_args(arguments), arguments))
-    except BadInputError as mistake:
-        parser.exit(BAD_INPUT_EXIT_CODE, f"error: {mistake}\n")
+    sys.exit(preflight(*parser.parse_known_args(arguments), arguments))

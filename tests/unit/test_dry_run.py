@@ -40,6 +40,7 @@ from common.planning.memory_plan import device_memory
 from common.planning.plans import architecture_of_run, job_of_run
 from common.planning.shares import Share, whole_model
 from common.planning.terms import PARTS
+from common.runtime.world import Rank
 from common.training import memory_tracker
 from common.training.placement import place_stages
 from tests.forked import run_forked
@@ -404,7 +405,7 @@ def test_a_pipeline_keeps_few_schedules_and_the_latest(
     run = RunConfig(technique="full", model=shape(num_hidden_layers=2), **PIPELINE)
     share = Share((2,), has_embeddings=False)
     model = build_share(run, any_shape_config(run.model), BATCH, share)
-    pipeline = pipeline_alone(run, model, 1, True, memory_tracker.MemoryTracker(vocab_size=1))
+    pipeline = pipeline_alone(run, model, Rank(1, 2, "cpu", "python"), True, memory_tracker.MemoryTracker(vocab_size=1))
     pipeline.kept_schedules = 2
     stages = []
     with (
