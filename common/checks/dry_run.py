@@ -186,12 +186,11 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
             share = plan.shares[number]
             ends = ", embeddings" * share.has_embeddings + ", head" * share.has_head
             lines.append(f"device {number}: {sum(share.layers)} layers{ends}")
-        lines += [*report_of_device(device, run.device != "cpu"), verdicts[number]]
+        lines += [*_report_of_device(device, run.device != "cpu"), verdicts[number]]
     return "\n".join(lines)
 
 
-def report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
-    """Return the table of phases and parts, and the peak."""
+def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
     on_top = "a GPU's own context and gaps between blocks" if is_gpu else "the process's own memory and what it keeps"
     rows = [
         [phase, segment.partition(": ")[2], *(f"{parts[part] / GIB:.3f}" for part in PARTS), f"{_gib(parts):.3f}"]

@@ -91,7 +91,7 @@ def build_share(
     after = [] if share.has_head else [Share((0,), has_embeddings=False)]
     held = [*before, replace(share, layers=(stack.layers,)), *after]
     stage_map = device_map_of(replace(architecture, stacks=(stack,)), held, range(len(held)))
-    cut(base_of(model), stage_map, len(before))
+    cut(_base_of(model), stage_map, len(before))
     return model
 
 
@@ -102,8 +102,7 @@ def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | P
     return with_trained_weights(model, run)
 
 
-def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the model itself, without its adapters."""
+def _base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
@@ -154,16 +153,12 @@ def tracked_steps(
 
     `share` is the part of a divided model that `model` holds; None: it is whole.
     """
-    trainer_class = partial(StepTrainer, share=share or WHOLE, compute_loss_func=objective_of(run).loss)
     with ExitStack() as stack:
-        trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, trainer_class))
-        tracker = stack.enter_context(_tracker_of(model, inputs))
+        trainer, tracker = stack.enter_context(tracked_trainer(run, model, inputs, as_on_gpu, share or WHOLE))
         wrapped, optimizer = trainer.accelerator.prepare(model, trainer.optimizer, device_placement=[False, False])
         if run.parallelism.replicates:
             tracker.enter("load", "gradients")  # its buckets hold them
             wrapped = stack.enter_context(one_of_many_ranks(wrapped, run.world_size))
-        mark_segments(model, tracker, trainer.after_layers)
-        watch_gradients(model, tracker)
         for _ in range(STEPS):
             tracker.timeline.clear()
             take_step(trainer, wrapped, optimizer, inputs, tracker)
@@ -177,16 +172,13 @@ def tracked_stage_steps(
 
     Optimizer states are there before it, from an update without passes.
     """
-    with ExitStack() as stack:
-        tracker = _tracker_of(model, inputs)
-        share = Share((), has_embeddings=stage == 0, has_head=stage == run.devices - 1)
-        trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, partial(StepTrainer, share=share)))
+    share = Share((), has_embeddings=stage == 0, has_head=stage == run.devices - 1)
+    with (
+        tracked_trainer(run, model, inputs, as_on_gpu, share) as (trainer, tracker),
+        fake_group(stage, run.devices),
+        mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote),
+    ):
         strategy = stage_alone(run, model, stage, "attention_mask" in inputs, tracker, trainer)
-        stack.enter_context(tracker)
-        mark_segments(model, tracker, trainer.after_layers)
-        watch_gradients(model, tracker)
-        stack.enter_context(fake_group(stage, run.devices))
-        stack.enter_context(mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote))
         batch = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
         make_optimizer_states(trainer, tracker)
         tracker.timeline.clear()
@@ -255,14 +247,6 @@ def _without_a_vote(schedule: PipelineScheduleSingle, stages: list[PipelineStage
         stage._inference_mode = InferenceMode.STATIC
 
 
-def _tracker_of(model: PreTrainedModel | PeftModel, inputs: dict[str, torch.Tensor]) -> MemoryTracker:
-    tracker = MemoryTracker(base_of(model).config.vocab_size)
-    for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
-        for tensor in tensors:
-            tracker.add(tensor, part)
-    return tracker
-
-
 class StepTrainer(Trainer):
     """A Trainer that leaves the fake model where it is, and may have a part of the model alone.
 
@@ -281,7 +265,7 @@ class StepTrainer(Trainer):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], **kwargs: Any) -> torch.Tensor:
         """Return the loss, or without a head something in its place that can be back-propagated."""
         if not self.share.has_embeddings:  # a hidden state of shape (rows, tokens, hidden) from the device before
-            base = base_of(self.model)
+            base = _base_of(self.model)
             dtype = hidden_dtype(base, autocasts=self.accelerator.mixed_precision != "no")
             shape = (*inputs["input_ids"].shape, base.config.hidden_size)
             hidden = torch.empty(shape, dtype=dtype, requires_grad=True)
@@ -320,17 +304,32 @@ def step_trainer(
 
 
 @contextmanager
-def trainer_of_run(
-    run: RunConfig, model: PreTrainedModel, as_on_gpu: bool, trainer_class: Callable[..., StepTrainer]
-) -> Iterator[StepTrainer]:
-    """Make the run's trainer as for one rank on a CPU, with the operations that a GPU or a CPU chooses."""
+def tracked_trainer(
+    run: RunConfig,
+    model: PreTrainedModel | PeftModel,
+    inputs: dict[str, torch.Tensor],
+    as_on_gpu: bool,
+    share: Share,
+) -> Iterator[tuple[StepTrainer, MemoryTracker]]:
+    """Make the run's trainer as for one rank on a CPU, with the operations that a GPU or a CPU chooses.
+
+    Beside it comes a tracker, which counts the weights and `inputs` and what the steps make.
+    """
     alone = run.changed_to(device="cpu", gpu="", parallel="single", devices=1, attention="eager", report_to="none")
+    trainer_class = partial(StepTrainer, share=share, compute_loss_func=objective_of(run).loss)
+    tracker = MemoryTracker(_base_of(model).config.vocab_size)
+    for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
+        for tensor in tensors:
+            tracker.add(tensor, part)
     with tempfile.TemporaryDirectory() as folder, like_cuda() if as_on_gpu else nullcontext():
         trainer = step_trainer(model, training_arguments(alone, Path(folder)), trainer_class)
         if as_on_gpu:
             for group in trainer.optimizer.param_groups:
                 group["foreach"] = not group.get("fused")
-        yield trainer
+        with tracker:
+            mark_segments(model, tracker, trainer.after_layers)
+            watch_gradients(model, tracker)
+            yield trainer, tracker
 
 
 def take_step(

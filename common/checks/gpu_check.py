@@ -214,7 +214,7 @@ def look_at_machine(limit_s: float) -> Record:
     # libraries may warn before it and, as they are left, after it
     facts = json.loads(next(line for line in reversed(ended.stdout.splitlines()) if line.startswith("{")))
     wrong = what_is_wrong(facts)
-    return {"status": FAILS if wrong else WORKS, "why": wrong or summary_of(facts), "facts": facts}
+    return {"status": FAILS if wrong else WORKS, "why": wrong or _summary_of(facts), "facts": facts}
 
 
 def what_is_wrong(facts: Record) -> str:
@@ -235,8 +235,7 @@ def what_is_wrong(facts: Record) -> str:
     return "; ".join(f"cuda:{number}: {card['error']}" for number, card in enumerate(torch["cards"]) if card["error"])
 
 
-def summary_of(facts: Record) -> str:
-    """Return the machine in a line."""
+def _summary_of(facts: Record) -> str:
     torch, missing = facts["torch"], [name for name, version in facts["packages"].items() if version is None]
     cards = Counter(f"{card['name']}, {card['memory_gib']:.1f} GiB" for card in torch["cards"])
     there = [f"{count} x {card}" for card, count in cards.items()] or [f"no GPU; {facts['cpu']}"]
@@ -315,8 +314,7 @@ def fitting_settings(trial: Trial, devices: Devices) -> dict[str, object]:
     )
 
 
-def why_left_out(trial: Trial, devices: Devices) -> str:
-    """Return why a technique cannot be tried here; empty = it can."""
+def _why_left_out(trial: Trial, devices: Devices) -> str:
     if devices.count == 0:
         return UNUSABLE
     own = literal_of(REPOSITORY / trial.folder)
@@ -374,8 +372,7 @@ def judged(figures: Record) -> Record:
 # -- tests/gpu
 
 
-def why_no_tests(devices: Devices) -> str:
-    """Return why `tests/gpu` are not run; empty = they are."""
+def _why_no_tests(devices: Devices) -> str:
     if devices.kind == "cpu":
         return "they need a GPU"
     return not_installed(TEST_PACKAGES) if devices.count else UNUSABLE
@@ -445,10 +442,10 @@ def find_out(part: Part, deadline_s: float) -> Record:
 def parts_for(devices: Devices) -> list[Part]:
     """Return each technique, then the tests, which get what time is left."""
     techniques = [
-        Part(trial.name, partial(try_technique, trial, devices), left_out=why_left_out(trial, devices))
+        Part(trial.name, partial(try_technique, trial, devices), left_out=_why_left_out(trial, devices))
         for trial in TRIALS
     ]
-    return [*techniques, Part(TESTS, run_tests, most_s=float("inf"), left_out=why_no_tests(devices))]
+    return [*techniques, Part(TESTS, run_tests, most_s=float("inf"), left_out=_why_no_tests(devices))]
 
 
 def is_asked_for(name: str, only: str | None) -> bool:
@@ -526,12 +523,7 @@ def table(records: Sequence[Record]) -> str:
     )
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Check that the options can be met.
-
-    Raises:
-        BadInputError: there is no such part, no time, or no folder to write into.
-    """
+def _check_options(options: argparse.Namespace) -> None:
     if not any(is_asked_for(name, options.only) for name in PART_NAMES):
         known = ", ".join(PART_NAMES)
         raise BadInputError(f"--only is {options.only!r}, but there is no such part: choose one of {known}.")
@@ -558,7 +550,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--only", metavar="PART", help=f"one part, or by its first word several: {', '.join(PART_NAMES)}"
     )
     options = parser.parse_args(arguments)
-    check_options(options)
+    _check_options(options)
     try:
         records = check(options)
     except KeyboardInterrupt:

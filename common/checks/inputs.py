@@ -80,7 +80,7 @@ def check_settings(run: RunConfig) -> None:
     for name, known in (("lr_scheduler_type", SchedulerType), ("optim", OptimizerNames)):
         check_choice(name, getattr(run, name), [choice.value for choice in known])
     load_tokenizer(run)
-    check_parallelism(run)
+    _check_parallelism(run)
 
 
 def training_rows(run: RunConfig) -> list[Row]:
@@ -95,12 +95,7 @@ def training_rows(run: RunConfig) -> list[Row]:
     return rows
 
 
-def check_parallelism(run: RunConfig) -> None:
-    """Check that the run's model can be divided as its parallelism does.
-
-    Raises:
-        BadInputError: the model cannot be divided, or nothing here divides it so.
-    """
+def _check_parallelism(run: RunConfig) -> None:
     parallelism = run.parallelism
     if not parallelism.strategy and (parallelism.shards or parallelism.splits_matrices or parallelism.pipelines):
         raise BadInputError(

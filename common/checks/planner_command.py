@@ -223,8 +223,7 @@ def job_of(options: PlannerOptions) -> Job:
     )
 
 
-def assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
-    """Return the assumptions that the answer rests on."""
+def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
     best = plans[0]
     job, link = best.job, best.cluster.slowest_link
     learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
@@ -284,7 +283,7 @@ def answer(options: PlannerOptions) -> int:
         options.precision,
         options.micro_batches,
     )
-    assumptions = assumptions_of(plans, options)
+    assumptions = _assumptions_of(plans, options)
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
     if options.json:
         print(json.dumps(as_json(options.model, plans, assumptions, options.rows_per_epoch), indent=2))

@@ -315,12 +315,11 @@ def announcement(run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str) ->
         where = "on the fullest device"
     return (
         f"{tried}\n{layers}planned for {gpu.name}: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB {where}, "
-        f"{planned_step_s(run, plan):.3g} s per step; {why(plan)}"
+        f"{_planned_step_s(run, plan):.3g} s per step; {why(plan)}"
     )
 
 
-def planned_step_s(run: RunConfig, plan: Plan) -> float:
-    """Return the planned seconds of an optimizer step, with all its micro-batches."""
+def _planned_step_s(run: RunConfig, plan: Plan) -> float:
     return plan.time.total_s * run.gradient_accumulation_steps
 
 
@@ -370,7 +369,7 @@ def figures(
         "devices": [
             {**asdict(found), "planned_gib": planned_gib(plan, number)} for number, found in enumerate(measured)
         ],
-        "planned_step_time_s": planned_step_s(run, plan) if plan else None,
+        "planned_step_time_s": _planned_step_s(run, plan) if plan else None,
         **{name: max(getattr(found, name) for found in measured) for name in slowest_or_fullest},
         "largest_batch": largest_batch(plan, measured)[0] if plan else None,
         "no_plan": no_plan,
@@ -406,7 +405,7 @@ def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float
     """Return a step's time beside the planned one, and what follows for the whole training and its cost."""
     planned = "no plan"
     if plan:
-        planned_s = planned_step_s(run, plan)
+        planned_s = _planned_step_s(run, plan)
         planned = f"planned {planned_s:.3g} s ({step_time_s / planned_s - 1:+.0%})"
     lines = [f"step time: measured {step_time_s:.3g} s, {planned}"]
     steps = total_steps(run, rows.count)
