@@ -148,8 +148,11 @@ def stale_files(root: Path = REPOSITORY) -> dict[Path, str]:
         if run.run_folder != place:
             raise BadInputError(f"The literal in {place} has run_folder {run.run_folder!r}: write {place!r}.")
         source = min(path for path in folders if path.parent == folder.parent)
-        contents = contents_for(folder, run, source).items()
-        stale |= {path: text for path, text in contents if not path.is_file() or path.read_text("utf-8") != text}
+        stale |= {
+            path: text
+            for path, text in contents_for(folder, run, source).items()
+            if not path.is_file() or path.read_text("utf-8") != text
+        }
     return stale
 
 

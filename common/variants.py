@@ -66,8 +66,9 @@ def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> i
         check_inputs(run)
     names = [name_of(run) for run in runs]
     for number, (setting, run, name) in enumerate(zip(settings, runs, names, strict=True), 1):
-        so_far = clock(time.perf_counter() - start_s)
-        print(f"\n== setting {number} of {len(runs)}: {name} ({so_far} so far)", flush=True)
+        print(
+            f"\n== setting {number} of {len(runs)}: {name} ({clock(time.perf_counter() - start_s)} so far)", flush=True
+        )
         try:
             stream_command(ranks_command(run, script.name, setting), cwd=script.parent)
         except RuntimeError as failure:

@@ -238,11 +238,13 @@ def what_is_wrong(facts: Record) -> str:
 def _summary_of(facts: Record) -> str:
     torch, missing = facts["torch"], [name for name, version in facts["packages"].items() if version is None]
     cards = Counter(f"{card['name']}, {card['memory_gib']:.1f} GiB" for card in torch["cards"])
-    there = [f"{count} x {card}" for card, count in cards.items()] or [f"no GPU; {facts['cpu']}"]
-    driver = [f"driver {facts['driver']}"] if facts["driver"] else []
-    build = f"PyTorch {torch['version']}" + (f" for CUDA {torch['cuda']}" if torch["cuda"] else "")
-    lacks = [f"not installed: {', '.join(missing)}"] if missing else []
-    return "; ".join([*there, *driver, build, *lacks])
+    said = [
+        *([f"{count} x {card}" for card, count in cards.items()] or [f"no GPU; {facts['cpu']}"]),
+        f"driver {facts['driver']}" if facts["driver"] else "",
+        f"PyTorch {torch['version']}" + (f" for CUDA {torch['cuda']}" if torch["cuda"] else ""),
+        f"not installed: {', '.join(missing)}" if missing else "",
+    ]
+    return "; ".join(filter(None, said))
 
 
 # -- a technique's steps
@@ -525,8 +527,9 @@ def table(records: Sequence[Record]) -> str:
 
 def _check_options(options: argparse.Namespace) -> None:
     if not any(is_asked_for(name, options.only) for name in PART_NAMES):
-        known = ", ".join(PART_NAMES)
-        raise BadInputError(f"--only is {options.only!r}, but there is no such part: choose one of {known}.")
+        raise BadInputError(
+            f"--only is {options.only!r}, but there is no such part: choose one of {', '.join(PART_NAMES)}."
+        )
     if not options.budget_s >= LEAST_S + END_S:
         raise BadInputError(
             f"--budget_s is {options.budget_s:g}, in which no part would end: pass {LEAST_S + END_S:g} or more."
