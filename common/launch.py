@@ -26,7 +26,7 @@ def run_or_launch(
     """Run `workflow` as this process's rank, or, if the run asks for several and this is none, start them by torchrun.
 
     Raises:
-        BadInputError: If the run refuses its input; no rank was started.
+        BadInputError: the run refuses its input; no rank was started.
     """
     if run.world_size > 1 and "WORLD_SIZE" not in os.environ:
         check_inputs(run)

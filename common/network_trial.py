@@ -1,4 +1,4 @@
-"""What a slow network costs a step across machines, and what sending while the backward pass goes on gives back.
+"""What a slow network costs a step across machines, and what is won back by sending during the backward pass.
 
     python -m common.network_trial                      two virtual hosts, links not limited and held to 100 Mbit/s
     python -m common.network_trial --mbit 100 --delay_ms 50 --steps 60
@@ -41,7 +41,7 @@ def link_name(mbit: float, delay_ms: float) -> str:
 
 
 def measure(mbit: float, delay_ms: float, exchanges: Sequence[str], steps: int, results_root: Path) -> list[Record]:
-    """Return the record of one run for each way to exchange gradients, on hosts that such links join."""
+    """Return the record of one run for each exchange of gradients, on hosts that such links join."""
     link = link_name(mbit, delay_ms)
     with virtual_network(HOSTS, mbit, delay_ms) as network:
         return [_run(network, link, exchange, steps, results_root) for exchange in exchanges]
@@ -76,7 +76,7 @@ def _run(network: VirtualNetwork, link: str, exchange: str, steps: int, results_
 
 
 def gain(records: Sequence[Record]) -> float:
-    """Return the speed-up of the best way over sending after the backward pass, of runs over one link."""
+    """Return the speed-up of the best exchange over sending after the backward pass, of runs over one link."""
     (after,) = (step_s(record) for record in records if record["config"]["gradient_exchange"] == "after")
     return after / min(map(step_s, records))
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from peft import PeftModel
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
@@ -70,8 +70,12 @@ def fake_step(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
-        model = build_share(run, config, batch, share) if share else build_model(run, config)
-    to_fake(model, mode)
+        model = build_model(run, config)
+    with mode:
+        model.to_empty(device="cpu")
+    _base_of(model).tie_weights()  # each is a tensor of its own now
+    if share:
+        keep_share(model, run, batch, share)
     inputs = {name: mode.from_tensor(tensor) for name, tensor in batch_inputs(batch, model).items()}
     # whether a row holds several texts cannot be read from fake position numbers
     no_row_is_packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
@@ -81,18 +85,15 @@ def fake_step(
         return tracked_steps(run, model, inputs, as_on_gpu, share)
 
 
-def build_share(
-    run: RunConfig, config: PretrainedConfig, batch: BatchShape, share: Share
-) -> PreTrainedModel | PeftModel:
-    """Return the run's model with the layers of `config`, without the ends that `share` lacks."""
-    model, architecture = build_model(run, config), architecture_of_run(run, batch)
-    stack = replace(architecture.stacks[0], layers=config.num_hidden_layers)
+def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchShape, share: Share) -> None:
+    """Take out of the run's model the ends that `share` lacks; all its layers stay."""
+    architecture = architecture_of_run(run, batch)
+    stack = replace(architecture.stacks[0], layers=model.config.num_hidden_layers)
     before = [] if share.has_embeddings else [Share((0,), has_head=False)]
     after = [] if share.has_head else [Share((0,), has_embeddings=False)]
     held = [*before, replace(share, layers=(stack.layers,)), *after]
     stage_map = device_map_of(replace(architecture, stacks=(stack,)), held, range(len(held)))
     cut(_base_of(model), stage_map, len(before))
-    return model
 
 
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | PeftModel:
@@ -104,22 +105,6 @@ def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | P
 
 def _base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
-    """Put fake tensors on the CPU in the place of parameters and buffers on `meta`; tied ones stay tied."""
-    made: dict[int, torch.Tensor] = {}
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            stand_in = FakeTensor(mode, torch.empty_like(tensor, device="meta"), torch.device("cpu"))
-            is_weight = isinstance(tensor, torch.nn.Parameter)
-            made[id(tensor)] = torch.nn.Parameter(stand_in, tensor.requires_grad) if is_weight else stand_in
-        return made[id(tensor)]
-
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -379,13 +364,8 @@ def mark_segments(model: torch.nn.Module, tracker: Watch, after_layers: str = HE
 @contextmanager
 def one_of_many_ranks(model: torch.nn.Module, world_size: int) -> Iterator[DistributedDataParallel]:
     """Wrap `model` as rank 0 of `world_size` under DDP, with collectives that send nothing."""
-    # what DDP does when it is made would read the other ranks' weights
-    nothing = dict.fromkeys(
-        ("_verify_param_shape_across_processes", "_sync_module_states"), lambda *args, **kwargs: None
-    )
     with fake_group(0, world_size):
-        with mock.patch.multiple(torch.nn.parallel.distributed, **nothing):
-            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)  # with no other rank
         wrapped.register_comm_hook(None, noop_hook)
         wrapped.reducer = _ReducerWithoutRebuild(wrapped.reducer)
         yield wrapped

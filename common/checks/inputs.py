@@ -147,7 +147,7 @@ def check_folder(run: RunConfig) -> None:
     folder = run.run_folder.partition("/")[0]
     taken = [settings for name, *settings in FOLDERS_TAKE if name == folder]
     taken.append(((own.technique,), (own.parallel,)))
-    is_taken = any(run.technique in techniques and run.parallel in ways for techniques, ways in taken)
+    is_taken = any(run.technique in techniques and run.parallel in parallels for techniques, parallels in taken)
     if own.goal.folder_for_one or is_taken:  # a task's own folder does all that the task is done with
         return
     setting = "technique" if run.technique != own.technique else "parallel"

@@ -346,7 +346,7 @@ def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
 
 
 def largest_batch(plan: Plan, measured: Sequence[Measured]) -> tuple[int, float]:
-    """Return the rows per rank that fit if memory goes on as measured, and measured over planned memory."""
+    """Return the rows per rank that fit if memory grows as measured, and measured over planned memory."""
     factor = max(found.peak_gib / planned_gib(plan, number) for number, found in enumerate(measured))
     devices = tuple(
         replace(gpu, memory_gib=found.capacity_gib / factor)
