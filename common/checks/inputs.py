@@ -72,9 +72,7 @@ def check_settings(run: RunConfig) -> None:
     if run.goal.chats:
         check_independent_judge(run)
     for tracker in run.report_to.split(","):
-        if tracker not in ("none", "all", *INTEGRATION_TO_CALLBACK):
-            known = ", ".join(INTEGRATION_TO_CALLBACK)
-            raise BadInputError(f"report_to names {tracker!r}: choose none, or some of {known}.")
+        check_choice("A tracker in report_to", tracker, ("none", "all", *INTEGRATION_TO_CALLBACK))
         if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
             raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
     for name, known in (("lr_scheduler_type", SchedulerType), ("optim", OptimizerNames)):

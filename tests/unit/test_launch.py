@@ -90,7 +90,7 @@ def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -
     [
         ("lr_scheduler_type", "foo", "lr_scheduler_type is 'foo': choose one of 'linear'"),
         ("optim", "foo", "optim is 'foo'"),
-        ("report_to", "foo", "report_to names 'foo': choose none, or some of"),
+        ("report_to", "foo", "A tracker in report_to is 'foo': choose one of 'none', 'all', "),
         ("report_to", "tensorboard,wandb", "report_to names wandb, which is not installed: `pip install wandb`"),
     ],
 )
