@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from common.base.command_line import exit_with
-from common.base.errors import BadInputError
+from common.base.command_line import refused_in_one_sentence
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of
@@ -27,7 +26,7 @@ def run_or_launch(
     """Run `workflow` as this process's rank, or, if the run asks for several and this is none, start them by torchrun.
 
     Raises:
-        BadInputError: If the run refuses its input; no rank was started.
+        BadInputError: the run refuses its input; no rank was started.
     """
     if run.world_size > 1 and "WORLD_SIZE" not in os.environ:
         check_inputs(run)
@@ -36,24 +35,20 @@ def run_or_launch(
 
 
 def _become(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
-    """Replace this process by a workflow's ranks, one or several."""
     command = ranks_command(run, script, overrides)
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
+@refused_in_one_sentence()
 def main() -> None:
     """Check this run folder's run, then replace this process by it; run several workflows one after the other."""
-    overrides = sys.argv[1:]
-    try:
-        scripts = workflows_of(Path.cwd())
-        workflow = importlib.import_module(scripts[0].stem)
-        if hasattr(workflow, "SETTINGS"):  # it starts its ranks itself
-            os.execv(sys.executable, [sys.executable, scripts[0].name, *overrides])
-        run = parse_overrides(workflow.RUN, overrides)
-        check_inputs(run)
-    except BadInputError as mistake:
-        exit_with(mistake)
+    overrides, scripts = sys.argv[1:], workflows_of(Path.cwd())
+    workflow = importlib.import_module(scripts[0].stem)
+    if hasattr(workflow, "SETTINGS"):  # it starts its ranks itself
+        os.execv(sys.executable, [sys.executable, scripts[0].name, *overrides])
+    run = parse_overrides(workflow.RUN, overrides)
+    check_inputs(run)
     if len(scripts) == 1:
         _become(run, scripts[0].name, overrides)
     run_each(scripts, run, overrides)
@@ -62,7 +57,7 @@ def main() -> None:
 def run_each(scripts: Sequence[Path], run: RunConfig, overrides: Sequence[str]) -> None:
     """Run a folder's workflows one after the other, then print the table of their results."""
     for number, script in enumerate(scripts, 1):
-        print(f"\n== way {number} of {len(scripts)}: {script.name}", flush=True)
+        print(f"\n== workflow {number} of {len(scripts)}: {script.name}", flush=True)
         named = ["--run_name", f"{run.run_name}-{script.stem.rpartition('_')[2]}"] if run.run_name else []
         stream_command(ranks_command(run, script.name, [*overrides, *named]))
     print(f"\n{results_text(results_in(run.results_folder('').resolve()))}")

@@ -1,4 +1,4 @@
-"""What a slow network costs a step across machines, and what sending while the backward pass goes on gives back.
+"""What a slow network costs a step across machines, and what is won back by sending during the backward pass.
 
     python -m common.network_trial                      two virtual hosts, links not limited and held to 100 Mbit/s
     python -m common.network_trial --mbit 100 --delay_ms 50 --steps 60
@@ -14,8 +14,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from common.base.command_line import exit_with
-from common.base.errors import BadInputError
+from common.base.command_line import refused_in_one_sentence
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.rows import step_s
@@ -25,13 +24,11 @@ from common.runtime.virtual_hosts import VirtualNetwork, virtual_network
 
 WORKFLOW = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"
 HOSTS, STEPS, SLOW_MBIT = 2, 30, 100.0
-BAR = 1.5
-"""The least speed-up of the best way over sending after the backward pass, at `SLOW_MBIT`."""
-RUN_S = 600.0
-"""Longest time that one run may take, in seconds."""
+BAR = 1.5  # least speed-up of the best exchange over sending after the backward pass, at `SLOW_MBIT`
+RUN_S = 600.0  # longest time that one run may take
+# evaluation is cut short, as it is not measured
 SHORT = ("--eval_steps", "0.5", "--validation_rows", "32", "--test_rows", "4", "--max_new_tokens", "8", "--num_beams",
          "1", "--report_to", "none")  # fmt: skip
-"""Evaluation is cut short, as it is not measured."""
 
 
 def link_name(mbit: float, delay_ms: float) -> str:
@@ -44,7 +41,7 @@ def link_name(mbit: float, delay_ms: float) -> str:
 
 
 def measure(mbit: float, delay_ms: float, exchanges: Sequence[str], steps: int, results_root: Path) -> list[Record]:
-    """Return the record of one run for each way to exchange gradients, on hosts that such links join."""
+    """Return the record of one run for each exchange of gradients, on hosts that such links join."""
     link = link_name(mbit, delay_ms)
     with virtual_network(HOSTS, mbit, delay_ms) as network:
         return [_run(network, link, exchange, steps, results_root) for exchange in exchanges]
@@ -79,7 +76,7 @@ def _run(network: VirtualNetwork, link: str, exchange: str, steps: int, results_
 
 
 def gain(records: Sequence[Record]) -> float:
-    """Return the speed-up of the best way over sending after the backward pass, of runs over one link."""
+    """Return the speed-up of the best exchange over sending after the backward pass, of runs over one link."""
     (after,) = (step_s(record) for record in records if record["config"]["gradient_exchange"] == "after")
     return after / min(map(step_s, records))
 
@@ -90,6 +87,7 @@ def table(records: Sequence[Record]) -> str:
     return tabulate(rows, ["link", "gradients are sent", "s per step"], floatfmt=".3f")
 
 
+@refused_in_one_sentence()
 def main() -> None:
     """Measure, print, and exit with 1 where the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,14 +97,11 @@ def main() -> None:
     parser.add_argument("--results_root", type=Path, default=WORKFLOW.parent, help="folder that takes results/")
     options = parser.parse_args()
     gains = {}
-    try:
-        for mbit in options.mbit:
-            records = measure(mbit, options.delay_ms, tuple(EXCHANGES), options.steps, options.results_root)
-            gains[mbit] = gain(records)
-            print(table(records))
-            print(f"the best way is {gains[mbit]:.2f} times as fast as sending after the backward pass\n")
-    except BadInputError as mistake:
-        exit_with(mistake)
+    for mbit in options.mbit:
+        records = measure(mbit, options.delay_ms, tuple(EXCHANGES), options.steps, options.results_root)
+        gains[mbit] = gain(records)
+        print(table(records))
+        print(f"the best exchange is {gains[mbit]:.2f} times as fast as sending after the backward pass\n")
     if gains.get(SLOW_MBIT, BAR) < BAR:
         sys.exit(f"error: at {SLOW_MBIT:g} Mbit/s that should be at least {BAR:g}")
 

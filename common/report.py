@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 
+from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
@@ -21,6 +22,7 @@ from common.reporting.rows import results_of_this_machine, task_of
 from common.reporting.tables import LEGEND, TABLES, readmes, rendered, side_by_side, with_tables
 
 
+@refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Render the records as tables.")
@@ -30,12 +32,9 @@ def main() -> None:
     mode.add_argument("--results", action="store_true", help="the last runs of this machine, side by side")
     parser.add_argument("--json", action="store_true", help="print tables as JSON")
     options = parser.parse_args()
-    try:
-        if options.check or options.write:
-            sys.exit(_render_readmes(options.write))
-        print(_results(options.json) if options.results else _all_tables(options.json))
-    except BadInputError as mistake:
-        parser.exit(2, f"error: {mistake}\n")
+    if options.check or options.write:
+        sys.exit(_render_readmes(options.write))
+    print(_results(options.json) if options.results else _all_tables(options.json))
 
 
 def _render_readmes(write: bool) -> int:

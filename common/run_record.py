@@ -3,19 +3,17 @@
 import argparse
 from pathlib import Path
 
-from common.base.errors import BadInputError
+from common.base.command_line import refused_in_one_sentence
 from common.base.paths import REPOSITORY
 from common.records.store import keep_record
 
 
+@refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Keep the record of a run: copy it where it is committed.")
     parser.add_argument("results_folder", type=Path, help="<run folder>/results/<name>")
-    try:
-        kept = keep_record(parser.parse_args().results_folder)
-    except BadInputError as mistake:
-        parser.exit(2, f"error: {mistake}\n")
+    kept = keep_record(parser.parse_args().results_folder)
     where = kept.relative_to(REPOSITORY) if kept.is_relative_to(REPOSITORY) else kept
     print(f"kept {where}; `make tables` renders it")
 

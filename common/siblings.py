@@ -16,6 +16,7 @@ import re
 import sys
 from pathlib import Path
 
+from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
@@ -47,7 +48,7 @@ Accelerate divides the model by this file (FSDP2), and the run checks that it di
 DeepSpeed's settings stand in {DEEPSPEED_CONFIG_NAME}, for scripts of your own, too (the values `auto` are filled in
 # by Accelerate there, by this run here).""",
 }
-SETTINGS = {
+SETTINGS = {  # what Accelerate needs besides, by its `distributed_type`
     "FSDP": """\
 fsdp_config:
   fsdp_version: 2
@@ -63,9 +64,7 @@ deepspeed_config:
   zero3_init_flag: false
 """,
 }
-"""What Accelerate needs besides, by its `distributed_type`."""
-DISTRIBUTED_TYPES = {FSDP: "FSDP", DEEPSPEED: "DEEPSPEED", "": "MULTI_GPU"}
-"""Accelerate's name of what shards."""
+DISTRIBUTED_TYPES = {FSDP: "FSDP", DEEPSPEED: "DEEPSPEED", "": "MULTI_GPU"}  # Accelerate's name of what shards
 PARAMETER = re.compile(r"^(?P<name>\w+) = (?P<value>.*?)(?P<comment>  #.*)?$", re.MULTILINE)
 
 
@@ -87,10 +86,12 @@ def _module_for(run: RunConfig, source: Path, own: Path) -> str:
     """Return the text of `source` with the literals of `own`, if it has any, and its number of processes."""
     text = source.read_text(encoding="utf-8")
     if LITERAL.search(text):
-        lines, own_lines = (path.read_text(encoding="utf-8").splitlines(keepends=True) for path in (source, own))
-        lines[slice(*literal_lines(text))] = own_lines[slice(*literal_lines("".join(own_lines)))]
-        text = "".join(lines)
+        text = text.replace(_literals(text), _literals(own.read_text(encoding="utf-8")))
     return re.sub(r"(--standalone --nproc_per_node) \d+", rf"\1 {run.devices}", text)  # of one machine
+
+
+def _literals(text: str) -> str:
+    return "".join(text.splitlines(keepends=True)[slice(*literal_lines(text))])
 
 
 def parameters_for(run: RunConfig, cell: str) -> str:
@@ -147,20 +148,21 @@ def stale_files(root: Path = REPOSITORY) -> dict[Path, str]:
         if run.run_folder != place:
             raise BadInputError(f"The literal in {place} has run_folder {run.run_folder!r}: write {place!r}.")
         source = min(path for path in folders if path.parent == folder.parent)
-        contents = contents_for(folder, run, source).items()
-        stale |= {path: text for path, text in contents if not path.is_file() or path.read_text("utf-8") != text}
+        stale |= {
+            path: text
+            for path, text in contents_for(folder, run, source).items()
+            if not path.is_file() or path.read_text("utf-8") != text
+        }
     return stale
 
 
+@refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Copy each technique's first run folder to its siblings.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a sibling is no copy")
     check_only = parser.parse_args().check
-    try:
-        stale = stale_files()
-    except BadInputError as mistake:
-        parser.exit(2, f"error: {mistake}\n")
+    stale = stale_files()
     for path, content in stale.items():
         if not check_only:
             path.write_text(content, encoding="utf-8")

@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from common.base.command_line import exit_with
+from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 
 
@@ -45,6 +45,7 @@ def name_model(outputs: Path, alias: str, version: str) -> list[Path]:
     return files
 
 
+@refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -60,16 +61,10 @@ def main() -> None:
     elif not options.alias:
         print("The model gets no alias.")
     else:
-        _name_model(options.alias, Path(os.environ.get("VH_OUTPUTS_DIR", "/valohai/outputs")))
-
-
-def _name_model(alias: str, outputs: Path) -> None:
-    try:
-        files = name_model(outputs, alias, version=os.environ.get("VH_JOB_ID", "local"))
-    except BadInputError as mistake:
-        exit_with(mistake)
-    named = f"The {len(files)} files of the model are {alias!r} from now on."
-    print(named if files else f"{outputs} has no model to name: the first member of a distributed task saves it.")
+        outputs = Path(os.environ.get("VH_OUTPUTS_DIR", "/valohai/outputs"))
+        files = name_model(outputs, options.alias, version=os.environ.get("VH_JOB_ID", "local"))
+        named = f"The {len(files)} files of the model are {options.alias!r} from now on."
+        print(named if files else f"{outputs} has no model to name: the first member of a distributed task saves it.")
 
 
 if __name__ == "__main__":

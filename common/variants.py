@@ -13,11 +13,7 @@ from types import ModuleType
 
 from common.base.command_line import ended_by_one_sentence
 from common.base.run_config import RunConfig
-from common.checks.folder_runs import (
-    first_options,
-    name_of,
-    run_of_arguments,
-)
+from common.checks.folder_runs import first_options, name_of, run_of_arguments
 from common.checks.inputs import check_inputs
 from common.launch import run_or_launch
 from common.reporting.classification import results_text
@@ -40,12 +36,12 @@ def run_settings_from_command_line(workflow: ModuleType) -> None:
 
 def help_text(workflow: ModuleType, technique: str, parallel: str) -> str:
     """Return what the workflow does, its own options, and what the setting that they choose has unlike the defaults."""
-    parser, usual = first_options(workflow.RUN), RunConfig()
+    parser = first_options(workflow.RUN)
     parser.description, parser.formatter_class = workflow.__doc__, argparse.RawDescriptionHelpFormatter
     own = [
         f"  --{name} {value}"
         for name, value in workflow.defaults_for(technique, parallel).to_dict().items()
-        if value != getattr(usual, name) and name not in ("technique", "parallel", "task", "run_folder")
+        if value != getattr(RunConfig, name) and name not in ("technique", "parallel", "task", "run_folder")
     ]
     parser.epilog = "\n".join([
         f"Fields of this setting ({technique}, {parallel}) that are not at their defaults; each takes another value,",
@@ -70,8 +66,9 @@ def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> i
         check_inputs(run)
     names = [name_of(run) for run in runs]
     for number, (setting, run, name) in enumerate(zip(settings, runs, names, strict=True), 1):
-        so_far = f"{clock(time.perf_counter() - start_s)} so far"
-        print(f"\n== setting {number} of {len(runs)}: {name} ({so_far})", flush=True)
+        print(
+            f"\n== setting {number} of {len(runs)}: {name} ({clock(time.perf_counter() - start_s)} so far)", flush=True
+        )
         try:
             stream_command(ranks_command(run, script.name, setting), cwd=script.parent)
         except RuntimeError as failure:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 from common.base.errors import BadInputError, RunStoppedError, is_of_the_network, said_by
 from common.base.parsing import parse_overrides
@@ -35,7 +34,7 @@ def ended_by_one_sentence() -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
     try:
-        with secrets_hidden():
+        with refused_in_one_sentence(), secrets_hidden():
             yield
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
@@ -44,8 +43,6 @@ def ended_by_one_sentence() -> Iterator[None]:
                 file=sys.stderr,
             )
         sys.exit(INTERRUPTED_EXIT_CODE)
-    except BadInputError as mistake:
-        exit_with(mistake)
     except RunStoppedError as stopped:
         sys.exit(f"error: {stopped}")
     except RuntimeError as error:
@@ -68,10 +65,14 @@ def secrets_hidden() -> Iterator[None]:
         raise
 
 
-def exit_with(mistake: BadInputError) -> NoReturn:
-    """End with one sentence, once for each machine, and exit code 2."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {mistake}", file=sys.stderr)
-    else:
-        time.sleep(SPEAK_FIRST_S)
-    sys.exit(BAD_INPUT_EXIT_CODE)
+@contextmanager
+def refused_in_one_sentence() -> Iterator[None]:
+    """End what refuses its input with one sentence, once for each machine, and exit code 2; it decorates a `main`."""
+    try:
+        yield
+    except BadInputError as mistake:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {mistake}", file=sys.stderr)
+        else:
+            time.sleep(SPEAK_FIRST_S)
+        sys.exit(BAD_INPUT_EXIT_CODE)

@@ -11,7 +11,7 @@ among devices each device's share is run alone: with pp by the real schedule, wh
 On a GPU PyTorch chooses other operations here and there than on a CPU, where this runs: dropout keeps a mask of one
 byte per element, autocast computes layer norms and softmax in fp32, unfused optimizers work on lists of tensors. The
 dry run of a run on a GPU does as a GPU does. What it cannot see: the CUDA context, gaps between allocated blocks, and
-what is on its way between devices.
+what is being sent between devices.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from tabulate import tabulate
 from transformers import PretrainedConfig
 
-from common.base.command_line import BAD_INPUT_EXIT_CODE
+from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
@@ -52,12 +52,12 @@ class DryRun:
     @property
     def peak_segment(self) -> str:
         """The segment in which most is alive."""
-        return self._highest_of("")
+        return self._highest()[0]
 
     @property
     def peak(self) -> Bytes:
         """The parts alive at the peak."""
-        return self.timeline[self.peak_segment]
+        return self._highest()[1]
 
     @property
     def peak_gib(self) -> float:
@@ -66,12 +66,11 @@ class DryRun:
 
     def phases(self) -> dict[str, tuple[str, Bytes]]:
         """Return the highest segment of each phase and its parts: loaded, forward, backward, optimizer step."""
-        highest = {phase: self._highest_of(phase) for phase in ("load", "forward", "backward", "optimizer")}
-        return {phase: (segment, self.timeline[segment]) for phase, segment in highest.items()}
+        return {phase: self._highest(phase) for phase in ("load", "forward", "backward", "optimizer")}
 
-    def _highest_of(self, phase: str) -> str:
-        segments = [segment for segment in self.timeline if segment.startswith(phase)]
-        return max(segments, key=lambda segment: sum(self.timeline[segment].values()))
+    def _highest(self, phase: str = "") -> tuple[str, Bytes]:
+        segments = [(segment, parts) for segment, parts in self.timeline.items() if segment.startswith(phase)]
+        return max(segments, key=lambda segment: _gib(segment[1]))
 
 
 def _gib(parts: Bytes) -> float:
@@ -106,8 +105,8 @@ def dry_runs(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[
     if not divides_layers(run):
         return [dry_run_of_device(run, batch, as_on_gpu=as_on_gpu)]
     shares = place_stages(run, batch).plan.shares
-    different = {share: number for number, share in enumerate(shares)}
-    known = {share: dry_run_of_device(run, batch, share, number, as_on_gpu) for share, number in different.items()}
+    last_with = {share: number for number, share in enumerate(shares)}
+    known = {share: dry_run_of_device(run, batch, share, number, as_on_gpu) for share, number in last_with.items()}
     return [known[share] for share in shares]
 
 
@@ -120,20 +119,15 @@ def dry_run_of_device(
     run: RunConfig, batch: BatchShape, share: Share | None = None, number: int = 0, as_on_gpu: bool = True
 ) -> DryRun:
     """Return the training step of device `number`, which holds `share`; without one it holds the whole model."""
-    config, run = any_shape_config(run.model), in_bf16(run)
+    config = any_shape_config(run.model)
+    if run.precision == "fp16-mixed":  # bf16 takes the same bytes, and needs no gradient scaler on a CPU
+        run = replace(run, precision="bf16" if run.method.has_plain_adapters else "bf16-mixed")
     if batch.classes:
         config.num_labels = batch.classes
     layers = sum(share.layers) if share else _depth(config)
     depths = (layers,) if layers <= max(SMALL_DEPTHS) else SMALL_DEPTHS
     timelines = [fake_step(run, with_depth(config, depth), batch, as_on_gpu, share, number) for depth in depths]
     return DryRun(extrapolated(*timelines, layers) if len(timelines) > 1 else timelines[0])
-
-
-def in_bf16(run: RunConfig) -> RunConfig:
-    """Return a run in fp16 as one in bf16, which takes the same bytes and needs no gradient scaler on a CPU."""
-    if run.precision != "fp16-mixed":
-        return run
-    return replace(run, precision="bf16" if run.method.has_plain_adapters else "bf16-mixed")
 
 
 def extrapolated(few: Timeline, more: Timeline, layers: int) -> Timeline:
@@ -179,8 +173,8 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
     summaries = f" with summaries of {batch.target_length}" if batch.target_length else ""
     shape = f"{batch.rows} rows of {batch.length} tokens{summaries}, {logits} ({where_from})"
     micro_batches = f" ({run.schedule}, {run.micro_batches} micro-batches)" if run.parallelism.pipelines else ""
-    way = f"{'checkpointed, ' if run.gradient_checkpointing else ''}{run.parallel}{micro_batches}"
-    lines = [f"{run.technique} of {run.model}, {run.precision}, {way}: {shape}"]
+    checkpointed = "checkpointed, " if run.gradient_checkpointing else ""
+    lines = [f"{run.technique} of {run.model}, {run.precision}, {checkpointed}{run.parallel}{micro_batches}: {shape}"]
     devices = dry_runs(run, batch, as_on_gpu=run.device != "cpu")
     try:
         plan = place_stages(run, batch).plan if divides_layers(run) else plan_run(run, batch)
@@ -192,12 +186,11 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
             share = plan.shares[number]
             ends = ", embeddings" * share.has_embeddings + ", head" * share.has_head
             lines.append(f"device {number}: {sum(share.layers)} layers{ends}")
-        lines += [*report_of_device(device, run.device != "cpu"), verdicts[number]]
+        lines += [*_report_of_device(device, run.device != "cpu"), verdicts[number]]
     return "\n".join(lines)
 
 
-def report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
-    """Return the table of phases and parts, and the peak."""
+def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
     on_top = "a GPU's own context and gaps between blocks" if is_gpu else "the process's own memory and what it keeps"
     rows = [
         [phase, segment.partition(": ")[2], *(f"{parts[part] / GIB:.3f}" for part in PARTS), f"{_gib(parts):.3f}"]
@@ -266,12 +259,12 @@ def answer_planner(options: argparse.Namespace, job: Job, cluster: Cluster, unkn
         answer = {"model": options.model, "ranked": [entry], "recommendation": advice, "assumptions": [unknown]}
         print(json.dumps(answer, indent=2))
     else:
-        print(f"{unknown} The dry run stands in, for memory alone.\n")
-        print(report(run, job.batch, "as asked"))
-        print(advice)
+        said = report(run, job.batch, "as asked")
+        print(f"{unknown} The dry run stands in, for memory alone.\n\n{said}\n{advice}")
     return 0 if fits else 1
 
 
+@refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m common.dry_run", description=__doc__,
@@ -279,12 +272,8 @@ def main() -> None:
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_1_a6000_48g_x1")
     parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, all learnt, in place of the run's")
     options, overrides = parser.parse_known_args()
-    try:
-        run = run_of_folder(options.run_folder, overrides)
-        if options.seq_len is None:
-            batch, where_from = batch_of_run(run)
-        else:
-            batch, where_from = batch_of_length(run, options.seq_len), "by --seq-len"
-        print(report(run, batch, where_from))
-    except BadInputError as mistake:
-        parser.exit(BAD_INPUT_EXIT_CODE, f"error: {mistake}\n")
+    run = run_of_folder(options.run_folder, overrides)
+    if options.seq_len is None:
+        print(report(run, *batch_of_run(run)))
+    else:
+        print(report(run, batch_of_length(run, options.seq_len), "by --seq-len"))

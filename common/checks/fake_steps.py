@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from peft import PeftModel
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import InferenceMode
@@ -70,8 +70,12 @@ def fake_step(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
-        model = build_share(run, config, batch, share) if share else build_model(run, config)
-    to_fake(model, mode)
+        model = build_model(run, config)
+    with mode:
+        model.to_empty(device="cpu")
+    _base_of(model).tie_weights()  # each is a tensor of its own now
+    if share:
+        keep_share(model, run, batch, share)
     inputs = {name: mode.from_tensor(tensor) for name, tensor in batch_inputs(batch, model).items()}
     # whether a row holds several texts cannot be read from fake position numbers
     no_row_is_packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
@@ -81,18 +85,15 @@ def fake_step(
         return tracked_steps(run, model, inputs, as_on_gpu, share)
 
 
-def build_share(
-    run: RunConfig, config: PretrainedConfig, batch: BatchShape, share: Share
-) -> PreTrainedModel | PeftModel:
-    """Return the run's model with the layers of `config`, without the ends that `share` lacks."""
-    model, architecture = build_model(run, config), architecture_of_run(run, batch)
-    stack = replace(architecture.stacks[0], layers=config.num_hidden_layers)
+def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchShape, share: Share) -> None:
+    """Take out of the run's model the ends that `share` lacks; all its layers stay."""
+    architecture = architecture_of_run(run, batch)
+    stack = replace(architecture.stacks[0], layers=model.config.num_hidden_layers)
     before = [] if share.has_embeddings else [Share((0,), has_head=False)]
     after = [] if share.has_head else [Share((0,), has_embeddings=False)]
     held = [*before, replace(share, layers=(stack.layers,)), *after]
     stage_map = device_map_of(replace(architecture, stacks=(stack,)), held, range(len(held)))
-    cut(base_of(model), stage_map, len(before))
-    return model
+    cut(_base_of(model), stage_map, len(before))
 
 
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | PeftModel:
@@ -102,25 +103,8 @@ def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | P
     return with_trained_weights(model, run)
 
 
-def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the model itself, without its adapters."""
+def _base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
-    """Put fake tensors on the CPU in the place of parameters and buffers on `meta`; tied ones stay tied."""
-    made: dict[int, torch.Tensor] = {}
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            stand_in = FakeTensor(mode, torch.empty_like(tensor, device="meta"), torch.device("cpu"))
-            is_weight = isinstance(tensor, torch.nn.Parameter)
-            made[id(tensor)] = torch.nn.Parameter(stand_in, tensor.requires_grad) if is_weight else stand_in
-        return made[id(tensor)]
-
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            tensors.update({name: fake(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -154,16 +138,12 @@ def tracked_steps(
 
     `share` is the part of a divided model that `model` holds; None: it is whole.
     """
-    trainer_class = partial(StepTrainer, share=share or WHOLE, compute_loss_func=objective_of(run).loss)
     with ExitStack() as stack:
-        trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, trainer_class))
-        tracker = stack.enter_context(_tracker_of(model, inputs))
+        trainer, tracker = stack.enter_context(tracked_trainer(run, model, inputs, as_on_gpu, share or WHOLE))
         wrapped, optimizer = trainer.accelerator.prepare(model, trainer.optimizer, device_placement=[False, False])
         if run.parallelism.replicates:
             tracker.enter("load", "gradients")  # its buckets hold them
             wrapped = stack.enter_context(one_of_many_ranks(wrapped, run.world_size))
-        mark_segments(model, tracker, trainer.after_layers)
-        watch_gradients(model, tracker)
         for _ in range(STEPS):
             tracker.timeline.clear()
             take_step(trainer, wrapped, optimizer, inputs, tracker)
@@ -177,16 +157,13 @@ def tracked_stage_steps(
 
     Optimizer states are there before it, from an update without passes.
     """
-    with ExitStack() as stack:
-        tracker = _tracker_of(model, inputs)
-        share = Share((), has_embeddings=stage == 0, has_head=stage == run.devices - 1)
-        trainer = stack.enter_context(trainer_of_run(run, model, as_on_gpu, partial(StepTrainer, share=share)))
+    share = Share((), has_embeddings=stage == 0, has_head=stage == run.devices - 1)
+    with (
+        tracked_trainer(run, model, inputs, as_on_gpu, share) as (trainer, tracker),
+        fake_group(stage, run.devices),
+        mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote),
+    ):
         strategy = stage_alone(run, model, stage, "attention_mask" in inputs, tracker, trainer)
-        stack.enter_context(tracker)
-        mark_segments(model, tracker, trainer.after_layers)
-        watch_gradients(model, tracker)
-        stack.enter_context(fake_group(stage, run.devices))
-        stack.enter_context(mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote))
         batch = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
         make_optimizer_states(trainer, tracker)
         tracker.timeline.clear()
@@ -214,20 +191,19 @@ def stage_alone(
     trainer: "StepTrainer",
 ) -> PipelineParallel:
     """Return the strategy of one stage, on the CPU, which tells `tracker` of its passes."""
-    on_cpu = replace(run, device="cpu", gpu="", attention="sdpa")
-    strategy = PipelineParallel(on_cpu, Rank(stage, run.devices, "cpu", "python"))
+    on_cpu, rank = replace(run, device="cpu", gpu="", attention="sdpa"), Rank(stage, run.devices, "cpu", "python")
+    strategy = PipelineParallel(on_cpu, rank)
     strategy.attach(model)
     strategy.prepare(trainer.optimizer, trainer.accelerator)
-    strategy.pipeline = pipeline_alone(run, model, stage, padded, tracker)
+    strategy.pipeline = pipeline_alone(on_cpu, model, rank, padded, tracker)
     return strategy
 
 
 def pipeline_alone(
-    run: RunConfig, model: PreTrainedModel | PeftModel, stage: int, padded: bool, tracker: Watch
+    run: RunConfig, model: PreTrainedModel | PeftModel, rank: Rank, padded: bool, tracker: Watch
 ) -> Pipeline:
     """Return the pipeline of one stage, on the CPU; `tracker` is told when a pass begins."""
-    rank, on_cpu = Rank(stage, run.devices, "cpu", "python"), replace(run, device="cpu", gpu="", attention="sdpa")
-    pipeline = Pipeline((StageModule if padded else UnpaddedStage)(model, on_cpu, rank), on_cpu, rank)
+    pipeline = Pipeline((StageModule if padded else _UnpaddedStage)(model, run, rank), run, rank)
     pipeline.takes_logits_to_keep = False
     begins = {
         "forward": "forward: embeddings" if pipeline.module.is_first else "forward: received hidden state",
@@ -243,11 +219,10 @@ def pipeline_alone(
     return pipeline
 
 
-class UnpaddedStage(StageModule):
+class _UnpaddedStage(StageModule):
     """A stage that drops the mask: that it is of ones alone cannot be read from a fake one."""
 
     def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Compute as the stage does with a mask of ones."""
         return super().forward(given, None)
 
 
@@ -255,14 +230,6 @@ def _without_a_vote(schedule: PipelineScheduleSingle, stages: list[PipelineStage
     """Skip the vote on shapes: every stage knows what it sends, and no other rank is there."""
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
-
-
-def _tracker_of(model: PreTrainedModel | PeftModel, inputs: dict[str, torch.Tensor]) -> MemoryTracker:
-    tracker = MemoryTracker(base_of(model).config.vocab_size)
-    for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
-        for tensor in tensors:
-            tracker.add(tensor, part)
-    return tracker
 
 
 class StepTrainer(Trainer):
@@ -275,11 +242,7 @@ class StepTrainer(Trainer):
         """Train the part of a model that has the ends of `share`."""
         super().__init__(**kwargs)
         self.share = share
-
-    @property
-    def after_layers(self) -> str:
-        """What follows the last layer."""
-        return HEAD_AND_LOSS if self.share.has_head else HANDING_ON
+        self.after_layers = HEAD_AND_LOSS if share.has_head else HANDING_ON
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Leave the model where it is: a fake tensor cannot be moved in place."""
@@ -287,7 +250,7 @@ class StepTrainer(Trainer):
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], **kwargs: Any) -> torch.Tensor:
         """Return the loss, or without a head something in its place that can be back-propagated."""
         if not self.share.has_embeddings:  # a hidden state of shape (rows, tokens, hidden) from the device before
-            base = base_of(self.model)
+            base = _base_of(self.model)
             dtype = hidden_dtype(base, autocasts=self.accelerator.mixed_precision != "no")
             shape = (*inputs["input_ids"].shape, base.config.hidden_size)
             hidden = torch.empty(shape, dtype=dtype, requires_grad=True)
@@ -295,21 +258,19 @@ class StepTrainer(Trainer):
         if self.share.has_head:
             return super().compute_loss(model, inputs, **kwargs)
         kept = ("input_ids", "inputs_embeds", "attention_mask")
-        return LossElsewhere.apply(model(**{name: inputs[name] for name in kept if name in inputs}).logits)
+        return _LossElsewhere.apply(model(**{name: inputs[name] for name in kept if name in inputs}).logits)
 
 
-class LossElsewhere(torch.autograd.Function):
+class _LossElsewhere(torch.autograd.Function):
     """The layers of other devices: a number for their loss, and a gradient as it comes back from them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a number in the place of the loss."""
         ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
         return hidden.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient of the hidden state."""
         return torch.empty(ctx.shape, dtype=ctx.dtype)
 
 
@@ -328,17 +289,32 @@ def step_trainer(
 
 
 @contextmanager
-def trainer_of_run(
-    run: RunConfig, model: PreTrainedModel, as_on_gpu: bool, trainer_class: Callable[..., StepTrainer]
-) -> Iterator[StepTrainer]:
-    """Make the run's trainer as for one rank on a CPU, with the operations that a GPU or a CPU chooses."""
+def tracked_trainer(
+    run: RunConfig,
+    model: PreTrainedModel | PeftModel,
+    inputs: dict[str, torch.Tensor],
+    as_on_gpu: bool,
+    share: Share,
+) -> Iterator[tuple[StepTrainer, MemoryTracker]]:
+    """Make the run's trainer as for one rank on a CPU, with the operations that a GPU or a CPU chooses.
+
+    Beside it comes a tracker, which counts the weights and `inputs` and what the steps make.
+    """
     alone = run.changed_to(device="cpu", gpu="", parallel="single", devices=1, attention="eager", report_to="none")
+    trainer_class = partial(StepTrainer, share=share, compute_loss_func=objective_of(run).loss)
+    tracker = MemoryTracker(_base_of(model).config.vocab_size)
+    for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
+        for tensor in tensors:
+            tracker.add(tensor, part)
     with tempfile.TemporaryDirectory() as folder, like_cuda() if as_on_gpu else nullcontext():
         trainer = step_trainer(model, training_arguments(alone, Path(folder)), trainer_class)
         if as_on_gpu:
             for group in trainer.optimizer.param_groups:
                 group["foreach"] = not group.get("fused")
-        yield trainer
+        with tracker:
+            mark_segments(model, tracker, trainer.after_layers)
+            watch_gradients(model, tracker)
+            yield trainer, tracker
 
 
 def take_step(
@@ -388,13 +364,8 @@ def mark_segments(model: torch.nn.Module, tracker: Watch, after_layers: str = HE
 @contextmanager
 def one_of_many_ranks(model: torch.nn.Module, world_size: int) -> Iterator[DistributedDataParallel]:
     """Wrap `model` as rank 0 of `world_size` under DDP, with collectives that send nothing."""
-    # what DDP does when it is made would read the other ranks' weights
-    nothing = dict.fromkeys(
-        ("_verify_param_shape_across_processes", "_sync_module_states"), lambda *args, **kwargs: None
-    )
     with fake_group(0, world_size):
-        with mock.patch.multiple(torch.nn.parallel.distributed, **nothing):
-            wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)  # with no other rank
         wrapped.register_comm_hook(None, noop_hook)
         wrapped.reducer = _ReducerWithoutRebuild(wrapped.reducer)
         yield wrapped

@@ -32,9 +32,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import recursively_apply
 from tabulate import tabulate
 
-from common.base.command_line import BAD_INPUT_EXIT_CODE, INTERRUPTED_EXIT_CODE
+from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
@@ -120,7 +121,7 @@ PART_NAMES = (MACHINE, *(trial.name for trial in TRIALS), TESTS)
 
 @dataclass(frozen=True)
 class Part:
-    """Something to be found out.
+    """Something to find out.
 
     `find_out` takes the seconds that it may last, `most_s` at most. `left_out` says why it is not begun; empty = it is.
     """
@@ -134,18 +135,11 @@ class Part:
 # -- a part in a process of its own
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A process that has ended; `exit_code` is None where it was ended, as its time was over."""
-
-    exit_code: int | None
-    output: str
-
-
-def run_process(command: Sequence[str], limit_s: float) -> Ended:
+def run_process(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess:
     """Run this Python with `command` at the repository's root, for at most `limit_s` seconds.
 
-    It has no network to ask, and a group of its own, which is ended as a whole.
+    It has no network to ask, and a group of its own, which is ended as a whole. Its `returncode` is None where it was
+    ended, as its time was over.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:  # a pipe would stay open with whoever is left behind
         process = subprocess.Popen(
@@ -164,7 +158,7 @@ def run_process(command: Sequence[str], limit_s: float) -> Ended:
         finally:
             end_group(process)
         log.seek(0)
-        return Ended(exit_code, log.read())
+        return subprocess.CompletedProcess(command, exit_code, log.read())
 
 
 def end_group(process: subprocess.Popen) -> None:
@@ -190,27 +184,23 @@ def last_error(output: str) -> str:
     return next((line for line in reversed(lines) if line), "it ended without a word")
 
 
-def failed(ended: Ended) -> Record:
-    """Return the record of a process that did not do what it should."""
-    why = last_error(ended.output)
-    if ended.exit_code is not None and ended.exit_code < 0:
-        why = f"killed by signal {-ended.exit_code}; its last words: {why}"
-    return {
-        "status": FAILS,
-        "why": why,
-        "exit_code": ended.exit_code,
-        "output": ended.output.splitlines()[-KEPT_LINES:],
-    }
+def failed(ended: subprocess.CompletedProcess, limit_s: float) -> Record:
+    """Return the record of a process that did not do what it should, or hung for `limit_s`."""
+    why = last_error(ended.stdout)
+    if ended.returncode is None:
+        why = f"took longer than {limit_s:.0f} s; its last words: {why}"
+    elif ended.returncode < 0:
+        why = f"killed by signal {-ended.returncode}; its last words: {why}"
+    output = ended.stdout.splitlines()[-KEPT_LINES:]
+    return {"status": FAILS, "why": why, "exit_code": ended.returncode, "output": output}
 
 
-def not_done(ended: Ended, limit_s: float, most_s: float) -> Record:
-    """Return the record of a part that failed, hung for `most_s`, or had only `limit_s` left of the budget."""
-    if ended.exit_code is not None:
-        return failed(ended)
-    if limit_s < most_s:
+def not_done(ended: subprocess.CompletedProcess, limit_s: float) -> Record:
+    """Return the record of a part that failed, hung for `PART_S`, or had only `limit_s` left of the budget."""
+    if ended.returncode is None and limit_s < PART_S:
         why = f"the budget was over after {limit_s:.0f} s of it: pass a larger --budget_s, or --only this part"
         return {"status": LEFT_OUT, "why": why}
-    return {**failed(ended), "why": f"took longer than {limit_s:.0f} s; its last words: {last_error(ended.output)}"}
+    return failed(ended, limit_s)
 
 
 # -- the machine
@@ -219,12 +209,12 @@ def not_done(ended: Ended, limit_s: float, most_s: float) -> Record:
 def look_at_machine(limit_s: float) -> Record:
     """Look at driver, cards, links and build, and whether PyTorch computes on every card that the driver lists."""
     ended = run_process(["-m", "common.checks.machine_facts"], limit_s)
-    if ended.exit_code != 0:
-        return not_done(ended, limit_s, PART_S)
+    if ended.returncode != 0:
+        return not_done(ended, limit_s)
     # libraries may warn before it and, as they are left, after it
-    facts = json.loads(next(line for line in reversed(ended.output.splitlines()) if line.startswith("{")))
+    facts = json.loads(next(line for line in reversed(ended.stdout.splitlines()) if line.startswith("{")))
     wrong = what_is_wrong(facts)
-    return {"status": FAILS if wrong else WORKS, "why": wrong or summary_of(facts), "facts": facts}
+    return {"status": FAILS if wrong else WORKS, "why": wrong or _summary_of(facts), "facts": facts}
 
 
 def what_is_wrong(facts: Record) -> str:
@@ -242,19 +232,19 @@ def what_is_wrong(facts: Record) -> str:
             f"the driver {facts['driver']} lists {len(listed)} GPU(s), but PyTorch {torch['version']} can use "
             f"{len(torch['cards'])}: its CUDA {torch['cuda']} may be newer than the one that `nvidia-smi` says"
         )
-    errors = [f"cuda:{number}: {card['error']}" for number, card in enumerate(torch["cards"]) if card["error"]]
-    return "; ".join(errors)
+    return "; ".join(f"cuda:{number}: {card['error']}" for number, card in enumerate(torch["cards"]) if card["error"])
 
 
-def summary_of(facts: Record) -> str:
-    """Return the machine in a line."""
+def _summary_of(facts: Record) -> str:
     torch, missing = facts["torch"], [name for name, version in facts["packages"].items() if version is None]
     cards = Counter(f"{card['name']}, {card['memory_gib']:.1f} GiB" for card in torch["cards"])
-    there = [f"{count} x {card}" for card, count in cards.items()] or [f"no GPU; {facts['cpu']}"]
-    driver = [f"driver {facts['driver']}"] if facts["driver"] else []
-    build = f"PyTorch {torch['version']}" + (f" for CUDA {torch['cuda']}" if torch["cuda"] else "")
-    lacks = [f"not installed: {', '.join(missing)}"] if missing else []
-    return "; ".join([*there, *driver, build, *lacks])
+    said = [
+        *([f"{count} x {card}" for card, count in cards.items()] or [f"no GPU; {facts['cpu']}"]),
+        f"driver {facts['driver']}" if facts["driver"] else "",
+        f"PyTorch {torch['version']}" + (f" for CUDA {torch['cuda']}" if torch["cuda"] else ""),
+        f"not installed: {', '.join(missing)}" if missing else "",
+    ]
+    return "; ".join(filter(None, said))
 
 
 # -- a technique's steps
@@ -322,22 +312,20 @@ def fitting_settings(trial: Trial, devices: Devices) -> dict[str, object]:
         if plan.fits and not plan.is_tight:
             return {**settings, "model": shape}
     raise NoRoomError(
-        f"by the plan even {shape} needs {plan.devices[plan.tightest].peak_gib:.1f} GiB, and "
-        f"{devices.card.memory_gib:.1f} are free"
+        f"by the plan even {shape} needs {plan.fullest[0].peak_gib:.1f} GiB, and {devices.card.memory_gib:.1f} are free"
     )
 
 
-def why_left_out(trial: Trial, devices: Devices) -> str:
-    """Return why a technique cannot be tried here; empty = it can."""
+def _why_left_out(trial: Trial, devices: Devices) -> str:
     if devices.count == 0:
         return UNUSABLE
     own = literal_of(REPOSITORY / trial.folder)
-    way = PARALLELISMS[trial.settings.get("parallel", own.parallel)]
-    if devices.count < 2 and not way.is_single and not trial.also_single:
+    parallelism = PARALLELISMS[trial.settings.get("parallel", own.parallel)]
+    if devices.count < 2 and not parallelism.is_single and not trial.also_single:
         return f"needs two GPUs, and there is {devices.count}"
     own_model = [minilm.PACKAGE] if devices.kind == "cpu" and own.model == minilm.MINILM else []
     missing = not_installed((*trial.packages, *own_model))
-    if way.splits_layers and not devices.is_known and not missing:
+    if parallelism.splits_layers and not devices.is_known and not missing:
         return "layers are placed by a plan, and the catalogue (common/hardware/catalogue.toml) lacks this card"
     return missing
 
@@ -356,12 +344,11 @@ def try_technique(trial: Trial, devices: Devices, limit_s: float) -> Record:
         return {"status": LEFT_OUT, "why": str(too_large)}
     tokens = CPU_TOKENS if devices.kind == "cpu" else GPU_TOKENS
     with tempfile.NamedTemporaryFile(prefix="gpu-check-", suffix=".json") as file:
-        asked = [trial.folder, "--json", file.name, "--seq-len", str(tokens)]
-        overrides = [f"--{name}={value}" for name, value in settings.items()]
-        ended = run_process(["-m", "common.preflight", *asked, *overrides], limit_s)
+        command = ["-m", "common.preflight", trial.folder, "--json", file.name, "--seq-len", str(tokens)]
+        ended = run_process([*command, *(f"--{name}={value}" for name, value in settings.items())], limit_s)
         figures = Path(file.name).read_text(encoding="utf-8")
-    if ended.exit_code != 0 or not figures:
-        return {**not_done(ended, limit_s, PART_S), "settings": settings}
+    if ended.returncode != 0 or not figures:
+        return {**not_done(ended, limit_s), "settings": settings}
     return judged(json.loads(figures))
 
 
@@ -387,8 +374,7 @@ def judged(figures: Record) -> Record:
 # -- tests/gpu
 
 
-def why_no_tests(devices: Devices) -> str:
-    """Return why `tests/gpu` are not run; empty = they are."""
+def _why_no_tests(devices: Devices) -> str:
     if devices.kind == "cpu":
         return "they need a GPU"
     return not_installed(TEST_PACKAGES) if devices.count else UNUSABLE
@@ -399,18 +385,18 @@ def run_tests(limit_s: float) -> Record:
     without_4_bits = find_spec("bitsandbytes") is None
     chosen = ["-k", f"not ({TESTS_OF_4_BITS})"] if without_4_bits else []
     ended = run_process(["-m", "pytest", "-q", "tests/gpu", *chosen], limit_s)
-    counts = counts_of(ended.output)
-    said = [", ".join(f"{count} {name}" for name, count in counts.items()) or last_error(ended.output)]
+    counts = counts_of(ended.stdout)
+    said = [", ".join(f"{count} {name}" for name, count in counts.items()) or last_error(ended.stdout)]
     if without_4_bits:
         said.append("those of 4 bits left out: bitsandbytes is not installed")
-    if ended.exit_code is None:
+    if ended.returncode is None:
         said.append(f"the budget was over after {limit_s:.0f} s: `python -m pytest tests/gpu` runs all")
-    named = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.output, re.MULTILINE)
+    named = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
     said += [name.rpartition("::")[2] for name in named]
     record = {"why": "; ".join(said), "counts": counts, "failed_tests": named}
-    if named or ended.exit_code not in (0, None):
-        return {**failed(ended), **record}
-    return {**record, "status": WORKS if "passed" in counts and ended.exit_code == 0 else LEFT_OUT}
+    if named or ended.returncode not in (0, None):
+        return {**failed(ended, limit_s), **record}
+    return {**record, "status": WORKS if "passed" in counts and ended.returncode == 0 else LEFT_OUT}
 
 
 def counts_of(output: str) -> dict[str, int]:
@@ -422,15 +408,13 @@ def counts_of(output: str) -> dict[str, int]:
 # -- all parts
 
 
-def without_places(value: Any) -> Any:
-    """Return `value` with all its texts rid of secrets, of this machine's name, and of folders; files' names stay."""
-    if isinstance(value, dict):
-        return {name: without_places(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [without_places(part) for part in value]
-    if not isinstance(value, str):
-        return value
-    text = without_secrets(value)
+def without_places(record: Record) -> Record:
+    """Return a record with all its texts rid of secrets, of this machine's name, and of folders; files' names stay."""
+    return recursively_apply(_without_places, record, test_type=lambda value: isinstance(value, str))
+
+
+def _without_places(text: str) -> str:
+    text = without_secrets(text)
     for place in (REPOSITORY, Path(tempfile.gettempdir()), Path.home()):
         if place.parent != place:
             text = text.replace(f"{place}/", "")
@@ -460,10 +444,10 @@ def find_out(part: Part, deadline_s: float) -> Record:
 def parts_for(devices: Devices) -> list[Part]:
     """Return each technique, then the tests, which get what time is left."""
     techniques = [
-        Part(trial.name, partial(try_technique, trial, devices), left_out=why_left_out(trial, devices))
+        Part(trial.name, partial(try_technique, trial, devices), left_out=_why_left_out(trial, devices))
         for trial in TRIALS
     ]
-    return [*techniques, Part(TESTS, run_tests, most_s=float("inf"), left_out=why_no_tests(devices))]
+    return [*techniques, Part(TESTS, run_tests, most_s=float("inf"), left_out=_why_no_tests(devices))]
 
 
 def is_asked_for(name: str, only: str | None) -> bool:
@@ -532,25 +516,20 @@ def table(records: Sequence[Record]) -> str:
         for record in records
     ]
     rule = ["-" * width for width in COLUMN_WIDTHS]  # as a row: tabulate would make room beside its own headers
-    aligned = ("left", "left", "right", "right", "right", "right", "left")
     return tabulate(
         [HEADERS, rule, *rows],
         tablefmt="plain",
-        colalign=aligned,
+        colalign=("left", "left", *["right"] * len(MEASURED), "left"),
         disable_numparse=True,
         maxcolwidths=list(COLUMN_WIDTHS),
     )
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Check that the options can be met.
-
-    Raises:
-        BadInputError: there is no such part, no time, or no folder to write into.
-    """
+def _check_options(options: argparse.Namespace) -> None:
     if not any(is_asked_for(name, options.only) for name in PART_NAMES):
-        known = ", ".join(PART_NAMES)
-        raise BadInputError(f"--only is {options.only!r}, but there is no such part: choose one of {known}.")
+        raise BadInputError(
+            f"--only is {options.only!r}, but there is no such part: choose one of {', '.join(PART_NAMES)}."
+        )
     if not options.budget_s >= LEAST_S + END_S:
         raise BadInputError(
             f"--budget_s is {options.budget_s:g}, in which no part would end: pass {LEAST_S + END_S:g} or more."
@@ -559,6 +538,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise BadInputError(f"--out is {options.out}, but nothing can be written there: pass another file.")
 
 
+@refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the part at work is ended, too
@@ -569,14 +549,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where a GPU can be seen, else cpu")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the file (default: %(default)s)")
     parser.add_argument("--budget_s", type=float, default=360.0, help="seconds for all (default: %(default)g)")
-    only = f"one part, or by its first word several: {', '.join(PART_NAMES)}"
-    parser.add_argument("--only", metavar="PART", help=only)
+    parser.add_argument(
+        "--only", metavar="PART", help=f"one part, or by its first word several: {', '.join(PART_NAMES)}"
+    )
     options = parser.parse_args(arguments)
+    _check_options(options)
     try:
-        check_options(options)
         records = check(options)
-    except BadInputError as mistake:
-        parser.exit(BAD_INPUT_EXIT_CODE, f"error: {mistake}\n")
     except KeyboardInterrupt:
         print(f"error: interrupted; {options.out} has what was found until then.", file=sys.stderr)
         sys.exit(INTERRUPTED_EXIT_CODE)

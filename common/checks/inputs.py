@@ -72,15 +72,13 @@ def check_settings(run: RunConfig) -> None:
     if run.goal.chats:
         check_independent_judge(run)
     for tracker in run.report_to.split(","):
-        if tracker not in ("none", "all", *INTEGRATION_TO_CALLBACK):
-            known = ", ".join(INTEGRATION_TO_CALLBACK)
-            raise BadInputError(f"report_to names {tracker!r}: choose none, or some of {known}.")
+        check_choice("A tracker in report_to", tracker, ("none", "all", *INTEGRATION_TO_CALLBACK))
         if tracker in INTEGRATION_TO_CALLBACK and tracker not in get_available_reporting_integrations():
             raise BadInputError(f"report_to names {tracker}, which is not installed: `pip install {tracker}`.")
     for name, known in (("lr_scheduler_type", SchedulerType), ("optim", OptimizerNames)):
         check_choice(name, getattr(run, name), [choice.value for choice in known])
     load_tokenizer(run)
-    check_parallelism(run)
+    _check_parallelism(run)
 
 
 def training_rows(run: RunConfig) -> list[Row]:
@@ -95,14 +93,9 @@ def training_rows(run: RunConfig) -> list[Row]:
     return rows
 
 
-def check_parallelism(run: RunConfig) -> None:
-    """Check that the run's model can be divided as its parallelism does.
-
-    Raises:
-        BadInputError: the model cannot be divided, or nothing here divides it so.
-    """
-    way = run.parallelism
-    if not way.strategy and (way.shards or way.splits_matrices or way.pipelines):
+def _check_parallelism(run: RunConfig) -> None:
+    parallelism = run.parallelism
+    if not parallelism.strategy and (parallelism.shards or parallelism.splits_matrices or parallelism.pipelines):
         raise BadInputError(
             f"parallel is {run.parallel}, which can be planned, but not trained with: its row in common/base/specs.py "
             "names no strategy; pass another --parallel."
@@ -125,9 +118,8 @@ def check_results_folder(run: RunConfig) -> None:
         raise BadInputError(
             f"Nothing can be written into {folder} ({error.strerror}): pass --results_root with a folder that can."
         ) from None
-    own = folder / run.run_name
-    if run.run_name and own.is_symlink():
-        raise BadInputError(f"The results folder {own.name} is a link to elsewhere: pass another --run_name.")
+    if run.run_name and (folder / run.run_name).is_symlink():
+        raise BadInputError(f"The results folder {run.run_name} is a link to elsewhere: pass another --run_name.")
 
 
 def check_folder(run: RunConfig) -> None:
@@ -153,7 +145,7 @@ def check_folder(run: RunConfig) -> None:
     folder = run.run_folder.partition("/")[0]
     taken = [settings for name, *settings in FOLDERS_TAKE if name == folder]
     taken.append(((own.technique,), (own.parallel,)))
-    is_taken = any(run.technique in techniques and run.parallel in ways for techniques, ways in taken)
+    is_taken = any(run.technique in techniques and run.parallel in parallels for techniques, parallels in taken)
     if own.goal.folder_for_one or is_taken:  # a task's own folder does all that the task is done with
         return
     setting = "technique" if run.technique != own.technique else "parallel"
@@ -199,12 +191,10 @@ def disk_need(run: RunConfig) -> DiskNeed:
     if run.method.has_adapters:  # checkpoints have adapters alone, and so has what is saved beside the merged model
         saved_bytes = sum(weight.nbytes for weight in trained)
         models_bytes += saved_bytes
-    per_weight = OPTIMIZER_BYTES.get(run.optim)  # None: two states as wide as the weight, as Adam has
-    if run.parallelism.uses_deepspeed:
-        per_weight = 3 * 4  # its bf16 has momentum, variance and a copy of the weights in fp32
-    states = sum(
-        weight.numel() * (2 * weight.itemsize if per_weight is None else per_weight) for weight in trained
-    )  # fmt: skip
+    # DeepSpeed's bf16 has momentum, variance and a copy of the weights in fp32
+    per_weight = 3 * 4 if run.parallelism.uses_deepspeed else OPTIMIZER_BYTES.get(run.optim)
+    # None: two states as wide as the weight, as Adam has
+    states = sum(weight.numel() * (2 * weight.itemsize if per_weight is None else per_weight) for weight in trained)
     return DiskNeed(saved_bytes + math.ceil(states), min(CHECKPOINTS, math.ceil(1 / run.eval_steps)), models_bytes)
 
 
@@ -238,11 +228,8 @@ def check_room_to_save(run: RunConfig) -> None:
     """
     if run.method.has_adapters:
         return
-    folder = tempfile.gettempdir()
-    size, free = (
-        sum(weight.nbytes for weight in model_without_weights(run).parameters()),
-        shutil.disk_usage(folder).free,
-    )
+    folder, size = tempfile.gettempdir(), sum(weight.nbytes for weight in model_without_weights(run).parameters())
+    free = shutil.disk_usage(folder).free
     if free < size:
         raise BadInputError(
             f"The preflight saves the model once, {size_text(size)}, but {size_text(free)} are free in {folder}: set "

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from common.base.command_line import exit_with
+from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import SettingsParser
 from common.base.run_config import RunConfig, not_meant_for
@@ -146,8 +146,8 @@ def read_options(arguments: Sequence[str] | None = None) -> PlannerOptions:
         SystemExit: an option is unknown, or a value of the wrong kind.
         BadInputError: see `PlannerOptions`.
     """
-    made = SettingsParser((PlannerOptions,), prog="python -m common.planner", description=__doc__)
-    return PlannerOptions(**made.settings(arguments))
+    parser = SettingsParser((PlannerOptions,), prog="python -m common.planner", description=__doc__)
+    return PlannerOptions(**parser.settings(arguments))
 
 
 def cluster_of(options: PlannerOptions) -> Cluster:
@@ -173,12 +173,11 @@ def cluster_of(options: PlannerOptions) -> Cluster:
 
 def _one_gpu(name: str, options: PlannerOptions) -> Gpu:
     if options.gpu_memory_gib:
-        tflops = options.gpu_tflops
-        if tflops is None:
+        if options.gpu_tflops is None:
             raise BadInputError(
                 f"--gpu-memory-gib describes {name}, so pass its --gpu-tflops, too (dense, of its data sheet)."
             )
-        rates = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), tflops)
+        rates = dict.fromkeys(("fp32", "tf32", "bf16", "fp16"), options.gpu_tflops)
         return Gpu(name, options.gpu_memory_gib, 0, rates, 1000, 4, "by hand")
     if name.lower() == "cpu":
         return cpu_device()
@@ -194,11 +193,11 @@ def _gpus_here() -> list[Gpu]:
     names = gpus()[1]
     found = [gpu_of_device(name) for name in names]
     if not names or None in found:
-        seen = ", ".join(names) or "none"
         raise BadInputError(
-            f"No --gpu is named, and of this machine's GPUs ({seen}) not all are known: pass --gpu a6000."
+            f"No --gpu is named, and of this machine's GPUs ({', '.join(names) or 'none'}) not all are known: pass "
+            "--gpu a6000."
         )
-    return [gpu for gpu in found if gpu is not None]
+    return found
 
 
 def job_of(options: PlannerOptions) -> Job:
@@ -208,18 +207,16 @@ def job_of(options: PlannerOptions) -> Job:
         raise BadInputError(WHY_NOT_QUANTIZED_FULL)
     if options.quantization and method and not method.quantizes:
         raise BadInputError("LoRA on quantized weights is QLoRA: pass --technique qlora.")
-    labelled = 1 if options.classes else options.max_target_length or options.max_length
-    shape = BatchShape(
-        options.per_device_train_batch_size,
-        options.max_length,
-        labelled,
-        classes=options.classes,
-        target_length=options.max_target_length or 0,
-    )
     return Job(
         technique="lora",
         parallel="single",
-        batch=shape,
+        batch=BatchShape(
+            options.per_device_train_batch_size,
+            options.max_length,
+            labelled=1 if options.classes else options.max_target_length or options.max_length,
+            classes=options.classes,
+            target_length=options.max_target_length or 0,
+        ),
         precision=options.precision or "bf16",
         quantization=options.quantization or "nf4",
         optimizer=options.optim,
@@ -232,8 +229,7 @@ def job_of(options: PlannerOptions) -> Job:
     )
 
 
-def assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
-    """Return the assumptions that the answer rests on."""
+def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
     best = plans[0]
     job, link = best.job, best.cluster.slowest_link
     learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
@@ -272,9 +268,7 @@ def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
 
 def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
-    cluster = cluster_of(options)
-    job = job_of(options)
-    techniques = techniques_asked(options)
+    cluster, job = cluster_of(options), job_of(options)
     try:
         architecture = with_head_for(read_architecture(options.model), options.classes)
     except UnknownArchitectureError as unknown:
@@ -288,7 +282,7 @@ def answer(options: PlannerOptions) -> int:
         architecture,
         job,
         cluster,
-        techniques,
+        techniques_asked(options),
         (options.parallel,) if options.parallel else None,
         options.gradient_checkpointing,
         calibration,
@@ -296,7 +290,7 @@ def answer(options: PlannerOptions) -> int:
         options.micro_batches,
         options.dp_replicate_size,
     )
-    assumptions = assumptions_of(plans, options)
+    assumptions = _assumptions_of(plans, options)
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
     if options.json:
         print(json.dumps(as_json(options.model, plans, assumptions, options.rows_per_epoch), indent=2))
@@ -304,14 +298,15 @@ def answer(options: PlannerOptions) -> int:
     machines = f" on {cluster.nodes} machines" if cluster.nodes > 1 else ""
     names = " + ".join(f"{cluster.gpus.count(gpu)} x {gpu.name}" for gpu in dict.fromkeys(cluster.gpus))
     size = f"{architecture.parameters / 1e9:.2f}B parameters"
-    print(f"{options.model}: {size}, {names}{machines}; every figure is projected\n")
-    print(table(plans, options.rows_per_epoch))
-    print(f"\n{recommendation(plans)}")
-    if options.explain:
-        print(f"\n{explanation(plans[0])}")
-    if compared:
-        print(f"\n{compared}")
-    print("\nassumed:\n" + "\n".join(f"- {line}" for line in assumptions))
+    parts = [
+        f"{options.model}: {size}, {names}{machines}; every figure is projected",
+        table(plans, options.rows_per_epoch),
+        recommendation(plans),
+        explanation(plans[0]) if options.explain else "",
+        compared,
+        "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
+    ]
+    print("\n\n".join(filter(None, parts)))
     return 0 if plans[0].fits else 1
 
 
@@ -319,26 +314,23 @@ def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> s
     """Compare with the same GPUs on several machines: time, bill, and the network that would bill no more.
 
     Raises:
-        BadInputError: the plan's way of sharing is not a data-parallel one.
+        BadInputError: the plan is not data-parallel.
     """
-    job = plan.job
-    if not job.parallelism.splits_rows:
+    if not plan.job.parallelism.splits_rows:
         raise BadInputError("--against-nodes compares data-parallel plans: pass --parallel ddp or fsdp.")
     spread = replace(plan.cluster, nodes=nodes, link=None)
-    other = make_plan(plan.architecture, job, spread, calibration)
-    gbit = break_even_gbit(plan.architecture, job, plan.cluster, spread, calibration)
-    slower = other.time.total_s / plan.time.total_s
+    other = make_plan(plan.architecture, plan.job, spread, calibration)
+    gbit = break_even_gbit(plan.architecture, plan.job, plan.cluster, spread, calibration)
     network = "no network is fast enough" if gbit is None else f"{gbit:.3g} Gbit/s between them would do"
     return (
-        f"on {nodes} machines over {other.cluster.slowest_link.name} a step takes {slower:.2f} times as long, and "
-        f"at the same price per GPU bills as much more; to bill no more, {network}"
+        f"on {nodes} machines over {spread.slowest_link.name} a step takes "
+        f"{other.time.total_s / plan.time.total_s:.2f} times as long, and at the same price per GPU bills as much "
+        f"more; to bill no more, {network}"
     )
 
 
+@refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it quietly
-    try:
-        sys.exit(answer(read_options()))
-    except BadInputError as mistake:
-        exit_with(mistake)
+    sys.exit(answer(read_options()))

@@ -29,7 +29,7 @@ from accelerate.utils import gather_object
 from tabulate import tabulate
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from common.base.command_line import BAD_INPUT_EXIT_CODE, SPEAK_FIRST_S
+from common.base.command_line import SPEAK_FIRST_S, refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
@@ -183,11 +183,13 @@ def phase(name: str, rank: Rank, remedy: str) -> Iterator[None]:
         print(f"{name}: {time.perf_counter() - start_s:.1f} s")
 
 
-def planned_gib(plan: Plan, number: int) -> float:
+def planned_gib(plan: Plan | None, number: int) -> float | None:
     """Return the planned memory that `Measured` has measured: of the whole process on CPU, on a GPU without overhead.
 
-    `number` counts devices, and so with one device each, ranks.
+    `number` counts devices, and so with one device each, ranks. None without a plan.
     """
+    if plan is None:
+        return None
     memory = plan.devices[number]
     return memory.peak_gib if plan.cluster.gpus[number].name == CPU_DEVICE else memory.allocated_gib
 
@@ -306,19 +308,18 @@ def announcement(run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str) ->
     tried = f"tries {run.technique} of {run.model} with {run.parallel} on {run.devices} x {run.device}: {shape}"
     if plan is None:
         return f"{tried}\nno plan: {no_plan}"
-    memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    memory, gpu = plan.fullest
     layers, where = "", "per device"
     if plan.job.parallelism.splits_layers:
         layers = f"layers on each stage: {', '.join(str(sum(share.layers)) for share in plan.shares)}\n"
         where = "on the fullest device"
     return (
         f"{tried}\n{layers}planned for {gpu.name}: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB {where}, "
-        f"{planned_step_s(run, plan):.3g} s per step; {why(plan)}"
+        f"{_planned_step_s(run, plan):.3g} s per step; {why(plan)}"
     )
 
 
-def planned_step_s(run: RunConfig, plan: Plan) -> float:
-    """Return the planned seconds of an optimizer step, with all its micro-batches."""
+def _planned_step_s(run: RunConfig, plan: Plan) -> float:
     return plan.time.total_s * run.gradient_accumulation_steps
 
 
@@ -326,7 +327,7 @@ def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
     """Return the memory of the training step, planned and measured, one row per device of each rank."""
     rows = []
     for number, found in enumerate(measured):
-        planned = planned_gib(plan, number) if plan else None
+        planned = planned_gib(plan, number)
         rows.append([
             found.rank,
             found.device,
@@ -335,13 +336,17 @@ def memory_table(plan: Plan | None, measured: Sequence[Measured]) -> str:
             "-" if planned is None else f"{found.peak_gib / planned - 1:+.0%}",
             f"{found.capacity_gib:.1f}",
         ])  # fmt: skip
-    headers = ["rank", "device", "planned\nGiB", "measured\nGiB", "difference", "capacity\nGiB"]
-    aligned = ("right", "left", "right", "right", "right", "right")
-    return tabulate(rows, headers, tablefmt="rounded_outline", colalign=aligned, disable_numparse=True)
+    return tabulate(
+        rows,
+        ["rank", "device", "planned\nGiB", "measured\nGiB", "difference", "capacity\nGiB"],
+        tablefmt="rounded_outline",
+        colalign=("right", "left", "right", "right", "right", "right"),
+        disable_numparse=True,
+    )
 
 
 def largest_batch(plan: Plan, measured: Sequence[Measured]) -> tuple[int, float]:
-    """Return the rows per rank that fit if memory goes on as measured, and measured over planned memory."""
+    """Return the rows per rank that fit if memory grows as measured, and measured over planned memory."""
     factor = max(found.peak_gib / planned_gib(plan, number) for number, found in enumerate(measured))
     devices = tuple(
         replace(gpu, memory_gib=found.capacity_gib / factor)
@@ -362,10 +367,9 @@ def figures(
         "tokens": batch.length,
         "validation_rows": len(rows.validation),
         "devices": [
-            {**asdict(found), "planned_gib": planned_gib(plan, number) if plan else None}
-            for number, found in enumerate(measured)
+            {**asdict(found), "planned_gib": planned_gib(plan, number)} for number, found in enumerate(measured)
         ],
-        "planned_step_time_s": planned_step_s(run, plan) if plan else None,
+        "planned_step_time_s": _planned_step_s(run, plan) if plan else None,
         **{name: max(getattr(found, name) for found in measured) for name in slowest_or_fullest},
         "largest_batch": largest_batch(plan, measured)[0] if plan else None,
         "no_plan": no_plan,
@@ -378,13 +382,17 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
     what = "the process" if run.device == "cpu" else "what PyTorch allocates; context and gaps come on top"
     # stages work on the same rows, ranks else on their own
     unit = "rows" if run.parallelism.splits_layers or run.parallelism.splits_matrices else "rows per rank"
-    lines = [f"memory of the training step ({what}):", memory_table(plan, measured)]
-    lines += time_lines(run, rows, plan, found["step_time_s"])
+    lines = [
+        f"memory of the training step ({what}):",
+        memory_table(plan, measured),
+        *time_lines(run, rows, plan, found["step_time_s"]),
+    ]
     if plan:
         largest, factor = largest_batch(plan, measured)
-        count = f"{largest:,} or more" if largest >= LARGEST_BATCH else f"{largest:,}"
-        by = f"by the plan times measured over planned memory ({factor:.2f})"
-        lines.append(f"largest batch: projected {count} {unit}, {by}")
+        lines.append(
+            f"largest batch: projected {largest:,}{' or more' if largest >= LARGEST_BATCH else ''} {unit}, by the plan "
+            f"times measured over planned memory ({factor:.2f})"
+        )
     return "\n".join([
         *lines,
         f"validation: measured {found['validation_time_s']:.2f} s and a peak of {found['validation_peak_gib']:.2f} GiB "
@@ -397,17 +405,16 @@ def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float
     """Return a step's time beside the planned one, and what follows for the whole training and its cost."""
     planned = "no plan"
     if plan:
-        planned_s = planned_step_s(run, plan)
+        planned_s = _planned_step_s(run, plan)
         planned = f"planned {planned_s:.3g} s ({step_time_s / planned_s - 1:+.0%})"
     lines = [f"step time: measured {step_time_s:.3g} s, {planned}"]
     steps = total_steps(run, rows.count)
     if steps is None:
         return [*lines, "training time: not known without the number of rows; pass --train_rows or --max_steps"]
     training_s = steps * step_time_s
-    duration = timedelta(seconds=round(training_s))
     lines.append(
-        f"training time: projected {duration} for {steps:,} steps, all on batches as long as this one; validation, "
-        "checkpoints and answers come on top"
+        f"training time: projected {timedelta(seconds=round(training_s))} for {steps:,} steps, all on batches "
+        "as long as this one; validation, checkpoints and answers come on top"
     )
     gpu = device_of(run)
     if gpu is None or gpu.usd_per_hour is None:
@@ -453,6 +460,7 @@ def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: 
     return 0
 
 
+@refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -465,7 +473,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--anyway", action="store_true", help="try what does not fit by the plan, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured into this file")
     arguments = sys.argv[1:] if arguments is None else arguments
-    try:
-        sys.exit(preflight(*parser.parse_known_args(arguments), arguments))
-    except BadInputError as mistake:
-        parser.exit(BAD_INPUT_EXIT_CODE, f"error: {mistake}\n")
+    sys.exit(preflight(*parser.parse_known_args(arguments), arguments))

@@ -48,8 +48,8 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
     try:
         tokenizer = load_tokenizer(run)
     except BadInputError:
-        of_max_length = f"rows of max_length {run.max_length}"
-        return batch_of_length(run, run.max_length), f"{of_max_length}, as the model's tokenizer is not here"
+        source = f"rows of max_length {run.max_length}, as the model's tokenizer is not here"
+        return batch_of_length(run, run.max_length), source
     batch = longest_batch(tokens_of(rows, tokenizer, run), run.per_device_train_batch_size)
     return batch, f"the longest {batch.rows} of the run's {len(rows):,} rows"
 
@@ -100,13 +100,12 @@ def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
     Raises:
         BadInputError: a row of that length has nothing to predict.
     """
-    _check_tokens(tokens)
-    if run.goal.classifies:
-        return BatchShape(run.per_device_train_batch_size, tokens, labelled=1, classes=len(label_names_of(run)))
-    if run.goal.summarizes:
-        summary = run.max_target_length
-        return BatchShape(run.per_device_train_batch_size, tokens, labelled=summary, target_length=summary)
-    return BatchShape(run.per_device_train_batch_size, tokens, labelled=tokens - 1)
+    if tokens < 2:
+        raise BadInputError(f"--seq-len is {tokens}, but must be at least 2: the first token is not predicted.")
+    classes = len(label_names_of(run)) if run.goal.classifies else 0
+    summary = run.max_target_length if run.goal.summarizes else 0
+    labelled = 1 if classes else summary or tokens - 1
+    return BatchShape(run.per_device_train_batch_size, tokens, labelled, classes=classes, target_length=summary)
 
 
 def rows_of_length(run: RunConfig, tokens: int) -> Rows:
@@ -115,29 +114,22 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     Raises:
         BadInputError: a row of that length has nothing to predict.
     """
-    _check_tokens(tokens)
-    tokenizer = load_tokenizer(run)
+    batch, tokenizer = batch_of_length(run, tokens), load_tokenizer(run)
     # no special ones: padding's embedding is zero, and a norm of zeros makes gradients explode
     ordinary = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.all_special_ids))
     ids = list(islice(cycle(ordinary), tokens))
     labels: int | list[int] = ids
-    if run.goal.classifies:
-        labels = len(label_names_of(run)) - 1
-    elif run.goal.summarizes:
-        labels = list(islice(cycle(ordinary), run.max_target_length))
+    if batch.classes:
+        labels = batch.classes - 1
+    elif batch.target_length:
+        labels = list(islice(cycle(ordinary), batch.target_length))
     row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": labels}
-    count = run.train_rows if run.train_rows > 0 else None
     return Rows(
-        [row] * run.per_device_train_batch_size,
+        [row] * batch.rows,
         [row] * run.per_device_eval_batch_size,
-        count,
+        run.train_rows if run.train_rows > 0 else None,
         "by --seq-len, all of it learnt",
     )
-
-
-def _check_tokens(tokens: int) -> None:
-    if tokens < 2:
-        raise BadInputError(f"--seq-len is {tokens}, but must be at least 2: the first token is not predicted.")
 
 
 # -- both

@@ -24,9 +24,9 @@ from common.checks.dry_run import dry_run, dry_run_of_device, dry_runs, with_dep
 from common.checks.fake_steps import (
     batch_inputs,
     build_model,
-    build_share,
     fake_group,
     fake_step,
+    keep_share,
     pipeline_alone,
     take_step,
     tracked_stage_steps,
@@ -40,6 +40,7 @@ from common.planning.memory_plan import device_memory
 from common.planning.plans import architecture_of_run, job_of_run
 from common.planning.shares import Share, whole_model
 from common.planning.terms import PARTS
+from common.runtime.world import Rank
 from common.training import memory_tracker
 from common.training.placement import place_stages
 from tests.forked import run_forked
@@ -326,7 +327,8 @@ def test_a_stage_of_fake_tensors_takes_what_real_ones_take(
     run = RunConfig(technique=technique, model=shape(num_hidden_layers=3), schedule=schedule, **PIPELINE)
     config, share = any_shape_config(run.model), Share((3,), number == 0, number == 1)
     fake = fake_step(run, config, BATCH, False, share, number)
-    model = build_share(run, config, BATCH, share)
+    model = build_model(run, config)
+    keep_share(model, run, BATCH, share)
     real = tracked_stage_steps(run, model, batch_inputs(BATCH, model), number, as_on_gpu=False)
     assert real.keys() == fake.keys()
     for segment in real:
@@ -403,8 +405,9 @@ def test_a_pipeline_keeps_few_schedules_and_the_latest(
     """Each holds buffers for a whole batch; a dropped one's are free at once."""
     run = RunConfig(technique="full", model=shape(num_hidden_layers=2), **PIPELINE)
     share = Share((2,), has_embeddings=False)
-    model = build_share(run, any_shape_config(run.model), BATCH, share)
-    pipeline = pipeline_alone(run, model, 1, True, memory_tracker.MemoryTracker(vocab_size=1))
+    model = build_model(run, any_shape_config(run.model))
+    keep_share(model, run, BATCH, share)
+    pipeline = pipeline_alone(run, model, Rank(1, 2, "cpu", "python"), True, memory_tracker.MemoryTracker(vocab_size=1))
     pipeline.kept_schedules = 2
     stages = []
     with (

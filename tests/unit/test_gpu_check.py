@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
 from common.checks import gpu_check, machine_facts
 from common.checks.folder_runs import run_of_folder
-from common.checks.gpu_check import FAILS, LEFT_OUT, SLOWER, TRIALS, WORKS, Ended, Part, main
+from common.checks.gpu_check import FAILS, LEFT_OUT, SLOWER, TRIALS, WORKS, Part, main
 from tests.forked import run_forked
 
 H100 = {
@@ -64,12 +65,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
     def make(facts: dict[str, Any], preflights: dict[str, str] | None = None) -> Asked:
         asked, run_process = [], gpu_check.run_process
 
-        def run_other(command: list[str], limit_s: float) -> Ended:
+        def run_other(command: list[str], limit_s: float) -> CompletedProcess:
             asked.append(list(command))
             if command[1] == "common.checks.machine_facts":
-                return Ended(0, f"a warning\n{json.dumps(facts)}\nanother")
+                return CompletedProcess(command, 0, f"a warning\n{json.dumps(facts)}\nanother")
             if command[1] == "pytest":
-                return Ended(0, "3 passed in 1.00s")
+                return CompletedProcess(command, 0, "3 passed in 1.00s")
             program = (preflights or {}).get(command[2].partition("_")[0], WRITES_FIGURES)
             return run_process(["-c", program, *command[2:]], limit_s)
 
@@ -223,8 +224,8 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started() -> None:
     start_s = time.monotonic()
     ended = gpu_check.run_process(["-c", program], 0.7)
     assert time.monotonic() - start_s < 5
-    assert ended.exit_code is None
-    child = int(ended.output.split()[0])
+    assert ended.returncode is None
+    child = int(ended.stdout.split()[0])
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() - start_s < 10
         time.sleep(0.05)
@@ -456,7 +457,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 def test_the_tests_outcome_is_what_pytest_says(
     exit_code: int | None, output: str, status: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "run_process", lambda command, limit_s: Ended(exit_code, output))
+    monkeypatch.setattr(gpu_check, "run_process", lambda command, limit_s: CompletedProcess(command, exit_code, output))
     record = gpu_check.run_tests(60.0)
     assert record["status"] == status
     assert why in record["why"]
@@ -467,8 +468,8 @@ def test_pytest_that_is_ended_says_what_passed_before(tmp_path: Path, monkeypatc
     test = tmp_path / "test_x.py"
     test.write_text("import time\ndef test_a(): pass\ndef test_b():\n    print('b', flush=True)\n    time.sleep(99)\n")
     ended = gpu_check.run_process(["-m", "pytest", "-q", str(test)], 2.5)
-    assert ended.exit_code is None
-    assert gpu_check.counts_of(ended.output) == {"passed": 1}
+    assert ended.returncode is None
+    assert gpu_check.counts_of(ended.stdout) == {"passed": 1}
 
 
 # -- the answer

@@ -90,7 +90,7 @@ def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -
     [
         ("lr_scheduler_type", "foo", "lr_scheduler_type is 'foo': choose one of 'linear'"),
         ("optim", "foo", "optim is 'foo'"),
-        ("report_to", "foo", "report_to names 'foo': choose none, or some of"),
+        ("report_to", "foo", "A tracker in report_to is 'foo': choose one of 'none', 'all', "),
         ("report_to", "tensorboard,wandb", "report_to names wandb, which is not installed: `pip install wandb`"),
     ],
 )
@@ -167,8 +167,8 @@ def test_a_folder_with_several_workflows_runs_each_and_prints_their_table(
     assert all(command[-4:] == ["--results_root", str(tmp_path), "--num_train_epochs", "1"] for command in started)
     assert all("--nproc_per_node" in command for command in started)
     said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("== way")] == [
-        f"== way {number} of 3: {name}" for number, name in enumerate(names, 1)
+    assert [line for line in said.splitlines() if line.startswith("== workflow")] == [
+        f"== workflow {number} of 3: {name}" for number, name in enumerate(names, 1)
     ]
     assert said.count("plain loop, torch.distributed") == 1
     started.clear()
