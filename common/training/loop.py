@@ -72,13 +72,11 @@ class LoopTrainer(AuditedTrainer):
         At the end the model has the weights of the best checkpoint, if that is asked for.
         """
         self._begin()
-        number = 0
         for epoch in range(self.state.num_train_epochs):
             self.batches.set_epoch(epoch)
-            for rows in self.batches.steps():
+            for number, rows in enumerate(self.batches.steps(), epoch * self.steps_per_epoch + 1):
                 if self.state.global_step == self.state.max_steps or self.control.should_training_stop:
                     break
-                number += 1
                 if number > self.state.global_step:  # else it was taken before the checkpoint
                     self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
                     yield self._step_of(rows)
@@ -105,9 +103,8 @@ class LoopTrainer(AuditedTrainer):
 
     def _begin(self) -> None:
         """Make optimizer and schedule, prepare both and the model, and take up what a checkpoint has."""
-        steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
+        self.steps_per_epoch = steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
         steps = self.args.max_steps if self.args.max_steps > 0 else ceil(self.args.num_train_epochs * steps_per_epoch)
-        self.steps_per_epoch = steps_per_epoch
         self.create_optimizer_and_scheduler(steps)
         if self.args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
@@ -133,18 +130,15 @@ class LoopTrainer(AuditedTrainer):
         self.state.epoch = self.state.global_step / self.steps_per_epoch
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         with self.reporting():
-            self._log_and_validate()
-
-    def _log_and_validate(self) -> None:
-        if self.control.should_log:
-            loss = self.strategy.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
-            self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
-            self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
-        if self.control.should_evaluate:
-            self._determine_best_metric(self.evaluate(), trial=None)
-        if self.control.should_save:
-            self._save_checkpoint(self.model)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            if self.control.should_log:
+                loss = self.strategy.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
+                self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
+                self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
+            if self.control.should_evaluate:
+                self._determine_best_metric(self.evaluate(), trial=None)
+            if self.control.should_save:
+                self._save_checkpoint(self.model)
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def evaluate(self, *_: object, **__: object) -> dict[str, float]:
         """Return the metrics of all validation rows, such as the mean loss."""
@@ -190,11 +184,10 @@ class LoopTrainer(AuditedTrainer):
             self.state.save_to_json(str(folder / STATE_FILE))
 
     def _resume(self, folder: Path) -> None:
-        """Go on after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""
+        """Resume after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""
         self.strategy.load(folder)
         before = TrainerState.load_from_json(str(folder / STATE_FILE))
-        kept = ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "stateful_callbacks")
-        for name in kept:
+        for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "stateful_callbacks"):
             setattr(self.state, name, getattr(before, name))
         self._load_callback_state()  # how long an early stop has waited
         self.take_best_along(folder)

@@ -47,10 +47,9 @@ class Placement:
 
     def for_record(self) -> dict[str, object]:
         """Return layers and planned peak of each stage, and which modules it holds."""
-        shares, devices = self.divided.shares, self.divided.devices
         return {
-            "layers_per_stage": [sum(share.layers) for share in shares],
-            "planned_peak_gib_per_stage": [memory.peak_gib for memory in devices],
+            "layers_per_stage": [sum(share.layers) for share in self.divided.shares],
+            "planned_peak_gib_per_stage": [memory.peak_gib for memory in self.divided.devices],
             "stage_map": self.stage_map,
         }
 
@@ -97,11 +96,10 @@ def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, g
 def _for_each_module(architecture: Architecture, stage_map: StageMap, stages: int) -> StageMap:
     """Return the map with an entry for each layer: others stand for several, or for a part."""
     every = device_map_of(architecture, shares_of_map(architecture, stage_map, stages), range(stages))
+    longest_first = sorted(stage_map, key=len, reverse=True)
     for name in every:
-        for entry in sorted(stage_map, key=len, reverse=True):
-            if not entry or f"{name}.".startswith(f"{entry}.") or entry.startswith(f"{name}."):
-                every[name] = stage_map[entry]
-                break
+        fitting = (each for each in longest_first if f"{name}.".startswith(f"{each}.") or each.startswith(f"{name}."))
+        every[name] = next(map(stage_map.get, fitting), stage_map.get("", every[name]))
     return every
 
 

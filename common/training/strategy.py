@@ -15,12 +15,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import gather_object, wait_for_everyone
-from peft import PeftModel, get_peft_model_state_dict
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
+from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
 
 from common.base.run_config import RunConfig
 from common.data import rows
@@ -232,12 +231,8 @@ class Strategy:
         model, is_lora = self.model, isinstance(self.model, PeftModel)
         named = [named for named in model.named_parameters() if named[1].requires_grad or not is_lora]
         weights = full_weights(named, self.rank.is_main, self.gather)
-        if self.rank.is_main and is_lora:
-            model.peft_config["default"].save_pretrained(folder)
-            adapter = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
-            save_file(adapter, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
-        elif self.rank.is_main:
-            model.save_pretrained(folder, state_dict=weights)
+        if self.rank.is_main:
+            model.save_pretrained(folder, state_dict=weights, **({"save_embedding_layers": False} if is_lora else {}))
         wait_for_everyone()
 
     def free(self) -> None:
@@ -283,8 +278,8 @@ class WholeModel(Strategy):
         is_placed = len(self.rank.devices) > 1
         return whole_model_to_train(self.run, stage_map if is_placed else whole_model_on(self.rank.device))
 
+    @override
     def export(self, folder: Path) -> None:
-        """Write the model, or the adapter, on rank 0."""
         if self.rank.is_main:
             self.model.save_pretrained(folder)
 
@@ -303,36 +298,35 @@ class UsageReport(TrainerCallback):
         self.strategy, self.sent, self.step = strategy, SentBytes(strategy.rank.world_size), 0
         self.held: Held | None = None
 
+    @override
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Count what is sent from here on."""
         self.step += 1
         if self.step == MEASURED_STEP:
             self.sent.__enter__()
 
+    @override
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Look at what this rank holds between the backward pass and the optimizer's step."""
         if self.step == MEASURED_STEP:
             self.held = self.strategy.held()
             self.strategy.check_shard_memory(self.held)
             print(f"holds: {self.held}")
 
+    @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Stop counting."""
         if self.step == MEASURED_STEP:
             self.sent.__exit__(None, None, None)
 
     def for_record(self) -> dict[str, object]:
         """Return what every rank holds, and what this one sends in a step; None where there was no second step."""
-        sent = self.sent.bytes_by_collective
-        whole = asdict(self.strategy.held_by_one_device())
+        whole, sent = self.strategy.held_by_one_device(), self.sent.bytes_by_collective
         return {
-            "held": {"per_rank": gather_object([asdict(self.held)]), "whole": whole} if self.held else None,
+            "held": {"per_rank": gather_object([asdict(self.held)]), "whole": asdict(whole)} if self.held else None,
             "sent": {"bytes": self.sent.sent_bytes, "by_collective": sent} if sent else None,
         }
 
