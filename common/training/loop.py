@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
-from common.data.rows import Tokens, without_labels
+from common.data.rows import without_labels
 from common.runtime.watch import reached
 from common.training.checkpoints import STATE_FILE, verify_once
 from common.training.strategy import Batch
@@ -143,7 +143,7 @@ class LoopTrainer(AuditedTrainer):
     def evaluate(self, *_: object, **__: object) -> dict[str, float]:
         """Return the metrics of all validation rows, such as the mean loss."""
         sums = []
-        for batch in self.validation_batches(list(self.eval_dataset)):
+        for batch in self.validation_batches():
             sums.append(self.strategy.sums(batch))
             reached("validation", self.state.global_step)
         metrics = self.strategy.objective.metrics(self.strategy.sum_over_ranks(torch.stack(sums).sum(0)))
@@ -164,9 +164,9 @@ class LoopTrainer(AuditedTrainer):
         shares = map(self.batches.own, self.batches.micro_batches(rows))
         return [self.collated([self.train_dataset[row] for row in share]) for share in shares]
 
-    def validation_batches(self, rows: list[Tokens]) -> list[Batch]:
+    def validation_batches(self) -> list[Batch]:
         """Return this rank's share of the validation rows; every rank has the same number of batches."""
-        ranks = self.batches.world_size
+        rows, ranks = self.eval_dataset, self.batches.world_size
         size = self.args.per_device_eval_batch_size * ranks
         shares = [rows[start : start + size][self.batches.rank :: ranks] for start in range(0, len(rows), size)]
         return [self.collated(share or [without_labels(rows[0])]) for share in shares]

@@ -67,7 +67,6 @@ def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> P
 
 
 def _divided(run: RunConfig, batch: BatchShape, gpu: Gpu | None) -> tuple[Architecture, Job, tuple[Gpu, ...]]:
-    """Return the job to divide, as on one device for each stage."""
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     job = replace(job_of_run(run, batch), parallel=run.parallel, devices=run.stage_count)
@@ -81,7 +80,12 @@ def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, g
         return device_map_of(architecture, computed[way](architecture, job, gpus), range(count))
     if way == "auto":
         chosen = _for_each_module(architecture, auto_map(run, gpus), count)
-        _check_every_device_has_layers(architecture, chosen, count)
+        for number, share in enumerate(shares_of_map(architecture, chosen, count)):
+            if not any(share.layers):  # as where embeddings are large
+                raise BadInputError(
+                    f"device_map is auto, but Accelerate gives device {number} of {count} no layer of "
+                    f"{architecture.name}: pass --device_map balanced, or take fewer devices."
+                )
         return chosen
     model, brought, pipelines = model_without_weights(run), read_device_map(way), run.parallelism.pipelines
     tied = [] if pipelines else list(model.all_tied_weights_keys.items())
@@ -103,26 +107,7 @@ def _for_each_module(architecture: Architecture, stage_map: StageMap, stages: in
     return every
 
 
-def _check_every_device_has_layers(architecture: Architecture, stage_map: StageMap, stages: int) -> None:
-    """Refuse what Accelerate does where embeddings are large.
-
-    Raises:
-        BadInputError: a device gets no layer.
-    """
-    for number, share in enumerate(shares_of_map(architecture, stage_map, stages)):
-        if not any(share.layers):
-            raise BadInputError(
-                f"device_map is auto, but Accelerate gives device {number} of {stages} no layer of "
-                f"{architecture.name}: pass --device_map balanced, or take fewer devices."
-            )
-
-
 def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: int) -> None:
-    """Refuse a map that a pipeline's stages cannot hold.
-
-    Raises:
-        BadInputError: the stages do not follow each other from the embeddings to the head.
-    """
     shares = [
         replace(share, has_embeddings=stage == 0, has_head=stage == stages - 1)
         for stage, share in enumerate(shares_of_map(architecture, stage_map, stages))

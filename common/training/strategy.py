@@ -222,9 +222,8 @@ class Strategy:
 
     # -- one model of all parts
 
-    def gather(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight whole; called on every rank."""
-        return gathered(weight)
+    gather = staticmethod(gathered)
+    """Return a weight whole; called on every rank."""
 
     def export(self, folder: Path) -> None:
         """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""
@@ -232,7 +231,9 @@ class Strategy:
         named = [named for named in model.named_parameters() if named[1].requires_grad or not is_lora]
         weights = full_weights(named, self.rank.is_main, self.gather)
         if self.rank.is_main:
-            model.save_pretrained(folder, state_dict=weights, **({"save_embedding_layers": False} if is_lora else {}))
+            self.model.save_pretrained(
+                folder, state_dict=weights, **({"save_embedding_layers": False} if is_lora else {})
+            )
         wait_for_everyone()
 
     def free(self) -> None:
@@ -251,10 +252,9 @@ class Strategy:
 
     def held_by_one_device(self) -> Held:
         """Return what one device would hold, with Adam's two states."""
-        weights = list(self.model.parameters())
-        of_all = sum(global_numel(weight) * weight.element_size() for weight in weights)
-        of_trained = sum(global_numel(each) * each.element_size() for each in weights if each.requires_grad)
-        return Held(of_all, of_trained, 2 * of_trained)
+        sizes = [(global_numel(each) * each.element_size(), each.requires_grad) for each in self.model.parameters()]
+        of_trained = sum(size for size, is_trained in sizes if is_trained)
+        return Held(sum(size for size, _ in sizes), of_trained, 2 * of_trained)
 
     def check_shard_memory(self, held: Held) -> None:
         """Check that what this rank holds is divided as it was asked for.
