@@ -43,13 +43,13 @@ def measure_machine_ceiling(
     share_batches = list(trainer.get_train_dataloader())[:steps]
     every_row = list(trainer.batches.global_batches())[:steps]
     global_batches = [trainer.data_collator([trainer.train_dataset[row] for row in rows]) for rows in every_row]
-    ways = {
+    timed = {
         "one_rank_global_batch_step_s": (model, global_batches if rank.is_main else []),
         "one_rank_share_step_s": (model, share_batches if rank.is_main else []),
         "all_ranks_share_step_s": (model, share_batches),
     }
     if replica is not None:
-        ways["synchronised_share_step_s"] = (replica, share_batches)
+        timed["synchronised_share_step_s"] = (replica, share_batches)
 
     def step_s(module: torch.nn.Module, batches: list[Batch]) -> float:
         wait_for_everyone()
@@ -58,10 +58,10 @@ def measure_machine_ceiling(
         return max(gather_object([time.perf_counter() - start_s])) / len(share_batches)
 
     _bare_steps(trainer, model, optimizer, share_batches[:1])  # warm up
-    rounds_s = [[step_s(*way) for way in ways.values()] for _ in range(rounds)]
+    rounds_s = [[step_s(*each) for each in timed.values()] for _ in range(rounds)]
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
-    times_s = dict(zip(ways, map(statistics.median, zip(*rounds_s, strict=True)), strict=True))
+    times_s = dict(zip(timed, map(statistics.median, zip(*rounds_s, strict=True)), strict=True))
     one_global_s, one_share_s, all_shares_s, *synchronised_s = times_s.values()
     return {
         **({"reached": all_shares_s / synchronised_s[0]} if synchronised_s else {}),

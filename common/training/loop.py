@@ -102,7 +102,7 @@ class LoopTrainer(AuditedTrainer):
         self.reach("update")
 
     def _begin(self) -> None:
-        """Make optimizer and schedule, prepare both and the model, and take up what a checkpoint has."""
+        """Make optimizer and schedule, prepare both and the model, and load the checkpoint to resume from."""
         self.steps_per_epoch = steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
         steps = self.args.max_steps if self.args.max_steps > 0 else ceil(self.args.num_train_epochs * steps_per_epoch)
         self.create_optimizer_and_scheduler(steps)

@@ -32,7 +32,6 @@ from common.records.store import PLAN_TOLERANCE, kept_records
 
 StageMap = dict[str, int]
 """Which stage, and so which device, holds which module."""
-WAYS = ("auto", "even", "balanced")
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,12 @@ def _divided(run: RunConfig, batch: BatchShape, gpu: Gpu | None) -> tuple[Archit
     return architecture_of_run(run, batch), job, (gpu,) * run.stage_count
 
 
-def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> StageMap:
+def _stage_map(run: RunConfig, device_map: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> StageMap:
     count = len(gpus)
     computed = {"balanced": balanced_shares, "even": even_shares}
-    if way in computed:
-        return device_map_of(architecture, computed[way](architecture, job, gpus), range(count))
-    if way == "auto":
+    if device_map in computed:
+        return device_map_of(architecture, computed[device_map](architecture, job, gpus), range(count))
+    if device_map == "auto":
         chosen = _for_each_module(architecture, auto_map(run, gpus), count)
         for number, share in enumerate(shares_of_map(architecture, chosen, count)):
             if not any(share.layers):  # as where embeddings are large
@@ -87,7 +86,7 @@ def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, g
                     f"{architecture.name}: pass --device_map balanced, or take fewer devices."
                 )
         return chosen
-    model, brought, pipelines = model_without_weights(run), read_device_map(way), run.parallelism.pipelines
+    model, brought, pipelines = model_without_weights(run), read_device_map(device_map), run.parallelism.pipelines
     tied = [] if pipelines else list(model.all_tied_weights_keys.items())
     check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, count)
     numbered = {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
@@ -187,18 +186,18 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
     Every number is projected. Accelerate's map is left out where it gives a device no layer.
     """
     architecture, job, gpus = _divided(run, batch, gpu)
-    ways = [way for way in WAYS if way != "auto" or run.parallelism.layers_in_turn]
+    by_accelerate = ["auto"] if run.parallelism.layers_in_turn else []
     rows = []
-    for way in dict.fromkeys([*ways, run.device_map]):
+    for device_map in dict.fromkeys([*by_accelerate, "even", "balanced", run.device_map]):
         try:
-            stage_map = _stage_map(run, way, architecture, job, gpus)
+            stage_map = _stage_map(run, device_map, architecture, job, gpus)
         except BadInputError:
-            if way == run.device_map:
+            if device_map == run.device_map:
                 raise
             continue
-        plan = _plan_of(way, architecture, job, gpus, stage_map)
+        plan = _plan_of(device_map, architecture, job, gpus, stage_map)
         rows.append({
-            "Device map": way,
+            "Device map": device_map,
             "Layers per device": " / ".join(str(sum(share.layers)) for share in plan.shares),
             "Embeddings, head": ", ".join(
                 str(next(n for n, share in enumerate(plan.shares) if getattr(share, end)))
@@ -211,7 +210,7 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
     return pd.DataFrame(rows)
 
 
-def _plan_of(way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
+def _plan_of(device_map: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
     """Return the plan with layers where `stage_map` has them; a balanced map is balanced anew for the largest batch."""
-    shares = None if way == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
+    shares = None if device_map == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
     return make_plan(architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records(), job.batch.task), shares)

@@ -150,7 +150,7 @@ def send_as_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> to
 
 
 class GradientExchange:
-    """How the ranks of a loop come to the same gradients, as `RunConfig.gradient_exchange` says.
+    """Sums the gradients of all ranks of a loop, as `RunConfig.gradient_exchange` says.
 
     Each rank's loss is its sum over the labelled tokens of *all* ranks, so that the sum of the ranks' gradients is the
     mean over these tokens: a rank with longer summaries weighs more, as it would on one device.

@@ -51,7 +51,7 @@ class Strategy:
     measures_usage = True
     """Whether what a rank holds and sends is measured in the second step."""
     autocasts = False
-    """Whether mixed precision is autocast's; FSDP and DeepSpeed have another way."""
+    """Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves."""
     divides_checkpoints = False
     """Whether every rank writes a part of a checkpoint."""
     reloads_as_computed = True
@@ -231,9 +231,7 @@ class Strategy:
         named = [named for named in model.named_parameters() if named[1].requires_grad or not is_lora]
         weights = full_weights(named, self.rank.is_main, self.gather)
         if self.rank.is_main:
-            self.model.save_pretrained(
-                folder, state_dict=weights, **({"save_embedding_layers": False} if is_lora else {})
-            )
+            model.save_pretrained(folder, state_dict=weights, **({"save_embedding_layers": False} if is_lora else {}))
         wait_for_everyone()
 
     def free(self) -> None:

@@ -102,7 +102,7 @@ class CheckpointedTrainer(Trainer):
     # -- writing
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
-        """Keep this step, whole, then remove all but the best checkpoint, this one and the one before."""
+        """Write this step's checkpoint, then remove all but the best one, this one and the one before."""
         folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
         if best and best > self.first_step:
             self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
@@ -135,7 +135,7 @@ class CheckpointedTrainer(Trainer):
     # -- resuming
 
     def find_start(self, log: RunRecorder) -> None:
-        """Look where the run begins, and that it can.
+        """Find the step where the run begins, and check that it can.
 
         Raises:
             BadInputError: the checkpoint is damaged, or of another run.
@@ -180,7 +180,7 @@ class CheckpointedTrainer(Trainer):
         return begin
 
     def take_best_along(self, folder: Path) -> None:
-        """Find the best checkpoint so far: beside the one that is resumed, or where its run had it from.
+        """Find the best checkpoint so far: beside the one that is resumed, or where that one says.
 
         One that is gone or damaged is forgotten, with a word, at the start rather than when training has ended.
         """
@@ -283,7 +283,7 @@ class AuditedTrainer(CheckpointedTrainer):
         return norm
 
     def reach(self, point: str) -> None:
-        """Say that this rank has come to a point of its step."""
+        """Report that this rank has reached a point of its step."""
         step = self.state.global_step + 1
         fault_at(point, step, self.model)
         reached(point, step)
