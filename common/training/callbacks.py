@@ -19,14 +19,18 @@ from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 
 @dataclass
 class WorkDone:
-    """What this rank trained on."""
+    """What this rank trained on.
+
+    Attributes:
+        rows: Row numbers, in order, over all epochs.
+        tokens: Non-padding tokens.
+        reporting_s: Seconds of training that went into logging, validation and checkpoints.
+        first_batch: Numbers and tensors of the first mini-batch's rows.
+    """
 
     rows: list[int] = field(default_factory=list)
-    """Row numbers, in order, over all epochs."""
     tokens: int = 0
-    """Non-padding tokens."""
     reporting_s: float = 0.0
-    """Seconds of training that went into logging, validation and checkpoints."""
     first_batch: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def count(self, row_numbers: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:

@@ -24,12 +24,15 @@ from common.training.trainer import AuditedTrainer
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step."""
+    """One optimizer step.
+
+    Attributes:
+        batches: This rank's, one for each accumulation step.
+        num_items_in_batch: Labels of all ranks' batches: what the losses are divided by.
+    """
 
     batches: list[Batch]
-    """This rank's, one for each accumulation step."""
     num_items_in_batch: int
-    """Labels of all ranks' batches: what the losses are divided by."""
 
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
         """Yield each batch, and whether it is the step's last."""

@@ -36,13 +36,17 @@ StageMap = dict[str, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """A run's layers on its devices."""
+    """A run's layers on its devices.
+
+    Attributes:
+        stage_map: Which stage holds which module.
+        plan: Of the run as it is.
+        divided: With a device for each stage: on GPUs the same, on CPU as if there were so many.
+    """
 
     stage_map: StageMap
     plan: Plan
-    """Of the run as it is."""
     divided: Plan
-    """With a device for each stage: on GPUs the same, on CPU as if there were so many."""
 
     def for_record(self) -> dict[str, object]:
         """Return layers and planned peak of each stage, and which modules it holds."""

@@ -44,18 +44,17 @@ class Strategy:
 
     As it stands here, each rank has rows of its own and calls one model, and the ranks' losses are parts of one sum;
     subclasses add at least `backward`, and how the model is divided.
+
+    Attributes:
+        takes_steps: Whether a `LoopTrainer` takes the steps; else the Trainer does.
+        measures_usage: Whether what a rank holds and sends is measured in the second step.
+        reloads_as_computed: Whether whole models load after training in the format of matrix products; `as_computed`.
+        autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
+        divides_checkpoints: Whether every rank writes a part of a checkpoint.
     """
 
-    takes_steps = True
-    """Whether a `LoopTrainer` takes the steps; else the Trainer does."""
-    measures_usage = True
-    """Whether what a rank holds and sends is measured in the second step."""
-    autocasts = False
-    """Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves."""
-    divides_checkpoints = False
-    """Whether every rank writes a part of a checkpoint."""
-    reloads_as_computed = True
-    """Whether whole models are loaded after training in the format of matrix products; see `as_computed`."""
+    takes_steps = measures_usage = reloads_as_computed = True
+    autocasts = divides_checkpoints = False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
         """Prepare for `run`; `rank` is this process's place among all, also where all work on the same rows."""

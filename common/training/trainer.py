@@ -73,24 +73,27 @@ from common.training.usage import optimizer_bytes
 
 
 class CheckpointedTrainer(Trainer):
-    """The Trainer's own checkpoints, committed and verified by `common.training.checkpoints`."""
+    """The Trainer's own checkpoints, committed and verified by `common.training.checkpoints`.
+
+    Attributes:
+        divides: Whether ranks hold parts of what is trained, and write them.
+        first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
+        resume_checkpoint: The checkpoint that `train` resumes from.
+        about: What this run's checkpoints say of it.
+        writes: Whether this rank writes what all ranks have; without a shared disk there are several that do.
+        saves_into: Where Transformers writes a checkpoint's folder.
+    """
 
     divides = False
-    """Whether ranks hold parts of what is trained, and write them."""
 
     def __init__(self, **kwargs: Any) -> None:
         """Start at the beginning, until `find_start` finds a checkpoint."""
         super().__init__(**kwargs)
         self.first_step = 0
-        """Optimizer steps that were taken before, by the run whose checkpoint this one resumes from."""
         self.resume_checkpoint: Path | None = None
-        """The checkpoint that `train` resumes from."""
         self.about: dict[str, Any] = {}
-        """What this run's checkpoints say of it."""
         self.writes = self.args.process_index == 0
-        """Whether this rank is the one that writes what all ranks have; without a shared disk there are several."""
         self.saves_into = Path(self.args.output_dir)
-        """Where Transformers writes a checkpoint's folder."""
 
     def train(self, **kwargs: Any) -> Any:
         """Take all optimizer steps; those after `resume_checkpoint`, where that is a checkpoint."""
