@@ -350,7 +350,6 @@ def free_model(model: torch.nn.Module) -> None:
 
 def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
     """Return the Trainer's settings, from the run's."""
-    on_cpu = run.device == "cpu"
     kind = Seq2SeqTrainingArguments if run.goal.summarizes else TrainingArguments
     arguments = kind(
         output_dir=str(output_folder),
@@ -369,7 +368,7 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         gradient_checkpointing_kwargs={"use_reentrant": run.use_reentrant} if run.gradient_checkpointing else None,
         bf16=run.precision.startswith("bf16"),
         fp16=run.precision == "fp16-mixed",
-        use_cpu=on_cpu,
+        use_cpu=run.device == "cpu",
         ddp_backend=BACKENDS[run.device] if run.world_size > 1 else None,
         ddp_find_unused_parameters=False,
         eval_strategy="steps",
