@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
 
 from common.base.print_prefix import print_figures
 from common.data.rows import IGNORED_LABEL, NO_ROW
@@ -18,14 +19,18 @@ from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 
 @dataclass
 class WorkDone:
-    """What this rank trained on."""
+    """What this rank trained on.
+
+    Attributes:
+        rows: Row numbers, in order, over all epochs.
+        tokens: Non-padding tokens.
+        reporting_s: Seconds of training that went into logging, validation and checkpoints.
+        first_batch: Numbers and tensors of the first mini-batch's rows.
+    """
 
     rows: list[int] = field(default_factory=list)
-    """Row numbers, in order, over all epochs."""
     tokens: int = 0
-    """Non-padding tokens."""
     reporting_s: float = 0.0
-    """Seconds of training that went into logging, validation and checkpoints."""
     first_batch: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def count(self, row_numbers: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
@@ -49,10 +54,10 @@ class FirstStepReport(TrainerCallback):
         """`work` is what the trainer counts into."""
         self.rank, self.work, self.tokenizer = rank, work, tokenizer
 
+    @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Print the report once."""
         if state.global_step != 1:
             return
         for device in self.rank.devices:
@@ -83,6 +88,7 @@ class UpdateReport(TrainerCallback):
         self.changed_share_by_step: list[tuple[int, float]] = []
         self.before: list[torch.Tensor] = []
 
+    @override
     def on_pre_optimizer_step(
         self,
         args: TrainingArguments,
@@ -92,10 +98,11 @@ class UpdateReport(TrainerCallback):
         optimizer: torch.optim.Optimizer,
         **kwargs: object,
     ) -> None:
-        """Remember the weights, where this step will be logged and is one: warm-up begins at a rate of 0."""
+        # warm-up begins at a rate of 0, with which nothing is updated
         if (state.global_step + 1) % state.logging_steps == 0 and optimizer.param_groups[0]["lr"] > 0:
             self.before = [sample.clone() for sample in _samples(model)]
 
+    @override
     def on_optimizer_step(
         self,
         args: TrainingArguments,
@@ -104,14 +111,12 @@ class UpdateReport(TrainerCallback):
         model: torch.nn.Module,
         **kwargs: object,
     ) -> None:
-        """Compare."""
-        if not self.before:
-            return
-        pairs = list(zip(self.before, _samples(model), strict=True))
-        changed = sum(int((after != before).sum()) for before, after in pairs)
-        share = changed / sum(before.numel() for before, _ in pairs)
-        self.changed_share_by_step.append((state.global_step + 1, share))
-        self.before = []
+        if self.before:
+            pairs = zip(self.before, _samples(model), strict=True)
+            changed = sum(int((after != before).sum()) for before, after in pairs)
+            share = changed / sum(before.numel() for before in self.before)
+            self.changed_share_by_step.append((state.global_step + 1, share))
+            self.before = []
 
     def figures(self) -> dict[str, object]:
         """Return the shares for the record."""
@@ -130,6 +135,7 @@ class SkippedSteps(TrainerCallback):
         """`accelerator`: the Trainer's."""
         self.accelerator, self.steps = accelerator, 0
 
+    @override
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -138,13 +144,12 @@ class SkippedSteps(TrainerCallback):
         lr_scheduler: LRScheduler,
         **kwargs: object,
     ) -> None:
-        """Count those before."""
         self.steps = state.global_step - lr_scheduler.last_epoch
 
+    @override
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Count this step if Accelerate skipped it."""
         self.steps += self.accelerator.optimizer_step_was_skipped
 
 
@@ -162,21 +167,23 @@ class ProgressReport(TrainerCallback):
         self.start_s, self.first_step = 0.0, 0
         self.training_loss = float("nan")
 
+    @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Start the clock."""
         self.start_s, self.first_step = time.perf_counter(), 0
         if self.is_main:
             print(f"{state.max_steps} steps, {state.num_train_epochs} epochs")
 
+    @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Have the last steps logged, too, where their number is no multiple of the interval."""
         self.first_step = self.first_step or state.global_step
+        # the last steps, too, where their number is no multiple of the interval
         control.should_log = control.should_log or state.global_step == state.max_steps
 
+    @override
     def on_log(
         self,
         args: TrainingArguments,
@@ -185,7 +192,7 @@ class ProgressReport(TrainerCallback):
         logs: dict[str, float],
         **kwargs: object,
     ) -> None:
-        """Keep the training loss; print it with the validation loss, which the Trainer logs right after."""
+        # the training loss comes first, and the validation loss, with which it is printed, right after
         self.training_loss = logs.get("loss", self.training_loss)
         if not self.is_main or VALIDATION_LOSS not in logs:
             return

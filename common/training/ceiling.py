@@ -43,40 +43,31 @@ def measure_machine_ceiling(
     share_batches = list(trainer.get_train_dataloader())[:steps]
     every_row = list(trainer.batches.global_batches())[:steps]
     global_batches = [trainer.data_collator([trainer.train_dataset[row] for row in rows]) for rows in every_row]
+    timed = {
+        "one_rank_global_batch_step_s": (model, global_batches if rank.is_main else []),
+        "one_rank_share_step_s": (model, share_batches if rank.is_main else []),
+        "all_ranks_share_step_s": (model, share_batches),
+    }
+    if replica is not None:
+        timed["synchronised_share_step_s"] = (replica, share_batches)
 
-    def time_s(batches: list[dict[str, torch.Tensor]], participates: bool, module: torch.nn.Module = model) -> float:
+    def step_s(module: torch.nn.Module, batches: list[Batch]) -> float:
         wait_for_everyone()
         start_s = time.perf_counter()
-        if participates:
-            _bare_steps(trainer, module, optimizer, batches)
-        own_s = time.perf_counter() - start_s
-        return max(gather_object([own_s]))
+        _bare_steps(trainer, module, optimizer, batches)
+        return max(gather_object([time.perf_counter() - start_s])) / len(share_batches)
 
     _bare_steps(trainer, model, optimizer, share_batches[:1])  # warm up
-    timings = [
-        (
-            time_s(global_batches, rank.is_main),
-            time_s(share_batches, rank.is_main),
-            time_s(share_batches, True),
-            time_s(share_batches, replica is not None, replica),
-        )
-        for _ in range(rounds)
-    ]
+    rounds_s = [[step_s(*each) for each in timed.values()] for _ in range(rounds)]
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
-    one_global_s, one_share_s, all_shares_s, synchronised_s = map(statistics.median, zip(*timings, strict=True))
-    synchronised = {}
-    if replica is not None:
-        synchronised = {
-            "synchronised_share_step_s": synchronised_s / len(share_batches),
-            "reached": all_shares_s / synchronised_s,
-        }
-    return synchronised | {
+    times_s = dict(zip(timed, map(statistics.median, zip(*rounds_s, strict=True)), strict=True))
+    one_global_s, one_share_s, all_shares_s, *synchronised_s = times_s.values()
+    return {
+        **({"reached": all_shares_s / synchronised_s[0]} if synchronised_s else {}),
         "strong": one_global_s / all_shares_s,
         "weak": rank.world_size * one_share_s / all_shares_s,
-        "one_rank_global_batch_step_s": one_global_s / len(share_batches),
-        "one_rank_share_step_s": one_share_s / len(share_batches),
-        "all_ranks_share_step_s": all_shares_s / len(share_batches),
+        **times_s,
     }
 
 

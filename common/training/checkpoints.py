@@ -92,9 +92,8 @@ def _check_space(folder: Path, byte_count: int, commits: bool) -> None:
     """Refuse to begin what the disk cannot hold; every rank comes to the same end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
-    of_ranks = gather_object([(byte_count, commits, free)])
-    needed = sum(count for count, _, _ in of_ranks) / max(1, sum(commits for _, commits, _ in of_ranks)) + SPARE_BYTES
-    least = min(free for _, _, free in of_ranks)
+    counts, writers, free_on_ranks = zip(*gather_object([(byte_count, commits, free)]), strict=True)
+    needed, least = sum(counts) / max(1, sum(writers)) + SPARE_BYTES, min(free_on_ranks)
     if least < needed:
         raise RunStoppedError(
             f"The checkpoint after step {steps_at(folder)} takes about {needed / GIB:.2f} GiB, but {least / GIB:.2f} "
@@ -129,9 +128,8 @@ def _digest(path: Path) -> str:
 
 def flush(folder: Path) -> None:
     """Have the system write a folder's files, and their names, to the disk now."""
-    for path in sorted(folder.rglob("*"), reverse=True):
+    for path in [*folder.rglob("*"), folder]:
         _flush_file(path)
-    _flush_file(folder)
 
 
 def _flush_file(path: Path) -> None:
@@ -234,17 +232,17 @@ def verify_once(folder: Path, is_main: bool) -> dict[str, Any]:
     Raises:
         DamagedCheckpointError: see `verify`.
     """
-    found: dict[str, Any] = {}
+    found: list[dict[str, Any] | DamagedCheckpointError] = []
     reached("verifying", steps_at(folder))
     if is_main:
         try:
-            found = {"about": verify(folder)}
+            found = [verify(folder)]
         except DamagedCheckpointError as damage:
-            found = {"damage": str(damage)}
-    (found,) = [each for each in gather_object([found]) if each]
-    if "damage" in found:
-        raise DamagedCheckpointError(found["damage"])
-    return found["about"]
+            found = [damage]
+    (about,) = gather_object(found)
+    if isinstance(about, DamagedCheckpointError):
+        raise about
+    return about
 
 
 def newest_whole(checkpoints: Path) -> Path | None:

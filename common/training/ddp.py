@@ -15,8 +15,7 @@ class Ddp(Strategy):
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Put DDP, which sums the gradients, around the model."""
-        own_gpu = None if self.rank.device == "cpu" else [self.rank.device]
-        self.replica = DistributedDataParallel(self.model, device_ids=own_gpu, gradient_as_bucket_view=True)
+        self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         return super().prepare(optimizer, accelerator)
 
     def forward(self, **inputs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
-from common.data.rows import Tokens, without_labels
+from common.data.rows import without_labels
 from common.runtime.watch import reached
 from common.training.checkpoints import STATE_FILE, verify_once
 from common.training.strategy import Batch
@@ -24,12 +24,15 @@ from common.training.trainer import AuditedTrainer
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step."""
+    """One optimizer step.
+
+    Attributes:
+        batches: This rank's, one for each accumulation step.
+        num_items_in_batch: Labels of all ranks' batches: what the losses are divided by.
+    """
 
     batches: list[Batch]
-    """This rank's, one for each accumulation step."""
     num_items_in_batch: int
-    """Labels of all ranks' batches: what the losses are divided by."""
 
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
         """Yield each batch, and whether it is the step's last."""
@@ -72,13 +75,11 @@ class LoopTrainer(AuditedTrainer):
         At the end the model has the weights of the best checkpoint, if that is asked for.
         """
         self._begin()
-        number = 0
         for epoch in range(self.state.num_train_epochs):
             self.batches.set_epoch(epoch)
-            for rows in self.batches.steps():
+            for number, rows in enumerate(self.batches.steps(), epoch * self.steps_per_epoch + 1):
                 if self.state.global_step == self.state.max_steps or self.control.should_training_stop:
                     break
-                number += 1
                 if number > self.state.global_step:  # else it was taken before the checkpoint
                     self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
                     yield self._step_of(rows)
@@ -104,10 +105,9 @@ class LoopTrainer(AuditedTrainer):
         self.reach("update")
 
     def _begin(self) -> None:
-        """Make optimizer and schedule, prepare both and the model, and take up what a checkpoint has."""
-        steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
+        """Make optimizer and schedule, prepare both and the model, and load the checkpoint to resume from."""
+        self.steps_per_epoch = steps_per_epoch = ceil(len(self.batches) / self.args.gradient_accumulation_steps)
         steps = self.args.max_steps if self.args.max_steps > 0 else ceil(self.args.num_train_epochs * steps_per_epoch)
-        self.steps_per_epoch = steps_per_epoch
         self.create_optimizer_and_scheduler(steps)
         if self.args.gradient_checkpointing:
             self.model.gradient_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
@@ -133,23 +133,20 @@ class LoopTrainer(AuditedTrainer):
         self.state.epoch = self.state.global_step / self.steps_per_epoch
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         with self.reporting():
-            self._log_and_validate()
-
-    def _log_and_validate(self) -> None:
-        if self.control.should_log:
-            loss = self.strategy.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
-            self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
-            self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
-        if self.control.should_evaluate:
-            self._determine_best_metric(self.evaluate(), trial=None)
-        if self.control.should_save:
-            self._save_checkpoint(self.model)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+            if self.control.should_log:
+                loss = self.strategy.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
+                self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
+                self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
+            if self.control.should_evaluate:
+                self._determine_best_metric(self.evaluate(), trial=None)
+            if self.control.should_save:
+                self._save_checkpoint(self.model)
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def evaluate(self, *_: object, **__: object) -> dict[str, float]:
         """Return the metrics of all validation rows, such as the mean loss."""
         sums = []
-        for batch in self.validation_batches(list(self.eval_dataset)):
+        for batch in self.validation_batches():
             sums.append(self.strategy.sums(batch))
             reached("validation", self.state.global_step)
         metrics = self.strategy.objective.metrics(self.strategy.sum_over_ranks(torch.stack(sums).sum(0)))
@@ -170,9 +167,9 @@ class LoopTrainer(AuditedTrainer):
         shares = map(self.batches.own, self.batches.micro_batches(rows))
         return [self.collated([self.train_dataset[row] for row in share]) for share in shares]
 
-    def validation_batches(self, rows: list[Tokens]) -> list[Batch]:
+    def validation_batches(self) -> list[Batch]:
         """Return this rank's share of the validation rows; every rank has the same number of batches."""
-        ranks = self.batches.world_size
+        rows, ranks = self.eval_dataset, self.batches.world_size
         size = self.args.per_device_eval_batch_size * ranks
         shares = [rows[start : start + size][self.batches.rank :: ranks] for start in range(0, len(rows), size)]
         return [self.collated(share or [without_labels(rows[0])]) for share in shares]
@@ -190,11 +187,10 @@ class LoopTrainer(AuditedTrainer):
             self.state.save_to_json(str(folder / STATE_FILE))
 
     def _resume(self, folder: Path) -> None:
-        """Go on after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""
+        """Resume after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""
         self.strategy.load(folder)
         before = TrainerState.load_from_json(str(folder / STATE_FILE))
-        kept = ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "stateful_callbacks")
-        for name in kept:
+        for name in ("global_step", "epoch", "log_history", "best_metric", "best_global_step", "stateful_callbacks"):
             setattr(self.state, name, getattr(before, name))
         self._load_callback_state()  # how long an early stop has waited
         self.take_best_along(folder)

@@ -32,25 +32,27 @@ from common.records.store import PLAN_TOLERANCE, kept_records
 
 StageMap = dict[str, int]
 """Which stage, and so which device, holds which module."""
-WAYS = ("auto", "even", "balanced")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A run's layers on its devices."""
+    """A run's layers on its devices.
+
+    Attributes:
+        stage_map: Which stage holds which module.
+        plan: Of the run as it is.
+        divided: With a device for each stage: on GPUs the same, on CPU as if there were so many.
+    """
 
     stage_map: StageMap
     plan: Plan
-    """Of the run as it is."""
     divided: Plan
-    """With a device for each stage: on GPUs the same, on CPU as if there were so many."""
 
     def for_record(self) -> dict[str, object]:
         """Return layers and planned peak of each stage, and which modules it holds."""
-        shares, devices = self.divided.shares, self.divided.devices
         return {
-            "layers_per_stage": [sum(share.layers) for share in shares],
-            "planned_peak_gib_per_stage": [memory.peak_gib for memory in devices],
+            "layers_per_stage": [sum(share.layers) for share in self.divided.shares],
+            "planned_peak_gib_per_stage": [memory.peak_gib for memory in self.divided.devices],
             "stage_map": self.stage_map,
         }
 
@@ -68,23 +70,27 @@ def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> P
 
 
 def _divided(run: RunConfig, batch: BatchShape, gpu: Gpu | None) -> tuple[Architecture, Job, tuple[Gpu, ...]]:
-    """Return the job to divide, as on one device for each stage."""
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     job = replace(job_of_run(run, batch), parallel=run.parallel, devices=run.stage_count)
     return architecture_of_run(run, batch), job, (gpu,) * run.stage_count
 
 
-def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> StageMap:
+def _stage_map(run: RunConfig, device_map: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> StageMap:
     count = len(gpus)
     computed = {"balanced": balanced_shares, "even": even_shares}
-    if way in computed:
-        return device_map_of(architecture, computed[way](architecture, job, gpus), range(count))
-    if way == "auto":
+    if device_map in computed:
+        return device_map_of(architecture, computed[device_map](architecture, job, gpus), range(count))
+    if device_map == "auto":
         chosen = _for_each_module(architecture, auto_map(run, gpus), count)
-        _check_every_device_has_layers(architecture, chosen, count)
+        for number, share in enumerate(shares_of_map(architecture, chosen, count)):
+            if not any(share.layers):  # as where embeddings are large
+                raise BadInputError(
+                    f"device_map is auto, but Accelerate gives device {number} of {count} no layer of "
+                    f"{architecture.name}: pass --device_map balanced, or take fewer devices."
+                )
         return chosen
-    model, brought, pipelines = model_without_weights(run), read_device_map(way), run.parallelism.pipelines
+    model, brought, pipelines = model_without_weights(run), read_device_map(device_map), run.parallelism.pipelines
     tied = [] if pipelines else list(model.all_tied_weights_keys.items())
     check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, count)
     numbered = {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
@@ -97,34 +103,14 @@ def _stage_map(run: RunConfig, way: str, architecture: Architecture, job: Job, g
 def _for_each_module(architecture: Architecture, stage_map: StageMap, stages: int) -> StageMap:
     """Return the map with an entry for each layer: others stand for several, or for a part."""
     every = device_map_of(architecture, shares_of_map(architecture, stage_map, stages), range(stages))
+    longest_first = sorted(stage_map, key=len, reverse=True)
     for name in every:
-        for entry in sorted(stage_map, key=len, reverse=True):
-            if not entry or f"{name}.".startswith(f"{entry}.") or entry.startswith(f"{name}."):
-                every[name] = stage_map[entry]
-                break
+        fitting = (each for each in longest_first if f"{name}.".startswith(f"{each}.") or each.startswith(f"{name}."))
+        every[name] = next(map(stage_map.get, fitting), stage_map.get("", every[name]))
     return every
 
 
-def _check_every_device_has_layers(architecture: Architecture, stage_map: StageMap, stages: int) -> None:
-    """Refuse what Accelerate does where embeddings are large.
-
-    Raises:
-        BadInputError: a device gets no layer.
-    """
-    for number, share in enumerate(shares_of_map(architecture, stage_map, stages)):
-        if not any(share.layers):
-            raise BadInputError(
-                f"device_map is auto, but Accelerate gives device {number} of {stages} no layer of "
-                f"{architecture.name}: pass --device_map balanced, or take fewer devices."
-            )
-
-
 def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: int) -> None:
-    """Refuse a map that a pipeline's stages cannot hold.
-
-    Raises:
-        BadInputError: the stages do not follow each other from the embeddings to the head.
-    """
     shares = [
         replace(share, has_embeddings=stage == 0, has_head=stage == stages - 1)
         for stage, share in enumerate(shares_of_map(architecture, stage_map, stages))
@@ -204,18 +190,18 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
     Every number is projected. Accelerate's map is left out where it gives a device no layer.
     """
     architecture, job, gpus = _divided(run, batch, gpu)
-    ways = [way for way in WAYS if way != "auto" or run.parallelism.layers_in_turn]
+    by_accelerate = ["auto"] if run.parallelism.layers_in_turn else []
     rows = []
-    for way in dict.fromkeys([*ways, run.device_map]):
+    for device_map in dict.fromkeys([*by_accelerate, "even", "balanced", run.device_map]):
         try:
-            stage_map = _stage_map(run, way, architecture, job, gpus)
+            stage_map = _stage_map(run, device_map, architecture, job, gpus)
         except BadInputError:
-            if way == run.device_map:
+            if device_map == run.device_map:
                 raise
             continue
-        plan = _plan_of(way, architecture, job, gpus, stage_map)
+        plan = _plan_of(device_map, architecture, job, gpus, stage_map)
         rows.append({
-            "Device map": way,
+            "Device map": device_map,
             "Layers per device": " / ".join(str(sum(share.layers)) for share in plan.shares),
             "Embeddings, head": ", ".join(
                 str(next(n for n, share in enumerate(plan.shares) if getattr(share, end)))
@@ -228,7 +214,7 @@ def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -
     return pd.DataFrame(rows)
 
 
-def _plan_of(way: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
+def _plan_of(device_map: str, architecture: Architecture, job: Job, gpus: Sequence[Gpu], stage_map: StageMap) -> Plan:
     """Return the plan with layers where `stage_map` has them; a balanced map is balanced anew for the largest batch."""
-    shares = None if way == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
+    shares = None if device_map == "balanced" else shares_of_map(architecture, stage_map, len(gpus))
     return make_plan(architecture, job, Cluster(tuple(gpus)), calibration_from(kept_records(), job.batch.task), shares)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
@@ -110,12 +111,11 @@ def buckets_of(weights: list[torch.nn.Parameter], bucket_bytes: float) -> list[B
     buckets: list[Bucket] = []
     held = bucket_bytes
     for weight in reversed([weight for weight in weights if weight.requires_grad]):
-        size = weight.numel() * weight.element_size()
-        if held + size > bucket_bytes:
+        if held + weight.nbytes > bucket_bytes:
             buckets.append([])
             held = 0
         buckets[-1].append(weight)
-        held += size
+        held += weight.nbytes
     return buckets
 
 
@@ -123,12 +123,10 @@ def sum_gradients(buckets: list[Bucket]) -> None:
     """Replace every gradient by its sum over all ranks: one message for each bucket, none for each weight."""
     for bucket in buckets:
         gradients = [weight.grad for weight in bucket if weight.grad is not None]  # an unused weight has none anywhere
-        if not gradients:
-            continue
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        if gradients:
+            flat = parameters_to_vector(gradients)
+            dist.all_reduce(flat)
+            vector_to_parameters(flat, gradients)
 
 
 def check_same_weights(model: torch.nn.Module) -> None:
@@ -152,7 +150,7 @@ def send_as_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> to
 
 
 class GradientExchange:
-    """How the ranks of a loop come to the same gradients, as `RunConfig.gradient_exchange` says.
+    """Sums the gradients of all ranks of a loop, as `RunConfig.gradient_exchange` says.
 
     Each rank's loss is its sum over the labelled tokens of *all* ranks, so that the sum of the ranks' gradients is the
     mean over these tokens: a rank with longer summaries weighs more, as it would on one device.
@@ -169,10 +167,7 @@ class GradientExchange:
         self.model = model
         self.buckets = buckets_of(list(model.parameters()), run.bucket_cap_mb * 2**20)
         if self.overlaps:
-            own_gpu = None if run.device == "cpu" else [next(model.parameters()).device]
-            self.model = DistributedDataParallel(
-                model, device_ids=own_gpu, bucket_cap_mb=run.bucket_cap_mb, gradient_as_bucket_view=True
-            )
+            self.model = DistributedDataParallel(model, bucket_cap_mb=run.bucket_cap_mb, gradient_as_bucket_view=True)
         if run.gradient_exchange == "overlapped-bf16":
             self.model.register_comm_hook(None, send_as_bf16)
 

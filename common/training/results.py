@@ -6,8 +6,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from common.base.run_config import RunConfig
-from common.hardware.devices import gpu_of_device, gpus
+from common.hardware.devices import Gpu
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
@@ -100,7 +99,9 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
         "trained_parameters": trained,
         **trainer.updates.figures(),
         **flops,
-        "mfu": model_flops_utilization(tokens_per_s * flops["flops_per_token"] / run.devices, run),
+        "mfu": model_flops_utilization(
+            tokens_per_s * flops["flops_per_token"] / run.devices, log.gpu(), run.compute_dtype
+        ),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
         "best_validation_loss": min(entry[VALIDATION_LOSS] for entry in history if VALIDATION_LOSS in entry),
@@ -128,11 +129,10 @@ def training_flops(
     return {"flops_per_token": flops, "flops_formula": formula}
 
 
-def model_flops_utilization(flops_per_s: float, run: RunConfig) -> float | None:
-    """Return the MFU: a device's useful FLOP/s over its dense peak in the run's precision.
+def model_flops_utilization(flops_per_s: float, gpu: Gpu | None, number_format: str) -> float | None:
+    """Return the MFU: a device's useful FLOP/s over its dense peak in the number format of its products.
 
     None on CPU, and on a GPU that the catalogue does not know. (Chowdhery et al. 2022, "PaLM", appendix B.)
     """
-    gpu = gpu_of_device(gpus()[1][0]) if run.device == "cuda" else None
-    peak_tflops = gpu.tflops_dense[run.compute_dtype] if gpu else None
+    peak_tflops = gpu.tflops_dense[number_format] if gpu else None
     return flops_per_s / (peak_tflops * 1e12) if peak_tflops else None

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from common.base.errors import BadInputError
 
-METADATA_FILE = ".metadata"
 ALLOWED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -27,11 +26,6 @@ class _Unpickler(pickle.Unpickler):
     """Reads a list of shards, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return one of the names that such a list has.
-
-        Raises:
-            UnpicklingError: it is another.
-        """
         known = name in ALLOWED.get(module, ())
         is_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         part = getattr(metadata, name, None) if module == metadata.__name__ else None
@@ -49,7 +43,7 @@ class SafeReader(FileSystemReader):
         Raises:
             BadInputError: it has something in it that could run.
         """
-        path = Path(self.path) / METADATA_FILE
+        path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
                 _Unpickler(file).load()

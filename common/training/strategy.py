@@ -15,12 +15,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import gather_object, wait_for_everyone
-from peft import PeftModel, get_peft_model_state_dict
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
+from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
 
 from common.base.run_config import RunConfig
 from common.data import rows
@@ -45,18 +44,17 @@ class Strategy:
 
     As it stands here, each rank has rows of its own and calls one model, and the ranks' losses are parts of one sum;
     subclasses add at least `backward`, and how the model is divided.
+
+    Attributes:
+        takes_steps: Whether a `LoopTrainer` takes the steps; else the Trainer does.
+        measures_usage: Whether what a rank holds and sends is measured in the second step.
+        reloads_as_computed: Whether whole models load after training in the format of matrix products; `as_computed`.
+        autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
+        divides_checkpoints: Whether every rank writes a part of a checkpoint.
     """
 
-    takes_steps = True
-    """Whether a `LoopTrainer` takes the steps; else the Trainer does."""
-    measures_usage = True
-    """Whether what a rank holds and sends is measured in the second step."""
-    autocasts = False
-    """Whether mixed precision is autocast's; FSDP and DeepSpeed have another way."""
-    divides_checkpoints = False
-    """Whether every rank writes a part of a checkpoint."""
-    reloads_as_computed = True
-    """Whether whole models are loaded after training in the format of matrix products; see `as_computed`."""
+    takes_steps = measures_usage = reloads_as_computed = True
+    autocasts = divides_checkpoints = False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
         """Prepare for `run`; `rank` is this process's place among all, also where all work on the same rows."""
@@ -187,10 +185,8 @@ class Strategy:
         """
         batch = self.inputs_for_loss(inputs)
         given = {name: tensor for name, tensor in batch.items() if name not in ("row", "labels", "shift_labels")}
-        logits, labels = (
-            model(**given, **({"use_cache": False} if self.takes_logits_to_keep else {})).logits,
-            batch["labels"],
-        )
+        without_cache = {"use_cache": False} if self.takes_logits_to_keep else {}
+        logits, labels = model(**given, **without_cache).logits, batch["labels"]
         if self.run.goal.model_kind == "decoder" and not self.takes_logits_to_keep:  # position t predicts token t + 1
             logits, labels = logits[:, :-1], labels[:, 1:]
         return self.objective.results(logits, labels.to(logits.device))
@@ -225,21 +221,16 @@ class Strategy:
 
     # -- one model of all parts
 
-    def gather(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight whole; called on every rank."""
-        return gathered(weight)
+    gather = staticmethod(gathered)
+    """Return a weight whole; called on every rank."""
 
     def export(self, folder: Path) -> None:
         """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""
         model, is_lora = self.model, isinstance(self.model, PeftModel)
         named = [named for named in model.named_parameters() if named[1].requires_grad or not is_lora]
         weights = full_weights(named, self.rank.is_main, self.gather)
-        if self.rank.is_main and is_lora:
-            model.peft_config["default"].save_pretrained(folder)
-            adapter = get_peft_model_state_dict(model, state_dict=weights, save_embedding_layers=False)
-            save_file(adapter, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
-        elif self.rank.is_main:
-            model.save_pretrained(folder, state_dict=weights)
+        if self.rank.is_main:
+            model.save_pretrained(folder, state_dict=weights, **({"save_embedding_layers": False} if is_lora else {}))
         wait_for_everyone()
 
     def free(self) -> None:
@@ -258,10 +249,9 @@ class Strategy:
 
     def held_by_one_device(self) -> Held:
         """Return what one device would hold, with Adam's two states."""
-        weights = list(self.model.parameters())
-        of_all = sum(global_numel(weight) * weight.element_size() for weight in weights)
-        of_trained = sum(global_numel(each) * each.element_size() for each in weights if each.requires_grad)
-        return Held(of_all, of_trained, 2 * of_trained)
+        sizes = [(global_numel(each) * each.element_size(), each.requires_grad) for each in self.model.parameters()]
+        of_trained = sum(size for size, is_trained in sizes if is_trained)
+        return Held(sum(size for size, _ in sizes), of_trained, 2 * of_trained)
 
     def check_shard_memory(self, held: Held) -> None:
         """Check that what this rank holds is divided as it was asked for.
@@ -285,8 +275,8 @@ class WholeModel(Strategy):
         is_placed = len(self.rank.devices) > 1
         return whole_model_to_train(self.run, stage_map if is_placed else whole_model_on(self.rank.device))
 
+    @override
     def export(self, folder: Path) -> None:
-        """Write the model, or the adapter, on rank 0."""
         if self.rank.is_main:
             self.model.save_pretrained(folder)
 
@@ -305,36 +295,35 @@ class UsageReport(TrainerCallback):
         self.strategy, self.sent, self.step = strategy, SentBytes(), 0
         self.held: Held | None = None
 
+    @override
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Count what is sent from here on."""
         self.step += 1
         if self.step == MEASURED_STEP:
             self.sent.__enter__()
 
+    @override
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Look at what this rank holds between the backward pass and the optimizer's step."""
         if self.step == MEASURED_STEP:
             self.held = self.strategy.held()
             self.strategy.check_shard_memory(self.held)
             print(f"holds: {self.held}")
 
+    @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Stop counting."""
         if self.step == MEASURED_STEP:
             self.sent.__exit__(None, None, None)
 
     def for_record(self) -> dict[str, object]:
         """Return what every rank holds, and what this one sends in a step; None where there was no second step."""
-        sent = self.sent.bytes_by_collective
-        whole = asdict(self.strategy.held_by_one_device())
+        whole, sent = self.strategy.held_by_one_device(), self.sent.bytes_by_collective
         return {
-            "held": {"per_rank": gather_object([asdict(self.held)]), "whole": whole} if self.held else None,
+            "held": {"per_rank": gather_object([asdict(self.held)]), "whole": asdict(whole)} if self.held else None,
             "sent": {"bytes": self.sent.sent_bytes, "by_collective": sent} if sent else None,
         }
 

@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
+from typing_extensions import override
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import LAST, RunConfig
@@ -72,24 +73,27 @@ from common.training.usage import optimizer_bytes
 
 
 class CheckpointedTrainer(Trainer):
-    """The Trainer's own checkpoints, committed and verified by `common.training.checkpoints`."""
+    """The Trainer's own checkpoints, committed and verified by `common.training.checkpoints`.
+
+    Attributes:
+        divides: Whether ranks hold parts of what is trained, and write them.
+        first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
+        resume_checkpoint: The checkpoint that `train` resumes from.
+        about: What this run's checkpoints say of it.
+        writes: Whether this rank writes what all ranks have; without a shared disk there are several that do.
+        saves_into: Where Transformers writes a checkpoint's folder.
+    """
 
     divides = False
-    """Whether ranks hold parts of what is trained, and write them."""
 
     def __init__(self, **kwargs: Any) -> None:
-        """Starts at the beginning, until `find_start` finds another place."""
+        """Start at the beginning, until `find_start` finds a checkpoint."""
         super().__init__(**kwargs)
         self.first_step = 0
-        """Optimizer steps that were taken before, by the run whose checkpoint this one resumes from."""
         self.resume_checkpoint: Path | None = None
-        """The checkpoint that `train` resumes from."""
         self.about: dict[str, Any] = {}
-        """What this run's checkpoints say of it."""
         self.writes = self.args.process_index == 0
-        """Whether this rank is the one that writes what all ranks have; without a shared disk there are several."""
         self.saves_into = Path(self.args.output_dir)
-        """Where Transformers writes a checkpoint's folder."""
 
     def train(self, **kwargs: Any) -> Any:
         """Take all optimizer steps; those after `resume_checkpoint`, where that is a checkpoint."""
@@ -101,7 +105,7 @@ class CheckpointedTrainer(Trainer):
     # -- writing
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
-        """Keep this step, whole, then remove all but the best checkpoint, this one and the one before."""
+        """Write this step's checkpoint, then remove all but the best one, this one and the one before."""
         folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
         if best and best > self.first_step:
             self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
@@ -134,7 +138,7 @@ class CheckpointedTrainer(Trainer):
     # -- resuming
 
     def find_start(self, log: RunRecorder) -> None:
-        """Look where the run begins, and that it can.
+        """Find the step where the run begins, and check that it can.
 
         Raises:
             BadInputError: the checkpoint is damaged, or of another run.
@@ -179,7 +183,7 @@ class CheckpointedTrainer(Trainer):
         return begin
 
     def take_best_along(self, folder: Path) -> None:
-        """Find the best checkpoint so far: beside the one that is resumed, or where its run had it from.
+        """Find the best checkpoint so far: beside the one that is resumed, or where that one says.
 
         One that is gone or damaged is forgotten, with a word, at the start rather than when training has ended.
         """
@@ -198,7 +202,7 @@ class CheckpointedTrainer(Trainer):
             self.state.best_model_checkpoint = self.state.best_global_step = self.state.best_metric = None
 
     def _load_callback_state(self) -> None:
-        """Load how long an early stop has waited; how long it is to wait is this run's own setting."""
+        # how long an early stop has waited is loaded; how long it is to wait is this run's own setting
         early_stops = [each for each in self.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         patiences = [each.early_stopping_patience for each in early_stops]
         super()._load_callback_state()  # puts new ones in their place
@@ -207,12 +211,10 @@ class CheckpointedTrainer(Trainer):
             each.early_stopping_patience = patience
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load without a warning about embeddings that stand in the checkpoint once, as they are tied."""
-        with silent("transformers.trainer"):
+        with silent("transformers.trainer"):  # it warns of embeddings that stand there once, as they are tied
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        """Load it only if its bytes are those that were written; without the warning about tied embeddings."""
         verify_once(Path(self.state.best_model_checkpoint), self.args.process_index == 0)
         with silent("transformers.trainer"):
             super()._load_best_model()
@@ -247,14 +249,13 @@ class AuditedTrainer(CheckpointedTrainer):
             pin_memory=self.args.device.type == "cuda",
         )
 
+    @override
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Count the mini-batch, then train on it."""
         self.reach("batch")
         self.work.count(inputs.pop("row"), inputs)
         return super().training_step(model, self.strategy.inputs_for_loss(inputs), *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Time what is no training: logging, validation and checkpoints."""
         with self.reporting():
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -279,14 +280,13 @@ class AuditedTrainer(CheckpointedTrainer):
         self.work.reporting_s += time.perf_counter() - start_s
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor | float:
-        """Return the norm over all ranks' gradients; refuse a step that would spoil the weights."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self.check_gradients(norm)
         self.reach("update")
         return norm
 
     def reach(self, point: str) -> None:
-        """Say that this rank has come to a point of its step."""
+        """Report that this rank has reached a point of its step."""
         step = self.state.global_step + 1
         fault_at(point, step, self.model)
         reached(point, step)
@@ -317,16 +317,17 @@ class AuditedTrainer(CheckpointedTrainer):
         self.accelerator.free_memory()
         free_model(self.model)
 
+    @override
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count none: the Trainer would look at every weight at every step; `training_flops` has the formula."""
-        return 0
+        return 0  # the Trainer would look at every weight at every step; `training_flops` has the formula
 
 
 class SummaryTrainer(AuditedTrainer, Seq2SeqTrainer):
     """An AuditedTrainer for encoder-decoders, on Transformers' own."""
 
+    @override
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Use every validation row once: Seq2SeqTrainer keeps those that a last batch was filled up with."""
+        # every validation row counts once: Seq2SeqTrainer keeps those that a last batch was filled up with
         self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
 
@@ -349,7 +350,6 @@ def free_model(model: torch.nn.Module) -> None:
 
 def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
     """Return the Trainer's settings, from the run's."""
-    on_cpu = run.device == "cpu"
     kind = Seq2SeqTrainingArguments if run.goal.summarizes else TrainingArguments
     arguments = kind(
         output_dir=str(output_folder),
@@ -368,7 +368,7 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         gradient_checkpointing_kwargs={"use_reentrant": run.use_reentrant} if run.gradient_checkpointing else None,
         bf16=run.precision.startswith("bf16"),
         fp16=run.precision == "fp16-mixed",
-        use_cpu=on_cpu,
+        use_cpu=run.device == "cpu",
         ddp_backend=BACKENDS[run.device] if run.world_size > 1 else None,
         ddp_find_unused_parameters=False,
         eval_strategy="steps",
@@ -437,14 +437,15 @@ def plan_training(log: RunRecorder, batch: BatchShape) -> Plan | None:
     """
     try:
         plan = plan_run(log.run, batch, log.gpu())
-    except BadInputError as unknown:
-        if log.rank.is_main:
-            print(f"no plan: {unknown}")
-        return None
-    if log.rank.is_main:
         memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
-        largest = f"{batch.rows} rows of {batch.length} tokens at most"
-        print(f"planned: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB per device ({largest}); {why(plan)}")
+        said = (
+            f"planned: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB per device ({batch.rows} rows of "
+            f"{batch.length} tokens at most); {why(plan)}"
+        )
+    except BadInputError as unknown:
+        plan, said = None, f"no plan: {unknown}"
+    if log.rank.is_main:
+        print(said)
     return plan
 
 
