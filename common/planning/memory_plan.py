@@ -39,8 +39,7 @@ class DeviceMemory:
     @cached_property
     def parts_gib(self) -> dict[str, float]:
         """GiB by part."""
-        parts = (*PARTS, "overhead")
-        return {part: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in parts}
+        return {part: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in (*PARTS, "overhead")}
 
     @property
     def allocated_gib(self) -> float:
@@ -123,11 +122,14 @@ class _DeviceSums:
     def backward_moments(self) -> dict[str, list[Term]]:
         """Return the moments from the loss to the embeddings."""
         before_backward = self.before_backward()
+        of_last_layer = self._head_gradients() + trained_of_layer(self.stacks[-1][0], self.job)
+        without_embeddings = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
+        of_embeddings = self.parameters - without_embeddings if self.job.trains_all else 0
         return {
             "loss": [*before_backward, *self.loss()],
             "backward of the head": [*before_backward, *self.head_backward()],
             "backward of the last layer": [
-                *self.gradients_of_layer_end(last=True),
+                *self._gradients_so_far(of_last_layer, "gradients of the head and a layer"),
                 *self.layers_saved(),
                 *self.ends_waiting(),
                 *self.logits_of_schedule(),
@@ -135,7 +137,7 @@ class _DeviceSums:
             ],
             **self.encoder_backward_moments(),
             "backward of the first layer": [
-                *self.gradients_of_layer_end(last=False),
+                *self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers"),
                 *self.layers_saved(one_left=True),
                 *self.ends_waiting(),
                 *self.logits_of_schedule(),
@@ -155,15 +157,21 @@ class _DeviceSums:
             return {}
         (encoder, _), (decoder, layers) = self.stacks
         done = self._head_gradients() + layers * trained_of_layer(decoder, self.job)
-
-        def moment(more_gradients: int, passing: list[Term]) -> list[Term]:
-            some = self._gradients(done + more_gradients, "gradients of the head and the decoder")
-            gradients = self.gradients() if self._adds_to_gradients else some
-            return [*gradients, *self._layers_kept(1, self.stacks[:1]), *passing]
-
-        ends = [*self.embeddings_backward(), *self.hidden_states(encoder)]
-        layer = moment(trained_of_layer(encoder, self.job), self.layer_backward(encoder))
-        return {"backward of the decoder's embeddings": moment(0, ends), "backward of the encoder's last layer": layer}
+        what = "gradients of the head and the decoder"
+        kept = self._layers_kept(1, self.stacks[:1])
+        return {
+            "backward of the decoder's embeddings": [
+                *self._gradients_so_far(done, what),
+                *kept,
+                *self.embeddings_backward(),
+                *self.hidden_states(encoder),
+            ],
+            "backward of the encoder's last layer": [
+                *self._gradients_so_far(done + trained_of_layer(encoder, self.job), what),
+                *kept,
+                *self.layer_backward(encoder),
+            ],
+        }
 
     # -- what is there all the time
 
@@ -172,14 +180,14 @@ class _DeviceSums:
         job, ranks = self.job, self.job.shards if self.job.parallelism.shards_weights else 1
         if job.offload and job.parallelism.shards_weights:
             return [Term("weights", "weights", "in the host's memory", 0.0)]
-        if not job.method.has_adapters:  # frozen ones are as wide
-            return [numbers("weights", "weights", self.parameters, job.weight_bytes, ranks)]
-        if job.method.quantizes:
-            frozen = self._quantized_weights(ranks)
-        else:
-            frozen = [numbers("weights", "frozen weights", self.parameters, job.weight_bytes, ranks)]
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
-        return [*frozen, numbers("weights", what, self.trained, job.trained_bytes, ranks)]
+        has_adapters, quantizes = job.method.has_adapters, job.method.quantizes
+        name = "frozen weights" if has_adapters else "weights"  # with full frozen ones are as wide
+        return where(
+            (quantizes, self._quantized_weights(ranks)),
+            (not quantizes, numbers("weights", name, self.parameters, job.weight_bytes, ranks)),
+            (has_adapters, numbers("weights", what, self.trained, job.trained_bytes, ranks)),
+        )
 
     def _quantized_weights(self, ranks: int) -> list[Term]:
         kind = self.job.quantization
@@ -241,11 +249,13 @@ class _DeviceSums:
         kept = max(FSDP_GATHERED_LAYERS * layer + ends, min(self.parameters, ZERO_REUSED_WEIGHTS))
         scattered = max(trained_of_layer(stack, job) for stack, _ in self.stacks)
         uses_zero = job.parallelism.uses_deepspeed
-        size, formula = self._quantized_layer() if job.method.quantizes else (layer * a, f"{layer:,} x {a} bytes")
-        formula = f"{FSDP_GATHERED_LAYERS} x {formula}"
+        size, formula = max(self._gathered_layer(stack) for stack, _ in self.stacks)
         return where(
             (uses_zero, numbers("buffers", "gathered weights, kept as they are soon used again", kept, a)),
-            (not uses_zero, Term("buffers", "gathered layers", formula, FSDP_GATHERED_LAYERS * size)),
+            (
+                not uses_zero,
+                Term("buffers", "gathered layers", f"{FSDP_GATHERED_LAYERS} x {formula}", FSDP_GATHERED_LAYERS * size),
+            ),
             (not uses_zero, numbers("buffers", "gathered embeddings and head", ends, a)),
             (
                 not job.method.has_adapters,
@@ -253,15 +263,14 @@ class _DeviceSums:
             ),
         )
 
-    def _quantized_layer(self) -> tuple[float, str]:
-        """Return a layer as FSDP gathers it: 4-bit numbers as they are stored, else the arithmetic's format."""
+    def _gathered_layer(self, stack: Stack) -> tuple[float, str]:
+        """Return a layer's bytes as FSDP gathers it: 4-bit numbers as they are stored, else the arithmetic's format."""
         number, a = QUANTIZED_NUMBER_BYTES[self.job.quantization], self.job.arithmetic_bytes
-        layers = []
-        for stack, _ in self.stacks:
-            quantized = stack.matrix_weights
-            rest = stack.layer_parameters - quantized + trained_of_layer(stack, self.job)
-            layers.append((quantized * number + rest * a, f"({quantized:,} x {number:g} + {rest:,} x {a}) bytes"))
-        return max(layers)
+        if not self.job.method.quantizes:
+            return stack.layer_parameters * a, f"{stack.layer_parameters:,} x {a} bytes"
+        quantized = stack.matrix_weights
+        rest = stack.layer_parameters - quantized + trained_of_layer(stack, self.job)
+        return quantized * number + rest * a, f"({quantized:,} x {number:g} + {rest:,} x {a}) bytes"
 
     # -- gradients, as the backward pass goes on
 
@@ -279,16 +288,8 @@ class _DeviceSums:
         repeated = self.job.accumulation_steps > 1 or self.job.micro_batches > self.share.in_flight
         return repeated or self.job.parallelism.replicates
 
-    def gradients_of_layer_end(self, last: bool) -> list[Term]:
-        """Return those when the last layer's backward pass is under way, or else the first layer's."""
-        if self._adds_to_gradients:
-            return self.gradients()
-        if last:
-            of_layer = trained_of_layer(self.stacks[-1][0], self.job)
-            return self._gradients(self._head_gradients() + of_layer, "gradients of the head and a layer")
-        without_embeddings = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
-        missing = self.parameters - without_embeddings if self.job.trains_all else 0
-        return self._gradients(self.trained - missing, "gradients of head and layers")
+    def _gradients_so_far(self, count: int, what: str) -> list[Term]:
+        return self.gradients() if self._adds_to_gradients else self._gradients(count, what)
 
     def _head_gradients(self) -> int:
         matrix = self.architecture.vocab * self.architecture.hidden
