@@ -176,7 +176,6 @@ class _DeviceSums:
     # -- what is there all the time
 
     def weights(self) -> list[Term]:
-        """Return frozen and trained weights."""
         job, ranks = self.job, self.job.shards if self.job.parallelism.shards_weights else 1
         if job.offload and job.parallelism.shards_weights:
             return [Term("weights", "weights", "in the host's memory", 0.0)]
@@ -297,19 +296,21 @@ class _DeviceSums:
 
     def _gradients(self, count: int, what: str) -> list[Term]:
         job = self.job
-        if job.offload and job.parallelism.shards_weights:
-            return []
+        waits_in_host = job.offload and job.parallelism.shards_weights
         ranks = job.shards if job.parallelism.shards_gradients else 1
-        return [numbers("gradients", what, count, job.trained_bytes, ranks)]
+        return where((not waits_in_host, numbers("gradients", what, count, job.trained_bytes, ranks)))
 
     # -- activations that wait for the backward pass
 
     def layers_saved(self, one_left: bool = False) -> list[Term]:
         """Return what all layers keep, for every micro-batch in flight; `one_left`: of one the first layer alone."""
-        kept = self._layers_kept(self.share.in_flight - one_left, self.stacks)
-        if not one_left or self._input_is_in_buffer:
-            return kept
-        return [*kept, *times_each(self._layer_kept(self.stacks[0][0]), 1, "1 x ")]
+        return where(
+            (True, self._layers_kept(self.share.in_flight - one_left, self.stacks)),
+            (
+                one_left and not self._input_is_in_buffer,
+                times_each(self._layer_kept(self.stacks[0][0]), 1, "1 x "),
+            ),
+        )
 
     def _layers_kept(self, micro_batches: int, stacks: list[tuple[Stack, int]]) -> list[Term]:
         terms = []
@@ -333,9 +334,9 @@ class _DeviceSums:
     def ends_saved(self) -> list[Term]:
         """Return what embeddings, final norm and head keep."""
         size = self.batch.tokens * self.architecture.hidden * self.hidden_bytes
-        ends = self._classifier_ends_saved() if self.architecture.classes else self._token_ends_saved()
         is_sent = self.job.parallelism.pipelines and not self.share.has_head
-        return ends + where(
+        return where(
+            (True, self._classifier_ends_saved() if self.architecture.classes else self._token_ends_saved()),
             (self.is_encoder_decoder, activations("encoder's output", "TE H x", size)),
             (is_sent, activations("hidden state that was sent", "T H x", size)),
         )
@@ -363,14 +364,16 @@ class _DeviceSums:
         each = 4 + (4 if job.cpu_operations else 1)
         count = 3 if pools else 5  # dropout also comes before the dense layer, where there is no pooler
         head = count * self.positions * self.architecture.hidden * job.arithmetic_bytes
-        keeps_last = has_head and pools and not self.layer.casts_inputs
         return where(
             (
                 self.share.has_embeddings and job.trains_all,
                 activations("embeddings' norm and dropout", f"T H {each}", size * each),
             ),
             (has_head, activations("head before its matrix", f"{count} P H a", head)),
-            (keeps_last, activations("last hidden state, of which the pooler reads a part", "T H 4", size * 4)),
+            (
+                has_head and pools and not self.layer.casts_inputs,
+                activations("last hidden state, of which the pooler reads a part", "T H 4", size * 4),
+            ),
         )
 
     def ends_waiting(self) -> list[Term]:
@@ -406,7 +409,7 @@ class _DeviceSums:
         (torch/distributed/pipelining/stage.py.)
         """
         held = self.job.parallelism.pipelines and self.share.has_head
-        return self._logits("logits that the schedule still holds") if held else []
+        return where((held, self._logits("logits that the schedule still holds")))
 
     def _logits(self, what: str) -> list[Term]:
         each = 4 if self.job.method.quantizes else self.job.arithmetic_bytes
@@ -434,17 +437,15 @@ class _DeviceSums:
         job = self.job
         is_cast = job.autocasts or (job.method.quantizes and job.precision != "fp32" and job.shards == 1)
         size = self.architecture.vocab * self.architecture.hidden * job.arithmetic_bytes
-        copy = Term("weights", "autocast's copy of the head", "V H a", size)
-        return [copy] if is_cast and not job.plain_loop else []
+        return where((is_cast and not job.plain_loop, Term("weights", "autocast's copy of the head", "V H a", size)))
 
     def head_backward(self) -> list[Term]:
         """Return the logits' gradient in the arithmetic's format, and the gradient of the head's matrix."""
         vocab, a = self.architecture.vocab, self.job.arithmetic_bytes
         logits = Term("logits", "gradient of the logits", "P V a", a * self.positions * vocab)
-        matrix = self._gradients(vocab * self.architecture.hidden, "gradient of the head's matrix")
         return where(
             (self.share.has_head, [logits, *self._head_copy(), *self.logits_of_schedule()]),
-            (self.trains_head, matrix),
+            (self.trains_head, self._gradients(vocab * self.architecture.hidden, "gradient of the head's matrix")),
         )
 
     # -- the backward pass of a layer
@@ -490,11 +491,15 @@ class _DeviceSums:
         size = self.architecture.embedding_parameters * self.job.trained_bytes
         is_trained = self.job.trains_all and self.share.has_embeddings
         is_tied = self.architecture.tied and self.share.has_head
-        both = "gradient of the tied embeddings, and its sum with the head's"
-        adds = self._adds_to_gradients and not is_tied
         return where(
-            (is_trained and is_tied, activations(both, "2 V H w", 2 * size)),
-            (is_trained and adds, activations("gradient of the embeddings, before it is added", "V H w", size)),
+            (
+                is_trained and is_tied,
+                activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size),
+            ),
+            (
+                is_trained and self._adds_to_gradients and not is_tied,
+                activations("gradient of the embeddings, before it is added", "V H w", size),
+            ),
         )
 
     def tied_gradient_received(self) -> list[Term]:
@@ -502,11 +507,11 @@ class _DeviceSums:
         is_trained = self.job.parallelism.pipelines and self.job.trains_all
         has_copy = self.architecture.tied and self.share.has_embeddings != self.share.has_head
         size = self.architecture.embedding_parameters * self.job.trained_bytes
-        term = Term("buffers", "the other end's gradient of the tied embeddings", "V H w", size)
-        return [term] if is_trained and has_copy else []
+        what = "the other end's gradient of the tied embeddings"
+        return where((is_trained and has_copy, Term("buffers", what, "V H w", size)))
 
     def optimizer_step(self) -> list[Term]:
         """Return one more state's worth for optimizers that are not fused, and so work on lists."""
         size = self.trained * self.job.trained_bytes / self.job.shards
-        term = Term("optimizer", "square roots of the variances, all at once", "one state", size)
-        return [term] if self.job.optimizer == "adamw_torch" and not self.job.offload else []
+        is_list = self.job.optimizer == "adamw_torch" and not self.job.offload
+        return where((is_list, Term("optimizer", "square roots of the variances, all at once", "one state", size)))
