@@ -165,16 +165,10 @@ def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
 # -- between shares and device maps
 
 
-def device_map_of(
-    architecture: Architecture,
-    shares: Sequence[Share],
-    devices: Sequence[Device],
-    heads: Sequence[str] | None = None,
-) -> dict[str, Device]:
+def device_map_of(architecture: Architecture, shares: Sequence[Share], devices: Sequence[Device]) -> dict[str, Device]:
     """Return the device map that says `shares`, one for each of `devices`.
 
-    `heads` names the modules after the layers and the final norm, such as `("bert.pooler", "classifier")`; None: those
-    that continue a text, find a masked token or, with an architecture made by `as_classifier`, a label.
+    With an architecture made by `as_classifier` the head is a classifier's.
 
     Raises:
         BadInputError: The model has an encoder and a decoder.
@@ -189,8 +183,7 @@ def device_map_of(
             device_map[f"{family.layers}.{next(numbers)}"] = device
         if share.has_head:
             norm = ("model.norm",) if family.is_llama_like else ()
-            usual = family.classifier if architecture.classes else family.heads
-            device_map |= dict.fromkeys((*norm, *(heads or usual)), device)
+            device_map |= dict.fromkeys(norm + (family.classifier if architecture.classes else family.heads), device)
     if family.is_llama_like:
         device_map["model.rotary_emb"] = devices[0]
     return device_map

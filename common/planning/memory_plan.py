@@ -84,6 +84,7 @@ class _DeviceSums:
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
         self.layers_saved, self.ends_saved = cache(self.layers_saved), cache(self.ends_saved)  # of many moments
         self.ends_waiting, self.before_backward = cache(self.ends_waiting), cache(self.before_backward)
+        self._layer_saved = cache(self.layer.saved)
 
     def highest(self) -> DeviceMemory:
         """Return the moment with the most bytes, and its terms."""
@@ -327,7 +328,7 @@ class _DeviceSums:
 
     def _layer_kept(self, stack: Stack) -> list[Term]:
         if not self.job.gradient_checkpointing:
-            return self.layer.saved(stack)
+            return self._layer_saved(stack)
         size = self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
         return [activations("layer input", "T H x", size)]
 
@@ -461,7 +462,7 @@ class _DeviceSums:
         most = max(asking * asked for asking, asked in self.batch.attentions_in(stack))
         scores = 4 * self.batch.rows * architecture.heads * most
         return where(
-            (again, times_each(self.layer.saved(stack) if again else [], 1, "computed again: ")),
+            (again, times_each(self._layer_saved(stack) if again else [], 1, "computed again: ")),
             (True, [*passing, *self.hidden_states(stack)]),
             (
                 self.job.attention == "eager",

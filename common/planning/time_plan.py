@@ -87,10 +87,8 @@ class Cluster:
     def slowest_link(self) -> Link:
         """Between two neighbours of a ring through all GPUs."""
         gpu = self.gpus[0]
-        if self.link is not None:
-            return self.link
-        if self.nodes > 1:
-            return ethernet(ASSUMED_ETHERNET_GBIT)
+        if self.link or self.nodes > 1:
+            return self.link or ethernet(ASSUMED_ETHERNET_GBIT)
         return parse_link("nvlink" if gpu.nvlink_gb_per_s and not gpu.nvlink_bridge else "pcie", gpu)
 
     @property
@@ -230,7 +228,6 @@ class StepTime:
     """
 
     compute_s: float
-    communication_s: float
     exposed_s: float
     bubble_s: float
     optimizer_s: float
@@ -253,19 +250,16 @@ def step_time(
     reading their weights once per pass. With accumulation all update once per optimizer step, and DDP sends once.
     """
     part, link, parallelism = part_of_rank(architecture, job), cluster.slowest_link, job.parallelism
-    seconds = [
-        _compute_s(part, job, gpu, share, speed) for gpu, share, speed in zip(cluster.gpus, shares, speeds, strict=True)
-    ]
-    updates = [_optimizer_s(part, job, gpu, share) for gpu, share in zip(cluster.gpus, shares, strict=True)]
-    optimizer_s = max(updates) / job.accumulation_steps
+    devices = list(zip(cluster.gpus, shares, speeds, strict=True))
+    seconds = [_compute_s(part, job, gpu, share, speed) for gpu, share, speed in devices]
+    optimizer_s = max(_optimizer_s(part, job, gpu, share) for gpu, share, _ in devices) / job.accumulation_steps
     sent = sent_bytes(architecture, job)
     communication_s = exposed_s = sent / (link.gb_per_s * 1e9)
     slowest, bubble_s = max(seconds), 0.0
     if parallelism.pipelines:
-        stages, micro_batches = len(seconds), job.micro_batches
         # every micro-batch passes the slowest stage; filling and draining takes one pass through all but one stage
-        bubble_s = (stages - 1) / micro_batches * slowest
-        exposed_s = communication_s / micro_batches
+        bubble_s = (len(seconds) - 1) / job.micro_batches * slowest
+        exposed_s = communication_s / job.micro_batches
     elif parallelism.layers_in_turn:
         bubble_s = sum(seconds) - slowest
     elif parallelism.shards_weights:
@@ -275,10 +269,11 @@ def step_time(
         backward_share = (flops.activation_gradients + flops.weight_gradients) / flops.total
         exposed_s = max(0.0, communication_s - slowest * backward_share)
     if parallelism.replicates:  # gradients stay where they are until the last micro-batch
-        once_in = job.accumulation_steps
-        sent, communication_s, exposed_s = sent / once_in, communication_s / once_in, exposed_s / once_in
+        sent, communication_s, exposed_s = (
+            each / job.accumulation_steps for each in (sent, communication_s, exposed_s)
+        )
     return StepTime(
-        slowest, communication_s, exposed_s, bubble_s, optimizer_s, sent / 1e9,
+        slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (
             f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s",
             f"communication: {sent / 1e9:,.3g} GB by {link.name} at {link.gb_per_s:,.3g} GB/s, "
