@@ -113,9 +113,9 @@ class _Fullness:
         """Return the layers from `start` up to, not including, `end`, counted over all stacks."""
         stacks, last_stage = self.architecture.stacks, len(self.gpus) - 1
         ends = accumulate(stack.layers for stack in stacks)
-        layers = [
+        layers = (
             max(0, min(end, last) - max(start, last - stack.layers)) for stack, last in zip(stacks, ends, strict=True)
-        ]
+        )
         has_embeddings = stage == (last_stage if self.ends == "last" else 0)
         has_head = stage == (0 if self.ends == "first" else last_stage)
         return Share(tuple(layers), has_embeddings, has_head, self.job.in_flight(stage))

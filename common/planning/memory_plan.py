@@ -95,8 +95,7 @@ class _DeviceSums:
             later = _DeviceSums(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
             moments |= {f"{name}, later": terms for name, terms in later.backward_moments().items()}
         name = max(moments, key=lambda moment: sum(term.count for term in moments[moment]))
-        terms = tuple(term for term in (*resting, *moments[name]) if term.count)
-        return DeviceMemory(name, terms)
+        return DeviceMemory(name, tuple(term for term in (*resting, *moments[name]) if term.count))
 
     def moments(self) -> dict[str, list[Term]]:
         """Return all moments: the end of the last forward pass in flight, the backward pass, and what follows it."""
@@ -117,8 +116,12 @@ class _DeviceSums:
 
     def before_backward(self) -> list[Term]:
         """Return what waits when the backward pass begins."""
-        waiting = [*self.layers_saved(), *self.ends_saved(), *self.ends_waiting()]
-        return [*self.gradients_before_backward(), *waiting]
+        return [
+            *self.gradients_before_backward(),
+            *self.layers_saved(),
+            *self.ends_saved(),
+            *self.ends_waiting(),
+        ]
 
     def backward_moments(self) -> dict[str, list[Term]]:
         """Return the moments from the loss to the embeddings."""
@@ -227,12 +230,16 @@ class _DeviceSums:
         bucket = min(self.architecture.hidden**2, self.trained)
         neighbours = 2 - self.share.has_embeddings - self.share.has_head
         hidden = job.batch.tokens * self.architecture.hidden * self.hidden_bytes
-        received = "hidden states and gradients to receive"
         return where(
             (job.parallelism.replicates, numbers("gradients", "gradients, in DDP's buckets", self.trained, each)),
             (
                 job.parallelism.pipelines,
-                Term("buffers", received, f"{neighbours} T H x, all parts", neighbours * hidden),
+                Term(
+                    "buffers",
+                    "hidden states and gradients to receive",
+                    f"{neighbours} T H x, all parts",
+                    neighbours * hidden,
+                ),
             ),
             (
                 job.parallelism.splits_matrices,
@@ -400,9 +407,9 @@ class _DeviceSums:
     def loss(self) -> list[Term]:
         """Return, in fp32, log-probabilities, their gradient, and the logits' gradient."""
         size = 12 * self.positions * self.architecture.vocab
-        gradients = Term("logits", "log-probabilities, their and the logits' gradients, in fp32", "3 P V 4", size)
+        what = "log-probabilities, their and the logits' gradients, in fp32"
         held = self._logits("logits that the loop still holds") if self.job.plain_loop else self.logits_of_schedule()
-        return [gradients, *held, *self._head_copy()] if self.share.has_head else []
+        return where((self.share.has_head, [Term("logits", what, "3 P V 4", size), *held, *self._head_copy()]))
 
     def logits_of_schedule(self) -> list[Term]:
         """Return the logits that, with pp, a stage holds until their backward pass is done.
@@ -459,14 +466,13 @@ class _DeviceSums:
         passing = [activations("gradients within the MLP", f"{count} T I a", size)]
         if again:  # the forward pass comes again
             passing = max(passing, self.adapter_casts(stack), key=lambda terms: sum(term.count for term in terms))
-        most = max(asking * asked for asking, asked in self.batch.attentions_in(stack))
-        scores = 4 * self.batch.rows * architecture.heads * most
+        scores = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * architecture.heads
         return where(
             (again, times_each(self._layer_saved(stack) if again else [], 1, "computed again: ")),
             (True, [*passing, *self.hidden_states(stack)]),
             (
                 self.job.attention == "eager",
-                activations("gradients of the attention scores", "B heads S S 4", scores),
+                activations("gradients of the attention scores", "B heads S S 4", 4 * self.batch.rows * scores),
             ),
         )
 
@@ -479,13 +485,12 @@ class _DeviceSums:
         """Return what only a forward pass holds: an adapter's input in its own fp32, before and after dropout."""
         job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
         widest = max((linear.inputs for linear in stack.linears if job.adapts(linear)), default=0)
-        if not widest or job.plain_loop:
-            return []
+        casts = widest and not job.plain_loop
         each = 0 if a == 4 else 8 if job.lora_dropout else 4
-        return [
-            activations("result within the MLP", "T I a", t * self.architecture.intermediate * a),
-            activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each),
-        ]
+        return where(
+            (casts, activations("result within the MLP", "T I a", t * self.architecture.intermediate * a)),
+            (casts, activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each)),
+        )
 
     def embeddings_backward(self) -> list[Term]:
         """Return the embeddings' gradient, where another one waits beside it: the head's, or an earlier one."""

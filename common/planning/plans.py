@@ -264,7 +264,6 @@ def why(plan: Plan) -> str:
 
 
 def _what_would_help(plan: Plan) -> str:
-    """Return remedies against the largest part of what does not fit."""
     job, parts = plan.job, plan.fullest[0].parts_gib
     passing = parts["activations"] + parts["logits"] > 0.5 * sum(parts.values())
     states = parts["optimizer"] + parts["gradients"] > parts["weights"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.base.errors import BadInputError
 from common.base.specs import TECHNIQUES
-from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
+from common.hardware.devices import Gpu, cpu_device, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.job import QUANTIZED_NUMBER_BYTES, Job
 from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
@@ -146,10 +146,9 @@ def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> S
         (entry for name, entry in published.items() if gpu.name.startswith(name)),
         (ASSUMED_SHARE, "an assumption: nothing published was found"),
     )
-    factor = job.method.speed_factor
     if job.method.has_adapters:
-        source += f"; times {factor} for {job.technique}, github.com/QwenLM/Qwen"
-    share *= factor
+        source += f"; times {job.method.speed_factor} for {job.technique}, github.com/QwenLM/Qwen"
+    share *= job.method.speed_factor
     return Speed(peak * 1e12 * share, f"{gpu.name}, {job.technique}: {share:.0%} of {peak:g} TFLOP/s ({source})")
 
 
@@ -164,15 +163,13 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
     reached: dict[str, list[float]] = {}
     for record in records:
         config, devices = record["config"], record["environment"]["devices"]
-        gpu = None if config["device"] == "cpu" else gpu_of_device(devices[0])
-        name = CPU_DEVICE if config["device"] == "cpu" else gpu and gpu.name
+        gpu = cpu_device() if config["device"] == "cpu" else gpu_of_device(devices[0])
         is_other = config.get("task", "chat") != task  # older records know one task only
-        if record["status"] != "completed" or name is None or is_other or len(record["world"]) > 1:
+        if record["status"] != "completed" or gpu is None or is_other or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         again = 3 / 2 if TECHNIQUES[record["technique"]].has_adapters else 4 / 3
-        recomputed = again if config["gradient_checkpointing"] else 1
         flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
-        reached.setdefault(name, []).append(flops_per_s * recomputed)
+        reached.setdefault(gpu.name, []).append(flops_per_s * (again if config["gradient_checkpointing"] else 1))
     return reached
 
 
