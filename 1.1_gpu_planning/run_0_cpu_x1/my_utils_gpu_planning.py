@@ -37,9 +37,13 @@ if TYPE_CHECKING:
 WORDS = {name: technique.short for name, technique in TECHNIQUES.items()}
 SECONDS = ("computing", "waiting for the network", "waiting for other stages", "optimizer")
 TRAINED_WEIGHT = ("weight", "gradient", "momentum", "variance", "fp32 copy")
-COLORS = dict(zip((*PARTS, "overhead"), ("C0", "C1", "C2", "C4", "C9", "C5", "C7"), strict=True))
-COLORS |= dict(zip(TRAINED_WEIGHT, ("C0", "C1", "C2", "C8", "C6"), strict=True))
-COLORS |= dict(zip(SECONDS, ("C0", "C3", "C1", "C2"), strict=True))
+COLORS = dict(
+    zip(
+        (*PARTS, "overhead", *TRAINED_WEIGHT, *SECONDS),
+        ("C0", "C1", "C2", "C4", "C9", "C5", "C7", "C0", "C1", "C2", "C8", "C6", "C0", "C3", "C1", "C2"),
+        strict=True,
+    )
+)
 # of a legend: beside the picture
 BESIDE: dict[str, Any] = {"bbox_to_anchor": (1.0, 1.0), "loc": "upper left", "frameon": False}
 
@@ -215,8 +219,7 @@ def bills(one_machine: Question, spread: Question, technique: str, parallel: str
 
 def phase_parts(result: "DryRun") -> pd.DataFrame:
     """Return GiB by part at the highest moment of each phase of the step."""
-    phases = {phase: parts for phase, (_, parts) in result.phases().items()}
-    return pd.DataFrame(phases).T[list(PARTS)] / GIB
+    return pd.DataFrame({phase: parts for phase, (_, parts) in result.phases().items()}).T[list(PARTS)] / GIB
 
 
 def closed_form_parts(run: RunConfig, batch: BatchShape) -> pd.Series:

@@ -152,8 +152,8 @@ def find_config(model: str) -> Path:
     looks_like_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
     name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
     here = [Path(model).expanduser(), REPOSITORY / model]
-    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json"]
-    places += _cached(model) if looks_like_id else []
+    cached = _cached(model) if looks_like_id else []
+    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json", *cached]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))

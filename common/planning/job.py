@@ -177,29 +177,19 @@ class Job(HasSpecs):
 
     @property
     def is_mixed(self) -> bool:
-        """Arithmetic in a shorter format than the trained weights'."""
-        return self.precision.endswith("-mixed")
+        """Arithmetic in a shorter format than fp32 weights; not LoRA in fp16, as only the adapters are updated."""
+        freezes_16_bits = self.method.has_plain_adapters and self.precision == "fp16-mixed"
+        return self.precision.endswith("-mixed") and not freezes_16_bits
 
     @property
     def autocasts(self) -> bool:
         """Autocast copies weights and inputs to the shorter format; sharded weights are gathered in it already."""
-        return self.is_mixed and not self.freezes_16_bits and not self.parallelism.shards
-
-    @property
-    def freezes_16_bits(self) -> bool:
-        """LoRA in fp16: frozen weights need no fp32, as only the adapters are updated."""
-        return self.method.has_plain_adapters and self.precision == "fp16-mixed"
+        return self.is_mixed and not self.parallelism.shards
 
     @property
     def weight_bytes(self) -> int:
         """`w`: bytes of a weight that is not quantized; DeepSpeed keeps the fp32 ones in its optimizer."""
-        copies = self.is_mixed and not self.freezes_16_bits and not self.parallelism.uses_deepspeed
-        return 4 if self.precision == "fp32" or copies else 2
-
-    @property
-    def hidden_bytes(self) -> int:
-        """`x` of Llama-like models: bytes of a hidden state between layers; quantized ones have fp32 embeddings."""
-        return 4 if self.method.quantizes or self.precision == "fp32" or self.autocasts else 2
+        return 4 if self.precision == "fp32" or (self.is_mixed and not self.parallelism.uses_deepspeed) else 2
 
     @property
     def trained_bytes(self) -> int:

@@ -62,8 +62,13 @@ def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceM
 
 
 def hidden_bytes(architecture: Architecture, job: Job) -> int:
-    """Return `x`: autocast computes layer norms in fp32, and so the hidden states of layers that end with one."""
-    return job.hidden_bytes if architecture.family.is_llama_like else 4
+    """Return `x`, bytes of a hidden state between layers.
+
+    Autocast computes layer norms in fp32, and so the hidden states of layers that end with one; quantized models have
+    fp32 embeddings.
+    """
+    ends_with_norm = not architecture.family.is_llama_like
+    return 4 if ends_with_norm or job.method.quantizes or job.precision == "fp32" or job.autocasts else 2
 
 
 class _DeviceSums:

@@ -116,8 +116,7 @@ class Plan:
     @property
     def name(self) -> str:
         """`LoRA, ddp, checkpointed`."""
-        checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
-        return f"{self.job.method.label}, {self.job.parallel}{checkpointed}"
+        return f"{self.job.method.label}, {self.job.parallel}{', checkpointed' * self.job.gradient_checkpointing}"
 
 
 # -- plans
@@ -342,8 +341,7 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
     """Format the plans, best first, as a table for a terminal."""
     rows = []
     for plan in plans:
-        memory, gpu = plan.fullest
-        usd = plan.epoch_usd(rows_per_epoch)
+        (memory, gpu), usd = plan.fullest, plan.epoch_usd(rows_per_epoch)
         rows.append([
             plan.name,
             plan.job.precision,
