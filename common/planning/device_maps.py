@@ -67,12 +67,12 @@ def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tu
 
 
 def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:
-    """Give each device of a job with mp or pp contiguous layers that fit; None if there is no way.
+    """Give each device of a job with mp or pp contiguous layers that fit; None where none fit.
 
     Raises:
         BadInputError: There are more stages than layers.
     """
-    found = (_fill(fullness, level=1.0) for fullness in _ways(architecture, job, gpus))
+    found = (_fill(fullness, level=1.0) for fullness in _fullness_by_ends(architecture, job, gpus))
     return next((shares for shares in found if shares), None)
 
 
@@ -82,12 +82,12 @@ def _least_full(
     gpus: Sequence[Gpu],
     place: Callable[["_Fullness"], tuple[Share, ...]],
 ) -> tuple[Share, ...]:
-    placed = {place(fullness): fullness for fullness in _ways(architecture, job, gpus)}
+    placed = {place(fullness): fullness for fullness in _fullness_by_ends(architecture, job, gpus)}
     return min(placed, key=lambda shares: placed[shares].highest(shares))
 
 
-def _ways(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_Fullness"]:
-    """Return one for each place that embeddings and head can have.
+def _fullness_by_ends(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_Fullness"]:
+    """Return a `_Fullness` for each place that embeddings and head can have.
 
     In one process tied ones are one tensor, which cannot be on two devices; with pp the last stage has a copy.
     """
@@ -296,7 +296,6 @@ def check_device_map(
 
 
 def _check_entries(device_map: Mapping[str, Device], names: Sequence[str]) -> None:
-    """Refuse entries that are the beginning of no weight's name."""
     modules = {prefix for name in names for prefix in _prefixes(name)}
     for entry in device_map:
         if entry not in modules and WEIGHTLESS_MODULES.isdisjoint(entry.split(".")):
@@ -306,7 +305,6 @@ def _check_entries(device_map: Mapping[str, Device], names: Sequence[str]) -> No
 
 
 def _check_layers(device_of: Mapping[str, int | None], device_count: int) -> None:
-    """Refuse torn layers, and devices without any."""
     layers: dict[str, tuple[str, int | None]] = {}
     for name, device in device_of.items():
         found = LAYER_PATTERN.match(name)

@@ -32,7 +32,7 @@ ABOUT_AS_FAST = 0.9
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train: memory per device, time and cost, all projected.
+    """A job on a cluster: memory per device, time and cost, all projected.
 
     Attributes:
         shares: What each device holds.
@@ -129,7 +129,7 @@ def make_plan(
     calibration: dict[str, list[float]],
     shares: Sequence[Share] | None = None,
 ) -> Plan:
-    """Plan one way to train.
+    """Plan a job on a cluster.
 
     `shares` is what each device of a job with mp or pp holds; None: so that the fullest device is least full.
 
@@ -181,7 +181,7 @@ def ranked_plans(
 ) -> list[Plan]:
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
-    Of ways that are about as fast as the fastest of their technique the simplest comes first. What does not fit is
+    Of plans that are about as fast as the fastest of their technique the simplest comes first. What does not fit is
     sorted by how much it lacks.
 
     `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
@@ -189,7 +189,7 @@ def ranked_plans(
     """
     plans = []
     for technique in techniques:
-        for parallel in parallels or _usual_ways(technique, asked.batch, cluster):
+        for parallel in parallels or _usual_parallelisms(technique, asked.batch, cluster):
             if PARALLELISMS[parallel].splits_layers and parallels is None and len(cluster.gpus) > architecture.layers:
                 continue
             job = replace(
@@ -210,8 +210,8 @@ def ranked_plans(
             *sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
 
 
-def _usual_ways(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
-    """Return what this repository does with the technique and so many devices."""
+def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
+    """Return the parallelisms that this repository uses with the technique and so many devices."""
     task = TASKS[batch.task]
     suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
     usual = task.parallelisms if task.classifies and technique in task.techniques else suggested
@@ -237,7 +237,7 @@ def _best_first(plans: list[Plan]) -> list[Plan]:
 
 
 def why(plan: Plan) -> str:
-    """Return the reason for a plan, or against it, in words."""
+    """Return the reason for a plan, or against it."""
     job, n = plan.job, len(plan.devices)
     memory, gpu = plan.fullest
     if not plan.fits:
