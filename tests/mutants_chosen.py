@@ -597,7 +597,7 @@ PLANS = (
     Fault(
         "time plan: the bubble of a pipeline is left out",
         "common/planning/time_plan.py",
-        "bubble_s = (stages - 1) / micro_batches * slowest",
+        "bubble_s = (len(seconds) - 1) / job.micro_batches * slowest",
         "bubble_s = 0.0",
         _unit("time_plan", "one_after_the_other_takes_as_long_as_one_and_micro_batches_less"),
     ),

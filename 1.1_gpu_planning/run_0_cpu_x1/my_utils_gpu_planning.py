@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
@@ -29,72 +32,81 @@ from common.planning.time_plan import Cluster, calibration_from, ethernet, parse
 from common.records.store import kept_records
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from common.checks.dry_run import DryRun
 
 WORDS = {name: technique.short for name, technique in TECHNIQUES.items()}
 SECONDS = ("computing", "waiting for the network", "waiting for other stages", "optimizer")
 TRAINED_WEIGHT = ("weight", "gradient", "momentum", "variance", "fp32 copy")
-COLORS = dict(zip((*PARTS, "overhead"), ("C0", "C1", "C2", "C4", "C9", "C5", "C7"), strict=True))
-COLORS |= dict(zip(TRAINED_WEIGHT, ("C0", "C1", "C2", "C8", "C6"), strict=True))
-COLORS |= dict(zip(SECONDS, ("C0", "C3", "C1", "C2"), strict=True))
+COLORS = dict(
+    zip(
+        (*PARTS, "overhead", *TRAINED_WEIGHT, *SECONDS),
+        ("C0", "C1", "C2", "C4", "C9", "C5", "C7", "C0", "C1", "C2", "C8", "C6", "C0", "C3", "C1", "C2"),
+        strict=True,
+    )
+)
+# of a legend: beside the picture
 BESIDE: dict[str, Any] = {"bbox_to_anchor": (1.0, 1.0), "loc": "upper left", "frameon": False}
-"""Of a legend: beside the picture."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A model, GPUs and a batch, as the planner's command line would take them."""
+    """A model, GPUs and a batch, as the planner's command line would take them.
+
+    Attributes:
+        precision: None = the usual one of each technique.
+    """
 
     architecture: Architecture
     job: Job
     cluster: Cluster
     precision: Precision | None = None
-    """None: the usual one of each technique."""
 
     def plan(self, technique: str, parallel: str = "single", **changes: Any) -> Plan:
-        """The plan of one way to train; `changes` are fields of the job."""
-        precision = self.precision or usual_precision(technique, self.cluster)
-        shared = {
+        """Return the plan with one technique and parallelism; `changes` are fields of the job."""
+        asked = {
             "technique": technique,
             "parallel": parallel,
             "devices": len(self.cluster.gpus),
-            "precision": precision,
+            "precision": self.precision or usual_precision(technique, self.cluster),
+            **changes,
         }
-        job = replace(self.job, **{**shared, **changes})
+        job = replace(self.job, **asked)
         return make_plan(self.architecture, job, self.cluster, calibration_from(kept_records()))
 
     def ranked(self) -> list[Plan]:
-        """All ways that make sense, best first."""
-        calibration = calibration_from(kept_records())
+        """Return the plans of all techniques and parallelisms that make sense, best first."""
         return ranked_plans(
-            self.architecture, self.job, self.cluster, TECHNIQUES, None, None, calibration, self.precision
+            self.architecture,
+            self.job,
+            self.cluster,
+            TECHNIQUES,
+            parallels=None,
+            checkpointing=None,
+            calibration=calibration_from(kept_records()),
+            precision=self.precision,
         )
 
     def over(self, link: str) -> "Question":
-        """The same question with another link between the GPUs."""
+        """Return the same question with another link between the GPUs."""
         return replace(self, cluster=replace(self.cluster, link=parse_link(link, self.cluster.gpus[0])))
 
 
 def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: int = 1, **options: object) -> Question:
-    """The question, read and checked as `python -m common.planner` does; `options` are the command's others.
+    """Return the question, read and checked as `python -m common.planner` does; `options` are the command's others.
 
     Raises:
         BadInputError: a model or GPU is unknown, or a number out of range.
     """
-    given = {"model": model, "gpu": gpu, "gpus": gpus, "batch-size": batch_size, "seq-len": seq_len, "nodes": nodes}
-    given |= {name.replace("_", "-"): value for name, value in options.items()}
-    asked = read_options([f"--{name}={value}" for name, value in given.items()])
-    cluster = cluster_of(asked)
-    return Question(read_architecture(asked.model), job_of(asked), cluster, asked.precision)
+    given = {"model": model, "gpu": gpu, "gpus": gpus, "batch_size": batch_size, "seq_len": seq_len, "nodes": nodes}
+    asked = read_options([f"--{name.replace('_', '-')}={value}" for name, value in (given | options).items()])
+    return Question(read_architecture(asked.model), job_of(asked), cluster_of(asked), asked.precision)
 
 
 # -- memory
 
 
 def bytes_per_weight(architecture: Architecture) -> pd.DataFrame:
-    """Bytes that each weight of the model takes, by part, activations left out: the planner's figures."""
+    """Return the bytes that each weight of the model takes, by part, activations left out: the planner's figures."""
     ways: dict[str, dict[str, Any]] = {
         "full, fp32, Adam": {"technique": "full", "precision": "fp32"},
         "full, bf16, Adam": {"technique": "full"},
@@ -108,41 +120,40 @@ def bytes_per_weight(architecture: Architecture) -> pd.DataFrame:
         job = Job(parallel="single", batch=BatchShape(1, 8, 8), **settings)
         terms = device_memory(architecture, job, whole_model(architecture)).terms
         held = [term for term in terms if not term.what.startswith("autocast")]  # copies that come and go
-        sums = {part: sum(term.count for term in held if term.part == part) for part in ("weights", "optimizer")}
-        sums["gradients"] = trained_parameters(architecture, job) * job.trained_bytes
-        rows[name] = {part: sums[part] / architecture.parameters for part in ("weights", "gradients", "optimizer")}
-    return pd.DataFrame(rows).T
+        rows[name] = {
+            "weights": sum(term.count for term in held if term.part == "weights"),
+            "gradients": trained_parameters(architecture, job) * job.trained_bytes,
+            "optimizer": sum(term.count for term in held if term.part == "optimizer"),
+        }
+    return pd.DataFrame(rows).T / architecture.parameters
 
 
 def notes_bytes() -> pd.DataFrame:
-    """Bytes of each trained weight where 16-bit weights have an fp32 copy, and if they could be trained in 4 bits."""
+    """Return the bytes per trained weight, for 16-bit weights with an fp32 copy, and if 4-bit ones could be trained."""
     rest = (2, 4, 4, 4)
     return pd.DataFrame({"16-bit weights": (2, *rest), "4-bit weights": (0.5, *rest)}, index=TRAINED_WEIGHT).T
 
 
 def parts_by_way(question: Question, parallel: str = "single") -> pd.DataFrame:
-    """Peak GiB of the fullest device by part, for each technique, with and without gradient checkpointing."""
+    """Return the peak GiB of the fullest device by part, for each technique, with and without checkpointing."""
     rows = {}
-    for technique in TECHNIQUES:
-        for checkpointing in (False, True):
-            plan = question.plan(technique, parallel, gradient_checkpointing=checkpointing)
-            name = WORDS[technique] + (", checkpointed" if checkpointing else "")
-            rows[name] = plan.devices[plan.tightest].parts_gib
+    for technique, checkpointing in product(TECHNIQUES, (False, True)):
+        plan = question.plan(technique, parallel, gradient_checkpointing=checkpointing)
+        rows[WORDS[technique] + (", checkpointed" if checkpointing else "")] = plan.fullest[0].parts_gib
     return pd.DataFrame(rows).T
 
 
 def memory_by_length(question: Question, parallel: str, lengths: Iterable[int]) -> pd.DataFrame:
-    """Peak GiB by length of the rows: one column per technique, with and without checkpointing."""
+    """Return the peak GiB by length of the rows: one column per technique, with and without checkpointing."""
     rows = {}
     for length in lengths:
-        batch = BatchShape(question.job.batch.rows, length, length)
-        longer = replace(question, job=replace(question.job, batch=batch))
-        rows[length] = parts_by_way(longer, parallel).sum(axis="columns")
+        job = replace(question.job, batch=BatchShape(question.job.batch.rows, length, length))
+        rows[length] = parts_by_way(replace(question, job=job), parallel).sum(axis="columns")
     return pd.DataFrame(rows).T.rename_axis("tokens per row")
 
 
 def largest_batches(model: str, seq_len: int) -> pd.DataFrame:
-    """Rows that fit on one GPU of each kind in the catalogue, checkpointed; 0 = not even one."""
+    """Return the rows that fit on one GPU of each kind in the catalogue, checkpointed; 0 = not even one."""
     rows = {}
     for gpu in CATALOGUE:
         question = ask(model, gpu.name, 1, 1, seq_len)
@@ -157,71 +168,67 @@ def largest_batches(model: str, seq_len: int) -> pd.DataFrame:
 
 
 def table_of(plans: Sequence[Plan], rows_per_epoch: int) -> pd.DataFrame:
-    """The plans in their order, one row each."""
-    rows = []
-    for plan in plans:
-        usd = plan.epoch_usd(rows_per_epoch)
-        rows.append({
+    """Return the plans in their order, one row each."""
+    return pd.DataFrame([
+        {
             "way": plan.name,
             "fits": "yes" if plan.fits else "no",
-            "peak GiB": round(plan.devices[plan.tightest].peak_gib, 1),
+            "peak GiB": round(plan.fullest[0].peak_gib, 1),
             "largest batch": plan.max_batch_size,
             "tokens per s": round(plan.tokens_per_s),
             "sent GB per step": round(plan.time.sent_gb, 2),
             "hours per epoch": round(plan.epoch_s(rows_per_epoch) / 3600, 2),
-            "USD per epoch": None if usd is None else round(usd, 2),
-        })  # fmt: skip
-    return pd.DataFrame(rows)
+            "USD per epoch": None if plan.cluster.usd_per_second is None else round(plan.epoch_usd(rows_per_epoch), 2),
+        }
+        for plan in plans
+    ])  # fmt: skip
 
 
 def reasons(plans: Sequence[Plan]) -> pd.DataFrame:
-    """Why each plan stands where it stands."""
+    """Return why each plan stands where it stands."""
     return pd.DataFrame({"way": [plan.name for plan in plans], "why": [why(plan) for plan in plans]})
 
 
 def seconds_per_row(plans: Mapping[str, Plan]) -> pd.DataFrame:
-    """Where the time goes: seconds of a step by kind, divided by its rows, so that ways of sharing compare."""
-    rows = {}
-    for name, plan in plans.items():
-        time = plan.time
-        parts = (time.compute_s, time.exposed_s, time.bubble_s, time.optimizer_s)
-        rows[name] = dict(zip(SECONDS, (part / plan.rows_per_step for part in parts), strict=True))
-    return pd.DataFrame(rows).T
+    """Return the seconds of a step by kind, divided by its rows, so that ways of sharing compare."""
+    times = {name: (plan.time, plan.rows_per_step) for name, plan in plans.items()}
+    return pd.DataFrame(
+        {
+            name: [each / rows for each in (time.compute_s, time.exposed_s, time.bubble_s, time.optimizer_s)]
+            for name, (time, rows) in times.items()
+        },
+        SECONDS,
+    ).T
 
 
 def bills(one_machine: Question, spread: Question, technique: str, parallel: str,
           gbits: Iterable[float], **changes: Any) -> pd.Series:  # fmt: skip
-    """A step's bill on many machines, in bills of one machine, by the network between them in Gbit/s."""
+    """Return a step's bill on many machines, in bills of one machine, by the network between them in Gbit/s."""
 
     def usd(question: Question) -> float:
         plan = question.plan(technique, parallel, **changes)
-        price = plan.cluster.usd_per_second
-        return plan.time.total_s * (1.0 if price is None else price)
+        return plan.time.total_s * (plan.cluster.usd_per_second or 1.0)
 
     alone = usd(one_machine)
-    at = {}
-    for gbit in gbits:
-        cluster = replace(spread.cluster, link=ethernet(gbit))
-        at[gbit] = usd(replace(spread, cluster=cluster)) / alone
-    return pd.Series(at)
+    clusters = {gbit: replace(spread.cluster, link=ethernet(gbit)) for gbit in gbits}
+    return pd.Series({gbit: usd(replace(spread, cluster=cluster)) / alone for gbit, cluster in clusters.items()})
 
 
 # -- dry run and records
 
 
 def phase_parts(result: "DryRun") -> pd.DataFrame:
-    """GiB by part at the highest moment of each phase of the step."""
-    phases = {phase: parts for phase, (_, parts) in result.phases().items()}
-    return pd.DataFrame(phases).T[list(PARTS)] / GIB
+    """Return GiB by part at the highest moment of each phase of the step."""
+    return pd.DataFrame({phase: parts for phase, (_, parts) in result.phases().items()}).T[list(PARTS)] / GIB
 
 
 def closed_form_parts(run: RunConfig, batch: BatchShape) -> pd.Series:
-    """GiB by part of what PyTorch would call allocated: the planner's peak without the GPU's own overhead."""
+    """Return GiB by part of what PyTorch would call allocated: the planner's peak without the GPU's own overhead."""
     return pd.Series(plan_run(run, batch).devices[0].parts_gib)[list(PARTS)]
 
 
 def planned_and_measured(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """A kept record's first device: memory in GiB and tokens per second of all devices, planned and measured.
+    """Return of a kept record's first device memory in GiB and tokens per second of all devices, planned and measured.
 
     Where the record has no plan of its own it is planned now. On a GPU PyTorch counts allocated memory, so the plan's
     overhead is left out; on CPU both are of the whole process. Its speed is planned from the `others`, lest it be
@@ -248,54 +255,41 @@ def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> 
     from common.checks.tried_rows import batch_of_run  # here: it imports torch
 
     run = RunConfig.of_record(record["config"])
-    gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
-    batch, cluster = batch_of_run(run)[0], Cluster((gpu,) * run.devices)
-    calibration = calibration_from(others, batch.task)
-    return make_plan(architecture_of_run(run, batch), job_of_run(run, batch), cluster, calibration)
+    batch, gpu = batch_of_run(run)[0], cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
+    architecture, job, cluster = architecture_of_run(run, batch), job_of_run(run, batch), Cluster((gpu,) * run.devices)
+    return make_plan(architecture, job, cluster, calibration_from(others, batch.task))
 
 
 # -- pictures
 
 
-def plot_parts(parts: pd.DataFrame, label: str, capacity: float | None = None, digits: int = 1) -> "Figure":
-    """Stacked bars, one per row of `parts`, with their sums; a line where the GPU's memory ends."""
-    import matplotlib.pyplot as plt
-
+def plot_parts(parts: pd.DataFrame, label: str, capacity: float | None = None, digits: int = 1) -> Figure:
+    """Draw stacked bars, one per row of `parts`, with their sums; a line where the GPU's memory ends."""
     figure, axes = plt.subplots(figsize=(8.5, 1.3 + 0.38 * len(parts)), layout="constrained")
     parts = parts.loc[::-1, (parts.abs() > 1e-9).any()]
     parts.plot.barh(stacked=True, ax=axes, width=0.75, color=COLORS)
     totals = parts.sum(axis="columns")
-    for place, total in enumerate(totals):
-        axes.text(total, place, f" {total:.{digits}f}", va="center")
+    axes.bar_label(axes.containers[-1], [f" {total:.{digits}f}" for total in totals])
     axes.set(xlabel=label, ylabel="", xlim=(0, 1.12 * max(totals.max(), capacity or 0)))
     if capacity is not None:
-        _capacity(axes.axvline(capacity, color="black", linestyle="--"), capacity)
+        axes.axvline(capacity, color="black", linestyle="--", label=f"the GPU: {capacity:.1f} GiB")
     axes.legend(**BESIDE)
     return figure
 
 
-def _capacity(line: Any, gib: float) -> None:
-    line.set_label(f"the GPU: {gib:.1f} GiB")
-
-
-def plot_lengths(by_length: pd.DataFrame, capacity: float, title: str) -> "Figure":
-    """Memory over the rows' length; dashed where activations are computed twice."""
-    import matplotlib.pyplot as plt
-
+def plot_lengths(by_length: pd.DataFrame, capacity: float, title: str) -> Figure:
+    """Draw memory over the rows' length; dashed where activations are computed twice."""
     figure, axes = plt.subplots(figsize=(8.5, 4), layout="constrained")
-    for number, technique in enumerate(WORDS.values()):
-        for name, style in ((technique, "-"), (f"{technique}, checkpointed", "--")):
-            axes.plot(by_length.index, by_length[name], style, color=f"C{number}", marker=".", label=name)
-    _capacity(axes.axhline(capacity, color="black", linestyle=":"), capacity)
+    colors = [f"C{number}" for number in range(len(WORDS)) for _ in ("plain", "checkpointed")]
+    by_length.plot(ax=axes, style=[".-", ".--"] * len(WORDS), color=colors)
+    axes.axhline(capacity, color="black", linestyle=":", label=f"the GPU: {capacity:.1f} GiB")
     axes.set(xlabel="tokens per row", ylabel="GiB per device", title=title, ylim=(0, 3 * capacity))
     axes.legend(**BESIDE)
     return figure
 
 
-def plot_largest_batches(batches: pd.DataFrame, title: str) -> "Figure":
-    """Largest batch by GPU, on a logarithmic scale; no bar where not even one row fits."""
-    import matplotlib.pyplot as plt
-
+def plot_largest_batches(batches: pd.DataFrame, title: str) -> Figure:
+    """Draw the largest batch by GPU, on a logarithmic scale; no bar where not even one row fits."""
     figure, axes = plt.subplots(figsize=(8.5, 1.5 + 0.36 * len(batches)), layout="constrained")
     names = [f"{gpu} ({precision})" for gpu, precision in batches["precision"].items()]
     batches[list(WORDS.values())].astype(float).set_axis(names).plot.barh(ax=axes, width=0.8, logx=True)
@@ -307,10 +301,8 @@ def plot_largest_batches(batches: pd.DataFrame, title: str) -> "Figure":
     return figure
 
 
-def plot_bills(curves: Mapping[str, pd.Series], break_evens: Mapping[str, float | None], title: str) -> "Figure":
-    """Bills over the network's speed, with a mark where many machines bill no more than one."""
-    import matplotlib.pyplot as plt
-
+def plot_bills(curves: Mapping[str, pd.Series], break_evens: Mapping[str, float | None], title: str) -> Figure:
+    """Draw bills over the network's speed, with a mark where many machines bill no more than one."""
     figure, axes = plt.subplots(figsize=(8.5, 3.6), layout="constrained")
     for name, curve in curves.items():
         (line,) = axes.plot(curve.index, curve, label=name)
@@ -323,16 +315,14 @@ def plot_bills(curves: Mapping[str, pd.Series], break_evens: Mapping[str, float 
     return figure
 
 
-def plot_scaling(tokens_per_gpu: pd.DataFrame, title: str) -> "Figure":
-    """Tokens per second and GPU over the number of GPUs; columns are (way, network), the first network is dashed."""
-    import matplotlib.pyplot as plt
-
+def plot_scaling(tokens_per_gpu: pd.DataFrame, title: str) -> Figure:
+    """Draw tokens per second and GPU over the number of GPUs; columns are (way, network), the first one dashed."""
     figure, axes = plt.subplots(figsize=(8.5, 3.6), layout="constrained")
     ways = list(dict.fromkeys(way for way, _ in tokens_per_gpu.columns))
     for way, network in tokens_per_gpu.columns:
-        style = "--" if network == tokens_per_gpu.columns[0][1] else "-"
-        label, color = f"{way}, {network}", f"C{ways.index(way)}"
-        axes.plot(tokens_per_gpu.index, tokens_per_gpu[(way, network)], style, marker=".", color=color, label=label)
+        style = ".--" if network == tokens_per_gpu.columns[0][1] else ".-"
+        curve = tokens_per_gpu[(way, network)]
+        axes.plot(curve.index, curve, style, color=f"C{ways.index(way)}", label=f"{way}, {network}")
     axes.set(xscale="log", xlabel="GPUs", ylabel="tokens per second and GPU", title=title, ylim=(0, None))
     axes.set_xticks(list(tokens_per_gpu.index), [str(count) for count in tokens_per_gpu.index])
     axes.minorticks_off()

@@ -218,14 +218,10 @@ class Machine:
     price_source: str
 
 
-def _gpu(row: dict[str, Any]) -> Gpu:
-    """Return a GPU of the catalogue's file, with None for precisions that it lacks."""
-    rates = dict.fromkeys(PRECISIONS) | row["tflops_dense"]
-    return Gpu(**row | {"tflops_dense": rates})
-
-
 _CATALOGUE = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-CATALOGUE = tuple(map(_gpu, _CATALOGUE["gpus"]))
+CATALOGUE = tuple(
+    Gpu(**row | {"tflops_dense": dict.fromkeys(PRECISIONS) | row["tflops_dense"]}) for row in _CATALOGUE["gpus"]
+)
 MACHINES = tuple(Machine(**row) for row in _CATALOGUE["machines"])
 
 
@@ -275,8 +271,7 @@ def find_gpu(name: str) -> Gpu:
         return fitting[0]
     if fitting:
         raise BadInputError(f"The GPU {name!r} may be {' or '.join(gpu.name for gpu in fitting)}: name its memory.")
-    known = ", ".join(gpu.name for gpu in CATALOGUE)
-    close = _close(name)
+    known, close = ", ".join(gpu.name for gpu in CATALOGUE), _close(name)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     raise BadInputError(f"The GPU {name!r} is not in the catalogue.{hint} It has: {known}.")
 

@@ -137,9 +137,8 @@ class Architecture:
         for stack in self.stacks:
             for linear in stack.linears:
                 parts[linear.name] = parts.get(linear.name, 0) + stack.layers * linear.parameters
-        parts["norms"] = sum(stack.layers * stack.norm_parameters for stack in self.stacks) + self.final_parameters
-        parts["head"] = self.head_parameters
-        return parts
+        norms = sum(stack.layers * stack.norm_parameters for stack in self.stacks) + self.final_parameters
+        return parts | {"norms": norms, "head": self.head_parameters}
 
 
 def find_config(model: str) -> Path:
@@ -153,8 +152,8 @@ def find_config(model: str) -> Path:
     looks_like_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
     name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
     here = [Path(model).expanduser(), REPOSITORY / model]
-    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json"]
-    places += _cached(model) if looks_like_id else []
+    cached = _cached(model) if looks_like_id else []
+    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json", *cached]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
@@ -239,9 +238,8 @@ def slice_of_rank(architecture: Architecture, ranks: int) -> Architecture:
             )
 
     def sliced(linear: Linear) -> Linear:
-        if linear.ends_block:
-            return replace(linear, inputs=linear.inputs // ranks)
-        return replace(linear, outputs=linear.outputs // ranks)
+        side = "inputs" if linear.ends_block else "outputs"
+        return replace(linear, **{side: getattr(linear, side) // ranks})
 
     return replace(
         architecture,
@@ -352,12 +350,8 @@ def _bart(name: str, config: dict[str, Any]) -> Architecture:
     cross_attention = [replace(linear, reads_encoder=linear.name in ("k_proj", "v_proj")) for linear in attention]
 
     def stack(kind: Literal["encoder", "cross-decoder"], side: str, attentions: list[Linear]) -> Stack:
-        wide = config[f"{side}_ffn_dim"]
-        mlp = [
-            Linear("fc1", hidden, wide, True, "mlp"),
-            Linear("fc2", wide, hidden, True, "mlp", ends_block=True),
-        ]
-        norms = len(attentions) // len(attention) + 1
+        wide, norms = config[f"{side}_ffn_dim"], len(attentions) // len(attention) + 1
+        mlp = Linear("fc1", hidden, wide, True, "mlp"), Linear("fc2", wide, hidden, True, "mlp", ends_block=True)
         return Stack(kind, config[f"{side}_layers"], (*attentions, *mlp), 2 * hidden * norms)
 
     return Architecture(

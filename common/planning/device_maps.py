@@ -67,12 +67,12 @@ def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tu
 
 
 def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:
-    """Give each device of a job with mp or pp contiguous layers that fit; None if there is no way.
+    """Give each device of a job with mp or pp contiguous layers that fit; None where none fit.
 
     Raises:
         BadInputError: There are more stages than layers.
     """
-    found = (_fill(fullness, level=1.0) for fullness in _ways(architecture, job, gpus))
+    found = (_fill(fullness, level=1.0) for fullness in _fullness_by_ends(architecture, job, gpus))
     return next((shares for shares in found if shares), None)
 
 
@@ -82,12 +82,12 @@ def _least_full(
     gpus: Sequence[Gpu],
     place: Callable[["_Fullness"], tuple[Share, ...]],
 ) -> tuple[Share, ...]:
-    placed = {place(fullness): fullness for fullness in _ways(architecture, job, gpus)}
+    placed = {place(fullness): fullness for fullness in _fullness_by_ends(architecture, job, gpus)}
     return min(placed, key=lambda shares: placed[shares].highest(shares))
 
 
-def _ways(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_Fullness"]:
-    """Return one for each place that embeddings and head can have.
+def _fullness_by_ends(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> list["_Fullness"]:
+    """Return a `_Fullness` for each place that embeddings and head can have.
 
     In one process tied ones are one tensor, which cannot be on two devices; with pp the last stage has a copy.
     """
@@ -113,9 +113,9 @@ class _Fullness:
         """Return the layers from `start` up to, not including, `end`, counted over all stacks."""
         stacks, last_stage = self.architecture.stacks, len(self.gpus) - 1
         ends = accumulate(stack.layers for stack in stacks)
-        layers = [
+        layers = (
             max(0, min(end, last) - max(start, last - stack.layers)) for stack, last in zip(stacks, ends, strict=True)
-        ]
+        )
         has_embeddings = stage == (last_stage if self.ends == "last" else 0)
         has_head = stage == (0 if self.ends == "first" else last_stage)
         return Share(tuple(layers), has_embeddings, has_head, self.job.in_flight(stage))
@@ -165,16 +165,10 @@ def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
 # -- between shares and device maps
 
 
-def device_map_of(
-    architecture: Architecture,
-    shares: Sequence[Share],
-    devices: Sequence[Device],
-    heads: Sequence[str] | None = None,
-) -> dict[str, Device]:
+def device_map_of(architecture: Architecture, shares: Sequence[Share], devices: Sequence[Device]) -> dict[str, Device]:
     """Return the device map that says `shares`, one for each of `devices`.
 
-    `heads` names the modules after the layers and the final norm, such as `("bert.pooler", "classifier")`; None: those
-    that continue a text, find a masked token or, with an architecture made by `as_classifier`, a label.
+    With an architecture made by `as_classifier` the head is a classifier's.
 
     Raises:
         BadInputError: The model has an encoder and a decoder.
@@ -189,8 +183,7 @@ def device_map_of(
             device_map[f"{family.layers}.{next(numbers)}"] = device
         if share.has_head:
             norm = ("model.norm",) if family.is_llama_like else ()
-            usual = family.classifier if architecture.classes else family.heads
-            device_map |= dict.fromkeys((*norm, *(heads or usual)), device)
+            device_map |= dict.fromkeys(norm + (family.classifier if architecture.classes else family.heads), device)
     if family.is_llama_like:
         device_map["model.rotary_emb"] = devices[0]
     return device_map
@@ -303,7 +296,6 @@ def check_device_map(
 
 
 def _check_entries(device_map: Mapping[str, Device], names: Sequence[str]) -> None:
-    """Refuse entries that are the beginning of no weight's name."""
     modules = {prefix for name in names for prefix in _prefixes(name)}
     for entry in device_map:
         if entry not in modules and WEIGHTLESS_MODULES.isdisjoint(entry.split(".")):
@@ -313,7 +305,6 @@ def _check_entries(device_map: Mapping[str, Device], names: Sequence[str]) -> No
 
 
 def _check_layers(device_of: Mapping[str, int | None], device_count: int) -> None:
-    """Refuse torn layers, and devices without any."""
     layers: dict[str, tuple[str, int | None]] = {}
     for name, device in device_of.items():
         found = LAYER_PATTERN.match(name)

@@ -10,6 +10,7 @@ from common.planning.architectures import Architecture, Linear, Stack
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
 Quantization = Literal["nf4", "nf4-double", "int8"]
 
+# bytes of the optimizer's states per trained weight (bitsandbytes/optim: blocksize 256)
 OPTIMIZER_BYTES = {
     "adamw_torch": None,  # momentum and variance, each as wide as the weight
     "adamw_torch_fused": None,
@@ -19,19 +20,18 @@ OPTIMIZER_BYTES = {
     "paged_adamw_32bit": 8,
     "sgd": 0,
 }
-"""Bytes of the optimizer's states per trained weight (bitsandbytes/optim: blocksize 256)."""
+# target modules: every linear layer but the head
 ALL_LINEAR = ("all-linear",)
-"""Target modules: every linear layer but the head."""
+# bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)
 QUANTIZED_BYTES = {
     "nf4": 4 / 8 + 4 / 64,  # an fp32 scale per block of 64
     "nf4-double": 4 / 8 + 1 / 64 + 4 / (64 * 256),  # 8-bit scales, and an fp32 scale per 256 of them
     "int8": 1,
 }
-"""Bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)."""
+# of these, the numbers themselves: the rest are their blocks' scales
 QUANTIZED_NUMBER_BYTES = {"nf4": 4 / 8, "nf4-double": 4 / 8, "int8": 1}
-"""Of these, the numbers themselves: the rest are their blocks' scales."""
+# of each quantized matrix, in fp32: the levels of its numbers, and of its scales with their mean
 LEVEL_TABLE_BYTES = {"nf4": 16 * 4, "nf4-double": 16 * 4 + 256 * 4 + 4, "int8": 0}
-"""Of each quantized matrix, in fp32: the levels of its numbers, and of its scales with their mean."""
 WHY_NOT_QUANTIZED_FULL = (
     "Full fine-tuning of quantized weights is impossible, and would save little: a weight takes 0.5 bytes in 4 bits "
     "instead of 2, but its gradient 2, Adam's momentum 4 and variance 4 and the fp32 copy 4 stay: 14.5 instead of 16 "
@@ -41,19 +41,23 @@ WHY_NOT_QUANTIZED_FULL = (
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The largest batch of a step, on one rank."""
+    """The largest batch of a step, on one rank.
+
+    Attributes:
+        length: Tokens of a row.
+        labelled: Positions at which some row has a token to be learnt: logits are computed for these.
+        padded: Rows differ in length, so that attention needs a mask.
+        classes: With classification: labels that a row may have; 0 = tokens are to be predicted.
+        target_length: With encoder-decoders: tokens of a row's summary, on which the decoder works; 0 = as many as of
+            the row.
+    """
 
     rows: int
     length: int
-    """Tokens of a row."""
     labelled: int
-    """Positions at which some row has a token to be learnt: logits are computed for these."""
     padded: bool = False
-    """Rows differ in length, so that attention needs a mask."""
     classes: int = 0
-    """With classification: labels that a row may have; 0 = tokens are to be predicted."""
     target_length: int = 0
-    """With encoder-decoders: tokens of a row's summary, on which the decoder works; 0 = as many as of the row."""
 
     @property
     def tokens(self) -> int:
@@ -63,9 +67,8 @@ class BatchShape:
     @property
     def task(self) -> str:
         """What a run with such rows learns, as `RunConfig` calls it."""
-        classifies, summarizes = bool(self.classes), bool(self.target_length and not self.classes)
-        fitting = (task for task in TASKS.values() if task.classifies == classifies and task.summarizes == summarizes)
-        return next(fitting).name
+        asked = bool(self.classes), bool(self.target_length and not self.classes)
+        return next(task.name for task in TASKS.values() if (task.classifies, task.summarizes) == asked)
 
     def length_in(self, stack: Stack) -> int:
         """Return how many tokens of a row the stack's layers work on."""
@@ -89,76 +92,90 @@ class BatchShape:
 class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
 
+    Attributes:
+        technique: By its name in `TECHNIQUES`.
+        parallel: By its name in `PARALLELISMS`.
+        batch: Of one data-parallel rank and step, before accumulation.
+        dp_replicate_size: With fsdp: copies of the model, each sharded by an equal group of the devices.
+        quantization: Of the frozen weights, with qlora.
+        target_modules: Names of the linear layers that get adapters or, with full, are trained; empty = all but the
+            head, or with full every weight of the model.
+        micro_batches: With pp: parts that the batch is cut into.
+        schedule: With pp: the order of the micro-batches' passes.
+        plain_loop: Not the Trainer's step: no autocast, and the model's output is held while it is back-propagated.
+        offload: Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory.
+        cpu_operations: Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its
+            scores.
+
     Raises:
         BadInputError: settings contradict each other.
     """
 
     technique: str
-    """By its name in `TECHNIQUES`."""
     parallel: str
-    """By its name in `PARALLELISMS`."""
     batch: BatchShape
-    """Of one data-parallel rank and step, before accumulation."""
     devices: int = 1
     dp_replicate_size: int = 1
-    """With fsdp: copies of the model, each sharded by an equal group of the devices."""
     precision: Precision = "bf16"
     quantization: Quantization = "nf4"
-    """Of the frozen weights, with qlora."""
     optimizer: str = "adamw_torch_fused"
     attention: Literal["eager", "sdpa", "flash"] = "sdpa"
     gradient_checkpointing: bool = False
     lora_rank: int = 8
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get adapters or, with full, are trained; empty = all but the head, or with full
-    every weight of the model."""
     lora_dropout: float = 0.0
     micro_batches: int = 1
-    """With pp: parts that the batch is cut into."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """With pp: the order of the micro-batches' passes."""
     accumulation_steps: int = 1
     plain_loop: bool = False
-    """Not the Trainer's step: no autocast, and the model's output is held while it is back-propagated."""
     offload: bool = False
-    """Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory."""
     cpu_operations: bool = False
-    """Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its scores."""
 
     def __post_init__(self) -> None:
         """Check what contradicts."""
-        if self.optimizer not in OPTIMIZER_BYTES:
-            known = ", ".join(OPTIMIZER_BYTES)
-            raise BadInputError(f"The optimizer {self.optimizer!r} is not known to the planner: pass one of {known}.")
-        if self.parallelism.is_single and self.devices != 1:
-            raise BadInputError(
-                f"--parallel single uses one GPU, not {self.devices}: pass --gpus 1, or --parallel ddp."
-            )
-        if not self.parallelism.is_single and self.devices < 2:
-            raise BadInputError(
-                f"--parallel {self.parallel} needs at least two GPUs, not {self.devices}: pass --gpus 2."
-            )
-        if self.dp_replicate_size > 1 and not self.parallelism.uses_fsdp:
-            raise BadInputError(f"--dp-replicate-size is for --parallel fsdp, not {self.parallel}: leave it out.")
-        if self.unshardable():
-            raise BadInputError(self.unshardable())
-        if not self.parallelism.pipelines and self.micro_batches != 1:
-            raise BadInputError(
-                f"--micro-batches {self.micro_batches} is for --parallel pp; else lower --batch-size, and accumulate."
-            )
-        if self.batch.rows % self.micro_batches:
-            raise BadInputError(
-                f"--batch-size {self.batch.rows} cannot be cut into {self.micro_batches} equal micro-batches: "
-                f"pass --batch-size {-(-self.batch.rows // self.micro_batches) * self.micro_batches}."
-            )
-        if self.method.quantizes and not self.parallelism.takes_4_bits:
-            who = self.parallelism.sharded_by or "tensor parallelism"
-            raise BadInputError(
-                f"--technique {self.technique} with --parallel {self.parallel}: {who} does not divide weights in 4 "
-                "bits: pass --parallel fsdp or ddp, or --technique lora."
-            )
-        if self.offload and (self.parallelism.splits_layers or self.parallelism.splits_matrices):
-            raise BadInputError(f"--offload with --parallel {self.parallel} is not planned: pass fsdp or zero3.")
+        rows, parts, parallelism, parallel = self.batch.rows, self.micro_batches, self.parallelism, self.parallel
+        refusals = (
+            (
+                self.optimizer not in OPTIMIZER_BYTES,
+                f"The optimizer {self.optimizer!r} is not known to the planner: pass one of "
+                f"{', '.join(OPTIMIZER_BYTES)}.",
+            ),
+            (
+                parallelism.is_single and self.devices != 1,
+                f"--parallel single uses one GPU, not {self.devices}: pass --gpus 1, or --parallel ddp.",
+            ),
+            (
+                not parallelism.is_single and self.devices < 2,
+                f"--parallel {parallel} needs at least two GPUs, not {self.devices}: pass --gpus 2.",
+            ),
+            (
+                self.dp_replicate_size > 1 and not parallelism.uses_fsdp,
+                f"--dp-replicate-size is for --parallel fsdp, not {parallel}: leave it out.",
+            ),
+            (self.unshardable(), self.unshardable()),
+            (
+                not parallelism.pipelines and parts != 1,
+                f"--micro-batches {parts} is for --parallel pp; else lower --batch-size, and accumulate.",
+            ),
+            (
+                rows % parts,
+                f"--batch-size {rows} cannot be cut into {parts} equal micro-batches: "
+                f"pass --batch-size {-(-rows // parts) * parts}.",
+            ),
+            (
+                self.method.quantizes and not parallelism.takes_4_bits,
+                f"--technique {self.technique} with --parallel {parallel}: "
+                f"{parallelism.sharded_by or 'tensor parallelism'} does not divide weights in 4 bits: "
+                "pass --parallel fsdp or ddp, or --technique lora.",
+            ),
+            (
+                self.offload and (parallelism.splits_layers or parallelism.splits_matrices),
+                f"--offload with --parallel {parallel} is not planned: pass fsdp or zero3.",
+            ),
+        )
+        for refused, complaint in refusals:
+            if refused:
+                raise BadInputError(complaint)
 
     @property
     def arithmetic_bytes(self) -> int:
@@ -167,32 +184,19 @@ class Job(HasSpecs):
 
     @property
     def is_mixed(self) -> bool:
-        """Arithmetic in a shorter format than the trained weights'."""
-        return self.precision.endswith("-mixed")
+        """Arithmetic in a shorter format than fp32 weights; not LoRA in fp16, as only the adapters are updated."""
+        freezes_16_bits = self.method.has_plain_adapters and self.precision == "fp16-mixed"
+        return self.precision.endswith("-mixed") and not freezes_16_bits
 
     @property
     def autocasts(self) -> bool:
         """Autocast copies weights and inputs to the shorter format; sharded weights are gathered in it already."""
-        return self.is_mixed and not self.freezes_16_bits and not self.parallelism.shards
-
-    @property
-    def freezes_16_bits(self) -> bool:
-        """LoRA in fp16: frozen weights need no fp32, as only the adapters are updated."""
-        return self.method.has_plain_adapters and self.precision == "fp16-mixed"
+        return self.is_mixed and not self.parallelism.shards
 
     @property
     def weight_bytes(self) -> int:
         """`w`: bytes of a weight that is not quantized; DeepSpeed keeps the fp32 ones in its optimizer."""
-        if self.precision == "fp32":
-            return 4
-        return 4 if self.is_mixed and not self.freezes_16_bits and not self.parallelism.uses_deepspeed else 2
-
-    @property
-    def hidden_bytes(self) -> int:
-        """`x` of Llama-like models: bytes of a hidden state between layers; quantized ones have fp32 embeddings."""
-        if self.method.quantizes:
-            return 4
-        return 4 if self.precision == "fp32" or self.autocasts else 2
+        return 4 if self.precision == "fp32" or (self.is_mixed and not self.parallelism.uses_deepspeed) else 2
 
     @property
     def trained_bytes(self) -> int:
@@ -201,13 +205,11 @@ class Job(HasSpecs):
         return self.weight_bytes if as_the_base else 4
 
     def in_flight(self, stage: int) -> int:
-        """Micro-batches of which a stage, counted from 0, holds activations at once.
+        """Return the micro-batches of which a stage, counted from 0, holds activations at once; 1 without a pipeline.
 
         GPipe starts no backward pass before the last forward pass; 1F1B starts as soon as the last stage sends the
         first one back.
         """
-        if not self.parallelism.pipelines:
-            return 1
         waiting = self.devices - stage if self.schedule == "1f1b" else self.micro_batches
         return min(self.micro_batches, waiting)
 
@@ -233,7 +235,7 @@ class Job(HasSpecs):
         Raises:
             BadInputError: with the names that it has.
         """
-        names = list(dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears))
+        names = dict.fromkeys(linear.name for stack in architecture.stacks for linear in stack.linears)
         for target in () if self.target_modules == ALL_LINEAR else self.target_modules:
             if target not in names:
                 raise BadInputError(

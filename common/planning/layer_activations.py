@@ -28,13 +28,8 @@ class LayerActivations:
         return [*terms, *self._dropouts(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
-        architecture, family, x, full = (
-            self.architecture,
-            self.architecture.family,
-            self.hidden_bytes,
-            self.job.trains_all,
-        )
-        t = self.batch.tokens_in(stack)
+        architecture, family, t = self.architecture, self.architecture.family, self.batch.tokens_in(stack)
+        x, full = self.hidden_bytes, self.job.trains_all
         count = 3 if stack.kind == "cross-decoder" else 2
         size = count * t * architecture.hidden
         if not family.is_llama_like:
@@ -69,10 +64,8 @@ class LayerActivations:
     def _attention(self, stack: Stack) -> list[Term]:
         if self.job.cpu_operations and self.job.attention == "sdpa" and self.architecture.dropout > 0:
             return self._attention_on_cpu(stack)
-        terms: list[Term] = []
-        for number, (asking, asked) in enumerate(self.batch.attentions_in(stack)):
-            terms += times_each(self._one_attention(asking, asked), 1, "cross attention: " if number else "")
-        return terms
+        own, *cross = (self._one_attention(*lengths) for lengths in self.batch.attentions_in(stack))
+        return [*own, *(term for terms in cross for term in times_each(terms, 1, "cross attention: "))]
 
     def _one_attention(self, asking: int, asked: int) -> list[Term]:
         """Return what an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
@@ -108,8 +101,11 @@ class LayerActivations:
         architecture, job, t = self.architecture, self.job, self.batch.tokens
         q, a = architecture.heads * architecture.head_dim, job.arithmetic_bytes
         scores = self.batch.rows * architecture.heads * self.batch.length**2
-        ends = [linear for linear in stack.linears if linear.ends_block and linear.block == "attention"]
-        keeps_result = any(job.trains(linear) or job.adapts(linear) for linear in ends)
+        keeps_result = any(
+            job.trains(linear) or job.adapts(linear)
+            for linear in stack.linears
+            if linear.ends_block and linear.block == "attention"
+        )
         return where(
             (True, activations("queries, keys, values in fp32", "T 3 Q 4", t * 3 * q * 4)),
             (True, activations("softmax, its dropout's mask and result, in fp32", "B heads S S 12", scores * 12)),
@@ -132,14 +128,11 @@ class LayerActivations:
         count = 3 if stack.kind == "cross-decoder" else 2
         bytes_each, letter = (self.job.arithmetic_bytes, " a") if self.job.cpu_operations else (1, "")
         size = count * self.batch.tokens_in(stack) * self.architecture.hidden * bytes_each
-        masks = activations("dropout masks", f"{count} T H{letter}", size)
-        return [masks] if self.architecture.dropout else []
+        return where((self.architecture.dropout, activations("dropout masks", f"{count} T H{letter}", size)))
 
     def _adapters(self, stack: Stack) -> list[Term]:
         job, batch, a = self.job, self.batch, self.job.arithmetic_bytes
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
-        if not adapted:
-            return []
         own_copies = job.lora_dropout > 0 or job.precision != "fp32" or job.method.quantizes
         # without cast and dropout all adapters of an input keep the input itself; attention's result is counted there
         shared = {
@@ -149,28 +142,27 @@ class LayerActivations:
         }
         kept = adapted if own_copies else list(shared.values())
 
-        def of_tokens(widths: Iterable[tuple[Linear, int]]) -> tuple[int, str]:
+        def of_tokens(widths: list[tuple[Linear, int]]) -> tuple[int, str]:
             """Return how many numbers of these widths all tokens have, and the formula."""
-            by_encoder = {True: 0, False: 0}
-            for linear, width in widths:
-                by_encoder[linear.reads_encoder] += width
-            count = by_encoder[False] * batch.tokens_in(stack) + by_encoder[True] * batch.tokens
-            return count, f"T {by_encoder[False]:,}" + (f" + TE {by_encoder[True]:,}" if by_encoder[True] else "")
+            own = sum(width for linear, width in widths if not linear.reads_encoder)
+            of_encoder = sum(width for linear, width in widths if linear.reads_encoder)
+            count = own * batch.tokens_in(stack) + of_encoder * batch.tokens
+            return count, f"T {own:,}" + (f" + TE {of_encoder:,}" if of_encoder else "")
 
         each = 4 if job.plain_loop else a  # without autocast adapters compute in their own fp32
         mask_bytes = 4 if job.cpu_operations else 1
-        inputs, inputs_formula = of_tokens((linear, linear.inputs) for linear in kept)
-        masks, masks_formula = of_tokens((linear, linear.inputs * mask_bytes) for linear in adapted)
-        between, between_formula = of_tokens((linear, job.lora_rank) for linear in adapted)
+        inputs, inputs_formula = of_tokens([(linear, linear.inputs) for linear in kept])
+        masks, masks_formula = of_tokens([(linear, linear.inputs * mask_bytes) for linear in adapted])
+        between, between_formula = of_tokens([(linear, job.lora_rank) for linear in adapted])
         return where(
-            (True, activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each)),
+            (adapted, activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each)),
             (job.lora_dropout, activations("dropout masks of the adapters", masks_formula, masks)),
-            (True, activations("between the adapters' matrices", f"({between_formula}) a", between * a)),
+            (adapted, activations("between the adapters' matrices", f"({between_formula}) a", between * a)),
         )
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""
         count = sum(linear.inputs * linear.outputs for linear in linears)
-        if not count or not self.job.autocasts or self.job.method.quantizes:
-            return []
-        return [numbers("weights", "autocast's copies of the weights", count, self.job.arithmetic_bytes)]
+        is_cast = count and self.job.autocasts and not self.job.method.quantizes
+        copies = numbers("weights", "autocast's copies of the weights", count, self.job.arithmetic_bytes)
+        return where((is_cast, copies))

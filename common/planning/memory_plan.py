@@ -39,8 +39,7 @@ class DeviceMemory:
     @cached_property
     def parts_gib(self) -> dict[str, float]:
         """GiB by part."""
-        parts = (*PARTS, "overhead")
-        return {part: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in parts}
+        return {part: sum((term.gib for term in self.terms if term.part == part), 0.0) for part in (*PARTS, "overhead")}
 
     @property
     def allocated_gib(self) -> float:
@@ -63,8 +62,13 @@ def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceM
 
 
 def hidden_bytes(architecture: Architecture, job: Job) -> int:
-    """Return `x`: autocast computes layer norms in fp32, and so the hidden states of layers that end with one."""
-    return job.hidden_bytes if architecture.family.is_llama_like else 4
+    """Return `x`, bytes of a hidden state between layers.
+
+    Autocast computes layer norms in fp32, and so the hidden states of layers that end with one; quantized models have
+    fp32 embeddings.
+    """
+    ends_with_norm = not architecture.family.is_llama_like
+    return 4 if ends_with_norm or job.method.quantizes or job.precision == "fp32" or job.autocasts else 2
 
 
 class _DeviceSums:
@@ -85,6 +89,7 @@ class _DeviceSums:
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
         self.layers_saved, self.ends_saved = cache(self.layers_saved), cache(self.ends_saved)  # of many moments
         self.ends_waiting, self.before_backward = cache(self.ends_waiting), cache(self.before_backward)
+        self._layer_saved = cache(self.layer.saved)
 
     def highest(self) -> DeviceMemory:
         """Return the moment with the most bytes, and its terms."""
@@ -95,8 +100,7 @@ class _DeviceSums:
             later = _DeviceSums(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
             moments |= {f"{name}, later": terms for name, terms in later.backward_moments().items()}
         name = max(moments, key=lambda moment: sum(term.count for term in moments[moment]))
-        terms = tuple(term for term in (*resting, *moments[name]) if term.count)
-        return DeviceMemory(name, terms)
+        return DeviceMemory(name, tuple(term for term in (*resting, *moments[name]) if term.count))
 
     def moments(self) -> dict[str, list[Term]]:
         """Return all moments: the end of the last forward pass in flight, the backward pass, and what follows it."""
@@ -117,17 +121,24 @@ class _DeviceSums:
 
     def before_backward(self) -> list[Term]:
         """Return what waits when the backward pass begins."""
-        waiting = [*self.layers_saved(), *self.ends_saved(), *self.ends_waiting()]
-        return [*self.gradients_before_backward(), *waiting]
+        return [
+            *self.gradients_before_backward(),
+            *self.layers_saved(),
+            *self.ends_saved(),
+            *self.ends_waiting(),
+        ]
 
     def backward_moments(self) -> dict[str, list[Term]]:
         """Return the moments from the loss to the embeddings."""
         before_backward = self.before_backward()
+        of_last_layer = self._head_gradients() + trained_of_layer(self.stacks[-1][0], self.job)
+        without_embeddings = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
+        of_embeddings = self.parameters - without_embeddings if self.job.trains_all else 0
         return {
             "loss": [*before_backward, *self.loss()],
             "backward of the head": [*before_backward, *self.head_backward()],
             "backward of the last layer": [
-                *self.gradients_of_layer_end(last=True),
+                *self._gradients_so_far(of_last_layer, "gradients of the head and a layer"),
                 *self.layers_saved(),
                 *self.ends_waiting(),
                 *self.logits_of_schedule(),
@@ -135,7 +146,7 @@ class _DeviceSums:
             ],
             **self.encoder_backward_moments(),
             "backward of the first layer": [
-                *self.gradients_of_layer_end(last=False),
+                *self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers"),
                 *self.layers_saved(one_left=True),
                 *self.ends_waiting(),
                 *self.logits_of_schedule(),
@@ -155,31 +166,36 @@ class _DeviceSums:
             return {}
         (encoder, _), (decoder, layers) = self.stacks
         done = self._head_gradients() + layers * trained_of_layer(decoder, self.job)
-
-        def moment(more_gradients: int, passing: list[Term]) -> list[Term]:
-            some = self._gradients(done + more_gradients, "gradients of the head and the decoder")
-            gradients = self.gradients() if self._adds_to_gradients else some
-            return [*gradients, *self._layers_kept(1, self.stacks[:1]), *passing]
-
-        ends = [*self.embeddings_backward(), *self.hidden_states(encoder)]
-        layer = moment(trained_of_layer(encoder, self.job), self.layer_backward(encoder))
-        return {"backward of the decoder's embeddings": moment(0, ends), "backward of the encoder's last layer": layer}
+        what = "gradients of the head and the decoder"
+        kept = self._layers_kept(1, self.stacks[:1])
+        return {
+            "backward of the decoder's embeddings": [
+                *self._gradients_so_far(done, what),
+                *kept,
+                *self.embeddings_backward(),
+                *self.hidden_states(encoder),
+            ],
+            "backward of the encoder's last layer": [
+                *self._gradients_so_far(done + trained_of_layer(encoder, self.job), what),
+                *kept,
+                *self.layer_backward(encoder),
+            ],
+        }
 
     # -- what is there all the time
 
     def weights(self) -> list[Term]:
-        """Return frozen and trained weights."""
         job, ranks = self.job, self.job.shard_ranks if self.job.parallelism.shards_weights else 1
         if job.offload and job.parallelism.shards_weights:
             return [Term("weights", "weights", "in the host's memory", 0.0)]
-        if not job.method.has_adapters:  # frozen ones are as wide
-            return [numbers("weights", "weights", self.parameters, job.weight_bytes, ranks)]
-        if job.method.quantizes:
-            frozen = self._quantized_weights(ranks)
-        else:
-            frozen = [numbers("weights", "frozen weights", self.parameters, job.weight_bytes, ranks)]
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
-        return [*frozen, numbers("weights", what, self.trained, job.trained_bytes, ranks)]
+        has_adapters, quantizes = job.method.has_adapters, job.method.quantizes
+        name = "frozen weights" if has_adapters else "weights"  # with full frozen ones are as wide
+        return where(
+            (quantizes, self._quantized_weights(ranks)),
+            (not quantizes, numbers("weights", name, self.parameters, job.weight_bytes, ranks)),
+            (has_adapters, numbers("weights", what, self.trained, job.trained_bytes, ranks)),
+        )
 
     def _quantized_weights(self, ranks: int) -> list[Term]:
         kind = self.job.quantization
@@ -219,12 +235,16 @@ class _DeviceSums:
         bucket = min(self.architecture.hidden**2, self.trained)
         neighbours = 2 - self.share.has_embeddings - self.share.has_head
         hidden = job.batch.tokens * self.architecture.hidden * self.hidden_bytes
-        received = "hidden states and gradients to receive"
         return where(
             (job.parallelism.replicates, numbers("gradients", "gradients, in DDP's buckets", self.trained, each)),
             (
                 job.parallelism.pipelines,
-                Term("buffers", received, f"{neighbours} T H x, all parts", neighbours * hidden),
+                Term(
+                    "buffers",
+                    "hidden states and gradients to receive",
+                    f"{neighbours} T H x, all parts",
+                    neighbours * hidden,
+                ),
             ),
             (
                 job.parallelism.splits_matrices,
@@ -241,11 +261,13 @@ class _DeviceSums:
         kept = max(FSDP_GATHERED_LAYERS * layer + ends, min(self.parameters, ZERO_REUSED_WEIGHTS))
         scattered = max(trained_of_layer(stack, job) for stack, _ in self.stacks)
         uses_zero = job.parallelism.uses_deepspeed
-        size, formula = self._quantized_layer() if job.method.quantizes else (layer * a, f"{layer:,} x {a} bytes")
-        formula = f"{FSDP_GATHERED_LAYERS} x {formula}"
+        size, formula = max(self._gathered_layer(stack) for stack, _ in self.stacks)
         return where(
             (uses_zero, numbers("buffers", "gathered weights, kept as they are soon used again", kept, a)),
-            (not uses_zero, Term("buffers", "gathered layers", formula, FSDP_GATHERED_LAYERS * size)),
+            (
+                not uses_zero,
+                Term("buffers", "gathered layers", f"{FSDP_GATHERED_LAYERS} x {formula}", FSDP_GATHERED_LAYERS * size),
+            ),
             (not uses_zero, numbers("buffers", "gathered embeddings and head", ends, a)),
             (
                 not job.method.has_adapters,
@@ -253,15 +275,14 @@ class _DeviceSums:
             ),
         )
 
-    def _quantized_layer(self) -> tuple[float, str]:
-        """Return a layer as FSDP gathers it: 4-bit numbers as they are stored, else the arithmetic's format."""
+    def _gathered_layer(self, stack: Stack) -> tuple[float, str]:
+        """Return a layer's bytes as FSDP gathers it: 4-bit numbers as they are stored, else the arithmetic's format."""
         number, a = QUANTIZED_NUMBER_BYTES[self.job.quantization], self.job.arithmetic_bytes
-        layers = []
-        for stack, _ in self.stacks:
-            quantized = stack.matrix_weights
-            rest = stack.layer_parameters - quantized + trained_of_layer(stack, self.job)
-            layers.append((quantized * number + rest * a, f"({quantized:,} x {number:g} + {rest:,} x {a}) bytes"))
-        return max(layers)
+        if not self.job.method.quantizes:
+            return stack.layer_parameters * a, f"{stack.layer_parameters:,} x {a} bytes"
+        quantized = stack.matrix_weights
+        rest = stack.layer_parameters - quantized + trained_of_layer(stack, self.job)
+        return quantized * number + rest * a, f"({quantized:,} x {number:g} + {rest:,} x {a}) bytes"
 
     # -- gradients, as the backward pass goes on
 
@@ -279,16 +300,8 @@ class _DeviceSums:
         repeated = self.job.accumulation_steps > 1 or self.job.micro_batches > self.share.in_flight
         return repeated or self.job.parallelism.replicates
 
-    def gradients_of_layer_end(self, last: bool) -> list[Term]:
-        """Return those when the last layer's backward pass is under way, or else the first layer's."""
-        if self._adds_to_gradients:
-            return self.gradients()
-        if last:
-            of_layer = trained_of_layer(self.stacks[-1][0], self.job)
-            return self._gradients(self._head_gradients() + of_layer, "gradients of the head and a layer")
-        without_embeddings = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
-        missing = self.parameters - without_embeddings if self.job.trains_all else 0
-        return self._gradients(self.trained - missing, "gradients of head and layers")
+    def _gradients_so_far(self, count: int, what: str) -> list[Term]:
+        return self.gradients() if self._adds_to_gradients else self._gradients(count, what)
 
     def _head_gradients(self) -> int:
         matrix = self.architecture.vocab * self.architecture.hidden
@@ -296,19 +309,21 @@ class _DeviceSums:
 
     def _gradients(self, count: int, what: str) -> list[Term]:
         job = self.job
-        if job.offload and job.parallelism.shards_weights:
-            return []
+        waits_in_host = job.offload and job.parallelism.shards_weights
         ranks = job.shard_ranks if job.parallelism.shards_gradients else 1
-        return [numbers("gradients", what, count, job.trained_bytes, ranks)]
+        return where((not waits_in_host, numbers("gradients", what, count, job.trained_bytes, ranks)))
 
     # -- activations that wait for the backward pass
 
     def layers_saved(self, one_left: bool = False) -> list[Term]:
         """Return what all layers keep, for every micro-batch in flight; `one_left`: of one the first layer alone."""
-        kept = self._layers_kept(self.share.in_flight - one_left, self.stacks)
-        if not one_left or self._input_is_in_buffer:
-            return kept
-        return [*kept, *times_each(self._layer_kept(self.stacks[0][0]), 1, "1 x ")]
+        return where(
+            (True, self._layers_kept(self.share.in_flight - one_left, self.stacks)),
+            (
+                one_left and not self._input_is_in_buffer,
+                times_each(self._layer_kept(self.stacks[0][0]), 1, "1 x "),
+            ),
+        )
 
     def _layers_kept(self, micro_batches: int, stacks: list[tuple[Stack, int]]) -> list[Term]:
         terms = []
@@ -325,16 +340,16 @@ class _DeviceSums:
 
     def _layer_kept(self, stack: Stack) -> list[Term]:
         if not self.job.gradient_checkpointing:
-            return self.layer.saved(stack)
+            return self._layer_saved(stack)
         size = self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
         return [activations("layer input", "T H x", size)]
 
     def ends_saved(self) -> list[Term]:
         """Return what embeddings, final norm and head keep."""
         size = self.batch.tokens * self.architecture.hidden * self.hidden_bytes
-        ends = self._classifier_ends_saved() if self.architecture.classes else self._token_ends_saved()
         is_sent = self.job.parallelism.pipelines and not self.share.has_head
-        return ends + where(
+        return where(
+            (True, self._classifier_ends_saved() if self.architecture.classes else self._token_ends_saved()),
             (self.is_encoder_decoder, activations("encoder's output", "TE H x", size)),
             (is_sent, activations("hidden state that was sent", "T H x", size)),
         )
@@ -362,14 +377,16 @@ class _DeviceSums:
         each = 4 + (4 if job.cpu_operations else 1)
         count = 3 if pools else 5  # dropout also comes before the dense layer, where there is no pooler
         head = count * self.positions * self.architecture.hidden * job.arithmetic_bytes
-        keeps_last = has_head and pools and not self.layer.casts_inputs
         return where(
             (
                 self.share.has_embeddings and job.trains_all,
                 activations("embeddings' norm and dropout", f"T H {each}", size * each),
             ),
             (has_head, activations("head before its matrix", f"{count} P H a", head)),
-            (keeps_last, activations("last hidden state, of which the pooler reads a part", "T H 4", size * 4)),
+            (
+                has_head and pools and not self.layer.casts_inputs,
+                activations("last hidden state, of which the pooler reads a part", "T H 4", size * 4),
+            ),
         )
 
     def ends_waiting(self) -> list[Term]:
@@ -395,9 +412,9 @@ class _DeviceSums:
     def loss(self) -> list[Term]:
         """Return, in fp32, log-probabilities, their gradient, and the logits' gradient."""
         size = 12 * self.positions * self.architecture.vocab
-        gradients = Term("logits", "log-probabilities, their and the logits' gradients, in fp32", "3 P V 4", size)
+        what = "log-probabilities, their and the logits' gradients, in fp32"
         held = self._logits("logits that the loop still holds") if self.job.plain_loop else self.logits_of_schedule()
-        return [gradients, *held, *self._head_copy()] if self.share.has_head else []
+        return where((self.share.has_head, [Term("logits", what, "3 P V 4", size), *held, *self._head_copy()]))
 
     def logits_of_schedule(self) -> list[Term]:
         """Return the logits that, with pp, a stage holds until their backward pass is done.
@@ -405,7 +422,7 @@ class _DeviceSums:
         (torch/distributed/pipelining/stage.py.)
         """
         held = self.job.parallelism.pipelines and self.share.has_head
-        return self._logits("logits that the schedule still holds") if held else []
+        return where((held, self._logits("logits that the schedule still holds")))
 
     def _logits(self, what: str) -> list[Term]:
         each = 4 if self.job.method.quantizes else self.job.arithmetic_bytes
@@ -433,17 +450,15 @@ class _DeviceSums:
         job = self.job
         is_cast = job.autocasts or (job.method.quantizes and job.precision != "fp32" and job.shard_ranks == 1)
         size = self.architecture.vocab * self.architecture.hidden * job.arithmetic_bytes
-        copy = Term("weights", "autocast's copy of the head", "V H a", size)
-        return [copy] if is_cast and not job.plain_loop else []
+        return where((is_cast and not job.plain_loop, Term("weights", "autocast's copy of the head", "V H a", size)))
 
     def head_backward(self) -> list[Term]:
         """Return the logits' gradient in the arithmetic's format, and the gradient of the head's matrix."""
         vocab, a = self.architecture.vocab, self.job.arithmetic_bytes
         logits = Term("logits", "gradient of the logits", "P V a", a * self.positions * vocab)
-        matrix = self._gradients(vocab * self.architecture.hidden, "gradient of the head's matrix")
         return where(
             (self.share.has_head, [logits, *self._head_copy(), *self.logits_of_schedule()]),
-            (self.trains_head, matrix),
+            (self.trains_head, self._gradients(vocab * self.architecture.hidden, "gradient of the head's matrix")),
         )
 
     # -- the backward pass of a layer
@@ -456,14 +471,13 @@ class _DeviceSums:
         passing = [activations("gradients within the MLP", f"{count} T I a", size)]
         if again:  # the forward pass comes again
             passing = max(passing, self.adapter_casts(stack), key=lambda terms: sum(term.count for term in terms))
-        most = max(asking * asked for asking, asked in self.batch.attentions_in(stack))
-        scores = 4 * self.batch.rows * architecture.heads * most
+        scores = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * architecture.heads
         return where(
-            (again, times_each(self.layer.saved(stack) if again else [], 1, "computed again: ")),
+            (again, times_each(self._layer_saved(stack) if again else [], 1, "computed again: ")),
             (True, [*passing, *self.hidden_states(stack)]),
             (
                 self.job.attention == "eager",
-                activations("gradients of the attention scores", "B heads S S 4", scores),
+                activations("gradients of the attention scores", "B heads S S 4", 4 * self.batch.rows * scores),
             ),
         )
 
@@ -476,24 +490,27 @@ class _DeviceSums:
         """Return what only a forward pass holds: an adapter's input in its own fp32, before and after dropout."""
         job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
         widest = max((linear.inputs for linear in stack.linears if job.adapts(linear)), default=0)
-        if not widest or job.plain_loop:
-            return []
+        casts = widest and not job.plain_loop
         each = 0 if a == 4 else 8 if job.lora_dropout else 4
-        return [
-            activations("result within the MLP", "T I a", t * self.architecture.intermediate * a),
-            activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each),
-        ]
+        return where(
+            (casts, activations("result within the MLP", "T I a", t * self.architecture.intermediate * a)),
+            (casts, activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each)),
+        )
 
     def embeddings_backward(self) -> list[Term]:
         """Return the embeddings' gradient, where another one waits beside it: the head's, or an earlier one."""
         size = self.architecture.embedding_parameters * self.job.trained_bytes
         is_trained = self.job.trains_all and self.share.has_embeddings
         is_tied = self.architecture.tied and self.share.has_head
-        both = "gradient of the tied embeddings, and its sum with the head's"
-        adds = self._adds_to_gradients and not is_tied
         return where(
-            (is_trained and is_tied, activations(both, "2 V H w", 2 * size)),
-            (is_trained and adds, activations("gradient of the embeddings, before it is added", "V H w", size)),
+            (
+                is_trained and is_tied,
+                activations("gradient of the tied embeddings, and its sum with the head's", "2 V H w", 2 * size),
+            ),
+            (
+                is_trained and self._adds_to_gradients and not is_tied,
+                activations("gradient of the embeddings, before it is added", "V H w", size),
+            ),
         )
 
     def tied_gradient_received(self) -> list[Term]:
@@ -501,11 +518,11 @@ class _DeviceSums:
         is_trained = self.job.parallelism.pipelines and self.job.trains_all
         has_copy = self.architecture.tied and self.share.has_embeddings != self.share.has_head
         size = self.architecture.embedding_parameters * self.job.trained_bytes
-        term = Term("buffers", "the other end's gradient of the tied embeddings", "V H w", size)
-        return [term] if is_trained and has_copy else []
+        what = "the other end's gradient of the tied embeddings"
+        return where((is_trained and has_copy, Term("buffers", what, "V H w", size)))
 
     def optimizer_step(self) -> list[Term]:
         """Return one more state's worth for optimizers that are not fused, and so work on lists."""
         size = self.trained * self.job.trained_bytes / self.job.shard_ranks
-        term = Term("optimizer", "square roots of the variances, all at once", "one state", size)
-        return [term] if self.job.optimizer == "adamw_torch" and not self.job.offload else []
+        is_list = self.job.optimizer == "adamw_torch" and not self.job.offload
+        return where((is_list, Term("optimizer", "square roots of the variances, all at once", "one state", size)))

@@ -32,7 +32,7 @@ ABOUT_AS_FAST = 0.9
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train: memory per device, time and cost, all projected.
+    """A job on a cluster: memory per device, time and cost, all projected.
 
     Attributes:
         shares: What each device holds.
@@ -116,8 +116,7 @@ class Plan:
     @property
     def name(self) -> str:
         """`LoRA, ddp, checkpointed`."""
-        checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
-        return f"{self.job.method.label}, {self.job.sharing}{checkpointed}"
+        return f"{self.job.method.label}, {self.job.sharing}{', checkpointed' * self.job.gradient_checkpointing}"
 
 
 # -- plans
@@ -130,7 +129,7 @@ def make_plan(
     calibration: dict[str, list[float]],
     shares: Sequence[Share] | None = None,
 ) -> Plan:
-    """Plan one way to train.
+    """Plan a job on a cluster.
 
     `shares` is what each device of a job with mp or pp holds; None: so that the fullest device is least full.
 
@@ -149,27 +148,23 @@ def make_plan(
             f"--target-len is {job.batch.target_length}, but {architecture.name} is no encoder-decoder, and has no "
             "summaries of another length than its rows: leave it out, or pass --model bart-large-cnn."
         )
-    by_hand = shares is not None
-    if shares is None:
-        splits = job.parallelism.splits_layers
-        shares = (
-            balanced_shares(architecture, job, cluster.gpus) if splits else [whole_model(architecture)] * job.devices
-        )
-    shares = tuple(replace(share, in_flight=job.in_flight(stage)) for stage, share in enumerate(shares))
+    whole = [whole_model(architecture)] * job.devices
+    placed = shares or (balanced_shares(architecture, job, cluster.gpus) if job.parallelism.splits_layers else whole)
+    placed = tuple(replace(share, in_flight=job.in_flight(stage)) for stage, share in enumerate(placed))
     known = {
         pair: memory_with_overhead(architecture, job, *pair)
-        for pair in dict.fromkeys(zip(shares, cluster.gpus, strict=True))
+        for pair in dict.fromkeys(zip(placed, cluster.gpus, strict=True))
     }
     speeds = {gpu: achieved_speed(gpu, job, calibration) for gpu in dict.fromkeys(cluster.gpus)}
     return Plan(
         architecture,
         job,
         cluster,
-        shares,
-        tuple(known[pair] for pair in zip(shares, cluster.gpus, strict=True)),
-        step_time(architecture, job, cluster, shares, [speeds[gpu] for gpu in cluster.gpus]),
+        placed,
+        tuple(known[pair] for pair in zip(placed, cluster.gpus, strict=True)),
+        step_time(architecture, job, cluster, placed, [speeds[gpu] for gpu in cluster.gpus]),
         tuple(speed.source for speed in speeds.values()),
-        by_hand,
+        placed_by_hand=shares is not None,
     )
 
 
@@ -187,7 +182,7 @@ def ranked_plans(
 ) -> list[Plan]:
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
-    Of ways that are about as fast as the fastest of their technique the simplest comes first. What does not fit is
+    Of plans that are about as fast as the fastest of their technique the simplest comes first. What does not fit is
     sorted by how much it lacks.
 
     `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
@@ -196,9 +191,9 @@ def ranked_plans(
     """
     plans = []
     for technique in techniques:
-        usual = parallels or _usual_ways(technique, asked.batch, cluster)
-        ways = [(each, copies) for each in usual for copies in _with_copies(each, cluster, dp_replicate_size)]
-        for parallel, copies in ways:
+        usual = parallels or _usual_parallelisms(technique, asked.batch, cluster)
+        with_copies = [(each, copies) for each in usual for copies in _copies(each, cluster, dp_replicate_size)]
+        for parallel, copies in with_copies:
             if PARALLELISMS[parallel].splits_layers and parallels is None and len(cluster.gpus) > architecture.layers:
                 continue
             job = replace(
@@ -220,16 +215,15 @@ def ranked_plans(
             *sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
 
 
-def _usual_ways(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
-    """Return what this repository does with the technique and so many devices."""
+def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
+    """Return the parallelisms that this repository uses with the technique and so many devices."""
     task = TASKS[batch.task]
-    usual = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
-    if task.classifies and technique in task.techniques:
-        usual = list(task.parallelisms)
+    suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
+    usual = task.parallelisms if task.classifies and technique in task.techniques else suggested
     return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
 
 
-def _with_copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:
+def _copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:
     """Return how many sharded copies of the model to plan for: one, or hybrid sharding's one on each machine."""
     if asked is not None or not PARALLELISMS[parallel].uses_fsdp:
         return (asked or 1,)
@@ -244,20 +238,18 @@ def _micro_batches(rows: int, parallel: str, cluster: Cluster) -> int:
 
 def _best_first(plans: list[Plan]) -> list[Plan]:
     techniques, simplest_first = list(TECHNIQUES), list(PARALLELISMS)
-    slowest_first = sorted(plans, key=lambda plan: plan.tokens_per_s)
-    fastest = {plan.job.technique: plan.tokens_per_s for plan in slowest_first}
+    fastest = {plan.job.technique: plan.tokens_per_s for plan in sorted(plans, key=lambda plan: plan.tokens_per_s)}
 
     def rank(plan: Plan) -> tuple[int, bool, float, float]:
-        technique, tokens_per_s = plan.job.technique, plan.tokens_per_s
-        is_slow = tokens_per_s < ABOUT_AS_FAST * fastest[technique]
+        is_slow = plan.tokens_per_s < ABOUT_AS_FAST * fastest[plan.job.technique]
         simplicity = 0 if is_slow else simplest_first.index(plan.job.parallel)
-        return techniques.index(technique), is_slow, simplicity, -tokens_per_s
+        return techniques.index(plan.job.technique), is_slow, simplicity, -plan.tokens_per_s
 
     return sorted(plans, key=rank)
 
 
 def why(plan: Plan) -> str:
-    """Return the reason for a plan, or against it, in words."""
+    """Return the reason for a plan, or against it."""
     job, n = plan.job, len(plan.devices)
     memory, gpu = plan.fullest
     if not plan.fits:
@@ -285,7 +277,6 @@ def why(plan: Plan) -> str:
 
 
 def _what_would_help(plan: Plan) -> str:
-    """Return remedies against the largest part of what does not fit."""
     job, parts = plan.job, plan.fullest[0].parts_gib
     passing = parts["activations"] + parts["logits"] > 0.5 * sum(parts.values())
     states = parts["optimizer"] + parts["gradients"] > parts["weights"]
@@ -365,8 +356,7 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
     """Format the plans, best first, as a table for a terminal."""
     rows = []
     for plan in plans:
-        memory, gpu = plan.fullest
-        usd = plan.epoch_usd(rows_per_epoch)
+        (memory, gpu), usd = plan.fullest, plan.epoch_usd(rows_per_epoch)
         rows.append([
             plan.name,
             plan.job.precision,
@@ -378,18 +368,13 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
             _seconds(plan.epoch_s(rows_per_epoch)),
             "-" if usd is None else f"{usd:,.2f}",
         ])  # fmt: skip
-    headers = (
-        "way",
-        "precision",
-        "fits",
-        "peak / GPU\nGiB",
-        "largest\nbatch",
-        "step",
-        "tokens\nper s",
-        "epoch",
-        "epoch\nUSD",
-    )
-    aligned = ("left", "left", "left", *["right"] * 6)
+    headers = ("way", "precision", "fits", "peak / GPU\nGiB", "largest\nbatch", "step", "tokens\nper s", "epoch",
+               "epoch\nUSD")  # fmt: skip
+    return _outlined(rows, headers, text_columns=3)
+
+
+def _outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], text_columns: int) -> str:
+    aligned = ["left"] * text_columns + ["right"] * (len(headers) - text_columns)
     return tabulate(rows, headers, tablefmt="rounded_outline", colalign=aligned, disable_numparse=True)
 
 
@@ -407,25 +392,21 @@ def explanation(plan: Plan) -> str:
     rows = []
     for part, gib in memory.parts_gib.items():
         terms = [term for term in memory.terms if term.part == part]
-        rows += [["", term.what, term.formula, f"{term.gib:.3f}"] for term in terms]
-        if terms:
-            rows[-len(terms)][0] = part
+        rows += [[part if term is terms[0] else "", term.what, term.formula, f"{term.gib:.3f}"] for term in terms]
         if len(terms) > 1:
             rows.append(["", "", f"{part} together", f"{gib:.3f}"])
     rows.append(["peak", "", f"of {gpu.memory_gib:.2f} GiB", f"{memory.peak_gib:.3f}"])
-    headers, aligned = ("part", "what", "formula", "GiB"), ("left", "left", "left", "right")
-    lines = [
+    return "\n".join([
         f"{plan.name}: device {plan.tightest} of {len(plan.devices)}, {gpu.name}",
         "VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
         f"its highest moment: {memory.moment}",
         "",
-        tabulate(rows, headers, tablefmt="rounded_outline", disable_numparse=True, colalign=aligned),
+        _outlined(rows, ("part", "what", "formula", "GiB"), text_columns=3),
         _letters(plan),
         "",
         "a step's time:",
         *(f"  {term}" for term in plan.time.terms),
-    ]
-    return "\n".join(lines)
+    ])  # fmt: skip
 
 
 def _letters(plan: Plan) -> str:
@@ -493,11 +474,10 @@ def with_head_for(architecture: Architecture, classes: int) -> Architecture:
     return as_classifier(architecture, classes) if classes else architecture
 
 
-def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, shares: Sequence[Share] | None = None) -> Plan:
-    """Plan a run, on the GPU that its folder was made for, or on `gpu`.
+def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Plan:
+    """Plan a run, on the GPU that its folder was made for, or on `gpu`; layers are where the run's device map says.
 
-    `shares` is what each device holds, where that is known; None: what the run's device map says. Accelerate's own map
-    (`auto`) needs the model: without `shares`, such a run is planned as balanced.
+    Accelerate's own map (`auto`) needs the model: such a run is planned as balanced.
 
     Raises:
         BadInputError: The closed form does not know the model, the optimizer or the GPU, or the device map is wrong.
@@ -505,11 +485,10 @@ def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, shares: 
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     architecture, job, gpus = architecture_of_run(run, batch), job_of_run(run, batch), (gpu,) * run.devices
-    if not job.parallelism.splits_layers:
-        shares = None
-    elif shares is None and run.device_map == "even":
+    shares = None
+    if job.parallelism.splits_layers and run.device_map == "even":
         shares = even_shares(architecture, job, gpus)
-    elif shares is None and run.device_map not in ("balanced", "auto"):
+    elif job.parallelism.splits_layers and run.device_map not in ("balanced", "auto"):
         shares = shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
     return make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records(), batch.task), shares)
 
@@ -564,9 +543,8 @@ def _planned(run: RunConfig, name: str) -> str:
         return ""
     memory, gpu = plan.fullest
     planned = f"{memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB planned for rows of {run.max_length} tokens"
-    if plan.fits:
-        return f" ({planned})"
-    if not plan.max_batch_size:
-        return f" ({planned}: not even one row fits)"
-    accumulation_steps = -(-run.rows_per_rank // plan.max_batch_size)
-    return f" ({planned}: pass --batch_size {plan.max_batch_size} --gradient_accumulation_steps {accumulation_steps})"
+    remedy = "" if plan.fits else ": not even one row fits"
+    if not plan.fits and plan.max_batch_size:
+        steps = -(-run.rows_per_rank // plan.max_batch_size)
+        remedy = f": pass --batch_size {plan.max_batch_size} --gradient_accumulation_steps {steps}"
+    return f" ({planned}{remedy})"

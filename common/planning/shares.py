@@ -45,12 +45,10 @@ def trained_parameters(architecture: Architecture, job: Job, share: Share | None
     share = share or whole_model(architecture)
     if job.trains_all:
         return parameters_of(architecture, share)
-    count = sum(
+    head = architecture.head_parameters + architecture.final_parameters
+    return head * (share.has_head and trains_head(architecture, job)) + sum(
         layers * trained_of_layer(stack, job) for stack, layers in zip(architecture.stacks, share.layers, strict=True)
     )
-    if share.has_head and trains_head(architecture, job):
-        count += architecture.head_parameters + architecture.final_parameters
-    return count
 
 
 def quantized_weights(architecture: Architecture) -> int:
@@ -62,19 +60,20 @@ def trained_of_layer(stack: Stack, job: Job) -> int:
     """Return how many weights of a layer get gradients, adapters included."""
     if job.trains_all:
         return stack.layer_parameters
-    own = sum(linear.parameters for linear in stack.linears if job.trains(linear))
-    return own + sum(linear.lora_parameters(job.lora_rank) for linear in stack.linears if job.adapts(linear))
+    return sum(
+        linear.parameters * job.trains(linear) + linear.lora_parameters(job.lora_rank) * job.adapts(linear)
+        for linear in stack.linears
+    )
 
 
 def parameters_of(architecture: Architecture, share: Share) -> int:
-    """Return how many weights of the model a device holds."""
+    """Return how many weights of the model a device holds; a tied head apart from its embeddings has a copy of them."""
     count = sum(
         layers * stack.layer_parameters for stack, layers in zip(architecture.stacks, share.layers, strict=True)
     )
     if share.has_embeddings:
         count += architecture.embedding_parameters + architecture.other_embedding_parameters
-    if share.has_head:
-        count += architecture.head_parameters + architecture.final_parameters
-        if architecture.tied and not share.has_embeddings:
-            count += architecture.embedding_parameters  # a tied head away from its embeddings is a copy
-    return count
+    elif share.has_head and architecture.tied:
+        count += architecture.embedding_parameters
+    head = architecture.head_parameters + architecture.final_parameters
+    return count + head * share.has_head

@@ -1,7 +1,6 @@
 """The summands of a memory plan."""
 
 from dataclasses import dataclass
-from itertools import chain
 
 from common.hardware.devices import GIB
 
@@ -47,5 +46,4 @@ def times_each(terms: list[Term], times: int, prefix: str) -> list[Term]:
 
 def where(*rows: tuple[object, Term | list[Term]]) -> list[Term]:
     """Return the terms of a table whose condition, in the first column, holds; a row has one term or several."""
-    chosen = (terms if isinstance(terms, list) else [terms] for holds, terms in rows if holds)
-    return list(chain.from_iterable(chosen))
+    return [term for holds, terms in rows if holds for term in (terms if isinstance(terms, list) else [terms])]

@@ -15,7 +15,7 @@ from typing import Any
 
 from common.base.errors import BadInputError
 from common.base.specs import TECHNIQUES
-from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
+from common.hardware.devices import Gpu, cpu_device, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.job import QUANTIZED_NUMBER_BYTES, Job
 from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
@@ -86,10 +86,8 @@ class Cluster:
     @property
     def slowest_link(self) -> Link:
         """Between two neighbours of a ring through all GPUs."""
-        if self.link is not None:
-            return self.link
-        if self.nodes > 1:
-            return ethernet(ASSUMED_ETHERNET_GBIT)
+        if self.link or self.nodes > 1:
+            return self.link or ethernet(ASSUMED_ETHERNET_GBIT)
         return self.link_in_machine
 
     def link_among(self, ranks: int) -> Link:
@@ -163,10 +161,9 @@ def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> S
         (entry for name, entry in published.items() if gpu.name.startswith(name)),
         (ASSUMED_SHARE, "an assumption: nothing published was found"),
     )
-    factor = job.method.speed_factor
     if job.method.has_adapters:
-        source += f"; times {factor} for {job.technique}, github.com/QwenLM/Qwen"
-    share *= factor
+        source += f"; times {job.method.speed_factor} for {job.technique}, github.com/QwenLM/Qwen"
+    share *= job.method.speed_factor
     return Speed(peak * 1e12 * share, f"{gpu.name}, {job.technique}: {share:.0%} of {peak:g} TFLOP/s ({source})")
 
 
@@ -181,15 +178,13 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
     reached: dict[str, list[float]] = {}
     for record in records:
         config, devices = record["config"], record["environment"]["devices"]
-        gpu = None if config["device"] == "cpu" else gpu_of_device(devices[0])
-        name = CPU_DEVICE if config["device"] == "cpu" else gpu and gpu.name
+        gpu = cpu_device() if config["device"] == "cpu" else gpu_of_device(devices[0])
         is_other = config.get("task", "chat") != task  # older records know one task only
-        if record["status"] != "completed" or name is None or is_other or len(record["world"]) > 1:
+        if record["status"] != "completed" or gpu is None or is_other or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         again = 3 / 2 if TECHNIQUES[record["technique"]].has_adapters else 4 / 3
-        recomputed = again if config["gradient_checkpointing"] else 1
         flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
-        reached.setdefault(name, []).append(flops_per_s * recomputed)
+        reached.setdefault(gpu.name, []).append(flops_per_s * (again if config["gradient_checkpointing"] else 1))
     return reached
 
 
@@ -245,7 +240,6 @@ class StepTime:
     """
 
     compute_s: float
-    communication_s: float
     exposed_s: float
     bubble_s: float
     optimizer_s: float
@@ -268,25 +262,20 @@ def step_time(
     reading their weights once per pass. With accumulation all update once per optimizer step, and DDP sends once.
     """
     part, link, parallelism = part_of_rank(architecture, job), cluster.slowest_link, job.parallelism
-    seconds = [
-        _compute_s(part, job, gpu, share, speed) for gpu, share, speed in zip(cluster.gpus, shares, speeds, strict=True)
-    ]
-    updates = [_optimizer_s(part, job, gpu, share) for gpu, share in zip(cluster.gpus, shares, strict=True)]
-    optimizer_s = max(updates) / job.accumulation_steps
+    devices = list(zip(cluster.gpus, shares, speeds, strict=True))
+    seconds = [_compute_s(part, job, gpu, share, speed) for gpu, share, speed in devices]
+    optimizer_s = max(_optimizer_s(part, job, gpu, share) for gpu, share, _ in devices) / job.accumulation_steps
     in_copy, between_copies = traffic(architecture, job)
     sent = in_copy + between_copies
-    in_copy_link = cluster.link_among(job.shard_ranks)
     # with hybrid sharding a machine's ranks average their shards in rings of their own, which share its network
     rings = min(job.shard_ranks, cluster.gpus_per_machine) if job.dp_replicate_size > 1 and cluster.nodes > 1 else 1
-    communication_s = exposed_s = in_copy / (in_copy_link.gb_per_s * 1e9) + rings * between_copies / (
-        link.gb_per_s * 1e9
-    )
+    gb_per_s = cluster.link_among(job.shard_ranks).gb_per_s, link.gb_per_s / rings
+    communication_s = exposed_s = in_copy / (gb_per_s[0] * 1e9) + between_copies / (gb_per_s[1] * 1e9)
     slowest, bubble_s = max(seconds), 0.0
     if parallelism.pipelines:
-        stages, micro_batches = len(seconds), job.micro_batches
         # every micro-batch passes the slowest stage; filling and draining takes one pass through all but one stage
-        bubble_s = (stages - 1) / micro_batches * slowest
-        exposed_s = communication_s / micro_batches
+        bubble_s = (len(seconds) - 1) / job.micro_batches * slowest
+        exposed_s = communication_s / job.micro_batches
     elif parallelism.layers_in_turn:
         bubble_s = sum(seconds) - slowest
     elif parallelism.shards_weights:
@@ -296,10 +285,11 @@ def step_time(
         backward_share = (flops.activation_gradients + flops.weight_gradients) / flops.total
         exposed_s = max(0.0, communication_s - slowest * backward_share)
     if parallelism.replicates:  # gradients stay where they are until the last micro-batch
-        once_in = job.accumulation_steps
-        sent, communication_s, exposed_s = sent / once_in, communication_s / once_in, exposed_s / once_in
+        sent, communication_s, exposed_s = (
+            each / job.accumulation_steps for each in (sent, communication_s, exposed_s)
+        )
     return StepTime(
-        slowest, communication_s, exposed_s, bubble_s, optimizer_s, sent / 1e9,
+        slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (
             f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s",
             f"communication: {sent / 1e9:,.3g} GB by {link.name} at {link.gb_per_s:,.3g} GB/s, "

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.models.loading import add_lora, load_base_model
-from common.planning.architectures import read_architecture
+from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.shares import Share
 from common.runtime.rank import end_rank, start_rank
@@ -108,8 +108,9 @@ def stage_map_of(folder: Path, stages: int) -> StageMap:
     starts = [LAYERS * stage // stages for stage in range(stages + 1)]
     shares = [Share((starts[stage + 1] - starts[stage],), stage == 0, stage == stages - 1) for stage in range(stages)]
     architecture = read_architecture(str(folder))
-    heads = ("classifier",) if architecture.model_type == "roberta" else None
-    return device_map_of(architecture, shares, range(stages), heads)
+    if architecture.model_type == "roberta":
+        architecture = as_classifier(architecture, 2)
+    return device_map_of(architecture, shares, range(stages))
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from common.base.errors import BadInputError
 from common.hardware.devices import Gpu, device_name, find_gpu
-from common.planning.architectures import Architecture, find_config, read_architecture
+from common.planning.architectures import Architecture, as_classifier, find_config, read_architecture
 from common.planning.device_maps import (
     balanced_shares,
     check_device_map,
@@ -178,9 +178,9 @@ def test_a_map_may_name_parts_and_wholes() -> None:
 
 
 def test_a_classifier_s_head_is_named_by_whoever_has_it() -> None:
-    architecture = with_layers(read_architecture("roberta-large"), 4)
+    architecture = as_classifier(with_layers(read_architecture("roberta-large"), 4), 2)
     shares = (Share((2,), True, False), Share((2,), False, True))
-    device_map = device_map_of(architecture, shares, [0, 1], heads=["classifier"])
+    device_map = device_map_of(architecture, shares, [0, 1])
     config = AutoConfig.from_pretrained(find_config("roberta-large"))
     config.num_hidden_layers = 4
     with torch.device("meta"):

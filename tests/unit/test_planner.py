@@ -267,8 +267,8 @@ def test_a_divided_run_is_placed_as_its_device_map_says(tmp_path: Path) -> None:
         ((2,), True, False, 2),
         ((14,), False, True, 1),
     ]
-    given = plan_run(run.changed_to(parallel="mp", device_map="auto"), batch, shares=by_file.shares)
-    assert [(share.layers, share.in_flight) for share in given.shares] == [((2,), 1), ((14,), 1)]
+    in_turn = plan_run(run.changed_to(parallel="mp", device_map=str(path)), batch)
+    assert [(share.layers, share.in_flight) for share in in_turn.shares] == [((2,), 1), ((14,), 1)]
     assert 0 < even.max_batch_size < balanced.max_batch_size
     assert by_file.max_batch_size % 4 == 0
     with pytest.raises(BadInputError, match="no device map nowhere"):
