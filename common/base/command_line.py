@@ -34,37 +34,25 @@ def ended_by_one_sentence() -> Iterator[None]:
     """End a user's mistake in one sentence with exit code 2, and what stops a run in one with exit code 1."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
-    try:
-        with secrets_hidden():
-            yield
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                f"error: interrupted; --resume_from_checkpoint {LAST} resumes from the newest checkpoint.",
-                file=sys.stderr,
-            )
-        sys.exit(INTERRUPTED_EXIT_CODE)
-    except BadInputError as mistake:
-        exit_with(mistake)
-    except RunStoppedError as stopped:
-        sys.exit(f"error: {stopped}")
-    except RuntimeError as error:
-        if not is_of_the_network(error):
-            raise
-        rank = os.environ.get("RANK", "0")
-        sys.exit(
-            f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why; where "
-            "it says nothing, it was killed, possibly as memory ran out (dmesg)."
-        )
-
-
-@contextmanager
-def secrets_hidden() -> Iterator[None]:
-    """Errors leave without tokens and passwords of the environment."""
+    rank = os.environ.get("RANK", "0")
     try:
         yield
     except BaseException as error:
         hide_secrets(error)
+        if isinstance(error, KeyboardInterrupt):
+            if rank == "0":
+                said = f"error: interrupted; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
+                print(said, file=sys.stderr)
+            sys.exit(INTERRUPTED_EXIT_CODE)
+        if isinstance(error, BadInputError):
+            exit_with(error)
+        if isinstance(error, RunStoppedError):
+            sys.exit(f"error: {error}")
+        if isinstance(error, RuntimeError) and is_of_the_network(error):
+            sys.exit(
+                f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why; "
+                "where it says nothing, it was killed, possibly as memory ran out (dmesg)."
+            )
         raise
 
 

@@ -102,11 +102,15 @@ def _end_process(process: subprocess.Popen) -> None:
 
 def accelerate_command(script: str, config_file: str, *overrides: str) -> list[str]:
     """Return the command for `accelerate launch` of this Python, on a port that it finds itself."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file]
-    return [*launch, "--main_process_port", "0", script, *overrides]
+    return [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file, "--main_process_port", "0",
+        script, *overrides,
+    ]  # fmt: skip
 
 
 def torchrun_command(script: str, world_size: int, *overrides: str) -> list[str]:
     """Return the command for `torchrun` of this Python, on a port that it finds itself."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    return [*launch, script, *overrides]
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size),
+        script, *overrides,
+    ]  # fmt: skip
