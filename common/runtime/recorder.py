@@ -135,6 +135,10 @@ class RunRecorder:
             "shows."
         )
 
+    def gpu(self) -> devices.Gpu | None:
+        """Return the GPU of this machine, where the catalogue has it; None on CPU."""
+        return devices.gpu_here() if self.run.device == "cuda" else None
+
     def training_starts(self, plan: Plan | None) -> None:
         """Keep the plan; from here on a GPU's peak is training's, which the plan is compared with."""
         self.plan = plan
@@ -143,8 +147,7 @@ class RunRecorder:
     def complete(self, **figures: object) -> Record:
         """Write the record of a completed run, with every rank's memory; call it on all ranks."""
         memory = gather_object(self.memory.figures(self.plan))
-        gpu = devices.gpu_here() if self.run.device == "cuda" else None
-        cost = rent(gpu, self.run.devices, sum(self.phases_s.values()) / 3600)
+        cost = rent(self.gpu(), self.run.devices, sum(self.phases_s.values()) / 3600)
         record = self._record("completed", {"cost": cost, **figures, "memory": memory})
         if self.writes:
             write_json(record, self.folder / RECORD_NAME)
