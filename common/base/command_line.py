@@ -19,8 +19,7 @@ INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 TOLD_ALONE = (
     f"error: this run was told to end (SIGTERM); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
 )
-SPEAK_FIRST_S = 2.0
-"""Other ranks leave after rank 0 has spoken: their launcher ends all ranks once the first is gone."""
+SPEAK_FIRST_S = 2.0  # other ranks leave after rank 0 has spoken: their launcher ends all once the first is gone
 
 
 def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: RunConfig) -> None:

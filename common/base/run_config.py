@@ -23,16 +23,12 @@ from common.base.settings import (
 )
 from common.base.specs import TASKS, HasSpecs, Task
 
-LAST = "last"
-"""The setting `resume_from_checkpoint` for a run's own newest whole checkpoint."""
-
+LAST = "last"  # the setting `resume_from_checkpoint` for a run's own newest whole checkpoint
+# of Transformers' names, those whose states can be divided: PyTorch's own, which work element by element
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
-"""Of Transformers' names, those whose states can be divided: PyTorch's own, which work element by element."""
-
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
-Rule = tuple[object, str]
-"""What is true where a run breaks it, and the sentence that refuses such a run."""
+Rule = tuple[object, str]  # what is true where a run breaks it, and the sentence that refuses such a run
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,10 @@ def setting(
     default: object,
     doc: str,
     aliases: tuple[str, ...] = (),
-    choices: Mapping[str, object] | None = None,
     **for_argparse: object,
 ) -> object:
-    """Return a field. `aliases` are more options of the command line; `choices` are looked up when they are needed."""
-    metadata = {"help": doc, "aliases": list(aliases), **for_argparse}
-    return field(default=default, metadata={**metadata, **({"choices": choices} if choices is not None else {})})
+    """Return a field. `aliases` are more options of the command line; the rest is what argparse takes of an option."""
+    return field(default=default, metadata={"help": doc, "aliases": list(aliases), **for_argparse})
 
 
 @dataclass(frozen=True)

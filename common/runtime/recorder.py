@@ -121,7 +121,6 @@ class RunRecorder:
         self.results.release()
 
     def _out_of_memory(self, phase: str) -> str:
-        """Return what was tried, and what would fit."""
         reading = devices.read_memory(self.rank.device)
         tried = f"rank {self.rank.rank}, {self.rank.device}, {phase}: {self.run.rows_per_rank} rows per step"
         fits = "pass a smaller --batch_size"

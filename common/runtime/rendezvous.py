@@ -171,11 +171,6 @@ def _port(environment: Mapping[str, str], default: int) -> int:
 
 
 def _check(meeting: Meeting) -> None:
-    """Refuse numbers that make no sense.
-
-    Raises:
-        BadInputError: With both numbers.
-    """
     if meeting.world_size < 2:
         raise BadInputError(
             f"There is a world of {meeting.world_size} ({meeting.source}), but gradients are averaged among at least "
