@@ -243,7 +243,7 @@ class RunConfig(
 
 
 class _Unchecked(RunConfig):
-    """Settings on the way to a run, which may still contradict each other."""
+    """Settings that are still to become a run's, and may contradict each other."""
 
     def __post_init__(self) -> None:
         """Check nothing."""

@@ -255,6 +255,7 @@ GROUPS = (
     TrackingSettings,
 )  # fmt: skip
 
+# names that settings had in older records and commands, and those that they have now
 RENAMED = {
     "batch_size": "per_device_train_batch_size",
     "evaluation_batch_size": "per_device_eval_batch_size",
@@ -273,7 +274,6 @@ RENAMED = {
     "bucket_mib": "bucket_cap_mb",
     "resume_from": "resume_from_checkpoint",
 }
-"""Names that settings had in older records and commands, and those that they have now."""
 
 
 def with_new_names(config: Mapping[str, object]) -> dict[str, object]:

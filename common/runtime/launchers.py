@@ -42,10 +42,11 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
 
     from common.runtime.rank import name_deepspeeds_device
 
-    arguments, port = (workflow_module, overrides), str(get_free_port())
     name_deepspeeds_device()  # the ranks are copies of this process
     try:
-        notebook_launcher(_import_and_run, args=arguments, num_processes=world_size, use_port=port)
+        notebook_launcher(
+            _import_and_run, args=(workflow_module, overrides), num_processes=world_size, use_port=str(get_free_port())
+        )
     except ChildFailedError as failure:
         message = failure.get_first_failure()[1].message
         said = message["message"] if isinstance(message, dict) else message  # a dictionary has the traceback, too

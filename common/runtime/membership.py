@@ -25,15 +25,7 @@ from uuid import uuid4
 
 import psutil
 import torch.distributed as dist
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry,
-    retry_if_exception_type,
-    retry_if_result,
-    stop_after_delay,
-    wait_fixed,
-)
+from tenacity import RetryCallState, Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from common.base.command_line import ended_by_one_sentence
 from common.base.errors import BadInputError, LeftBehindError, is_of_the_network, said_by
@@ -206,30 +198,31 @@ def connect(meeting: Meeting, timeout_s: float, deadline_s: float) -> dist.Store
     Raises:
         BadInputError: If nobody answers as the store would until the clock of `time.monotonic` says `deadline_s`.
     """
-
-    @retry(
-        retry=retry_if_exception_type(OSError), wait=wait_fixed(POLL_S), reraise=True,
-        stop=stop_after_delay(deadline_s - time.monotonic()),
-    )  # fmt: skip
-    def knock() -> None:  # torch's store would report each failed attempt at length
-        left_s = max(POLL_S, deadline_s - time.monotonic())
-        socket.create_connection((meeting.address, meeting.port), timeout=left_s).close()
-
+    reasons = ["no answer"]
     try:
-        knock()
-        left_s = max(1.0, deadline_s - time.monotonic())
-        return in_time(lambda: _store_at(meeting.address, meeting, is_server=False), left_s)
-    except OSError as error:
-        reason = error.strerror or "no answer"  # a time-out of our own has no reason
+        if _poll(lambda: _knock(meeting, deadline_s, reasons), deadline_s):
+            left_s = max(1.0, deadline_s - time.monotonic())
+            return in_time(lambda: _store_at(meeting.address, meeting, is_server=False), left_s)
     except (LeftBehindError, RuntimeError) as error:
-        reason = f"who listens there is not the first member: {said_by(error)}"
+        reasons.append(f"who listens there is not the first member: {said_by(error)}")
     own = "; `ip -brief address` lists this machine's own" if meeting.rank == 0 else ""
     raise BadInputError(
         f"Rank {meeting.rank} of {meeting.world_size} did not reach the first machine at "
-        f"{meeting.address}:{meeting.port} ({meeting.source}) within {timeout_s:g} s ({reason}): start rank 0 there, "
-        f"correct the address, or open the port in its firewall (`nc -zv {meeting.address} {meeting.port}` tries "
-        f"it){own}."
+        f"{meeting.address}:{meeting.port} ({meeting.source}) within {timeout_s:g} s ({reasons[-1]}): start rank 0 "
+        f"there, correct the address, or open the port in its firewall (`nc -zv {meeting.address} {meeting.port}` "
+        f"tries it){own}."
     )
+
+
+def _knock(meeting: Meeting, deadline_s: float, reasons: list[str]) -> bool:
+    """Return whether somebody listens at the meeting's address: torch's store reports each failed attempt at length."""
+    try:
+        left_s = max(POLL_S, deadline_s - time.monotonic())
+        socket.create_connection((meeting.address, meeting.port), timeout=left_s).close()
+    except OSError as error:
+        reasons.append(error.strerror or reasons[-1])  # a time-out of our own has no reason
+        return False
+    return True
 
 
 def _store_at(host: str, meeting: Meeting, is_server: bool) -> dist.Store:

@@ -72,7 +72,7 @@ class RunRecorder:
             print(f"{name} ...")
         try:
             yield
-        except BaseException as error:  # an interrupt is a way to end, too
+        except BaseException as error:  # an interrupt ends a run, too
             with told_later():
                 hide_secrets(error)
                 self._failed(error, name)
