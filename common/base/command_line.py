@@ -18,8 +18,7 @@ INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 TOLD_ALONE = (
     f"error: this run was told to end (SIGTERM); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
 )
-SPEAK_FIRST_S = 2.0
-"""Other ranks leave after rank 0 has spoken: their launcher ends all ranks once the first is gone."""
+SPEAK_FIRST_S = 2.0  # other ranks leave after rank 0 has spoken: their launcher ends all once the first is gone
 
 
 def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: RunConfig) -> None:
@@ -33,36 +32,25 @@ def ended_by_one_sentence() -> Iterator[None]:
     """End a user's mistake in one sentence with exit code 2, and what stops a run in one with exit code 1."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
-    try:
-        with refused_in_one_sentence(), secrets_hidden():
+    rank = os.environ.get("RANK", "0")
+    with refused_in_one_sentence():
+        try:
             yield
-    except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                f"error: interrupted; --resume_from_checkpoint {LAST} resumes from the newest checkpoint.",
-                file=sys.stderr,
-            )
-        sys.exit(INTERRUPTED_EXIT_CODE)
-    except RunStoppedError as stopped:
-        sys.exit(f"error: {stopped}")
-    except RuntimeError as error:
-        if not is_of_the_network(error):
+        except BaseException as error:
+            hide_secrets(error)
+            if isinstance(error, KeyboardInterrupt):
+                if rank == "0":
+                    said = f"error: interrupted; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
+                    print(said, file=sys.stderr)
+                sys.exit(INTERRUPTED_EXIT_CODE)
+            if isinstance(error, RunStoppedError):
+                sys.exit(f"error: {error}")
+            if isinstance(error, RuntimeError) and is_of_the_network(error):
+                sys.exit(
+                    f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why; "
+                    "where it says nothing, it was killed, possibly as memory ran out (dmesg)."
+                )
             raise
-        rank = os.environ.get("RANK", "0")
-        sys.exit(
-            f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why; where "
-            "it says nothing, it was killed, possibly as memory ran out (dmesg)."
-        )
-
-
-@contextmanager
-def secrets_hidden() -> Iterator[None]:
-    """Errors leave without tokens and passwords of the environment."""
-    try:
-        yield
-    except BaseException as error:
-        hide_secrets(error)
-        raise
 
 
 @contextmanager

@@ -51,15 +51,13 @@ def is_of_the_network(error: BaseException) -> bool:
 
 def is_full_disk(error: BaseException) -> bool:
     """Return whether an error means a full disk; safetensors' own class has the system's number in its message."""
-    number = f"os error {errno.ENOSPC}"
-    return getattr(error, "errno", None) == errno.ENOSPC or number in str(error)
+    return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error)
 
 
 def said_by(error: BaseException) -> str:
     """Return the first sentence of a library's error, without the place in its source."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    first_line = re.sub(r"^\[\S+\]\s*", "", lines[0])
-    return first_line.partition(". ")[0][:200].rstrip(".")
+    return re.sub(r"^\[\S+\]\s*", "", lines[0]).partition(". ")[0][:200].rstrip(".")
 
 
 def status_of(error: BaseException) -> str:

@@ -23,28 +23,41 @@ from common.base.settings import (
 )
 from common.base.specs import TASKS, HasSpecs, Task
 
-LAST = "last"
-"""The setting `resume_from_checkpoint` for a run's own newest whole checkpoint."""
-
+LAST = "last"  # the setting `resume_from_checkpoint` for a run's own newest whole checkpoint
+# of Transformers' names, those whose states can be divided: PyTorch's own, which work element by element
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
-"""Of Transformers' names, those whose states can be divided: PyTorch's own, which work element by element."""
-
 RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
-AT_LEAST = {
-    0: ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
-        "warmup_steps"),
-    1: ("devices", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
-        "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size", "max_new_tokens",
-        "num_beams"),
-    2: ("max_length", "max_target_length"),
-}  # fmt: skip
-"""The lowest value of settings that count something."""
-ABOVE_ZERO = ("learning_rate", "eval_steps", "bucket_cap_mb", "start_timeout_s", "step_timeout_s")
-FRACTIONS = ("lora_dropout", "max_truncated_fraction")
-"""From 0 up to, not with, 1."""
-COUNTS_OR_ALL = ("max_steps", "test_rows", "train_rows", "validation_rows")
-"""At least 1, or -1 for all."""
+Rule = tuple[object, str]  # what is true where a run breaks it, and the sentence that refuses such a run
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values that some settings may have, and how a setting outside is refused."""
+
+    holds: Callable[[float], bool]
+    refusal: str
+    names: tuple[str, ...]
+
+
+RANGES = (
+    Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.",
+          ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
+           "warmup_steps")),
+    Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
+          ("devices", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+           "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size", "max_new_tokens", "num_beams")),
+    Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.",
+          ("max_length", "max_target_length")),
+    Range(lambda value: 0 < value < math.inf, "{name} is {value}, but must be above 0 and finite, such as {default}.",
+          ("learning_rate", "eval_steps", "bucket_cap_mb", "start_timeout_s", "step_timeout_s")),
+    Range(lambda value: 0 <= value < 1,
+          "{name} is {value}, but is a fraction: pass a number from 0 up to, not with, 1.",
+          ("lora_dropout", "max_truncated_fraction")),
+    Range(lambda value: value == -1 or value >= 1,
+          "{name} is {value}: pass a number of at least 1, or -1 for all.",
+          ("max_steps", "test_rows", "train_rows", "validation_rows")),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,7 +75,7 @@ ONLY_FOR = (
     OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing, ("use_reentrant",)),
     OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers, ("device_map", "stages")),
     OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines, ("schedule", "micro_batches")),
-    OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp, ("wrap", "prefetch", "dp_replicate_size")),
+    OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp, ("wrap", "prefetch")),
     OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded, ("offload",)),
     OnlyFor("rows of messages", lambda run: run.goal.chats, ("max_truncated_fraction",)),
     OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.chats,
@@ -140,21 +153,11 @@ class RunConfig(
                 )
 
     def _out_of_range(self) -> Iterator[str]:
-        for lowest, names in AT_LEAST.items():
-            for name in names:
-                if not getattr(self, name) >= lowest:
-                    value, enough = getattr(self, name), max(lowest, 1)
-                    yield f"{name} is {value}, but must be at least {lowest}: pass --{name} {enough}."
-        for name in ABOVE_ZERO:
-            if not 0 < getattr(self, name) < math.inf:
-                default = getattr(type(self), name)
-                yield f"{name} is {getattr(self, name)}, but must be above 0 and finite, such as {default}."
-        for name in FRACTIONS:
-            if not 0 <= getattr(self, name) < 1:
-                yield f"{name} is {getattr(self, name)}, but is a fraction: pass a number from 0 up to, not with, 1."
-        for name in COUNTS_OR_ALL:
-            if getattr(self, name) == 0 or getattr(self, name) < -1:
-                yield f"{name} is {getattr(self, name)}: pass a number of at least 1, or -1 for all."
+        for allowed in RANGES:
+            for name in allowed.names:
+                value = getattr(self, name)
+                if not allowed.holds(value):
+                    yield allowed.refusal.format(name=name, value=value, default=getattr(type(self), name))
 
     def _meaningless(self) -> Iterator[str]:
         for name, runs in not_meant_for(self).items():
@@ -240,149 +243,181 @@ class RunConfig(
 
 
 class _Unchecked(RunConfig):
-    """Settings on the way to a run, which may still contradict each other."""
+    """Settings that are still to become a run's, and may contradict each other."""
 
     def __post_init__(self) -> None:
         """Check nothing."""
 
 
-@cache
-def _types_of(config: type) -> dict[str, Any]:
-    return get_type_hints(config)
+_types_of = cache(get_type_hints)
 
 
 def contradictions(run: RunConfig) -> Iterator[str]:
     """Yield a sentence for each pair of settings that exclude each other: both values, and what to pass instead."""
-    yield from _about_devices(run)
-    yield from _about_micro_batches(run)
-    if run.is_sharded:
-        yield from _about_sharding(run)
-    yield from _about_task(run)
-    if run.parallelism.splits_matrices:
-        yield from _about_tensor_parallel(run)
-    if run.method.has_adapters and run.target_modules == "all":
-        yield "target_modules is all, but adapters stand beside linear layers: pass all-linear."
-    if run.attention.startswith("flash"):
-        yield from _about_flash_attention(run)
-    reason = run.parallelism.why_not_reentrant
-    if reason and run.use_reentrant:
-        yield f"use_reentrant is {run.use_reentrant}, but {reason}: leave --use_reentrant out."
-    if run.run_name and not RUN_NAME_PATTERN.fullmatch(run.run_name):
-        name = run.run_name[:120]
-        yield f"run_name {name!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'."
+    rules = (
+        *_about_devices(run),
+        *(_about_micro_batches(run) if run.parallelism.pipelines else ()),
+        *(_about_sharding(run) if run.is_sharded else ()),
+        *_about_task(run),
+        *(_about_tensor_parallel(run) if run.parallelism.splits_matrices else ()),
+        *(_about_flash_attention(run) if run.attention.startswith("flash") else ()),
+        *_about_weights_and_names(run),
+    )
+    for is_broken, sentence in rules:
+        if is_broken:
+            yield sentence
 
 
-def _about_devices(run: RunConfig) -> Iterator[str]:
+def _about_devices(run: RunConfig) -> tuple[Rule, ...]:
     sharing = run.parallelism
-    if sharing.is_single and run.devices != 1:
-        yield (
-            f"devices is {run.devices}, but parallel is single: pass --devices 1, or --parallel ddp where the "
-            "folder takes it (2.3, 2.6), or go to 2.2 (LoRA with DDP) or 2.6 (full, with sharding or DDP)."
-        )
     on_one_cpu = sharing.layers_in_turn and run.device == "cpu"
-    if on_one_cpu and run.devices != 1:
-        yield (
+    return (
+        (
+            sharing.is_single and run.devices != 1,
+            f"devices is {run.devices}, but parallel is single: pass --devices 1, or --parallel ddp where the "
+            "folder takes it (2.3, 2.6), or go to 2.2 (LoRA with DDP) or 2.6 (full, with sharding or DDP).",
+        ),
+        (
+            on_one_cpu and run.devices != 1,
             f"devices is {run.devices}, but on CPU model parallel has one device: pass --devices 1, and --stages "
-            f"{run.devices} to divide the layers as for so many."
-        )
-    if run.stages and run.stages != run.devices and not on_one_cpu:
-        yield f"stages is {run.stages}, but there is one for each of {run.devices} devices: leave --stages out."
-    if sharing.splits_layers and run.stage_count < 2:
-        option = "--stages 2" if on_one_cpu else "--devices 2"
-        yield f"parallel is {run.parallel}, but there is one stage: pass {option} or more."
-    if (sharing.shards or sharing.splits_matrices) and run.devices < 2:
-        yield (
+            f"{run.devices} to divide the layers as for so many.",
+        ),
+        (
+            run.stages and run.stages != run.devices and not on_one_cpu,
+            f"stages is {run.stages}, but there is one for each of {run.devices} devices: leave --stages out.",
+        ),
+        (
+            sharing.splits_layers and run.stage_count < 2,
+            f"parallel is {run.parallel}, but there is one stage: pass --{'stages' if on_one_cpu else 'devices'} 2 "
+            "or more.",
+        ),
+        (
+            (sharing.shards or sharing.splits_matrices) and run.devices < 2,
             f"parallel is {run.parallel}, but there is {run.devices} device, and nothing to divide: pass --devices 2 "
-            "or more, or go to 2.4 (full fine-tuning on one device)."
-        )
+            "or more, or go to 2.4 (full fine-tuning on one device).",
+        ),
+    )
 
 
-def _about_micro_batches(run: RunConfig) -> Iterator[str]:
-    if not run.parallelism.pipelines:
-        return
+def _about_micro_batches(run: RunConfig) -> tuple[Rule, ...]:
     rows, parts = run.per_device_train_batch_size, run.micro_batches
-    if run.schedule == "1f1b" and parts < run.devices:
-        yield (
+    return (
+        (
+            run.schedule == "1f1b" and parts < run.devices,
             f"micro_batches is {parts}, but 1F1B needs one for each of {run.devices} stages: "
-            f"pass --micro_batches {run.devices}, or --schedule gpipe."
-        )
-    if rows % parts:
-        yield (
+            f"pass --micro_batches {run.devices}, or --schedule gpipe.",
+        ),
+        (
+            rows % parts,
             f"per_device_train_batch_size is {rows}, which {parts} micro-batches do not divide: pass "
-            f"--per_device_train_batch_size {rows - rows % parts or parts}, or --micro_batches with a divisor."
-        )
-    if run.precision == "fp16-mixed":
-        yield "precision is fp16-mixed, which pp does not scale losses for: pass bf16-mixed or fp32."
-    if run.device_map == "auto":
-        yield "device_map is auto, which is for mp: pass balanced, even, or a JSON file."
+            f"--per_device_train_batch_size {rows - rows % parts or parts}, or --micro_batches with a divisor.",
+        ),
+        (
+            run.precision == "fp16-mixed",
+            "precision is fp16-mixed, which pp does not scale losses for: pass bf16-mixed or fp32.",
+        ),
+        (run.device_map == "auto", "device_map is auto, which is for mp: pass balanced, even, or a JSON file."),
+    )
 
 
-def _about_sharding(run: RunConfig) -> Iterator[str]:
-    if run.unshardable():
-        yield run.unshardable()
-    if run.offload == "cpu" and run.device == "cpu":
-        yield "offload is cpu, but device is cpu, where shards are already: leave --offload out."
-    if run.method.quantizes and not run.parallelism.takes_4_bits:
-        yield (
+def _about_sharding(run: RunConfig) -> tuple[Rule, ...]:
+    return (
+        (
+            run.offload == "cpu" and run.device == "cpu",
+            "offload is cpu, but device is cpu, where shards are already: leave --offload out.",
+        ),
+        (
+            run.method.quantizes and not run.parallelism.takes_4_bits,
             f"technique is {run.technique}, but parallel is {run.parallel}: weights in 4 bits are sharded by fsdp, or "
-            "whole on each rank with ddp (2.3)."
-        )
-    if run.precision == "bf16-mixed" and run.parallelism.uses_deepspeed:
-        yield (
+            "whole on each rank with ddp (2.3).",
+        ),
+        (
+            run.precision == "bf16-mixed" and run.parallelism.uses_deepspeed,
             f"precision is bf16-mixed, but parallel is {run.parallel}, and DeepSpeed's bf16 keeps an fp32 copy of "
-            "the weights already: pass --precision bf16."
-        )
-    if run.precision == "fp16-mixed":
-        yield (
+            "the weights already: pass --precision bf16.",
+        ),
+        (
+            run.precision == "fp16-mixed",
             f"precision is fp16-mixed, which {run.parallel} does not scale losses for here: pass bf16-mixed, bf16 "
-            "or fp32."
-        )
-    if run.optim not in SHARDED_OPTIMIZERS:
-        yield (
+            "or fp32.",
+        ),
+        (
+            run.optim not in SHARDED_OPTIMIZERS,
             f"optim is {run.optim}, which {run.parallelism.sharded_by} cannot divide: choose one of "
-            f"{', '.join(SHARDED_OPTIMIZERS)}."
-        )
+            f"{', '.join(SHARDED_OPTIMIZERS)}.",
+        ),
+    )
 
 
-def _about_task(run: RunConfig) -> Iterator[str]:
+def _about_task(run: RunConfig) -> tuple[Rule, ...]:
     goal = run.goal
-    if run.technique not in goal.techniques or run.parallel not in goal.parallelisms:
-        where = f" ({goal.folder_for_one.partition('_')[0]})" if goal.folder_for_one else ""
-        yield (
+    where = f" ({goal.folder_for_one.partition('_')[0]})" if goal.folder_for_one else ""
+    return (
+        (
+            run.technique not in goal.techniques or run.parallel not in goal.parallelisms,
             f"task is {run.task}, but technique is {run.technique} and parallel {run.parallel}: it is done with "
-            f"{' or '.join(goal.techniques)}, and {', '.join(goal.parallelisms)}{where}."
-        )
-    if run.loop != "trainer" and run.precision not in ("fp32", "bf16-mixed"):
-        yield (
+            f"{' or '.join(goal.techniques)}, and {', '.join(goal.parallelisms)}{where}.",
+        ),
+        (
+            run.loop != "trainer" and run.precision not in ("fp32", "bf16-mixed"),
             f"precision is {run.precision}, which the plain loops do not scale losses for or keep weights in: "
-            "pass --precision fp32 or bf16-mixed."
-        )
-    if run.partitions and run.partitions < run.data_parallel_ranks:
-        yield (
+            "pass --precision fp32 or bf16-mixed.",
+        ),
+        (
+            run.partitions and run.partitions < run.data_parallel_ranks,
             f"partitions is {run.partitions}, but there are {run.data_parallel_ranks} ranks: pass at least one "
-            "for each, or 0."
-        )
+            "for each, or 0.",
+        ),
+    )
 
 
-def _about_tensor_parallel(run: RunConfig) -> Iterator[str]:
-    if run.optim not in SHARDED_OPTIMIZERS:
-        yield (
+def _about_tensor_parallel(run: RunConfig) -> tuple[Rule, ...]:
+    return (
+        (
+            run.optim not in SHARDED_OPTIMIZERS,
             f"optim is {run.optim}, which parts of a matrix are not tested with: choose one of "
-            f"{', '.join(SHARDED_OPTIMIZERS)}."
-        )
-    if run.precision not in ("fp32", "bf16-mixed"):
-        yield f"parallel is {run.parallel}, but precision is {run.precision}: pass --precision fp32 or bf16-mixed."
-    if run.gradient_checkpointing:
-        yield f"gradient_checkpointing is True, which {run.parallel} is not tested with: pass it as false."
+            f"{', '.join(SHARDED_OPTIMIZERS)}.",
+        ),
+        (
+            run.precision not in ("fp32", "bf16-mixed"),
+            f"parallel is {run.parallel}, but precision is {run.precision}: pass --precision fp32 or bf16-mixed.",
+        ),
+        (
+            run.gradient_checkpointing,
+            f"gradient_checkpointing is True, which {run.parallel} is not tested with: pass it as false.",
+        ),
+    )
 
 
-def _about_flash_attention(run: RunConfig) -> Iterator[str]:
-    if run.device == "cpu":
-        yield f"attention is {run.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa."
+def _about_flash_attention(run: RunConfig) -> tuple[Rule, ...]:
     has_16_bits = run.precision == "bf16" or (run.precision == "fp16-mixed" and run.method.has_plain_adapters)
     gathers_16_bits = run.precision == "bf16-mixed" and run.parallelism.uses_fsdp
-    if not has_16_bits and not gathers_16_bits:
-        yield (
+    return (
+        (
+            run.device == "cpu",
+            f"attention is {run.attention}, but device is cpu, where flash-attn has no kernel: pass sdpa.",
+        ),
+        (
+            not has_16_bits and not gathers_16_bits,
             f"attention is {run.attention}, but precision is {run.precision}, whose weights are fp32, and the "
-            "base answers without autocast: pass --precision bf16, or --attention sdpa."
-        )
+            "base answers without autocast: pass --precision bf16, or --attention sdpa.",
+        ),
+    )
+
+
+def _about_weights_and_names(run: RunConfig) -> tuple[Rule, ...]:
+    reason = run.parallelism.why_not_reentrant
+    return (
+        (
+            run.method.has_adapters and run.target_modules == "all",
+            "target_modules is all, but adapters stand beside linear layers: pass all-linear.",
+        ),
+        (
+            reason and run.use_reentrant,
+            f"use_reentrant is {run.use_reentrant}, but {reason}: leave --use_reentrant out.",
+        ),
+        (
+            run.run_name and not RUN_NAME_PATTERN.fullmatch(run.run_name),
+            f"run_name {run.run_name[:120]!r} cannot name a folder: use 1 to 100 letters, digits, '.', '_', '-'.",
+        ),
+    )

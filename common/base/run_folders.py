@@ -8,8 +8,8 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 
+# literals right after `RUN`: how the runs of a technique, or of a loop, differ from it
 OWN_CHANGES = ("LORA", "MACHINES")
-"""Literals right after `RUN`: how the runs of a technique, or of a loop, differ from it."""
 LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 
 

@@ -16,12 +16,10 @@ def setting(
     default: object,
     doc: str,
     aliases: tuple[str, ...] = (),
-    choices: Mapping[str, object] | None = None,
     **for_argparse: object,
 ) -> object:
-    """Return a field. `aliases` are more options of the command line; `choices` are looked up when they are needed."""
-    metadata = {"help": doc, "aliases": list(aliases), **for_argparse}
-    return field(default=default, metadata={**metadata, **({"choices": choices} if choices is not None else {})})
+    """Return a field. `aliases` are more options of the command line; the rest is what argparse takes of an option."""
+    return field(default=default, metadata={"help": doc, "aliases": list(aliases), **for_argparse})
 
 
 @dataclass(frozen=True)
@@ -262,6 +260,7 @@ GROUPS = (
     TrackingSettings,
 )  # fmt: skip
 
+# names that settings had in older records and commands, and those that they have now
 RENAMED = {
     "batch_size": "per_device_train_batch_size",
     "evaluation_batch_size": "per_device_eval_batch_size",
@@ -280,7 +279,6 @@ RENAMED = {
     "bucket_mib": "bucket_cap_mb",
     "resume_from": "resume_from_checkpoint",
 }
-"""Names that settings had in older records and commands, and those that they have now."""
 
 
 def with_new_names(config: Mapping[str, object]) -> dict[str, object]:

@@ -19,8 +19,7 @@ from common.hardware import devices
 SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
 PREVIOUS, UNFINISHED = ".previous", ".unfinished"
-PLAN_TOLERANCE = 0.1
-"""Share by which a device's peak may differ from its plan before the run warns."""
+PLAN_TOLERANCE = 0.1  # share by which a device's peak may differ from its plan before the run warns
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
 
 Record = dict[str, Any]
@@ -28,11 +27,9 @@ Record = dict[str, Any]
 
 def settings_without_paths(run: RunConfig) -> dict[str, object]:
     """Return the run's settings without paths of this machine: of a model or data folder elsewhere, its name."""
-    settings = {**run.to_dict(), "results_root": ""}
-    for name in ("model", "data"):
-        if str(settings[name]).startswith(("/", "~", ".")):
-            settings[name] = Path(str(settings[name])).name
-    return settings
+    places = {name: getattr(run, name) for name in ("model", "data")}
+    elsewhere = {name: Path(place).name for name, place in places.items() if place.startswith(("/", "~", "."))}
+    return {**run.to_dict(), **elsewhere, "results_root": ""}
 
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
@@ -100,8 +97,11 @@ def load_record(path: Path) -> Record:
     found = record.get("schema_version") if isinstance(record, dict) else None
     if found != SCHEMA_VERSION:
         raise BadInputError(f"{path} has schema version {found}, but this code reads {SCHEMA_VERSION}: run it again.")
-    command = command_with_new_names(record["command"])
-    return {**record, "config": with_new_names(record["config"]), "command": command}
+    return {
+        **record,
+        "config": with_new_names(record["config"]),
+        "command": command_with_new_names(record["command"]),
+    }
 
 
 def kept_records() -> list[Record]:

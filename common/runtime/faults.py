@@ -61,7 +61,7 @@ def asked_fault() -> Fault:
     return fault
 
 
-_arrivals: Counter[str] = Counter()  # of this process, where a fault was asked for
+_arrivals: Counter[Fault] = Counter()  # of this process, where a fault was asked for
 
 
 def asked_at(point: str, step: int) -> str | None:
@@ -70,8 +70,8 @@ def asked_at(point: str, step: int) -> str | None:
     is_here = fault.rank in (None, rank) and fault.step in (None, step) and fault.point in (None, point)
     if not is_here or (fault.once and Path(fault.once).exists()):
         return None
-    _arrivals[os.environ[VARIABLE]] += 1
-    if _arrivals[os.environ[VARIABLE]] != fault.times:
+    _arrivals[fault] += 1
+    if _arrivals[fault] != fault.times:
         return None
     if fault.once:
         Path(fault.once).touch()

@@ -42,10 +42,11 @@ def launch_in_notebook(workflow_module: str, overrides: dict[str, object], world
 
     from common.runtime.rank import name_deepspeeds_device
 
-    arguments, port = (workflow_module, overrides), str(get_free_port())
     name_deepspeeds_device()  # the ranks are copies of this process
     try:
-        notebook_launcher(_import_and_run, args=arguments, num_processes=world_size, use_port=port)
+        notebook_launcher(
+            _import_and_run, args=(workflow_module, overrides), num_processes=world_size, use_port=str(get_free_port())
+        )
     except ChildFailedError as failure:
         message = failure.get_first_failure()[1].message
         said = message["message"] if isinstance(message, dict) else message  # a dictionary has the traceback, too
@@ -102,11 +103,15 @@ def _end_process(process: subprocess.Popen) -> None:
 
 def accelerate_command(script: str, config_file: str, *overrides: str) -> list[str]:
     """Return the command for `accelerate launch` of this Python, on a port that it finds itself."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file]
-    return [*launch, "--main_process_port", "0", script, *overrides]
+    return [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_file, "--main_process_port", "0",
+        script, *overrides,
+    ]  # fmt: skip
 
 
 def torchrun_command(script: str, world_size: int, *overrides: str) -> list[str]:
     """Return the command for `torchrun` of this Python, on a port that it finds itself."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    return [*launch, script, *overrides]
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size),
+        script, *overrides,
+    ]  # fmt: skip

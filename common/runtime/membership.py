@@ -40,12 +40,7 @@ LEAVE_S = 5.0  # how long the first member, who may hold the store, waits until 
 NAMED_S = 3.0  # longer than a step may take: before gradients time out, the watch names the rank that hangs
 STORE_TIMEOUT = timedelta(seconds=60)  # how long an answer of the store may take: as long as a link may be away
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
-OWN_SETTINGS = (
-    "model",
-    "data",
-    "resume_from_checkpoint",
-    "results_root",
-)  # paths, which may differ from machine to machine
+OWN_SETTINGS = ("model", "data", "resume_from_checkpoint", "results_root")  # paths may differ between machines
 LOST_MEMBER_EXIT_CODE = 3
 
 
@@ -178,7 +173,7 @@ def _poll(ask: Callable[[], Result], until_s: float) -> Result:
     )(ask)  # fmt: skip
 
 
-# -- the way there
+# -- the connection
 
 
 def open_store(meeting: Meeting) -> dist.Store:
@@ -211,11 +206,11 @@ def connect(meeting: Meeting, timeout_s: float, deadline_s: float) -> dist.Store
     except (LeftBehindError, RuntimeError) as error:
         reasons.append(f"who listens there is not the first member: {said_by(error)}")
     own = "; `ip -brief address` lists this machine's own" if meeting.rank == 0 else ""
-    place = f"{meeting.address}:{meeting.port}"
     raise BadInputError(
-        f"Rank {meeting.rank} of {meeting.world_size} did not reach the first machine at {place} ({meeting.source}) "
-        f"within {timeout_s:g} s ({reasons[-1]}): start rank 0 there, correct the address, or open the port in its "
-        f"firewall (`nc -zv {meeting.address} {meeting.port}` tries it){own}."
+        f"Rank {meeting.rank} of {meeting.world_size} did not reach the first machine at "
+        f"{meeting.address}:{meeting.port} ({meeting.source}) within {timeout_s:g} s ({reasons[-1]}): start rank 0 "
+        f"there, correct the address, or open the port in its firewall (`nc -zv {meeting.address} {meeting.port}` "
+        f"tries it){own}."
     )
 
 
@@ -238,9 +233,9 @@ def use_interface_to(meeting: Meeting) -> None:
     """Let gloo and NCCL use the network interface by which the master is reached: gloo would take the host name's."""
     variables = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
     family, *_, place = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect(place)  # sends nothing, but chooses the way
-        own = way.getsockname()[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing, but chooses the route
+        own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == own for each in addresses):
             os.environ |= dict.fromkeys(variables, name)
@@ -311,9 +306,11 @@ def _call(store: dist.Store, member: Member, arrivals: _Arrivals, deadline_s: fl
     call = _announced(store, own, member, own)
     store.set("call", own)
     _poll(lambda: arrivals.look(call), deadline_s)
-    said = [json.loads(call.get(f"member/{rank}")) for rank in arrivals.ranks]
-    first_size = int(store.compare_set("first_size", "", str(arrivals.world_size)))
-    there = {"start": store.add("starts", 1), "first_size": first_size, "said": said}
+    there = {
+        "start": store.add("starts", 1),
+        "first_size": int(store.compare_set("first_size", "", str(arrivals.world_size))),
+        "said": [json.loads(call.get(f"member/{rank}")) for rank in arrivals.ranks],
+    }
     call.set("there", json.dumps(there))
     _poll(lambda: call.check([f"seen/{rank}" for rank in arrivals.ranks if rank]), time.monotonic() + LEAVE_S)
     return call, _world_of(**there)

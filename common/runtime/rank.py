@@ -116,7 +116,6 @@ def start_rank(run: RunConfig) -> Rank:
 
 
 def _join_world(run: RunConfig) -> PartialState:
-    """Make the process group with the other ranks, and check it."""
     atexit.unregister(_let_groups_finish)
     atexit.register(_let_groups_finish)
     tqdm.monitor_interval = 0  # no thread of tqdm's, whose end would come before ours, and may meet a SIGTERM

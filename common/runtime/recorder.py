@@ -72,7 +72,7 @@ class RunRecorder:
             print(f"{name} ...")
         try:
             yield
-        except BaseException as error:  # an interrupt is a way to end, too
+        except BaseException as error:  # an interrupt ends a run, too
             with told_later():
                 hide_secrets(error)
                 self._failed(error, name)
@@ -121,7 +121,6 @@ class RunRecorder:
         self.results.release()
 
     def _out_of_memory(self, phase: str) -> str:
-        """Return what was tried, and what would fit."""
         reading = devices.read_memory(self.rank.device)
         tried = f"rank {self.rank.rank}, {self.rank.device}, {phase}: {self.run.rows_per_rank} rows per step"
         fits = "pass a smaller --batch_size"
@@ -143,10 +142,6 @@ class RunRecorder:
         """Keep the plan; from here on a GPU's peak is training's, which the plan is compared with."""
         self.plan = plan
         self.memory.training_starts()
-
-    def training_ended(self) -> None:
-        """Remember the peak of this rank's devices in training; on CPU it is the process's highest so far."""
-        self.memory.training_ended()
 
     def complete(self, **figures: object) -> Record:
         """Write the record of a completed run, with every rank's memory; call it on all ranks."""
@@ -198,7 +193,7 @@ class PeakMemory:
             devices.forget_peak(device)
 
     def training_ended(self) -> None:
-        """Remember each device's peak in training."""
+        """Remember each device's peak in training; on CPU it is the process's highest so far."""
         self.training_gib = {device: devices.read_memory(device).peak_gib for device in self.rank.devices}
 
     def figures(self, plan: Plan | None) -> list[dict[str, object]]:
@@ -209,13 +204,11 @@ class PeakMemory:
 
     def _of_device(self, device: str, planned: DeviceMemory | None) -> dict[str, object]:
         reading, on_cpu = devices.read_memory(device), device == "cpu"
-        planned_gib = None
-        if planned:  # as it is measured: allocated on a GPU, the whole process on CPU
-            planned_gib = planned.peak_gib if on_cpu else planned.allocated_gib
         return {
             "rank": self.rank.rank,
             "device": device,
-            "planned_gib": planned_gib,
+            # as it is measured: the whole process on CPU, what is allocated on a GPU
+            "planned_gib": planned and (planned.peak_gib if on_cpu else planned.allocated_gib),
             "peak_training_gib": self.training_gib.get(device),
             "peak_allocated_gib": None if on_cpu else max(self.before_gib.get(device, 0.0), reading.peak_gib),
             "peak_reserved_gib": reading.peak_reserved_gib,
@@ -256,10 +249,9 @@ def rent(gpu: devices.Gpu | None, count: int, hours: float) -> dict[str, object]
     """Return the rent of `count` GPUs by the catalogue's price; None on CPU and for GPUs without a price."""
     if gpu is None or gpu.usd_per_hour is None:
         return None
-    usd_per_hour = gpu.usd_per_hour * count
     return {
-        "usd": usd_per_hour * hours,
-        "usd_per_hour": usd_per_hour,
+        "usd": gpu.usd_per_hour * count * hours,
+        "usd_per_hour": gpu.usd_per_hour * count,
         "price_date": gpu.price_date,
         "price_source": gpu.price_source,
     }

@@ -7,7 +7,6 @@ there, and the others connect (`common.runtime.membership`).
 import argparse
 import os
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.base.errors import BadInputError
@@ -56,10 +55,7 @@ def find_meeting(master: str = "", world_size: int = 0, rank: int = -1) -> Meeti
             f"machines is {world_size} and machine_rank {rank}, but there is no --master to meet at: pass --master "
             "ADDRESS:PORT, too, or leave both out where a launcher says them."
         )
-    if master:
-        meeting = _static(master, world_size, rank)
-    else:
-        meeting = _torchrun(os.environ) or _valohai(os.environ) or _slurm(os.environ)
+    meeting = _static(master, world_size, rank) if master else _torchrun() or _valohai() or _slurm()
     if meeting is None:
         raise BadInputError(
             "Nobody says where the machines meet: start each by torchrun, by srun or as a distributed Valohai task, or "
@@ -84,23 +80,22 @@ def _static(master: str, world_size: int, rank: int) -> Meeting:
     return Meeting(address, int(port or PORT), rank, world_size, STATIC)
 
 
-def _torchrun(environment: Mapping[str, str]) -> Meeting | None:
-    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-    if not all(name in environment for name in names):
+def _torchrun() -> Meeting | None:
+    if not {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= set(os.environ):
         return None
     return Meeting(
-        address=environment["MASTER_ADDR"],
-        port=_port(environment, PORT),
-        rank=_number(environment, "RANK"),
-        world_size=_number(environment, "WORLD_SIZE"),
+        address=os.environ["MASTER_ADDR"],
+        port=_port(PORT),
+        rank=_number("RANK"),
+        world_size=_number("WORLD_SIZE"),
         source="torchrun's environment",
-        has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-def _valohai(environment: Mapping[str, str]) -> Meeting | None:
+def _valohai() -> Meeting | None:
     """Return where the members of a distributed Valohai task meet, by Valohai's own library."""
-    path = os.path.join(environment.get("VH_CONFIG_DIR", VALOHAI_CONFIG), "distributed.json")
+    path = os.path.join(os.environ.get("VH_CONFIG_DIR", VALOHAI_CONFIG), "distributed.json")
     if not os.path.isfile(path):
         return None
     try:
@@ -114,17 +109,17 @@ def _valohai(environment: Mapping[str, str]) -> Meeting | None:
             f"{path} does not say where a distributed Valohai task meets ({type(error).__name__}: {error}): start the "
             "step as a Task of the type Distributed, with valohai-utils installed."
         ) from None
-    return Meeting(address, _port(environment, PORT), rank, world_size, "Valohai's distributed.json")
+    return Meeting(address, _port(PORT), rank, world_size, "Valohai's distributed.json")
 
 
-def _slurm(environment: Mapping[str, str]) -> Meeting | None:
+def _slurm() -> Meeting | None:
     """Return where srun's job step meets: at the first host of its list, unless MASTER_ADDR names another."""
     names = ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID")
-    if not all(name in environment for name in names):
+    if not set(names) <= set(os.environ):
         return None
-    rank, world_size, job = (_number(environment, name) for name in names[1:])
-    address = environment.get("MASTER_ADDR") or _first_host(environment["SLURM_STEP_NODELIST"])
-    port = _port(environment, 15000 + job % 10000)  # two jobs on one machine meet apart
+    rank, world_size, job = (_number(name) for name in names[1:])
+    address = os.environ.get("MASTER_ADDR") or _first_host(os.environ["SLURM_STEP_NODELIST"])
+    port = _port(15000 + job % 10000)  # two jobs on one machine meet apart
     return Meeting(address, port, rank, world_size, f"SLURM job {job}")
 
 
@@ -151,17 +146,17 @@ def _is_port(text: str) -> bool:
     return text.isascii() and text.isdecimal() and 1 <= int(text) <= LARGEST_PORT
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
+def _number(name: str) -> int:
     try:
-        return int(environment[name])
+        return int(os.environ[name])
     except ValueError:
         raise BadInputError(
-            f"{name} is {environment[name]!r} in the environment, but should be a number: correct it."
+            f"{name} is {os.environ[name]!r} in the environment, but should be a number: correct it."
         ) from None
 
 
-def _port(environment: Mapping[str, str], default: int) -> int:
-    port = environment.get("MASTER_PORT", str(default))
+def _port(default: int) -> int:
+    port = os.environ.get("MASTER_PORT", str(default))
     if not _is_port(port):
         raise BadInputError(
             f"MASTER_PORT is {port!r} in the environment, but should be a port from 1 to {LARGEST_PORT}: correct or "
@@ -171,11 +166,6 @@ def _port(environment: Mapping[str, str], default: int) -> int:
 
 
 def _check(meeting: Meeting) -> None:
-    """Refuse numbers that make no sense.
-
-    Raises:
-        BadInputError: With both numbers.
-    """
     if meeting.world_size < 2:
         raise BadInputError(
             f"There is a world of {meeting.world_size} ({meeting.source}), but gradients are averaged among at least "

@@ -1,6 +1,6 @@
 """Several hosts on one Linux machine: network namespaces joined by a bridge, each with an address of its own.
 
-What is sent between them goes over TCP as between machines: links can be slow, cut and mended, hosts can die. As root:
+What is sent between them goes over TCP as between machines: links can be slow, hosts can die. As root:
     python -m common.virtual_hosts --hosts 3 --mbit 100 -- python my_workflow.py --master {master} --machines {hosts} --machine_rank {rank}
 runs the command on each host, with its {rank}, its own {address}, the number of {hosts} and the first's address
 {master} filled in. Disk, memory and processors stay those of the one machine.
@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import psutil
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from common.base.errors import BadInputError
 
@@ -33,20 +33,20 @@ QUEUE_MS = 50  # packets that wait longer for a limited link are dropped, as a s
 BURST_MS = 5  # what may pass at once on a limited link, in ms of its rate: a kernel's timer tick or more (tc-tbf(8))
 LEAST_BURST_BYTES = 65_536  # the largest segment that TCP hands to an interface at once
 END_S = 5.0  # how long processes and their namespace may take to end
-# of `ip`: a bridge in a namespace of its own, and for each host a namespace with a link to the bridge
+# a bridge in a namespace of its own, and for each host a namespace with a link to the bridge
 SWITCH_SETUP = (
-    "netns add {switch}",
-    "-n {switch} link set lo up",
-    "-n {switch} link add bridge type bridge",
-    "-n {switch} link set bridge up",
+    "ip netns add {switch}",
+    "ip -n {switch} link set lo up",
+    "ip -n {switch} link add bridge type bridge",
+    "ip -n {switch} link set bridge up",
 )
 HOST_SETUP = (
-    "netns add {host.namespace}",
-    "-n {host.namespace} link set lo up",
-    "-n {switch} link add {host.port} type veth peer name {interface} netns {host.namespace}",
-    "-n {switch} link set {host.port} master bridge up",
-    "-n {host.namespace} address add {host.address}/24 dev {interface}",
-    "-n {host.namespace} link set {interface} up",
+    "ip netns add {host.namespace}",
+    "ip -n {host.namespace} link set lo up",
+    "ip -n {switch} link add {host.port} type veth peer name {interface} netns {host.namespace}",
+    "ip -n {switch} link set {host.port} master bridge up",
+    "ip -n {host.namespace} address add {host.address}/24 dev {interface}",
+    "ip -n {host.namespace} link set {interface} up",
 )
 
 
@@ -86,7 +86,7 @@ class VirtualHost:
 
     def processes(self) -> list[int]:
         """Return the numbers of all processes on this host."""
-        return [int(number) for number in _ip(f"netns pids {self.namespace}").split()]
+        return [int(number) for number in _command(f"ip netns pids {self.namespace}").split()]
 
     def kill(self) -> None:
         """End everything on this host at once, as a power cut would; the kernel still closes its connections."""
@@ -104,23 +104,6 @@ class VirtualNetwork:
 
     hosts: tuple[VirtualHost, ...]
     switch: str
-
-    def cut(self, host: VirtualHost) -> None:
-        """Take a host's link off the bridge: packets vanish, and neither side is told."""
-        _ip(f"-n {self.switch} link set {host.port} nomaster")
-
-    def mend(self, host: VirtualHost) -> None:
-        """Put it back."""
-        _ip(f"-n {self.switch} link set {host.port} master bridge")
-
-
-def namespaces_refused() -> str:
-    """Return why no virtual hosts can be made here, in one sentence; empty where they can."""
-    try:
-        with virtual_network(HOSTS[0]):
-            return ""
-    except BadInputError as refusal:
-        return str(refusal)
 
 
 @contextmanager
@@ -140,8 +123,11 @@ def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Ite
     hosts = tuple(VirtualHost(number, f"{prefix}host{number}") for number in range(count))
     network = VirtualNetwork(hosts, f"{prefix}switch")
     try:
-        _make(network)
+        for command in SWITCH_SETUP:
+            _command(command.format(switch=network.switch))
         for host in hosts:
+            for command in HOST_SETUP:
+                _command(command.format(switch=network.switch, host=host, interface=INTERFACE))
             _limit(host, network, mbit, delay_ms)
         yield network
     finally:
@@ -150,15 +136,7 @@ def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Ite
 
 def namespaces() -> list[str]:
     """Return the names of all virtual hosts and switches of this machine."""
-    return [line.split()[0] for line in _ip("netns list").splitlines() if NAME.match(line)]
-
-
-def _make(network: VirtualNetwork) -> None:
-    for command in SWITCH_SETUP:
-        _ip(command.format(switch=network.switch))
-    for host in network.hosts:
-        for command in HOST_SETUP:
-            _ip(command.format(switch=network.switch, host=host, interface=INTERFACE))
+    return [line.split()[0] for line in _command("ip netns list").splitlines() if NAME.match(line)]
 
 
 def _limit(host: VirtualHost, network: VirtualNetwork, mbit: float, delay_ms: float) -> None:
@@ -179,11 +157,7 @@ def _remove(names: Sequence[str]) -> None:
     there = set(namespaces()) & set(names)
     for name in there:
         VirtualHost(0, name).kill()
-        _ip(f"netns delete {name}")
-
-
-def _ip(arguments: str) -> str:
-    return _command(f"ip {arguments}")
+        _command(f"ip netns delete {name}")
 
 
 def _command(command: str, advice: str = "virtual hosts need root, on Linux") -> str:
@@ -207,13 +181,16 @@ def _command(command: str, advice: str = "virtual hosts need root, on Linux") ->
 
 def run_on_each(network: VirtualNetwork, command: Sequence[str]) -> int:
     """Run a command on each host, its placeholders filled in, with `host1 | ` before lines; return the worst code."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPool(len(network.hosts)) as readers:
-        logs = [Path(folder) / f"host{host.number}.log" for host in network.hosts]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = {host.number: Path(folder) / f"host{host.number}.log" for host in network.hosts}
         started = [
-            host.start([filled(word, host, network) for word in command], log)
-            for host, log in zip(network.hosts, logs, strict=True)
+            host.start([filled(word, host, network) for word in command], logs[host.number]) for host in network.hosts
         ]
-        codes = readers.starmap(_follow, zip(logs, started, strict=True), chunksize=1)
+        printed = TailLog("host", logs, sys.stdout, {number: f"host{number} | " for number in logs}).start()
+        try:
+            codes = [process.wait() for process in started]
+        finally:
+            printed.stop()  # once all is printed
     return max(code if code >= 0 else 128 - code for code in codes)  # as a shell says which signal it was
 
 
@@ -223,19 +200,6 @@ def filled(word: str, host: VirtualHost, network: VirtualNetwork) -> str:
         "rank": host.number, "hosts": len(network.hosts), "master": network.hosts[0].address, "address": host.address,
     }  # fmt: skip
     return re.sub(rf"{{({'|'.join(values)})}}", lambda found: str(values[found[1]]), word)
-
-
-def _follow(log: Path, process: subprocess.Popen[bytes]) -> int:
-    """Print a log's lines as they come, until the process has ended; return its exit code."""
-    with log.open(encoding="utf-8", errors="replace") as file:
-        while True:
-            code = process.poll()  # before the last look
-            for line in file:
-                sys.stdout.write(log.stem + " | " + line.rstrip("\n") + "\n")  # at once, as threads print side by side
-                sys.stdout.flush()
-            if code is not None:
-                return code
-            time.sleep(0.1)
 
 
 def main() -> None:

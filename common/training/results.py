@@ -79,7 +79,7 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
     `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
     leave it out. `world` comes from `check_training`.
     """
-    log.training_ended()
+    log.memory.training_ended()
     history, run = trainer.state.log_history, log.run
     trained, multiplied = trainer.strategy.parameter_counts()
     flops = training_flops(trained, multiplied - trained, is_encoder_decoder=run.goal.summarizes)

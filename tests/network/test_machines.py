@@ -24,9 +24,10 @@ from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.membership import LOST_MEMBER_EXIT_CODE
 from common.runtime.rendezvous import PORT
-from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, namespaces_refused, virtual_network
+from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, virtual_network
 from common.training.replicas import WEIGHTS_FILE
 from tests.forked import Forked
+from tests.network.virtual_links import cut, join, namespaces_refused
 
 SCRIPT = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"
 DATA = REPOSITORY / "assets" / "chat_summaries"
@@ -220,11 +221,11 @@ def test_a_link_that_is_away_for_20_s_delays_the_run(hosts: Callable[..., Place]
     place = hosts(2)
     first, second = place.start_all(2)
     wait_for_step(5, first)
-    place.network.cut(place.network.hosts[1])
+    cut(place.network, place.network.hosts[1])
     time.sleep(20)
     assert first.process.poll() is second.process.poll() is None
     assert not first.has_said(f"step {STEPS}/{STEPS}")
-    place.network.mend(place.network.hosts[1])
+    join(place.network, place.network.hosts[1])
     assert place.finish(RUN_S) == [0, 0], [worker.output for worker in place.workers]
     check_finished(place.workers, like=loopback[0])
 
@@ -293,7 +294,7 @@ def test_a_host_that_falls_silent_ends_the_others_in_time(hosts: Callable[..., P
     place = hosts(2)
     members = place.start_all(2, "--step_timeout_s", "5")
     wait_for_step(5, members[0])
-    place.network.cut(place.network.hosts[1])  # for good
+    cut(place.network, place.network.hosts[1])  # for good
     assert place.finish(5 + END_S) == [LOST_MEMBER_EXIT_CODE] * 2
     for worker in members:
         assert "waited 5 s for it" in worker.error

@@ -7,8 +7,9 @@ import pytest
 
 from common.network_trial import BAR, SLOW_MBIT, STEPS, gain, link_name, measure, table
 from common.reporting.summarization import EXCHANGES
-from common.runtime.virtual_hosts import VirtualHost, namespaces_refused
+from common.runtime.virtual_hosts import VirtualHost
 from tests.forked import Forked
+from tests.network.virtual_links import namespaces_refused
 
 refusal = namespaces_refused()
 

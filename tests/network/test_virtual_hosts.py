@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from common.base.errors import BadInputError
-from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, namespaces_refused, virtual_network
+from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, virtual_network
+from tests.network.virtual_links import cut, join, namespaces_refused
 
 refusal = namespaces_refused()
 pytestmark = pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: {refusal}")
@@ -56,13 +57,13 @@ def test_a_link_is_held_to_its_rate(tmp_path: Path) -> None:
         assert took_s > 0.9 * 5 * 8 / 20  # and not much longer, but for a busy machine
 
 
-def test_a_cut_link_says_nothing_and_a_mended_one_goes_on(tmp_path: Path) -> None:
+def test_a_cut_link_says_nothing_and_a_joined_one_resumes(tmp_path: Path) -> None:
     with virtual_network(2) as network:
-        network.cut(network.hosts[1])
+        cut(network, network.hosts[1])
         reader, log = send(network, tmp_path, 1000)
         time.sleep(1)
         assert reader.poll() is None
-        network.mend(network.hosts[1])
+        join(network, network.hosts[1])
         assert reader.wait(WITHIN_S) == 0
         assert log.read_text() == "host1 1000\n"
 

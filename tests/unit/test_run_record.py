@@ -154,7 +154,7 @@ def test_every_device_of_a_rank_has_its_memory_and_its_plan(
     log.training_starts(place_stages(run, BatchShape(16, 40, 20)).divided)
     planned = [memory.allocated_gib for memory in log.plan.devices]
     peaks_gib |= {"cuda:0": planned[0], "cuda:1": planned[1], "cuda:2": 1.2 * planned[2]}
-    log.training_ended()
+    log.memory.training_ended()
     memory = log.complete()["memory"]
     assert forgotten == list(names)
     assert [each["device"] for each in memory] == list(names)
