@@ -12,6 +12,7 @@ from common.reporting.rows import (
     NOT_PUBLISHED,
     NOT_RUN,
     PLANNED,
+    STRONG,
     Row,
     baseline_of,
     by_setting,
@@ -84,7 +85,7 @@ def front(records: list[Record]) -> pd.DataFrame:
 
 def _compared(runs: list[Record], records: list[Record]) -> Row:
     first, is_single = runs[0], PARALLELISMS[runs[0]["parallel"]].is_single
-    baseline = first if is_single else baseline_of(first, records, "effective_batch_size")
+    baseline = first if is_single else baseline_of(first, records, STRONG)
     speedup = f"{baseline['train_time_s'] / first['train_time_s']:.2f}x" if baseline else "no run on one device"
     return {
         "Setting": setting_name(*kind_of(first), first["config"]["micro_batches"]),

@@ -11,9 +11,8 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import PARALLELISMS
-from common.hardware.devices import GIB, MIB, find_gpu
+from common.hardware.devices import GIB, MIB
 from common.planning.job import BatchShape
-from common.planning.plans import Plan
 from common.planning.shares import trained_parameters
 from common.records.store import Record
 from common.reporting.rows import (
@@ -27,7 +26,10 @@ from common.reporting.rows import (
     MEMORY,
     PROJECTED,
     PROJECTED_LENGTH,
+    SCHEDULES,
     STEPS,
+    STRONG,
+    WEAK,
     WHAT,
     Kind,
     Row,
@@ -37,6 +39,7 @@ from common.reporting.rows import (
     clock,
     completed,
     devices_of,
+    fits,
     kind_name,
     kind_of,
     measured_quality,
@@ -45,9 +48,9 @@ from common.reporting.rows import (
     percent,
     projected_plan,
     published_results,
-    published_speed,
     quality_table,
     speed_table,
+    speedup_table,
     step_s,
     table_of,
 )
@@ -57,7 +60,6 @@ PROJECTED_ROWS = 10_000
 SMALL_LEARNING_RATE = 1e-5
 """At which pure bf16 is compared with other precisions: that of the GPU folders."""
 SHARDING_FOLDER = "2.6_full_finetuning_with_fsdp"
-SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
 
 
 def recipes(records: list[Record], *kinds: Kind) -> list[Record]:
@@ -119,14 +121,10 @@ def full_memory(records: list[Record]) -> Iterator[Row]:
             "Optimizer (GiB)": f"{parts['optimizer']:.1f}",
             "Activations, logits (GiB)": f"{parts['activations'] + parts['logits']:.1f}",
             "Peak (GiB)": f"{plan.devices[0].peak_gib:.1f}",
-            "Fits an A100 80GB": _fits(plan, "A100 80GB SXM"),
-            "Fits an H200 141GB": _fits(plan, "H200 141GB"),
+            "Fits an A100 80GB": fits(plan.devices[0].peak_gib, "A100 80GB SXM"),
+            "Fits an H200 141GB": fits(plan.devices[0].peak_gib, "H200 141GB"),
             "Figures": PROJECTED,
         }
-
-
-def _fits(plan: Plan, gpu: str) -> str:
-    return "yes" if plan.devices[0].peak_gib <= find_gpu(gpu).memory_gib else "no"
 
 
 # -- model parallel
@@ -134,11 +132,9 @@ def _fits(plan: Plan, gpu: str) -> str:
 
 def mp_speed(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.5: hardware, time, and what each GPU must have, beside one device."""
-    pairs = beside_one_device(recipes(records, FULL_MP), records, "per_device_train_batch_size")
-    one_device = published_results(FULL)[0]
-    published = [published_speed(result, one_device) for result in published_results(FULL, FULL_MP)]
+    pairs = beside_one_device(recipes(records, FULL_MP), records, WEAK)
     columns = (*WHAT, *FACTORS, *STEPS, "VRAM requirement per GPU", "Command")
-    return table_of(records, (FULL_MP,), [measured_speed(*pair) for pair in pairs], published, columns)
+    return speedup_table(records, pairs, WEAK, columns, waiting=(FULL_MP,), published=(FULL, FULL_MP))
 
 
 def mp_maps(records: list[Record]) -> pd.DataFrame:
@@ -221,9 +217,9 @@ def sharding_quality(records: list[Record]) -> pd.DataFrame:
 def sharding_speed(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.6: time and memory at the same global batch and learning rate, beside one device."""
     runs = [record for record in _sharded_runs(records) if record["config"]["learning_rate_scaling"] == "none"]
-    pairs = beside_one_device(runs, records, "effective_batch_size")
     compared = ("Against one device", "Machine's ceiling", "Tokens per second", "Validation loss")
-    return pd.DataFrame([measured_speed(*pair) for pair in pairs], columns=(*WHAT, *STEPS, *compared, *MEMORY))
+    pairs = beside_one_device(runs, records, STRONG)
+    return speedup_table(records, pairs, STRONG, (*WHAT, *STEPS, *compared, *MEMORY))
 
 
 def _looked_into(records: list[Record], key: str) -> list[Record]:
@@ -315,9 +311,9 @@ def sharding_memory(records: list[Record]) -> Iterator[Row]:
 
 def pp_speed(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.7: time, idle share and memory of training, beside one device at the same global batch."""
-    pairs = beside_one_device(recipes(records, FULL_PP, LORA_PP), records, "effective_batch_size")
+    pairs = beside_one_device(recipes(records, FULL_PP, LORA_PP), records, STRONG)
     columns = (*WHAT, *STEPS, "Micro-batches", "Against one device", "Idle share per stage", *MEMORY)
-    return table_of(records, (FULL_PP,), [measured_speed(*pair) for pair in pairs], columns=columns)
+    return speedup_table(records, pairs, STRONG, columns, waiting=(FULL_PP,))
 
 
 def _measured_pipelines(records: list[Record]) -> list[tuple[Record, dict[str, Any]]]:

@@ -8,7 +8,6 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import TECHNIQUES
-from common.hardware.devices import find_gpu
 from common.records.store import Record
 from common.reporting.rows import (
     FULL,
@@ -29,6 +28,7 @@ from common.reporting.rows import (
     clock,
     completed,
     devices_of,
+    fits,
     kind_name,
     measured_quality,
     measured_speed,
@@ -57,10 +57,8 @@ QUALITY = (*WHAT, "Epochs", "Batch size", "Similarity score before (lower is bet
 def _name(record: Record) -> str:
     """Return the approach, with those settings of a QLoRA run that differ from the defaults."""
     shown = ("quantization", "optim") if TECHNIQUES[record["technique"]].quantizes else ()
-    values = {name: record["config"][name] for name in shown}
-    return ", ".join(
-        [approach(record), *(value for name, value in values.items() if value != getattr(RunConfig, name))]
-    )
+    unusual = [record["config"][name] for name in shown if record["config"][name] != getattr(RunConfig, name)]
+    return ", ".join([approach(record), *unusual])
 
 
 def qlora_quality(records: list[Record]) -> pd.DataFrame:
@@ -130,9 +128,9 @@ def qlora_memory(records: list[Record]) -> Iterator[Row]:
             peaks_gib = [plan.devices[0].peak_gib for plan in plans]
             batch_size = run.per_device_train_batch_size
             name = f"`{folder.name}`, {run.quantization}, {batch_size} rows of {PROJECTED_LENGTH:,} tokens"
-            fits = ["yes" if gib <= find_gpu(run.gpu).memory_gib else "no" for gib in peaks_gib]
+            fitting = [fits(gib, run.gpu) for gib in peaks_gib]
             yield {"Run": name, "Of": "weights, 7B model", **_saved(*weights_gib, 1), "Figures": PROJECTED}
-            yield {"Run": name, "Of": "training's peak", **_saved(*peaks_gib, 1, *fits), "Figures": PROJECTED}
+            yield {"Run": name, "Of": "training's peak", **_saved(*peaks_gib, 1, *fitting), "Figures": PROJECTED}
 
 
 def _saved(lora_gib: float, qlora_gib: float, digits: int, lora_fits: str = "-", qlora_fits: str = "-") -> Row:

@@ -16,7 +16,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
-from common.hardware.devices import gpu_of_device
+from common.hardware.devices import find_gpu, gpu_of_device
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
 from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, Record, load_record
@@ -33,6 +33,10 @@ REPORTING = "Of that, validation and checkpoints"
 MEMORY = ("Peak memory per device (GiB)", PLANNED, "Command")
 SPEED = (*WHAT, *STEPS, REPORTING, "Tokens per second", *MEMORY)
 """Columns of the tables of time and memory."""
+STRONG, WEAK = "effective_batch_size", "per_device_train_batch_size"
+"""What runs on one device and on several share when they are compared: strong scaling, or weak."""
+
+SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
 
 Kind = tuple[str, str]
 """Technique and parallelism."""
@@ -40,14 +44,8 @@ LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
 QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
 FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full", "mp"), ("full", "pp")
 FREE_SETTINGS = {
-    *(
-        "parallel",
-        "devices",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "gradient_checkpointing",
-        "use_reentrant",
-    ),
+    *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("gradient_checkpointing", "use_reentrant"),
     *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload"),
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
@@ -130,14 +128,12 @@ def by_setting(runs: Iterable[Record]) -> list[list[Record]]:
 def workload(record: Record, same: str) -> dict[str, object]:
     """Return what two runs must share to be compared in time: settings that are not free, devices and batch size.
 
-    `same` is `effective_batch_size` (strong scaling) or `per_device_train_batch_size` (rows per device: weak scaling).
+    `same` is `STRONG` or `WEAK`.
     """
     config, environment = {**RunConfig().to_dict(), **record["config"]}, record["environment"]  # older: fewer settings
     return {
         **{name: value for name, value in config.items() if name not in FREE_SETTINGS},
-        "rows": record["effective_batch_size"]
-        if same == "effective_batch_size"
-        else config["per_device_train_batch_size"],
+        "rows": record[same] if same == STRONG else config[same],
         "recomputes_activations": config["gradient_checkpointing"],
         "device_name": environment["devices"][0],
         "threads_per_rank": environment["threads_per_rank"],
@@ -263,10 +259,10 @@ def idle_shares(record: Record) -> str:
     return " / ".join(f"{stage['idle_share']:.0%}" for stage in record.get("stages") or []) or "-"
 
 
-def ceiling_of(record: Record, scaling: str) -> str:
-    """Return the run's own measurement of the highest speed-up to expect; `scaling` is `strong` or `weak`."""
+def ceiling_of(record: Record, same: str) -> str:
+    """Return the run's own measurement of the highest speed-up to expect at the `same` batch, `STRONG` or `WEAK`."""
     ceiling = record.get("machine_ceiling")
-    return f"{ceiling[scaling]:.2f}x" if ceiling else NOT_RUN
+    return f"{ceiling['strong' if same == STRONG else 'weak']:.2f}x" if ceiling else NOT_RUN
 
 
 def learning_rate_scaling(peak: float, base: float) -> str:
@@ -334,8 +330,8 @@ def published_quality(result: dict[str, Any]) -> Row:
     }  # fmt: skip
 
 
-def measured_speed(record: Record, baseline: Record | None = None, scaling: str = "strong") -> Row:
-    """Return a run's time and memory, compared with a baseline's; `scaling` (`strong` or `weak`) is the ceiling's."""
+def measured_speed(record: Record, baseline: Record | None = None, same: str = STRONG) -> Row:
+    """Return a run's time and memory, compared with those of a baseline with the `same` batch (`STRONG` or `WEAK`)."""
     config, stored = record["config"], record.get("quantization")
     speedup = f"{baseline['train_time_s'] / record['train_time_s']:.2f}x" if baseline else NOT_RUN
     needed_gib = max(entry["peak_allocated_gib"] or entry["peak_rss_gib"] for entry in record["memory"])
@@ -351,7 +347,7 @@ def measured_speed(record: Record, baseline: Record | None = None, scaling: str 
         REPORTING: clock(record["reporting_s"]),
         "Training speedup factor": speedup,
         "Against one device": speedup,
-        "Machine's ceiling": "1x" if PARALLELISMS[record["parallel"]].is_single else ceiling_of(record, scaling),
+        "Machine's ceiling": "1x" if PARALLELISMS[record["parallel"]].is_single else ceiling_of(record, same),
         "Tokens per second": f"{record['tokens_per_s']:,.0f}",
         "Validation loss": f"{record['best_validation_loss']:.4f}",
         "Micro-batches": f"{config['micro_batches']}, {config['schedule']}" if record.get("stages") else "-",
@@ -444,6 +440,29 @@ def speed_table(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Ki
     measured = map(measured_speed, completed(records, *beside, *shown))
     published = [published_speed(result, result) for result in published_results(*beside, *shown)]
     return table_of(records, shown, list(measured), published, SPEED)
+
+
+def speedup_table(
+    records: list[Record],
+    pairs: Iterable[tuple[Record, Record | None]],
+    same: str,
+    columns: Sequence[str],
+    waiting: Sequence[Kind] = (),
+    published: Sequence[Kind] = (),
+) -> pd.DataFrame:
+    """Return time and memory of runs, each compared with its baseline: `pairs`, as from `beside_one_device`.
+
+    With a row for each run folder of the kinds `waiting` without a record, and the results of the kinds `published`,
+    compared with the first of them.
+    """
+    found = published_results(*published) if published else []
+    others = [published_speed(result, found[0]) for result in found]
+    return table_of(records, waiting, [measured_speed(*pair, same) for pair in pairs], others, columns)
+
+
+def fits(needed_gib: float, gpu: str) -> str:
+    """Return whether a GPU of the catalogue has so much memory."""
+    return "yes" if needed_gib <= find_gpu(gpu).memory_gib else "no"
 
 
 def projected_plan(run: RunConfig) -> Plan:
