@@ -110,12 +110,10 @@ class EpochBatches(Sampler[list[int]]):
 
     def micro_batches(self, step: list[int]) -> list[list[int]]:
         """Return the rows of an optimizer step that all ranks compute at once, one list for each accumulation step."""
-        by_part: dict[int, list[int]] = {}
-        for row in step:
-            by_part.setdefault(self.part_of[row], []).append(row)
+        by_part = [[row for row in step if self.part_of[row] == number] for number in range(len(self.parts))]
         size = self.rows_at_once
-        starts = range(0, max(map(len, by_part.values())), size)
-        return [[row for rows in by_part.values() for row in rows[start : start + size]] for start in starts]
+        starts = range(0, max(map(len, by_part)), size)
+        return [[row for rows in by_part for row in rows[start : start + size]] for start in starts]
 
     def own(self, rows: list[int]) -> list[int]:
         """Return this rank's share of the rows that all compute at once."""

@@ -52,12 +52,11 @@ def load_splits(run: RunConfig) -> Splits:
 
 
 def _read_splits(source: str, kind: RowKind) -> Splits:
-    place = Path(source).expanduser()
-    place = place if place.exists() else REPOSITORY / place
     if "://" in source:
         return _read_files(source, kind)
-    if place.exists():
-        return _read_files(str(place), kind)
+    for place in (Path(source).expanduser(), REPOSITORY / source):
+        if place.exists():
+            return _read_files(str(place), kind)
     if HUB_ID.fullmatch(source):
         return _read_hub_dataset(source, kind)
     suffix = " or ".join(suffix for suffix in kind.suffixes if suffix != ".json")

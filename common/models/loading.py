@@ -2,10 +2,8 @@
 
 import importlib.util
 import json
-import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ from common.models.quantization import (
     prepare_quantized,
     quantization_config,
     random_model,
+    silent,
     weight_counts,
 )
 from common.models.shards import global_numel
@@ -100,7 +99,6 @@ def check_model(model: str) -> str:
 
 
 def _check_hub(model: str) -> None:
-    """Refuse an id that is not cached and cannot be fetched now."""
     fetch = f"fetch it where there is a network, once, with `hf download {model}`"
     if HF_HUB_OFFLINE:
         raise BadInputError(
@@ -199,9 +197,8 @@ def load_base_model(
     if run.weights == "random" and source is None:
         model = _random_model(run, device_map, quantized)
     else:
-        auto_class = getattr(transformers, run.goal.auto_class)
         settings = {"quantization_config": quantization_config(run)} if quantized else {}
-        model = load_pretrained(auto_class, run, device_map, source, **settings)
+        model = load_pretrained(getattr(transformers, run.goal.auto_class), run, device_map, source, **settings)
     return prepare_quantized(model) if quantized else model
 
 
@@ -237,19 +234,6 @@ def load_pretrained(
     if labels:
         start_head(model, loading, run.seed)
     return model.eval()
-
-
-@contextmanager
-def silent(*logger_names: str) -> Iterator[None]:
-    """Show no warnings of a library's loggers: what they would say is expected, or said better by us."""
-    levels = {name: logging.getLogger(name).level for name in logger_names}
-    for name in logger_names:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def class_names(run: RunConfig) -> dict[str, object]:
@@ -366,7 +350,6 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     Raises:
         BadInputError: the model has no module of such a name.
     """
-    modules = run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(",")
     config = LoraConfig(
         task_type=run.goal.peft_type if run.goal.heads or model.can_generate() else None,
         modules_to_save=head_modules(model, run) or None,
@@ -375,7 +358,7 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         lora_dropout=run.lora_dropout,
         use_rslora=True,
         init_lora_weights="gaussian",
-        target_modules=modules,
+        target_modules=run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(","),
     )
     try:
         return get_peft_model(model, config)

@@ -4,7 +4,8 @@ Imports bitsandbytes only inside functions: runs without quantized weights do wi
 """
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -99,12 +100,28 @@ def weight_counts(model: torch.nn.Module) -> int:
     return sum(global_numel(weight) if state is None else state.shape.numel() for weight, state in of_weights)
 
 
-# -- random weights
+# -- around a library's own work
+
+
+@contextmanager
+def silent(*logger_names: str) -> Iterator[None]:
+    """Show no warnings of a library's loggers: what they would say is expected, or said better by us."""
+    levels = {name: logging.getLogger(name).level for name in logger_names}
+    for name in logger_names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def forked_random_numbers(*devices: str | int | torch.device) -> AbstractContextManager[None]:
     """Let what is drawn within, on the host and these devices, count for nothing afterwards."""
     return torch.random.fork_rng(devices=[device for device in map(torch.device, devices) if device.type == "cuda"])
+
+
+# -- random weights
 
 
 def random_model(
@@ -206,17 +223,11 @@ def _quantized_bytes(weight: Any) -> int:
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with ordinary weights in `dtype`: each of its 4-bit numbers times its block's scale."""
-    said_by_library = logging.getLogger("transformers.integrations.bitsandbytes")
-    said_by_library.addFilter(_not_about_dtypes)
-    plain = model.dequantize(dtype=dtype)
-    said_by_library.removeFilter(_not_about_dtypes)
+    with silent("transformers.integrations.bitsandbytes"):  # it says which dtypes it takes
+        plain = model.dequantize(dtype=dtype)
     for weight in plain.parameters():  # not buffers: rotary frequencies stay in fp32
         weight.data = weight.data.to(dtype)
     return plain
-
-
-def _not_about_dtypes(record: logging.LogRecord) -> bool:
-    return "modules are dequantized in" not in record.getMessage()
 
 
 def relative_error(original: torch.nn.Module, quantized: torch.nn.Module) -> float:

@@ -154,10 +154,9 @@ class Evaluation:
 
     def summary(self) -> dict[str, float | int | None]:
         """Return the metrics for the record."""
-        columns = ("similarity_score", "similarity_score_tuned", "similarity_score_minilm")
-        shuffled = ("shuffled_score", "shuffled_score_minilm")
+        by_judge = ("similarity_score", "similarity_score_tuned", "similarity_score_minilm")
         return {
-            **{column: self.mean(column) for column in (*columns, *shuffled)},
+            **{column: self.mean(column) for column in (*by_judge, "shuffled_score", "shuffled_score_minilm")},
             "facts_said_share": self.facts_said_share,
             "questions": len(self.answers),
         }
