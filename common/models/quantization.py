@@ -212,10 +212,8 @@ def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> St
 def _quantized_bytes(weight: Any) -> int:
     """Return the bytes of the 4-bit numbers, their scales (and the scales of these), and the tables of levels."""
     state = weight.quant_state
-    tensors = [weight.data, state.absmax, state.code]
-    if state.nested:
-        tensors += [state.offset, state.state2.absmax, state.state2.code]
-    return byte_count(tensors)
+    of_scales = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return byte_count([weight.data, state.absmax, state.code, *of_scales])
 
 
 # -- back to ordinary weights

@@ -128,7 +128,6 @@ def _details(record: Record) -> Row:
 
 
 def _not_run(records: list[Record]) -> list[Row]:
-    """Return the settings of run folders without any record."""
     done = {record["run_folder"] for record in classified(records)}
     return [
         {

@@ -317,7 +317,6 @@ def pp_speed(records: list[Record]) -> pd.DataFrame:
 
 
 def _measured_pipelines(records: list[Record]) -> list[tuple[Record, dict[str, Any]]]:
-    """Return the runs with the usual seed that measured their pipeline, and what they measured."""
     runs = completed(records, FULL_PP, LORA_PP)
     return [(run, run["pipeline"]) for run in runs if run["config"]["seed"] == RunConfig.seed and run.get("pipeline")]
 

@@ -89,7 +89,6 @@ def qlora_speed(records: list[Record]) -> pd.DataFrame:
 
 
 def _with_gpu_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table and a row for each kind that nobody has run on GPUs yet."""
     waiting = [_waiting(kind, folder, options) for kind, (folder, options) in NEEDS_GPUS.items()]
     return pd.concat([table, pd.DataFrame(waiting, columns=table.columns, dtype=object).fillna(NOT_RUN)])
 

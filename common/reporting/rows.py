@@ -76,9 +76,8 @@ def results_in(*folders: Path) -> list[Record]:
 
 def results_of_this_machine() -> list[Record]:
     """Return the records of the last runs in every run folder, whether kept or not."""
-    found = results_in(*REPOSITORY.glob("*/run_*/results"))
     return sorted(
-        found,
+        results_in(*REPOSITORY.glob("*/run_*/results")),
         key=lambda record: (record["run_folder"], record["config"]["per_device_train_batch_size"], record["run_name"]),
     )
 

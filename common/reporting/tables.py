@@ -92,7 +92,6 @@ MASTER = (*WHAT, "Batch size", "Training time", MEMORY[0], "Model", "Trained on"
 
 
 def _ddp_runs(records: list[Record], same: str) -> list[tuple[Record, Record]]:
-    """Return the DDP runs that can be compared with one device, and the one-device runs themselves."""
     return [pair for pair in beside_one_device(completed(records, LORA_DDP), records, same) if pair[1]]
 
 
@@ -302,13 +301,13 @@ def _column(record: Record, records: list[Record]) -> dict[str, object]:
     }
 
 
-def _of_technique(record: Record) -> Row:
-    """Return what only some techniques and parallelisms have."""
+def _of_technique(record: Record) -> dict[str, str | None]:
+    """Return what only some techniques and parallelisms have; None of what this one has not."""
     is_full = not TECHNIQUES[record["technique"]].has_adapters
     share, stored = record.get("updated_share"), record.get("quantization")
     original = record["quality"].get("after_original_base")
     said = percent(original["facts_said_share"]) if original else NOT_RUN
-    entries = {
+    return {
         "weights that a step changes": percent(share) if is_full and share is not None else None,
         "weights of the base, in 4 bits / not (GiB)": f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}"
         if stored
@@ -316,7 +315,6 @@ def _of_technique(record: Record) -> Row:
         "facts said, merged into the original base": said if stored else None,
         "idle share per stage": idle_shares(record) if record.get("stages") else None,
     }
-    return {name: value for name, value in entries.items() if value is not None}
 
 
 def _speedups(record: Record, records: list[Record]) -> Row:
