@@ -97,8 +97,9 @@ def check_columns(found: Found, source: str, columns: dict[str, str], may_be_emp
 
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
     if not isinstance(row, dict):
-        names = ", ".join(columns.values())
-        raise BadInputError(f"{where} is {str(row)[:40]!r}, but should have the columns {names}: correct it.")
+        raise BadInputError(
+            f"{where} is {str(row)[:40]!r}, but should have the columns {', '.join(columns.values())}: correct it."
+        )
     for key, name in columns.items():
         if name not in row:
             raise BadInputError(

@@ -338,9 +338,9 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: b
 
 
 def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
-    first_line = str(error).strip().splitlines()[0]
     return BadInputError(
-        f"The {part} of {model} cannot be loaded ({first_line}): put them right, or pass another --model."
+        f"The {part} of {model} cannot be loaded ({str(error).strip().splitlines()[0]}): correct them, or pass another "
+        "--model."
     )
 
 

@@ -47,8 +47,10 @@ BRIEF = {
 def classified(records: Iterable[Record]) -> list[Record]:
     """Return the completed classification runs, in the order of folders and settings."""
     order = list(product(TECHNIQUES, PARALLELISMS))
-    found = completed(records, goal="classifies")
-    return sorted(found, key=lambda r: (r["run_folder"], order.index(kind_of(r)), r["config"]["micro_batches"]))
+    return sorted(
+        completed(records, goal="classifies"),
+        key=lambda r: (r["run_folder"], order.index(kind_of(r)), r["config"]["micro_batches"]),
+    )
 
 
 def setting_name(technique: str, parallel: str, micro_batches: int) -> str:

@@ -72,9 +72,9 @@ def recipes(records: list[Record], *kinds: Kind) -> list[Record]:
 
 
 def full_quality(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...]) -> pd.DataFrame:
-    """2.4, 2.5, 2.7: quality beside another kind's."""
-    columns = ["Learning rate scaling", "Shuffled, by MiniLM", "Answers shuffled"]
-    return quality_table(recipes(records), shown, beside).drop(columns=columns)
+    """Return the table of 2.4, 2.5 and 2.7: quality beside another kind's."""
+    table = quality_table(recipes(records), shown, beside)
+    return table.drop(columns=["Learning rate scaling", "Shuffled, by MiniLM", "Answers shuffled"])
 
 
 def full_speed(records: list[Record]) -> pd.DataFrame:
@@ -85,7 +85,6 @@ def full_speed(records: list[Record]) -> pd.DataFrame:
 def full_precision(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.4: how many weights a step really changes, by precision and learning rate."""
     usual = {"seed": RunConfig.seed, "per_device_train_batch_size": RunConfig.per_device_train_batch_size}
-    runs = [record for record in completed(records, FULL) if record.get("updated_share") is not None]
     return pd.DataFrame(
         {
             "Precision": record["config"]["precision"],
@@ -99,8 +98,8 @@ def full_precision(records: list[Record]) -> pd.DataFrame:
             "Figures": "measured",
             "Command": measured_speed(record)["Command"],
         }
-        for record in runs
-        if usual.items() <= record["config"].items()
+        for record in completed(records, FULL)
+        if record.get("updated_share") is not None and usual.items() <= record["config"].items()
     )
 
 
@@ -195,13 +194,13 @@ def mp_price(records: list[Record]) -> Iterator[Row]:
 
 
 def _sharding_kinds(*techniques: str) -> list[Kind]:
-    return list(product(techniques, [way.name for way in PARALLELISMS.values() if way.shards]))
+    return list(product(techniques, [name for name, parallelism in PARALLELISMS.items() if parallelism.shards]))
 
 
 def _sharded_runs(records: list[Record]) -> list[Record]:
     """Return the runs of 2.6 that show what the recipe learns, and with DDP what sharding is compared with."""
-    kinds = (FULL_DDP, *_sharding_kinds("full", "lora"))
-    return [record for record in recipes(records, *kinds) if record["run_folder"].startswith(SHARDING_FOLDER)]
+    runs = recipes(records, FULL_DDP, *_sharding_kinds("full", "lora"))
+    return [record for record in runs if record["run_folder"].startswith(SHARDING_FOLDER)]
 
 
 def sharding_quality(records: list[Record]) -> pd.DataFrame:
@@ -281,19 +280,19 @@ def sharding_memory(records: list[Record]) -> Iterator[Row]:
     """Return the table of 2.6: the GPU folders' model on the same GPUs with each parallelism; projected."""
     runs = [literal_of(REPOSITORY / SHARDING_FOLDER / name) for name in ("run_1_a100_80g_x2", "run_2_a6000_48g_x4")]
     shown = [PARALLELISMS[name] for name in runs[0].goal.parallelisms if not PARALLELISMS[name].is_single]
-    for run, way in product(runs, shown):
+    for run, shared in product(runs, shown):
         rows_per_step = run.per_device_train_batch_size * run.devices
         settings = {
-            "parallel": way.name,
-            "precision": "bf16" if way.uses_deepspeed else run.precision,  # DeepSpeed's own copy is in fp32
-            "per_device_train_batch_size": rows_per_step if way.splits_layers else run.per_device_train_batch_size,
-            "micro_batches": 2 * run.devices if way.pipelines else 1,
+            "parallel": shared.name,
+            "precision": "bf16" if shared.uses_deepspeed else run.precision,  # DeepSpeed's own copy is in fp32
+            "per_device_train_batch_size": rows_per_step if shared.splits_layers else run.per_device_train_batch_size,
+            "micro_batches": 2 * run.devices if shared.pipelines else 1,
         }
         plan = projected_plan(run.changed_to(run_folder="", **settings))
         memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
         yield {
             "GPUs": f"{run.gpu} x{run.devices}",
-            "Approach": kind_name("full", way.name),
+            "Approach": kind_name("full", shared.name),
             "Precision": plan.job.precision,
             "Rows per step": str(rows_per_step),
             "Weights (GiB)": f"{memory.parts_gib['weights']:.1f}",
@@ -337,7 +336,6 @@ def pp_schedules(records: list[Record]) -> Iterator[Row]:
     for (record, pipeline), (name, words) in product(_measured_pipelines(records), SCHEDULES.items()):
         stages, step_time_s = pipeline["stages"], pipeline["step_s"]
         parts = 1 if name == "naive" else pipeline["micro_batches"]
-        activations_mib = pipeline["peak_activations_mib"][name]
         yield {
             **_size(record),
             "Schedule": words,
@@ -347,7 +345,9 @@ def pp_schedules(records: list[Record]) -> Iterator[Row]:
             "The formula's": f"{stages * parts / (parts + stages - 1):.2f}x",
             "Idle share per stage": " / ".join(f"{share:.0%}" for share in pipeline["idle_share"][name]),
             "The formula's idle share": f"{(stages - 1) / (parts + stages - 1):.0%}",
-            "Activations at once per stage (MiB)": " / ".join(f"{mib:.1f}" for mib in activations_mib),
+            "Activations at once per stage (MiB)": " / ".join(
+                f"{mib:.1f}" for mib in pipeline["peak_activations_mib"][name]
+            ),
             "Figures": "measured",
         }
 

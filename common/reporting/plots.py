@@ -108,8 +108,8 @@ def plot_confusion(record: Record) -> Figure:
 
     after = record["quality"]["after"]
     figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
-    display = ConfusionMatrixDisplay(pd.DataFrame(after["confusion"]).to_numpy(), display_labels=after["labels"])
-    display.plot(ax=axes, cmap="Blues", xticks_rotation=40, colorbar=False)
+    confusion = ConfusionMatrixDisplay(pd.DataFrame(after["confusion"]).to_numpy(), display_labels=after["labels"])
+    confusion.plot(ax=axes, cmap="Blues", xticks_rotation=40, colorbar=False)
     axes.set(xlabel="found", ylabel="meant", title=f"{record['run_name']}: {after['rows']} test rows")
     return figure
 

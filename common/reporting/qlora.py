@@ -129,7 +129,12 @@ def qlora_memory(records: list[Record]) -> Iterator[Row]:
             name = f"`{folder.name}`, {run.quantization}, {batch_size} rows of {PROJECTED_LENGTH:,} tokens"
             fitting = [fits(gib, run.gpu) for gib in peaks_gib]
             yield {"Run": name, "Of": "weights, 7B model", **_saved(*weights_gib, 1), "Figures": PROJECTED}
-            yield {"Run": name, "Of": "training's peak", **_saved(*peaks_gib, 1, *fitting), "Figures": PROJECTED}
+            yield {
+                "Run": name,
+                "Of": "training's peak",
+                **_saved(*peaks_gib, 1, *fitting),
+                "Figures": PROJECTED,
+            }
 
 
 def _saved(lora_gib: float, qlora_gib: float, digits: int, lora_fits: str = "-", qlora_fits: str = "-") -> Row:

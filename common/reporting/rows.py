@@ -6,7 +6,6 @@ Every row is `measured` (from a committed record), `published` (with its source)
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,11 @@ def results_of_this_machine() -> list[Record]:
 
 def published_results(*kinds: Kind, metric: str = "similarity_score") -> list[dict[str, Any]]:
     """Return what others published with this metric, with sources, of these kinds; none given: of all kinds."""
-    found = json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
-    return [result for result in found if metric in result and (not kinds or kind_of(result) in kinds)]
+    return [
+        result
+        for result in json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
+        if metric in result and (not kinds or kind_of(result) in kinds)
+    ]
 
 
 # -- which runs a table has
@@ -106,12 +108,11 @@ def completed(records: Iterable[Record], *kinds: Kind, goal: str = "chats") -> l
 
     `goal` is what their task does: `chats`, `classifies` or `summarizes`, as `common.base.specs.Task` has it.
     """
-    kinds = kinds or tuple(product(TECHNIQUES, PARALLELISMS))
-    tasks = [task.name for task in TASKS.values() if getattr(task, goal)]
     return [
         record
         for record in records
-        if record["status"] == "completed" and kind_of(record) in kinds and task_of(record) in tasks
+        if record["status"] == "completed" and getattr(TASKS[task_of(record)], goal)
+        if not kinds or kind_of(record) in kinds
     ]
 
 
@@ -145,11 +146,10 @@ def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record 
     A run by command is preferred to a notebook's, as the others are runs by command, too. A base in 4 bits has no
     baseline.
     """
-    alone = [way.name for way in PARALLELISMS.values() if way.is_single]
     found = [
         candidate
         for candidate in records
-        if candidate["status"] == "completed" and candidate["parallel"] in alone
+        if candidate["status"] == "completed" and PARALLELISMS[candidate["parallel"]].is_single
         if workload(candidate, same) == workload(record, same) and not TECHNIQUES[record["technique"]].quantizes
     ]
     return min(found, key=lambda candidate: candidate["launcher"] != "python", default=None)
@@ -173,8 +173,8 @@ def beside_one_device(
 
 def kind_name(technique: str, parallel: str) -> str:
     """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
-    way = PARALLELISMS[parallel]
-    return TECHNIQUES[technique].title + ("" if way.is_single else f" with {way.label}")
+    how = PARALLELISMS[parallel]
+    return TECHNIQUES[technique].title + ("" if how.is_single else f" with {how.label}")
 
 
 def approach(record: Record) -> str:
@@ -429,16 +429,23 @@ def table_of(
 
 def quality_table(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...] = ()) -> pd.DataFrame:
     """Return the quality of runs of the kinds `shown`, with their run folders, and `beside` them of other kinds."""
-    measured = map(measured_quality, completed(records, *beside, *shown))
-    published = map(published_quality, published_results(*beside, *shown))
-    return table_of(records, shown, list(measured), list(published))
+    return table_of(
+        records,
+        shown,
+        measured=[measured_quality(record) for record in completed(records, *beside, *shown)],
+        published=[published_quality(result) for result in published_results(*beside, *shown)],
+    )
 
 
 def speed_table(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...] = ()) -> pd.DataFrame:
     """Return the same runs' time and memory, each by itself."""
-    measured = map(measured_speed, completed(records, *beside, *shown))
-    published = [published_speed(result, result) for result in published_results(*beside, *shown)]
-    return table_of(records, shown, list(measured), published, SPEED)
+    return table_of(
+        records,
+        shown,
+        measured=[measured_speed(record) for record in completed(records, *beside, *shown)],
+        published=[published_speed(result, result) for result in published_results(*beside, *shown)],
+        columns=SPEED,
+    )
 
 
 def speedup_table(
@@ -455,8 +462,13 @@ def speedup_table(
     compared with the first of them.
     """
     found = published_results(*published) if published else []
-    others = [published_speed(result, found[0]) for result in found]
-    return table_of(records, waiting, [measured_speed(*pair, same) for pair in pairs], others, columns)
+    return table_of(
+        records,
+        waiting,
+        measured=[measured_speed(*pair, same) for pair in pairs],
+        published=[published_speed(result, found[0]) for result in found],
+        columns=columns,
+    )
 
 
 def fits(needed_gib: float, gpu: str) -> str:

@@ -129,8 +129,9 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
 
     Speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling).
     """
-    columns = (*WHAT, *FACTORS, *SCALED)
-    return speedup_table(records, _ddp_runs(records, WEAK), WEAK, columns, (LORA_DDP,), (LORA, LORA_DDP))
+    return speedup_table(
+        records, _ddp_runs(records, WEAK), WEAK, (*WHAT, *FACTORS, *SCALED), (LORA_DDP,), (LORA, LORA_DDP)
+    )
 
 
 # -- the root README
@@ -138,8 +139,11 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
 
 def front(records: list[Record]) -> pd.DataFrame:
     """Return the root README's table: what two devices bring, by command, on the usual seed."""
-    usual = [record for record in records if record["config"]["seed"] == RunConfig.seed]
-    runs = [record for record in usual if record["launcher"] in ("python", "torchrun")]
+    runs = [
+        record
+        for record in records
+        if record["config"]["seed"] == RunConfig.seed and record["launcher"] in ("python", "torchrun")
+    ]
     rows = []
     for same, words in ((STRONG, "the same global batch"), (WEAK, "the same rows per device")):
         for record, baseline in _ddp_runs(runs, same):
@@ -353,5 +357,5 @@ def with_tables(text: str, records: list[Record]) -> str:
 
 def readmes() -> list[Path]:
     """Return the READMEs with tables: the root's, the benchmark's and the technique folders'."""
-    own = sorted(REPOSITORY.glob("[0-9].[0-9]_*/*_readme.md"))
-    return [REPOSITORY / "README.md", REPOSITORY / "bench" / "README.md", *own]
+    of_folders = sorted(REPOSITORY.glob("[0-9].[0-9]_*/*_readme.md"))
+    return [REPOSITORY / "README.md", REPOSITORY / "bench" / "README.md", *of_folders]
