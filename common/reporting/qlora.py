@@ -122,29 +122,26 @@ def qlora_memory(records: list[Record]) -> Iterator[Row]:
             }
     for folder, run in run_folders().items():
         if (run.technique, run.parallel, run.device) == (*QLORA, "cuda"):
-            plans = [projected_plan(run.changed_to(technique=technique)) for technique, _ in (LORA, QLORA)]
-            weights_gib = (plan.devices[0].parts_gib["weights"] for plan in plans)
-            peaks_gib = [plan.devices[0].peak_gib for plan in plans]
-            batch_size = run.per_device_train_batch_size
-            name = f"`{folder.name}`, {run.quantization}, {batch_size} rows of {PROJECTED_LENGTH:,} tokens"
-            fitting = [fits(gib, run.gpu) for gib in peaks_gib]
-            yield {"Run": name, "Of": "weights, 7B model", **_saved(*weights_gib, 1), "Figures": PROJECTED}
-            yield {
-                "Run": name,
-                "Of": "training's peak",
-                **_saved(*peaks_gib, 1, *fitting),
-                "Figures": PROJECTED,
+            lora, qlora = (projected_plan(run.changed_to(technique=name)).devices[0] for name, _ in (LORA, QLORA))
+            rows = f"{run.per_device_train_batch_size} rows of {PROJECTED_LENGTH:,} tokens"
+            compared = {
+                "weights, 7B model": _saved(lora.parts_gib["weights"], qlora.parts_gib["weights"], 1),
+                "training's peak": _saved(lora.peak_gib, qlora.peak_gib, 1, run.gpu),
             }
+            name = f"`{folder.name}`, {run.quantization}, {rows}"
+            yield from (
+                {"Run": run_name, "Of": what, **saved, "Figures": PROJECTED} for what, saved in compared.items()
+            )
 
 
-def _saved(lora_gib: float, qlora_gib: float, digits: int, lora_fits: str = "-", qlora_fits: str = "-") -> Row:
+def _saved(lora_gib: float, qlora_gib: float, digits: int, gpu: str = "") -> Row:
     return {
         "LoRA (GiB)": f"{lora_gib:.{digits}f}",
         "QLoRA (GiB)": f"{qlora_gib:.{digits}f}",
         "Factor": f"{lora_gib / qlora_gib:.2f}x",
         "Saved (GiB)": f"{lora_gib - qlora_gib:.{digits}f}",
-        "LoRA fits": lora_fits,
-        "QLoRA fits": qlora_fits,
+        "LoRA fits": fits(lora_gib, gpu) if gpu else "-",
+        "QLoRA fits": fits(qlora_gib, gpu) if gpu else "-",
     }
 
 
