@@ -1,7 +1,6 @@
 """Base model and tokenizer, with LoRA adapters: checked, loaded, or made with random weights; and logits compared."""
 
 import importlib.util
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 import transformers
 from accelerate import dispatch_model
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
@@ -45,7 +44,6 @@ LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed"
 that of the embedded base: see `logit_tolerance`."""
 EMBEDDED_WIDTH, EMBEDDED_LAYERS = 128, 4
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "flash3": "flash_attention_3"}
-"""Our names and those of Transformers."""
 FLASH_PACKAGES = {
     "flash": ("flash_attn", "`pip install flash-attn --no-build-isolation`"),
     "flash3": ("flash_attn_interface", "`python setup.py install` in the folder hopper of flash-attention's source"),
@@ -99,21 +97,16 @@ def check_model(model: str) -> str:
 
 
 def _check_hub(model: str) -> None:
-    fetch = f"fetch it where there is a network, once, with `hf download {model}`"
-    if HF_HUB_OFFLINE:
-        raise BadInputError(
-            f"The model {model} is not in the cache ({HF_HUB_CACHE}), and HF_HUB_OFFLINE forbids the network: "
-            f"unset it, and {fetch}."
-        )
     try:
         HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
     except RepositoryNotFoundError:
         raise BadInputError(
             f"The model {model} is not on the Hugging Face Hub, or not for you: correct --model."
         ) from None
-    except Exception as error:  # whatever the network library of this version of huggingface_hub raises
+    except Exception as error:  # offline, or whatever the network library of this version of huggingface_hub raises
         raise BadInputError(
-            f"The model {model} is not in the cache ({HF_HUB_CACHE}) and the Hub cannot be reached ({error}): {fetch}."
+            f"The model {model} is not in the cache ({HF_HUB_CACHE}) and the Hub cannot be reached ({error}): fetch it "
+            f"where there is a network, once, with `hf download {model}`."
         ) from None
 
 
@@ -127,9 +120,9 @@ def _check_folder(folder: Path, model: str) -> Path:
             "copy them there, or pass another --model."
         )
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config, _ = PretrainedConfig.get_config_dict(folder)
         brings_code = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
-    except (ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         brings_code = False  # loading says what is wrong with it
     if brings_code:
         raise BadInputError(

@@ -71,7 +71,6 @@ def qlora_quality(records: list[Record]) -> pd.DataFrame:
 
 
 def _of_original_base(record: Record) -> Row:
-    """Return the quality of the adapter on the original base; where it was not measured, nothing."""
     if TECHNIQUES[record["technique"]].has_plain_adapters:
         return dict.fromkeys(ORIGINAL_BASE, "the same base")
     after = record["quality"].get("after_original_base")
@@ -129,9 +128,7 @@ def qlora_memory(records: list[Record]) -> Iterator[Row]:
                 "training's peak": _saved(lora.peak_gib, qlora.peak_gib, 1, run.gpu),
             }
             name = f"`{folder.name}`, {run.quantization}, {rows}"
-            yield from (
-                {"Run": run_name, "Of": what, **saved, "Figures": PROJECTED} for what, saved in compared.items()
-            )
+            yield from ({"Run": name, "Of": what, **saved, "Figures": PROJECTED} for what, saved in compared.items())
 
 
 def _saved(lora_gib: float, qlora_gib: float, digits: int, gpu: str = "") -> Row:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
@@ -74,8 +74,8 @@ class Judge:
 
     def scores(self, answers: list[str], references: list[str]) -> list[float]:
         """Return 1 - cosine of each answer and its reference; 1 for an empty answer."""
-        said, meant = self.embed(answers), self.embed(references)
-        return (1 - torch.nn.functional.cosine_similarity(said, meant, dim=-1)).clamp(min=0).tolist()
+        similarity = cosine_similarity(self.embed(answers), self.embed(references), dim=-1)
+        return (1 - similarity).clamp(min=0).tolist()
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> torch.Tensor:
