@@ -50,9 +50,8 @@ class TrainingRows(Dataset[Tokens]):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return row `number`; for `NO_ROW` one without labels, which is computed and adds nothing to the loss."""
-        if number == NO_ROW:
-            return {**without_labels(self.rows[0]), "row": NO_ROW}
-        return {**self.rows[number], "row": number}
+        row = without_labels(self.rows[0]) if number == NO_ROW else self.rows[number]
+        return {**row, "row": number}
 
 
 WINDOW_BATCHES = 4
@@ -137,7 +136,7 @@ class EpochBatches(Sampler[list[int]]):
 
     @property
     def rows_per_step(self) -> int:
-        """The rows of an optimizer step, of all ranks together."""
+        """Return the rows of an optimizer step, of all ranks together."""
         return self.rows_at_once * len(self.parts) * self.accumulation_steps
 
 

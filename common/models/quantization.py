@@ -22,8 +22,6 @@ from common.hardware.devices import GIB
 from common.models.shards import byte_count, global_numel
 
 ARITHMETIC_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OF_BITSANDBYTES = ("bnb", "paged", "8bit")
-"""Parts of the names of those of Transformers' optimizers that are bitsandbytes' own."""
 
 
 def check_bitsandbytes(run: RunConfig) -> None:
@@ -39,7 +37,7 @@ def check_bitsandbytes(run: RunConfig) -> None:
             f"technique is qlora and quantization {run.quantization}, but bitsandbytes, which quantizes, is not "
             "installed: `pip install bitsandbytes`, or pass --technique lora in a folder of 2.1."
         )
-    if any(part in run.optim for part in OF_BITSANDBYTES):
+    if any(part in run.optim for part in ("bnb", "paged", "8bit")):  # those of Transformers' that are bitsandbytes' own
         raise BadInputError(
             f"optim is {run.optim}, which is part of bitsandbytes, and that is not installed: "
             "`pip install bitsandbytes`, or pass --optimizer adamw_torch_fused."

@@ -50,7 +50,6 @@ BRIEF = ["Loop", "Devices", "ROUGE-L before -> after", "To the letter", "Validat
 """Of the columns those that fit a terminal."""
 ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")
 """The run whose settings are ours in the projections."""
-MODEL_SHAPE = "bart-large-cnn"
 SAMSUM_ROWS = 14_732
 """Training rows of SAMSum (Gliwa et al. 2019, "SAMSum Corpus"); an epoch goes through them once."""
 
@@ -185,7 +184,7 @@ class Fleet:
     def plan(self, cluster: Cluster, records: list[Record]) -> Plan:
         """Return the planner's answer; `records` are the kept runs, which may say how fast a GPU is."""
         job = job_of_run(replace(self.run, devices=len(cluster.gpus)), self.batch)
-        return make_plan(read_architecture(MODEL_SHAPE), job, cluster, calibration_from(records, self.batch.task))
+        return make_plan(read_architecture("bart-large-cnn"), job, cluster, calibration_from(records, self.batch.task))
 
     def settings(self, figures: str) -> Row:
         """Return what a table says of it in any case; `figures` says where the rest comes from."""

@@ -141,7 +141,7 @@ class Evaluation:
 
     @property
     def facts_said_share(self) -> float | None:
-        """The facts said over the facts asked for, or None where the data name no facts."""
+        """Return the facts said over the facts asked for, or None where the data name no facts."""
         asked = sum(answer["facts"] for answer in self.answers)
         return sum(answer["facts_said"] for answer in self.answers) / asked if asked else None
 
