@@ -69,8 +69,12 @@ def as_table(rows_of: Callable[[list[Record]], Iterable[Row]]) -> Callable[[list
 
 def results_in(*folders: Path) -> list[Record]:
     """Return the records of the last runs that wrote into these `results` folders."""
-    found = [path for folder in folders for path in folder.glob(f"*/{RECORD_NAME}")]
-    return [load_record(path) for path in found if not path.parent.name.endswith((PREVIOUS, UNFINISHED))]
+    return [
+        load_record(path)
+        for folder in folders
+        for path in folder.glob(f"*/{RECORD_NAME}")
+        if not path.parent.name.endswith((PREVIOUS, UNFINISHED))
+    ]
 
 
 def results_of_this_machine() -> list[Record]:

@@ -62,9 +62,8 @@ def summarized(records: Iterable[Record], over_links: bool = False) -> list[Reco
 
     `over_links` picks the short runs whose ranks a limited network joined, else the runs without such a network.
     """
-    found = [run for run in completed(records, goal="summarizes") if bool(run["config"]["link"]) == over_links]
     return sorted(
-        found,
+        (run for run in completed(records, goal="summarizes") if bool(run["config"]["link"]) == over_links),
         key=lambda r: (r["run_folder"], r["config"]["devices"], list(LOOPS).index(r["config"]["loop"]), r["run_name"]),
     )
 
