@@ -45,8 +45,9 @@ RANGES = (
           ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
            "warmup_steps")),
     Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
-          ("devices", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs",
-           "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size", "max_new_tokens", "num_beams")),
+          ("devices", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
+           "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size",
+           "max_new_tokens", "num_beams")),
     Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.",
           ("max_length", "max_target_length")),
     Range(lambda value: 0 < value < math.inf, "{name} is {value}, but must be above 0 and finite, such as {default}.",
@@ -75,7 +76,7 @@ ONLY_FOR = (
     OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing, ("use_reentrant",)),
     OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers, ("device_map", "stages")),
     OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines, ("schedule", "micro_batches")),
-    OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp, ("wrap", "prefetch")),
+    OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp, ("wrap", "prefetch", "dp_replicate_size")),
     OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded, ("offload",)),
     OnlyFor("rows of messages", lambda run: run.goal.chats, ("max_truncated_fraction",)),
     OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.chats,
@@ -322,6 +323,7 @@ def _about_micro_batches(run: RunConfig) -> tuple[Rule, ...]:
 
 def _about_sharding(run: RunConfig) -> tuple[Rule, ...]:
     return (
+        (run.unshardable(), run.unshardable() or ""),
         (
             run.offload == "cpu" and run.device == "cpu",
             "offload is cpu, but device is cpu, where shards are already: leave --offload out.",

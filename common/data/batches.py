@@ -50,9 +50,8 @@ class TrainingRows(Dataset[Tokens]):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return row `number`; for `NO_ROW` one without labels, which is computed and adds nothing to the loss."""
-        if number == NO_ROW:
-            return {**without_labels(self.rows[0]), "row": NO_ROW}
-        return {**self.rows[number], "row": number}
+        row = without_labels(self.rows[0]) if number == NO_ROW else self.rows[number]
+        return {**row, "row": number}
 
 
 WINDOW_BATCHES = 4
@@ -110,12 +109,10 @@ class EpochBatches(Sampler[list[int]]):
 
     def micro_batches(self, step: list[int]) -> list[list[int]]:
         """Return the rows of an optimizer step that all ranks compute at once, one list for each accumulation step."""
-        by_part: dict[int, list[int]] = {}
-        for row in step:
-            by_part.setdefault(self.part_of[row], []).append(row)
+        by_part = [[row for row in step if self.part_of[row] == number] for number in range(len(self.parts))]
         size = self.rows_at_once
-        starts = range(0, max(map(len, by_part.values())), size)
-        return [[row for rows in by_part.values() for row in rows[start : start + size]] for start in starts]
+        starts = range(0, max(map(len, by_part)), size)
+        return [[row for rows in by_part for row in rows[start : start + size]] for start in starts]
 
     def own(self, rows: list[int]) -> list[int]:
         """Return this rank's share of the rows that all compute at once."""
@@ -139,7 +136,7 @@ class EpochBatches(Sampler[list[int]]):
 
     @property
     def rows_per_step(self) -> int:
-        """The rows of an optimizer step, of all ranks together."""
+        """Return the rows of an optimizer step, of all ranks together."""
         return self.rows_at_once * len(self.parts) * self.accumulation_steps
 
 

@@ -13,8 +13,14 @@ from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, parse_l
 
 def row_kind(run: RunConfig) -> RowKind:
     """Return what rows of messages are; they have no settings."""
-    holds, advice = "one JSON object with `messages` per line", "row of `messages`"
-    return RowKind((".jsonl", ".json"), holds, advice, parse_lines, check_messages, tokenize_messages)
+    return RowKind(
+        suffixes=(".jsonl", ".json"),
+        holds="one JSON object with `messages` per line",
+        advice="row of `messages`",
+        parse=parse_lines,
+        check=check_messages,
+        tokenize=tokenize_messages,
+    )
 
 
 def check_messages(found: Found, source: str) -> list[Row]:

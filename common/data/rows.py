@@ -50,7 +50,6 @@ class RowKind:
     """What the rows of a run are, and how they are read."""
 
     suffixes: tuple[str, ...]
-    """Of the files that can be read."""
     holds: str
     """What a file holds, and what an empty one is to be given: for the refusals of `read_rows`."""
     advice: str

@@ -20,8 +20,6 @@ from common.data.row_checks import check_ids, check_rows_apart
 from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens, read_rows
 from common.data.texts import label_names, without_empty
 
-SHORT_VALIDATION = "val"
-"""What SAMSum's archive calls its validation rows."""
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 HOLD_OUT_SHARE, HOLD_OUT_SEED = 0.1, 0
 
@@ -52,12 +50,11 @@ def load_splits(run: RunConfig) -> Splits:
 
 
 def _read_splits(source: str, kind: RowKind) -> Splits:
-    place = Path(source).expanduser()
-    place = place if place.exists() else REPOSITORY / place
     if "://" in source:
         return _read_files(source, kind)
-    if place.exists():
-        return _read_files(str(place), kind)
+    for place in (Path(source).expanduser(), REPOSITORY / source):
+        if place.exists():
+            return _read_files(str(place), kind)
     if HUB_ID.fullmatch(source):
         return _read_hub_dataset(source, kind)
     suffix = " or ".join(suffix for suffix in kind.suffixes if suffix != ".json")
@@ -75,7 +72,7 @@ def _read_files(source: str, kind: RowKind) -> Splits:
     there = (suffix for suffix in kind.suffixes if _is_there(f"{folder}/{SPLIT_NAMES[0]}{suffix}"))
     suffix = next(there, kind.suffixes[0])
     files = {name: f"{folder}/{name}{suffix}" for name in SPLIT_NAMES}
-    short = f"{folder}/{SHORT_VALIDATION}{suffix}"
+    short = f"{folder}/val{suffix}"  # SAMSum's archive calls it so
     if _is_there(short) and not _is_there(files["validation"]):
         files["validation"] = short
     return Splits(*(read_rows(file, kind) for file in files.values()))

@@ -29,36 +29,47 @@ def summary_rows(run: RunConfig) -> RowKind:
 
 
 def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, tokenize: Callable[..., list[Tokens]]) -> RowKind:
-    """Return what rows with a column for each of `keys` are; the setting `<key>_column` names it."""
     columns = {key: getattr(run, f"{key}_column") for key in keys}
-    holds = f"with the columns {' and '.join(map(repr, columns.values()))}"
-    check = partial(check_columns, columns=columns, may_be_empty=run.empty_rows == "skip")
-    return RowKind((".csv", ".jsonl", ".json"), holds, advice, parse_table, check, tokenize)
+    return RowKind(
+        suffixes=(".csv", ".jsonl", ".json"),
+        holds=f"with the columns {' and '.join(map(repr, columns.values()))}",
+        advice=advice,
+        parse=parse_table,
+        check=partial(check_columns, columns=columns, may_be_empty=run.empty_rows == "skip"),
+        tokenize=tokenize,
+    )
 
 
 # -- what is read
 
 
 def parse_table(content: str, source: str) -> Found:
-    """Return what each row of a CSV, JSONL or JSON file (a list of objects) holds, and where it stands."""
-    suffix = Path(urlsplit(source).path).suffix
+    """Return what each row of a file holds, and where it stands: of CSV, JSONL, or a JSON list.
+
+    Raises:
+        BadInputError: it is none of them.
+    """
+    suffix, is_list = Path(urlsplit(source).path).suffix, content.lstrip().startswith("[")
     if suffix == ".csv":
         return _parse_csv(content, source)
-    if suffix == ".json" or content.lstrip().startswith("["):
-        return _parse_json(content, source)
-    return parse_lines(content, source)
+    if not is_list and suffix != ".json":
+        return parse_lines(content, source)
+    try:
+        found = json.loads(content)
+    except json.JSONDecodeError as error:
+        if not is_list:  # one object on each line
+            return parse_lines(content, source)
+        raise BadInputError(
+            f"{source} is no JSON ({error.msg}, line {error.lineno}): correct it, or pass one row per line as .jsonl."
+        ) from None
+    return [(item, f"{source}, row {number}") for number, item in enumerate(found if is_list else [found], 1)]
 
 
 def _parse_csv(content: str, source: str) -> Iterator[tuple[object, str]]:
-    """Yield the rows of a CSV file; the line with the columns is not counted.
-
-    Raises:
-        BadInputError: quotes are not closed, or a text with commas has none, so that rows are not what they seem.
-    """
     rows, number = csv.DictReader(io.StringIO(content, newline=""), strict=True), 0
     try:
         for number, row in enumerate(rows, 1):
-            if None in row:
+            if None in row:  # a text with commas has no quotes
                 raise BadInputError(
                     f"{source}, row {number} has more fields than columns ({', '.join(rows.fieldnames or ())}): put "
                     "texts with commas in quotes."
@@ -68,25 +79,6 @@ def _parse_csv(content: str, source: str) -> Iterator[tuple[object, str]]:
         raise BadInputError(
             f"{source}, row {number + 1} is no CSV ({error}): correct its quotes, or pass the rows as .jsonl."
         ) from None
-
-
-def _parse_json(content: str, source: str) -> Iterator[tuple[object, str]]:
-    """Yield the items of a JSON list, or what each line holds where there is one object on each.
-
-    Raises:
-        BadInputError: it is neither.
-    """
-    try:
-        found = json.loads(content)
-    except json.JSONDecodeError as error:
-        if not content.lstrip().startswith("["):
-            yield from parse_lines(content, source)
-            return
-        raise BadInputError(
-            f"{source} is no JSON ({error.msg}, line {error.lineno}): correct it, or pass one row per line as .jsonl."
-        ) from None
-    for number, item in enumerate(found if isinstance(found, list) else [found], 1):
-        yield item, f"{source}, row {number}"
 
 
 def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> list[Row]:
@@ -105,8 +97,9 @@ def check_columns(found: Found, source: str, columns: dict[str, str], may_be_emp
 
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
     if not isinstance(row, dict):
-        names = ", ".join(columns.values())
-        raise BadInputError(f"{where} is {str(row)[:40]!r}, but should have the columns {names}: correct it.")
+        raise BadInputError(
+            f"{where} is {str(row)[:40]!r}, but should have the columns {', '.join(columns.values())}: correct it."
+        )
     for key, name in columns.items():
         if name not in row:
             raise BadInputError(
@@ -197,7 +190,6 @@ def tokenize_summaries(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run:
 def _tokenize(
     rows: list[Row], labels: list[int] | list[list[int]], tokenizer: PreTrainedTokenizerBase, run: RunConfig
 ) -> list[Tokens]:
-    """Return every text as tokens with its labels; refuse texts that would be cut where they must not be."""
     long = _too_long(rows, tokenizer, run) if run.long_texts == "refuse" else []
     if long:
         raise BadInputError(

@@ -1,11 +1,8 @@
 """Base model and tokenizer, with LoRA adapters: checked, loaded, or made with random weights; and logits compared."""
 
 import importlib.util
-import json
-import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ import torch
 import transformers
 from accelerate import dispatch_model
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import RepositoryNotFoundError
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
@@ -36,6 +33,7 @@ from common.models.quantization import (
     prepare_quantized,
     quantization_config,
     random_model,
+    silent,
     weight_counts,
 )
 from common.models.shards import global_numel
@@ -46,7 +44,6 @@ LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed"
 that of the embedded base: see `logit_tolerance`."""
 EMBEDDED_WIDTH, EMBEDDED_LAYERS = 128, 4
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2", "flash3": "flash_attention_3"}
-"""Our names and those of Transformers."""
 FLASH_PACKAGES = {
     "flash": ("flash_attn", "`pip install flash-attn --no-build-isolation`"),
     "flash3": ("flash_attn_interface", "`python setup.py install` in the folder hopper of flash-attention's source"),
@@ -100,22 +97,16 @@ def check_model(model: str) -> str:
 
 
 def _check_hub(model: str) -> None:
-    """Refuse an id that is not cached and cannot be fetched now."""
-    fetch = f"fetch it where there is a network, once, with `hf download {model}`"
-    if HF_HUB_OFFLINE:
-        raise BadInputError(
-            f"The model {model} is not in the cache ({HF_HUB_CACHE}), and HF_HUB_OFFLINE forbids the network: "
-            f"unset it, and {fetch}."
-        )
     try:
         HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
     except RepositoryNotFoundError:
         raise BadInputError(
             f"The model {model} is not on the Hugging Face Hub, or not for you: correct --model."
         ) from None
-    except Exception as error:  # whatever the network library of this version of huggingface_hub raises
+    except Exception as error:  # offline, or whatever the network library of this version of huggingface_hub raises
         raise BadInputError(
-            f"The model {model} is not in the cache ({HF_HUB_CACHE}) and the Hub cannot be reached ({error}): {fetch}."
+            f"The model {model} is not in the cache ({HF_HUB_CACHE}) and the Hub cannot be reached ({error}): fetch it "
+            f"where there is a network, once, with `hf download {model}`."
         ) from None
 
 
@@ -129,9 +120,9 @@ def _check_folder(folder: Path, model: str) -> Path:
             "copy them there, or pass another --model."
         )
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config, _ = PretrainedConfig.get_config_dict(folder)
         brings_code = "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING
-    except (ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         brings_code = False  # loading says what is wrong with it
     if brings_code:
         raise BadInputError(
@@ -199,9 +190,8 @@ def load_base_model(
     if run.weights == "random" and source is None:
         model = _random_model(run, device_map, quantized)
     else:
-        auto_class = getattr(transformers, run.goal.auto_class)
         settings = {"quantization_config": quantization_config(run)} if quantized else {}
-        model = load_pretrained(auto_class, run, device_map, source, **settings)
+        model = load_pretrained(getattr(transformers, run.goal.auto_class), run, device_map, source, **settings)
     return prepare_quantized(model) if quantized else model
 
 
@@ -237,19 +227,6 @@ def load_pretrained(
     if labels:
         start_head(model, loading, run.seed)
     return model.eval()
-
-
-@contextmanager
-def silent(*logger_names: str) -> Iterator[None]:
-    """Show no warnings of a library's loggers: what they would say is expected, or said better by us."""
-    levels = {name: logging.getLogger(name).level for name in logger_names}
-    for name in logger_names:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def class_names(run: RunConfig) -> dict[str, object]:
@@ -354,9 +331,9 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: b
 
 
 def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
-    first_line = str(error).strip().splitlines()[0]
     return BadInputError(
-        f"The {part} of {model} cannot be loaded ({first_line}): put them right, or pass another --model."
+        f"The {part} of {model} cannot be loaded ({str(error).strip().splitlines()[0]}): correct them, or pass another "
+        "--model."
     )
 
 
@@ -366,7 +343,6 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     Raises:
         BadInputError: the model has no module of such a name.
     """
-    modules = run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(",")
     config = LoraConfig(
         task_type=run.goal.peft_type if run.goal.heads or model.can_generate() else None,
         modules_to_save=head_modules(model, run) or None,
@@ -375,7 +351,7 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         lora_dropout=run.lora_dropout,
         use_rslora=True,
         init_lora_weights="gaussian",
-        target_modules=modules,
+        target_modules=run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(","),
     )
     try:
         return get_peft_model(model, config)

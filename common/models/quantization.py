@@ -4,7 +4,8 @@ Imports bitsandbytes only inside functions: runs without quantized weights do wi
 """
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -21,8 +22,6 @@ from common.hardware.devices import GIB
 from common.models.shards import byte_count, global_numel
 
 ARITHMETIC_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OF_BITSANDBYTES = ("bnb", "paged", "8bit")
-"""Parts of the names of those of Transformers' optimizers that are bitsandbytes' own."""
 
 
 def check_bitsandbytes(run: RunConfig) -> None:
@@ -38,7 +37,7 @@ def check_bitsandbytes(run: RunConfig) -> None:
             f"technique is qlora and quantization {run.quantization}, but bitsandbytes, which quantizes, is not "
             "installed: `pip install bitsandbytes`, or pass --technique lora in a folder of 2.1."
         )
-    if any(part in run.optim for part in OF_BITSANDBYTES):
+    if any(part in run.optim for part in ("bnb", "paged", "8bit")):  # those of Transformers' that are bitsandbytes' own
         raise BadInputError(
             f"optim is {run.optim}, which is part of bitsandbytes, and that is not installed: "
             "`pip install bitsandbytes`, or pass --optimizer adamw_torch_fused."
@@ -99,12 +98,28 @@ def weight_counts(model: torch.nn.Module) -> int:
     return sum(global_numel(weight) if state is None else state.shape.numel() for weight, state in of_weights)
 
 
-# -- random weights
+# -- around a library's own work
+
+
+@contextmanager
+def silent(*logger_names: str) -> Iterator[None]:
+    """Show no warnings of a library's loggers: what they would say is expected, or said better by us."""
+    levels = {name: logging.getLogger(name).level for name in logger_names}
+    for name in logger_names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def forked_random_numbers(*devices: str | int | torch.device) -> AbstractContextManager[None]:
     """Let what is drawn within, on the host and these devices, count for nothing afterwards."""
     return torch.random.fork_rng(devices=[device for device in map(torch.device, devices) if device.type == "cuda"])
+
+
+# -- random weights
 
 
 def random_model(
@@ -195,10 +210,8 @@ def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> St
 def _quantized_bytes(weight: Any) -> int:
     """Return the bytes of the 4-bit numbers, their scales (and the scales of these), and the tables of levels."""
     state = weight.quant_state
-    tensors = [weight.data, state.absmax, state.code]
-    if state.nested:
-        tensors += [state.offset, state.state2.absmax, state.state2.code]
-    return byte_count(tensors)
+    of_scales = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return byte_count([weight.data, state.absmax, state.code, *of_scales])
 
 
 # -- back to ordinary weights
@@ -206,17 +219,11 @@ def _quantized_bytes(weight: Any) -> int:
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with ordinary weights in `dtype`: each of its 4-bit numbers times its block's scale."""
-    said_by_library = logging.getLogger("transformers.integrations.bitsandbytes")
-    said_by_library.addFilter(_not_about_dtypes)
-    plain = model.dequantize(dtype=dtype)
-    said_by_library.removeFilter(_not_about_dtypes)
+    with silent("transformers.integrations.bitsandbytes"):  # it says which dtypes it takes
+        plain = model.dequantize(dtype=dtype)
     for weight in plain.parameters():  # not buffers: rotary frequencies stay in fp32
         weight.data = weight.data.to(dtype)
     return plain
-
-
-def _not_about_dtypes(record: logging.LogRecord) -> bool:
-    return "modules are dequantized in" not in record.getMessage()
 
 
 def relative_error(original: torch.nn.Module, quantized: torch.nn.Module) -> float:

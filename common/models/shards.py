@@ -8,9 +8,7 @@ from torch.distributed.tensor import DTensor
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a weight (or of its gradient): FSDP's shard, DeepSpeed's (stage 3), or all of it."""
-    if isinstance(weight, DTensor):
-        return weight.to_local()
-    return getattr(weight, "ds_tensor", weight)
+    return weight.to_local() if isinstance(weight, DTensor) else getattr(weight, "ds_tensor", weight)
 
 
 def global_numel(weight: torch.Tensor) -> int:

@@ -12,6 +12,7 @@ from common.reporting.rows import (
     NOT_PUBLISHED,
     NOT_RUN,
     PLANNED,
+    STRONG,
     Row,
     baseline_of,
     by_setting,
@@ -46,8 +47,10 @@ BRIEF = {
 def classified(records: Iterable[Record]) -> list[Record]:
     """Return the completed classification runs, in the order of folders and settings."""
     order = list(product(TECHNIQUES, PARALLELISMS))
-    found = completed(records, goal="classifies")
-    return sorted(found, key=lambda r: (r["run_folder"], order.index(kind_of(r)), r["config"]["micro_batches"]))
+    return sorted(
+        completed(records, goal="classifies"),
+        key=lambda r: (r["run_folder"], order.index(kind_of(r)), r["config"]["micro_batches"]),
+    )
 
 
 def setting_name(technique: str, parallel: str, micro_batches: int) -> str:
@@ -84,7 +87,7 @@ def front(records: list[Record]) -> pd.DataFrame:
 
 def _compared(runs: list[Record], records: list[Record]) -> Row:
     first, is_single = runs[0], PARALLELISMS[runs[0]["parallel"]].is_single
-    baseline = first if is_single else baseline_of(first, records, "effective_batch_size")
+    baseline = first if is_single else baseline_of(first, records, STRONG)
     speedup = f"{baseline['train_time_s'] / first['train_time_s']:.2f}x" if baseline else "no run on one device"
     return {
         "Setting": setting_name(*kind_of(first), first["config"]["micro_batches"]),
@@ -127,7 +130,6 @@ def _details(record: Record) -> Row:
 
 
 def _not_run(records: list[Record]) -> list[Row]:
-    """Return the settings of run folders without any record."""
     done = {record["run_folder"] for record in classified(records)}
     return [
         {

@@ -11,9 +11,8 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import PARALLELISMS
-from common.hardware.devices import GIB, MIB, find_gpu
+from common.hardware.devices import GIB, MIB
 from common.planning.job import BatchShape
-from common.planning.plans import Plan
 from common.planning.shares import trained_parameters
 from common.records.store import Record
 from common.reporting.rows import (
@@ -27,7 +26,10 @@ from common.reporting.rows import (
     MEMORY,
     PROJECTED,
     PROJECTED_LENGTH,
+    SCHEDULES,
     STEPS,
+    STRONG,
+    WEAK,
     WHAT,
     Kind,
     Row,
@@ -37,6 +39,7 @@ from common.reporting.rows import (
     clock,
     completed,
     devices_of,
+    fits,
     kind_name,
     kind_of,
     measured_quality,
@@ -45,9 +48,9 @@ from common.reporting.rows import (
     percent,
     projected_plan,
     published_results,
-    published_speed,
     quality_table,
     speed_table,
+    speedup_table,
     step_s,
     table_of,
 )
@@ -57,7 +60,6 @@ PROJECTED_ROWS = 10_000
 SMALL_LEARNING_RATE = 1e-5
 """At which pure bf16 is compared with other precisions: that of the GPU folders."""
 SHARDING_FOLDER = "2.6_full_finetuning_with_fsdp"
-SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
 
 
 def recipes(records: list[Record], *kinds: Kind) -> list[Record]:
@@ -70,9 +72,9 @@ def recipes(records: list[Record], *kinds: Kind) -> list[Record]:
 
 
 def full_quality(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...]) -> pd.DataFrame:
-    """2.4, 2.5, 2.7: quality beside another kind's."""
-    columns = ["Learning rate scaling", "Shuffled, by MiniLM", "Answers shuffled"]
-    return quality_table(recipes(records), shown, beside).drop(columns=columns)
+    """Return the table of 2.4, 2.5 and 2.7: quality beside another kind's."""
+    table = quality_table(recipes(records), shown, beside)
+    return table.drop(columns=["Learning rate scaling", "Shuffled, by MiniLM", "Answers shuffled"])
 
 
 def full_speed(records: list[Record]) -> pd.DataFrame:
@@ -83,7 +85,6 @@ def full_speed(records: list[Record]) -> pd.DataFrame:
 def full_precision(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.4: how many weights a step really changes, by precision and learning rate."""
     usual = {"seed": RunConfig.seed, "per_device_train_batch_size": RunConfig.per_device_train_batch_size}
-    runs = [record for record in completed(records, FULL) if record.get("updated_share") is not None]
     return pd.DataFrame(
         {
             "Precision": record["config"]["precision"],
@@ -97,8 +98,8 @@ def full_precision(records: list[Record]) -> pd.DataFrame:
             "Figures": "measured",
             "Command": measured_speed(record)["Command"],
         }
-        for record in runs
-        if usual.items() <= record["config"].items()
+        for record in completed(records, FULL)
+        if record.get("updated_share") is not None and usual.items() <= record["config"].items()
     )
 
 
@@ -119,14 +120,10 @@ def full_memory(records: list[Record]) -> Iterator[Row]:
             "Optimizer (GiB)": f"{parts['optimizer']:.1f}",
             "Activations, logits (GiB)": f"{parts['activations'] + parts['logits']:.1f}",
             "Peak (GiB)": f"{plan.devices[0].peak_gib:.1f}",
-            "Fits an A100 80GB": _fits(plan, "A100 80GB SXM"),
-            "Fits an H200 141GB": _fits(plan, "H200 141GB"),
+            "Fits an A100 80GB": fits(plan.devices[0].peak_gib, "A100 80GB SXM"),
+            "Fits an H200 141GB": fits(plan.devices[0].peak_gib, "H200 141GB"),
             "Figures": PROJECTED,
         }
-
-
-def _fits(plan: Plan, gpu: str) -> str:
-    return "yes" if plan.devices[0].peak_gib <= find_gpu(gpu).memory_gib else "no"
 
 
 # -- model parallel
@@ -134,11 +131,9 @@ def _fits(plan: Plan, gpu: str) -> str:
 
 def mp_speed(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.5: hardware, time, and what each GPU must have, beside one device."""
-    pairs = beside_one_device(recipes(records, FULL_MP), records, "per_device_train_batch_size")
-    one_device = published_results(FULL)[0]
-    published = [published_speed(result, one_device) for result in published_results(FULL, FULL_MP)]
+    pairs = beside_one_device(recipes(records, FULL_MP), records, WEAK)
     columns = (*WHAT, *FACTORS, *STEPS, "VRAM requirement per GPU", "Command")
-    return table_of(records, (FULL_MP,), [measured_speed(*pair) for pair in pairs], published, columns)
+    return speedup_table(records, pairs, WEAK, columns, waiting=(FULL_MP,), published=(FULL, FULL_MP))
 
 
 def mp_maps(records: list[Record]) -> pd.DataFrame:
@@ -199,13 +194,13 @@ def mp_price(records: list[Record]) -> Iterator[Row]:
 
 
 def _sharding_kinds(*techniques: str) -> list[Kind]:
-    return list(product(techniques, [way.name for way in PARALLELISMS.values() if way.shards]))
+    return list(product(techniques, [name for name, parallelism in PARALLELISMS.items() if parallelism.shards]))
 
 
 def _sharded_runs(records: list[Record]) -> list[Record]:
     """Return the runs of 2.6 that show what the recipe learns, and with DDP what sharding is compared with."""
-    kinds = (FULL_DDP, *_sharding_kinds("full", "lora"))
-    return [record for record in recipes(records, *kinds) if record["run_folder"].startswith(SHARDING_FOLDER)]
+    runs = recipes(records, FULL_DDP, *_sharding_kinds("full", "lora"))
+    return [record for record in runs if record["run_folder"].startswith(SHARDING_FOLDER)]
 
 
 def sharding_quality(records: list[Record]) -> pd.DataFrame:
@@ -221,9 +216,9 @@ def sharding_quality(records: list[Record]) -> pd.DataFrame:
 def sharding_speed(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.6: time and memory at the same global batch and learning rate, beside one device."""
     runs = [record for record in _sharded_runs(records) if record["config"]["learning_rate_scaling"] == "none"]
-    pairs = beside_one_device(runs, records, "effective_batch_size")
     compared = ("Against one device", "Machine's ceiling", "Tokens per second", "Validation loss")
-    return pd.DataFrame([measured_speed(*pair) for pair in pairs], columns=(*WHAT, *STEPS, *compared, *MEMORY))
+    pairs = beside_one_device(runs, records, STRONG)
+    return speedup_table(records, pairs, STRONG, (*WHAT, *STEPS, *compared, *MEMORY))
 
 
 def _looked_into(records: list[Record], key: str) -> list[Record]:
@@ -285,19 +280,19 @@ def sharding_memory(records: list[Record]) -> Iterator[Row]:
     """Return the table of 2.6: the GPU folders' model on the same GPUs with each parallelism; projected."""
     runs = [literal_of(REPOSITORY / SHARDING_FOLDER / name) for name in ("run_1_a100_80g_x2", "run_2_a6000_48g_x4")]
     shown = [PARALLELISMS[name] for name in runs[0].goal.parallelisms if not PARALLELISMS[name].is_single]
-    for run, way in product(runs, shown):
+    for run, shared in product(runs, shown):
         rows_per_step = run.per_device_train_batch_size * run.devices
         settings = {
-            "parallel": way.name,
-            "precision": "bf16" if way.uses_deepspeed else run.precision,  # DeepSpeed's own copy is in fp32
-            "per_device_train_batch_size": rows_per_step if way.splits_layers else run.per_device_train_batch_size,
-            "micro_batches": 2 * run.devices if way.pipelines else 1,
+            "parallel": shared.name,
+            "precision": "bf16" if shared.uses_deepspeed else run.precision,  # DeepSpeed's own copy is in fp32
+            "per_device_train_batch_size": rows_per_step if shared.splits_layers else run.per_device_train_batch_size,
+            "micro_batches": 2 * run.devices if shared.pipelines else 1,
         }
         plan = projected_plan(run.changed_to(run_folder="", **settings))
         memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
         yield {
             "GPUs": f"{run.gpu} x{run.devices}",
-            "Approach": kind_name("full", way.name),
+            "Approach": kind_name("full", shared.name),
             "Precision": plan.job.precision,
             "Rows per step": str(rows_per_step),
             "Weights (GiB)": f"{memory.parts_gib['weights']:.1f}",
@@ -315,13 +310,12 @@ def sharding_memory(records: list[Record]) -> Iterator[Row]:
 
 def pp_speed(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.7: time, idle share and memory of training, beside one device at the same global batch."""
-    pairs = beside_one_device(recipes(records, FULL_PP, LORA_PP), records, "effective_batch_size")
+    pairs = beside_one_device(recipes(records, FULL_PP, LORA_PP), records, STRONG)
     columns = (*WHAT, *STEPS, "Micro-batches", "Against one device", "Idle share per stage", *MEMORY)
-    return table_of(records, (FULL_PP,), [measured_speed(*pair) for pair in pairs], columns=columns)
+    return speedup_table(records, pairs, STRONG, columns, waiting=(FULL_PP,))
 
 
 def _measured_pipelines(records: list[Record]) -> list[tuple[Record, dict[str, Any]]]:
-    """Return the runs with the usual seed that measured their pipeline, and what they measured."""
     runs = completed(records, FULL_PP, LORA_PP)
     return [(run, run["pipeline"]) for run in runs if run["config"]["seed"] == RunConfig.seed and run.get("pipeline")]
 
@@ -342,7 +336,6 @@ def pp_schedules(records: list[Record]) -> Iterator[Row]:
     for (record, pipeline), (name, words) in product(_measured_pipelines(records), SCHEDULES.items()):
         stages, step_time_s = pipeline["stages"], pipeline["step_s"]
         parts = 1 if name == "naive" else pipeline["micro_batches"]
-        activations_mib = pipeline["peak_activations_mib"][name]
         yield {
             **_size(record),
             "Schedule": words,
@@ -352,7 +345,9 @@ def pp_schedules(records: list[Record]) -> Iterator[Row]:
             "The formula's": f"{stages * parts / (parts + stages - 1):.2f}x",
             "Idle share per stage": " / ".join(f"{share:.0%}" for share in pipeline["idle_share"][name]),
             "The formula's idle share": f"{(stages - 1) / (parts + stages - 1):.0%}",
-            "Activations at once per stage (MiB)": " / ".join(f"{mib:.1f}" for mib in activations_mib),
+            "Activations at once per stage (MiB)": " / ".join(
+                f"{mib:.1f}" for mib in pipeline["peak_activations_mib"][name]
+            ),
             "Figures": "measured",
         }
 

@@ -8,7 +8,7 @@ import pandas as pd
 from common.base.paths import REPOSITORY
 from common.base.specs import TECHNIQUES
 from common.records.store import Record
-from common.reporting.rows import NOT_RUN, Row
+from common.reporting.rows import NOT_RUN
 
 Outcome = dict[str, object]
 EQUIVALENCE = REPOSITORY / "tests" / "recipes" / "equivalence.json"
@@ -98,25 +98,6 @@ def read_outcomes(path: Path) -> list[Outcome]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-# -- equal steps
-
-
-def merged(measured: list[Outcome]) -> list[Outcome]:
-    """Return the outcomes for the file, sorted; of a case that was not run now, what was measured before."""
-    before = {_case(row): row for row in read_outcomes(EQUIVALENCE)}
-    rows = [before.get(_case(row), row) if row["loss_difference"] is None else row for row in measured]
-    return sorted(map(_rounded, rows), key=_case)
-
-
-def _case(row: Outcome) -> tuple[str, ...]:
-    return tuple(str(row[name]) for name in ("task", "strategy", "technique", "note"))
-
-
-def _rounded(row: Outcome) -> Outcome:
-    """Return differences with two digits: more of them are different on another machine."""
-    return {name: float(f"{value:.1e}") if isinstance(value, float) else value for name, value in row.items()}
-
-
 def equivalence(_: list[Record]) -> pd.DataFrame:
     """Return one line per task and strategy; a cell has the largest differences of losses and of weights."""
     columns = ["task", "strategy", "technique", "loss_difference", "weight_difference"]
@@ -139,28 +120,22 @@ def _cell(cases: pd.DataFrame) -> str:
     return " / ".join(f"{value:.0e}" if value else "0" for value in found.max())
 
 
-# -- faults
-
-
 def faults(_: list[Record]) -> pd.DataFrame:
     """Return one line per fault and technique; seconds count from the fault on."""
-    rows = [*read_outcomes(ENDED_FAULTS), *ELSEWHERE]
-    return pd.DataFrame(_line(row) for row in sorted(rows, key=lambda row: row["fault"]))
+    return pd.DataFrame(
+        {
+            "": str(row["fault"]),
+            "Fault": FAULTS[row["fault"]],
+            "Technique": row["technique"],
+            "Outcome": row["outcome"],
+            "Noticed (s)": _figure(row.get("noticed_s"), "{:.1f}"),
+            "Ended (s)": _figure(row.get("ended_s"), "{:.1f}"),
+            "Steps lost": _figure(row.get("lost_steps"), "{}"),
+            "Where": f"[{Path(row['test']).name}]({row['test']})",
+        }
+        for row in sorted([*read_outcomes(ENDED_FAULTS), *ELSEWHERE], key=lambda row: row["fault"])
+    )
 
 
-def _line(row: Outcome) -> Row:
-    steps = row.get("lost_steps")
-    return {
-        "": str(row["fault"]),
-        "Fault": FAULTS[row["fault"]],
-        "Technique": row["technique"],
-        "Outcome": row["outcome"],
-        "Noticed (s)": _seconds(row.get("noticed_s")),
-        "Ended (s)": _seconds(row.get("ended_s")),
-        "Steps lost": "" if steps is None else str(steps),
-        "Where": f"[{Path(row['test']).name}]({row['test']})",
-    }
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -8,10 +8,9 @@ from matplotlib.figure import Figure
 
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
-from common.reporting.rows import clock_seconds
+from common.reporting.rows import SCHEDULES, clock_seconds
 
 PASS_COLOURS = {"forward": "#9ecae1", "loss": "#9ecae1", "backward": "#fdae6b"}
-SCHEDULE_NAMES = {"naive": "naive model parallel", "gpipe": "GPipe", "1f1b": "1F1B"}
 
 
 def plot_losses(record: Record) -> Figure:
@@ -62,13 +61,12 @@ def plot_timeline(passes_by_schedule: dict[str, list[list[tuple[str, int, float,
     for axes, (schedule, stages) in zip(panels[:, 0], passes_by_schedule.items(), strict=True):
         for stage, passes in enumerate(stages):
             for kind, micro_batch, start_s, end_s in passes:
-                axes.barh(stage, (end_s - start_s) * 1e3, left=start_s * 1e3, color=PASS_COLOURS[kind],
-                          edgecolor="white", linewidth=0.5)  # fmt: skip
+                bar = axes.barh(stage, (end_s - start_s) * 1e3, left=start_s * 1e3, color=PASS_COLOURS[kind],
+                                edgecolor="white", linewidth=0.5)  # fmt: skip
                 if kind != "loss" and len(passes) > 3:
-                    middle_ms = (start_s + end_s) / 2 * 1e3
-                    axes.text(middle_ms, stage, str(micro_batch), ha="center", va="center", fontsize=7)
+                    axes.bar_label(bar, [str(micro_batch)], label_type="center", fontsize=7)
         axes.set(yticks=range(len(stages)), yticklabels=[f"stage {stage}" for stage in range(len(stages))])
-        axes.set_title(SCHEDULE_NAMES.get(schedule, schedule), loc="left", fontsize=9)
+        axes.set_title(SCHEDULES[schedule], loc="left", fontsize=9)
         axes.invert_yaxis()
     panels[-1, 0].set_xlabel(
         "ms since the step began; blue: forward, orange: backward, white: idle; numbers: micro-batch"
@@ -95,10 +93,8 @@ def plot_accuracy(records: list[Record]) -> Figure:
         name, parts = record["parallel"], record["config"]["micro_batches"]
         if PARALLELISMS[name].pipelines:
             name += f", {parts} micro-batch{'es' * (parts > 1)}"
-        epochs = [
-            record["config"]["num_train_epochs"] * step / record["steps"] for step, _ in record["validation_accuracies"]
-        ]
-        shares = [share for _, share in record["validation_accuracies"]]
+        steps, shares = zip(*record["validation_accuracies"], strict=True)
+        epochs = [step * record["config"]["num_train_epochs"] / record["steps"] for step in steps]
         axes_of[record["technique"]].plot(epochs, shares, marker=".", label=name)
     for technique, axes in axes_of.items():
         axes.set(title=technique, xlabel="epochs", ylabel="validation accuracy")
@@ -112,8 +108,8 @@ def plot_confusion(record: Record) -> Figure:
 
     after = record["quality"]["after"]
     figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
-    display = ConfusionMatrixDisplay(pd.DataFrame(after["confusion"]).to_numpy(), display_labels=after["labels"])
-    display.plot(ax=axes, cmap="Blues", xticks_rotation=40, colorbar=False)
+    confusion = ConfusionMatrixDisplay(pd.DataFrame(after["confusion"]).to_numpy(), display_labels=after["labels"])
+    confusion.plot(ax=axes, cmap="Blues", xticks_rotation=40, colorbar=False)
     axes.set(xlabel="found", ylabel="meant", title=f"{record['run_name']}: {after['rows']} test rows")
     return figure
 

@@ -8,7 +8,6 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
 from common.base.specs import TECHNIQUES
-from common.hardware.devices import find_gpu
 from common.records.store import Record
 from common.reporting.rows import (
     FULL,
@@ -29,6 +28,7 @@ from common.reporting.rows import (
     clock,
     completed,
     devices_of,
+    fits,
     kind_name,
     measured_quality,
     measured_speed,
@@ -57,10 +57,8 @@ QUALITY = (*WHAT, "Epochs", "Batch size", "Similarity score before (lower is bet
 def _name(record: Record) -> str:
     """Return the approach, with those settings of a QLoRA run that differ from the defaults."""
     shown = ("quantization", "optim") if TECHNIQUES[record["technique"]].quantizes else ()
-    values = {name: record["config"][name] for name in shown}
-    return ", ".join(
-        [approach(record), *(value for name, value in values.items() if value != getattr(RunConfig, name))]
-    )
+    unusual = [record["config"][name] for name in shown if record["config"][name] != getattr(RunConfig, name)]
+    return ", ".join([approach(record), *unusual])
 
 
 def qlora_quality(records: list[Record]) -> pd.DataFrame:
@@ -73,7 +71,6 @@ def qlora_quality(records: list[Record]) -> pd.DataFrame:
 
 
 def _of_original_base(record: Record) -> Row:
-    """Return the quality of the adapter on the original base; where it was not measured, nothing."""
     if TECHNIQUES[record["technique"]].has_plain_adapters:
         return dict.fromkeys(ORIGINAL_BASE, "the same base")
     after = record["quality"].get("after_original_base")
@@ -91,7 +88,6 @@ def qlora_speed(records: list[Record]) -> pd.DataFrame:
 
 
 def _with_gpu_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the table and a row for each kind that nobody has run on GPUs yet."""
     waiting = [_waiting(kind, folder, options) for kind, (folder, options) in NEEDS_GPUS.items()]
     return pd.concat([table, pd.DataFrame(waiting, columns=table.columns, dtype=object).fillna(NOT_RUN)])
 
@@ -125,24 +121,24 @@ def qlora_memory(records: list[Record]) -> Iterator[Row]:
             }
     for folder, run in run_folders().items():
         if (run.technique, run.parallel, run.device) == (*QLORA, "cuda"):
-            plans = [projected_plan(run.changed_to(technique=technique)) for technique, _ in (LORA, QLORA)]
-            weights_gib = (plan.devices[0].parts_gib["weights"] for plan in plans)
-            peaks_gib = [plan.devices[0].peak_gib for plan in plans]
-            batch_size = run.per_device_train_batch_size
-            name = f"`{folder.name}`, {run.quantization}, {batch_size} rows of {PROJECTED_LENGTH:,} tokens"
-            fits = ["yes" if gib <= find_gpu(run.gpu).memory_gib else "no" for gib in peaks_gib]
-            yield {"Run": name, "Of": "weights, 7B model", **_saved(*weights_gib, 1), "Figures": PROJECTED}
-            yield {"Run": name, "Of": "training's peak", **_saved(*peaks_gib, 1, *fits), "Figures": PROJECTED}
+            lora, qlora = (projected_plan(run.changed_to(technique=name)).devices[0] for name, _ in (LORA, QLORA))
+            rows = f"{run.per_device_train_batch_size} rows of {PROJECTED_LENGTH:,} tokens"
+            compared = {
+                "weights, 7B model": _saved(lora.parts_gib["weights"], qlora.parts_gib["weights"], 1),
+                "training's peak": _saved(lora.peak_gib, qlora.peak_gib, 1, run.gpu),
+            }
+            name = f"`{folder.name}`, {run.quantization}, {rows}"
+            yield from ({"Run": name, "Of": what, **saved, "Figures": PROJECTED} for what, saved in compared.items())
 
 
-def _saved(lora_gib: float, qlora_gib: float, digits: int, lora_fits: str = "-", qlora_fits: str = "-") -> Row:
+def _saved(lora_gib: float, qlora_gib: float, digits: int, gpu: str = "") -> Row:
     return {
         "LoRA (GiB)": f"{lora_gib:.{digits}f}",
         "QLoRA (GiB)": f"{qlora_gib:.{digits}f}",
         "Factor": f"{lora_gib / qlora_gib:.2f}x",
         "Saved (GiB)": f"{lora_gib - qlora_gib:.{digits}f}",
-        "LoRA fits": lora_fits,
-        "QLoRA fits": qlora_fits,
+        "LoRA fits": fits(lora_gib, gpu) if gpu else "-",
+        "QLoRA fits": fits(qlora_gib, gpu) if gpu else "-",
     }
 
 

@@ -6,7 +6,6 @@ Every row is `measured` (from a committed record), `published` (with its source)
 import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
-from common.hardware.devices import gpu_of_device
+from common.hardware.devices import find_gpu, gpu_of_device
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
 from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, Record, load_record
@@ -33,6 +32,10 @@ REPORTING = "Of that, validation and checkpoints"
 MEMORY = ("Peak memory per device (GiB)", PLANNED, "Command")
 SPEED = (*WHAT, *STEPS, REPORTING, "Tokens per second", *MEMORY)
 """Columns of the tables of time and memory."""
+STRONG, WEAK = "effective_batch_size", "per_device_train_batch_size"
+"""What runs on one device and on several share when they are compared: strong scaling, or weak."""
+
+SCHEDULES = {"naive": "naive MP", "gpipe": "GPipe", "1f1b": "1F1B"}
 
 Kind = tuple[str, str]
 """Technique and parallelism."""
@@ -40,14 +43,8 @@ LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
 QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
 FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full", "mp"), ("full", "pp")
 FREE_SETTINGS = {
-    *(
-        "parallel",
-        "devices",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "gradient_checkpointing",
-        "use_reentrant",
-    ),
+    *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("gradient_checkpointing", "use_reentrant"),
     *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload"),
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
@@ -72,23 +69,29 @@ def as_table(rows_of: Callable[[list[Record]], Iterable[Row]]) -> Callable[[list
 
 def results_in(*folders: Path) -> list[Record]:
     """Return the records of the last runs that wrote into these `results` folders."""
-    found = [path for folder in folders for path in folder.glob(f"*/{RECORD_NAME}")]
-    return [load_record(path) for path in found if not path.parent.name.endswith((PREVIOUS, UNFINISHED))]
+    return [
+        load_record(path)
+        for folder in folders
+        for path in folder.glob(f"*/{RECORD_NAME}")
+        if not path.parent.name.endswith((PREVIOUS, UNFINISHED))
+    ]
 
 
 def results_of_this_machine() -> list[Record]:
     """Return the records of the last runs in every run folder, whether kept or not."""
-    found = results_in(*REPOSITORY.glob("*/run_*/results"))
     return sorted(
-        found,
+        results_in(*REPOSITORY.glob("*/run_*/results")),
         key=lambda record: (record["run_folder"], record["config"]["per_device_train_batch_size"], record["run_name"]),
     )
 
 
 def published_results(*kinds: Kind, metric: str = "similarity_score") -> list[dict[str, Any]]:
     """Return what others published with this metric, with sources, of these kinds; none given: of all kinds."""
-    found = json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
-    return [result for result in found if metric in result and (not kinds or kind_of(result) in kinds)]
+    return [
+        result
+        for result in json.loads(PUBLISHED_FILE.read_text(encoding="utf-8"))
+        if metric in result and (not kinds or kind_of(result) in kinds)
+    ]
 
 
 # -- which runs a table has
@@ -109,12 +112,11 @@ def completed(records: Iterable[Record], *kinds: Kind, goal: str = "chats") -> l
 
     `goal` is what their task does: `chats`, `classifies` or `summarizes`, as `common.base.specs.Task` has it.
     """
-    kinds = kinds or tuple(product(TECHNIQUES, PARALLELISMS))
-    tasks = [task.name for task in TASKS.values() if getattr(task, goal)]
     return [
         record
         for record in records
-        if record["status"] == "completed" and kind_of(record) in kinds and task_of(record) in tasks
+        if record["status"] == "completed" and getattr(TASKS[task_of(record)], goal)
+        if not kinds or kind_of(record) in kinds
     ]
 
 
@@ -130,14 +132,12 @@ def by_setting(runs: Iterable[Record]) -> list[list[Record]]:
 def workload(record: Record, same: str) -> dict[str, object]:
     """Return what two runs must share to be compared in time: settings that are not free, devices and batch size.
 
-    `same` is `effective_batch_size` (strong scaling) or `per_device_train_batch_size` (rows per device: weak scaling).
+    `same` is `STRONG` or `WEAK`.
     """
     config, environment = {**RunConfig().to_dict(), **record["config"]}, record["environment"]  # older: fewer settings
     return {
         **{name: value for name, value in config.items() if name not in FREE_SETTINGS},
-        "rows": record["effective_batch_size"]
-        if same == "effective_batch_size"
-        else config["per_device_train_batch_size"],
+        "rows": record[same] if same == STRONG else config[same],
         "recomputes_activations": config["gradient_checkpointing"],
         "device_name": environment["devices"][0],
         "threads_per_rank": environment["threads_per_rank"],
@@ -150,11 +150,10 @@ def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record 
     A run by command is preferred to a notebook's, as the others are runs by command, too. A base in 4 bits has no
     baseline.
     """
-    alone = [way.name for way in PARALLELISMS.values() if way.is_single]
     found = [
         candidate
         for candidate in records
-        if candidate["status"] == "completed" and candidate["parallel"] in alone
+        if candidate["status"] == "completed" and PARALLELISMS[candidate["parallel"]].is_single
         if workload(candidate, same) == workload(record, same) and not TECHNIQUES[record["technique"]].quantizes
     ]
     return min(found, key=lambda candidate: candidate["launcher"] != "python", default=None)
@@ -178,8 +177,8 @@ def beside_one_device(
 
 def kind_name(technique: str, parallel: str) -> str:
     """Return what a technique and a parallelism are called: `Full fine-tuning`, `LoRA with DDP`."""
-    way = PARALLELISMS[parallel]
-    return TECHNIQUES[technique].title + ("" if way.is_single else f" with {way.label}")
+    how = PARALLELISMS[parallel]
+    return TECHNIQUES[technique].title + ("" if how.is_single else f" with {how.label}")
 
 
 def approach(record: Record) -> str:
@@ -263,10 +262,10 @@ def idle_shares(record: Record) -> str:
     return " / ".join(f"{stage['idle_share']:.0%}" for stage in record.get("stages") or []) or "-"
 
 
-def ceiling_of(record: Record, scaling: str) -> str:
-    """Return the run's own measurement of the highest speed-up to expect; `scaling` is `strong` or `weak`."""
+def ceiling_of(record: Record, same: str) -> str:
+    """Return the run's own measurement of the highest speed-up to expect at the `same` batch, `STRONG` or `WEAK`."""
     ceiling = record.get("machine_ceiling")
-    return f"{ceiling[scaling]:.2f}x" if ceiling else NOT_RUN
+    return f"{ceiling['strong' if same == STRONG else 'weak']:.2f}x" if ceiling else NOT_RUN
 
 
 def learning_rate_scaling(peak: float, base: float) -> str:
@@ -334,8 +333,8 @@ def published_quality(result: dict[str, Any]) -> Row:
     }  # fmt: skip
 
 
-def measured_speed(record: Record, baseline: Record | None = None, scaling: str = "strong") -> Row:
-    """Return a run's time and memory, compared with a baseline's; `scaling` (`strong` or `weak`) is the ceiling's."""
+def measured_speed(record: Record, baseline: Record | None = None, same: str = STRONG) -> Row:
+    """Return a run's time and memory, compared with those of a baseline with the `same` batch (`STRONG` or `WEAK`)."""
     config, stored = record["config"], record.get("quantization")
     speedup = f"{baseline['train_time_s'] / record['train_time_s']:.2f}x" if baseline else NOT_RUN
     needed_gib = max(entry["peak_allocated_gib"] or entry["peak_rss_gib"] for entry in record["memory"])
@@ -351,7 +350,7 @@ def measured_speed(record: Record, baseline: Record | None = None, scaling: str 
         REPORTING: clock(record["reporting_s"]),
         "Training speedup factor": speedup,
         "Against one device": speedup,
-        "Machine's ceiling": "1x" if PARALLELISMS[record["parallel"]].is_single else ceiling_of(record, scaling),
+        "Machine's ceiling": "1x" if PARALLELISMS[record["parallel"]].is_single else ceiling_of(record, same),
         "Tokens per second": f"{record['tokens_per_s']:,.0f}",
         "Validation loss": f"{record['best_validation_loss']:.4f}",
         "Micro-batches": f"{config['micro_batches']}, {config['schedule']}" if record.get("stages") else "-",
@@ -434,16 +433,51 @@ def table_of(
 
 def quality_table(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...] = ()) -> pd.DataFrame:
     """Return the quality of runs of the kinds `shown`, with their run folders, and `beside` them of other kinds."""
-    measured = map(measured_quality, completed(records, *beside, *shown))
-    published = map(published_quality, published_results(*beside, *shown))
-    return table_of(records, shown, list(measured), list(published))
+    return table_of(
+        records,
+        shown,
+        measured=[measured_quality(record) for record in completed(records, *beside, *shown)],
+        published=[published_quality(result) for result in published_results(*beside, *shown)],
+    )
 
 
 def speed_table(records: list[Record], shown: tuple[Kind, ...], beside: tuple[Kind, ...] = ()) -> pd.DataFrame:
     """Return the same runs' time and memory, each by itself."""
-    measured = map(measured_speed, completed(records, *beside, *shown))
-    published = [published_speed(result, result) for result in published_results(*beside, *shown)]
-    return table_of(records, shown, list(measured), published, SPEED)
+    return table_of(
+        records,
+        shown,
+        measured=[measured_speed(record) for record in completed(records, *beside, *shown)],
+        published=[published_speed(result, result) for result in published_results(*beside, *shown)],
+        columns=SPEED,
+    )
+
+
+def speedup_table(
+    records: list[Record],
+    pairs: Iterable[tuple[Record, Record | None]],
+    same: str,
+    columns: Sequence[str],
+    waiting: Sequence[Kind] = (),
+    published: Sequence[Kind] = (),
+) -> pd.DataFrame:
+    """Return time and memory of runs, each compared with its baseline: `pairs`, as from `beside_one_device`.
+
+    With a row for each run folder of the kinds `waiting` without a record, and the results of the kinds `published`,
+    compared with the first of them.
+    """
+    found = published_results(*published) if published else []
+    return table_of(
+        records,
+        waiting,
+        measured=[measured_speed(*pair, same) for pair in pairs],
+        published=[published_speed(result, found[0]) for result in found],
+        columns=columns,
+    )
+
+
+def fits(needed_gib: float, gpu: str) -> str:
+    """Return whether a GPU of the catalogue has so much memory."""
+    return "yes" if needed_gib <= find_gpu(gpu).memory_gib else "no"
 
 
 def projected_plan(run: RunConfig) -> Plan:

@@ -1,4 +1,4 @@
-"""The tables of summarization (3.2): three ways to write the loop, what a network takes, and what machines cost."""
+"""The tables of summarization (3.2): three versions of the loop, what a network takes, and what machines cost."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -50,7 +50,6 @@ BRIEF = ["Loop", "Devices", "ROUGE-L before -> after", "To the letter", "Validat
 """Of the columns those that fit a terminal."""
 ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")
 """The run whose settings are ours in the projections."""
-MODEL_SHAPE = "bart-large-cnn"
 SAMSUM_ROWS = 14_732
 """Training rows of SAMSum (Gliwa et al. 2019, "SAMSum Corpus"); an epoch goes through them once."""
 
@@ -63,15 +62,14 @@ def summarized(records: Iterable[Record], over_links: bool = False) -> list[Reco
 
     `over_links` picks the short runs whose ranks a limited network joined, else the runs without such a network.
     """
-    found = [run for run in completed(records, goal="summarizes") if bool(run["config"]["link"]) == over_links]
     return sorted(
-        found,
+        (run for run in completed(records, goal="summarizes") if bool(run["config"]["link"]) == over_links),
         key=lambda r: (r["run_folder"], r["config"]["devices"], list(LOOPS).index(r["config"]["loop"]), r["run_name"]),
     )
 
 
 def loops_table(records: list[Record]) -> pd.DataFrame:
-    """Return the table of 3.2: each way to write the loop, measured; and the GPU folders that were not run."""
+    """Return the table of 3.2: each version of the loop, measured; and the GPU folders that were not run."""
     runs = summarized(records)
     return pd.DataFrame([*map(_loop, by_setting(runs)), *_not_run(runs)]).fillna(NOT_RUN)
 
@@ -157,7 +155,7 @@ def results_text(records: list[Record]) -> str:
 
 
 @dataclass(frozen=True)
-class Way:
+class Fleet:
     """`count` machines, and how an epoch of BART-large-CNN on SAMSum is run on them.
 
     `run` has all settings but the devices; `batch` is one GPU's micro-batch, to whose lengths every row is padded.
@@ -185,7 +183,7 @@ class Way:
     def plan(self, cluster: Cluster, records: list[Record]) -> Plan:
         """Return the planner's answer; `records` are the kept runs, which may say how fast a GPU is."""
         job = job_of_run(replace(self.run, devices=len(cluster.gpus)), self.batch)
-        return make_plan(read_architecture(MODEL_SHAPE), job, cluster, calibration_from(records, self.batch.task))
+        return make_plan(read_architecture("bart-large-cnn"), job, cluster, calibration_from(records, self.batch.task))
 
     def settings(self, figures: str) -> Row:
         """Return what a table says of it in any case; `figures` says where the rest comes from."""
@@ -198,7 +196,7 @@ class Way:
         }
 
 
-def way_as_published(result: dict[str, Any]) -> Way:
+def as_published(result: dict[str, Any]) -> Fleet:
     """Return a published run with the settings of its own scripts."""
     rows, summary = result["rows_per_gpu"], result["summary_tokens"]
     run = replace(
@@ -207,16 +205,16 @@ def way_as_published(result: dict[str, Any]) -> Way:
         gradient_accumulation_steps=result["accumulation_steps"],
     )
     batch = BatchShape(rows, result["text_tokens"], labelled=summary, target_length=summary)
-    return Way(find_machine(result["machine"]), result["machines"], run, batch)
+    return Fleet(find_machine(result["machine"]), result["machines"], run, batch)
 
 
-def way_as_ours(result: dict[str, Any]) -> Way:
+def as_ours(result: dict[str, Any]) -> Fleet:
     """Return the same machines with the settings of our run: as many rows per step on all."""
     run = literal_of(ONE_MACHINE)
     batch = BatchShape(
         run.per_device_train_batch_size, run.max_length, run.max_target_length, target_length=run.max_target_length
     )
-    return Way(find_machine(result["machine"]), result["machines"], run, batch)
+    return Fleet(find_machine(result["machine"]), result["machines"], run, batch)
 
 
 @as_table
@@ -227,17 +225,17 @@ def cost_table(records: list[Record]) -> Iterator[Row]:
     """
     results = published_results(metric="bill_usd")
     yield from map(_published, results)
-    for settings, way_of in (("published", way_as_published), ("our", way_as_ours)):
-        ways = [way_of(result) for result in results]  # the one machine of four GPUs comes first
-        pairs = [(way, cluster) for way in ways for cluster in way.clusters]
-        yield from (_projected(*pair, f"projected, {settings} settings", ways[0], records) for pair in pairs)
+    for settings, fleet_of in (("published", as_published), ("our", as_ours)):
+        fleets = [fleet_of(result) for result in results]  # the one machine of four GPUs comes first
+        pairs = [(fleet, cluster) for fleet in fleets for cluster in fleet.clusters]
+        yield from (_projected(*pair, f"projected, {settings} settings", fleets[0], records) for pair in pairs)
 
 
 def _published(result: dict[str, Any]) -> Row:
     notes = ["estimated there"] * result["estimated"] + [result[key] for key in ("note",) if key in result]
     source = [f"published: {result['source']}", *notes, f"rows and tokens: {result['settings_source']}"]
     return {
-        **way_as_published(result).settings("; ".join(source)),
+        **as_published(result).settings("; ".join(source)),
         "Network": NOT_PUBLISHED,
         "Peak per GPU (GiB)": NOT_PUBLISHED,
         "Time": clock(clock_seconds(result["time"])),
@@ -247,21 +245,21 @@ def _published(result: dict[str, Any]) -> Row:
     }
 
 
-def _projected(way: Way, cluster: Cluster, figures: str, one_machine: Way, records: list[Record]) -> Row:
-    plan = way.plan(cluster, records)
+def _projected(fleet: Fleet, cluster: Cluster, figures: str, one_machine: Fleet, records: list[Record]) -> Row:
+    plan = fleet.plan(cluster, records)
     assert plan.fits
     return {
-        **way.settings(f"{figures}; price of {way.machine.price_date}"),
+        **fleet.settings(f"{figures}; price of {fleet.machine.price_date}"),
         "Network": cluster.slowest_link.name,
         "Peak per GPU (GiB)": f"{plan.devices[0].peak_gib:.1f} of {cluster.gpus[0].memory_gib:.1f}",
         "Time": clock(plan.epoch_s(SAMSUM_ROWS)),
-        "USD per hour": f"{way.machine.usd_per_hour * way.count:.2f}",
+        "USD per hour": f"{fleet.machine.usd_per_hour * fleet.count:.2f}",
         "Bill (USD)": f"{plan.epoch_usd(SAMSUM_ROWS):.2f}",
-        "Bills no more than one machine from": _break_even(plan, one_machine, records) if way.count > 1 else "-",
+        "Bills no more than one machine from": _break_even(plan, one_machine, records) if fleet.count > 1 else "-",
     }
 
 
-def _break_even(plan: Plan, one_machine: Way, records: list[Record]) -> str:
+def _break_even(plan: Plan, one_machine: Fleet, records: list[Record]) -> str:
     """Return the network from which on the plan's machines bill no more than one machine for the very same steps."""
     calibration = calibration_from(records, plan.job.batch.task)
     gbit = break_even_gbit(plan.architecture, plan.job, one_machine.clusters[0], plan.cluster, calibration)
@@ -275,14 +273,14 @@ def machines_table(records: list[Record]) -> pd.DataFrame:
     """
     return pd.DataFrame(
         {
-            "Machine": way.machine.name,
-            "GPUs": f"{way.machine.gpus} x {way.machine.gpu}",
-            "Speed": "; ".join(way.plan(way.clusters[0], records).speed_sources),
-            "Network, always / for minutes (Gbit/s)": f"{way.machine.network_gbit:g} / {way.machine.peak_gbit:g}",
-            "Published": way.machine.network_source,
-            "USD per hour": f"{way.machine.usd_per_hour:g}",
-            "Price of": way.machine.price_date,
-            "Price's source": way.machine.price_source,
+            "Machine": fleet.machine.name,
+            "GPUs": f"{fleet.machine.gpus} x {fleet.machine.gpu}",
+            "Speed": "; ".join(fleet.plan(fleet.clusters[0], records).speed_sources),
+            "Network, always / for minutes (Gbit/s)": f"{fleet.machine.network_gbit:g} / {fleet.machine.peak_gbit:g}",
+            "Published": fleet.machine.network_source,
+            "USD per hour": f"{fleet.machine.usd_per_hour:g}",
+            "Price of": fleet.machine.price_date,
+            "Price's source": fleet.machine.price_source,
         }
-        for way in map(way_as_ours, published_results(metric="bill_usd"))
+        for fleet in map(as_ours, published_results(metric="bill_usd"))
     )

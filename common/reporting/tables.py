@@ -31,6 +31,8 @@ from common.reporting.rows import (
     NOT_RUN,
     REPORTING,
     STEPS,
+    STRONG,
+    WEAK,
     WHAT,
     Row,
     as_table,
@@ -56,6 +58,7 @@ from common.reporting.rows import (
     quality_table,
     score,
     speed_table,
+    speedup_table,
     step_s,
     table_of,
 )
@@ -89,7 +92,6 @@ MASTER = (*WHAT, "Batch size", "Training time", MEMORY[0], "Model", "Trained on"
 
 
 def _ddp_runs(records: list[Record], same: str) -> list[tuple[Record, Record]]:
-    """Return the DDP runs that can be compared with one device, and the one-device runs themselves."""
     return [pair for pair in beside_one_device(completed(records, LORA_DDP), records, same) if pair[1]]
 
 
@@ -99,7 +101,7 @@ def ddp_step(records: list[Record]) -> Iterator[Row]:
 
     Where a step's time goes when its rows are shared; the middle three are bare steps, timed in the run.
     """
-    for record, baseline in _ddp_runs(records, "effective_batch_size"):
+    for record, baseline in _ddp_runs(records, STRONG):
         if baseline is not record and record.get("machine_ceiling"):
             ceiling = record["machine_ceiling"]
             seconds = {
@@ -119,8 +121,7 @@ def ddp_step(records: list[Record]) -> Iterator[Row]:
 
 def ddp_strong(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.2: speed-up at the same effective batch size: the same steps, shared (strong scaling)."""
-    rows = [measured_speed(*pair, "strong") for pair in _ddp_runs(records, "effective_batch_size")]
-    return pd.DataFrame(rows, columns=(*WHAT, *SCALED))
+    return speedup_table(records, _ddp_runs(records, STRONG), STRONG, (*WHAT, *SCALED))
 
 
 def ddp_weak(records: list[Record]) -> pd.DataFrame:
@@ -128,10 +129,9 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
 
     Speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling).
     """
-    rows = [measured_speed(*pair, "weak") for pair in _ddp_runs(records, "per_device_train_batch_size")]
-    found = published_results(LORA, LORA_DDP)
-    published = [published_speed(result, found[0]) for result in found]
-    return table_of(records, (LORA_DDP,), rows, published, (*WHAT, *FACTORS, *SCALED))
+    return speedup_table(
+        records, _ddp_runs(records, WEAK), WEAK, (*WHAT, *FACTORS, *SCALED), (LORA_DDP,), (LORA, LORA_DDP)
+    )
 
 
 # -- the root README
@@ -139,15 +139,15 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
 
 def front(records: list[Record]) -> pd.DataFrame:
     """Return the root README's table: what two devices bring, by command, on the usual seed."""
-    launchers, seed = ("python", "torchrun"), RunConfig.seed
-    runs = [record for record in records if record["launcher"] in launchers and record["config"]["seed"] == seed]
+    runs = [
+        record
+        for record in records
+        if record["config"]["seed"] == RunConfig.seed and record["launcher"] in ("python", "torchrun")
+    ]
     rows = []
-    for same, scaling, words in (
-        ("effective_batch_size", "strong", "the same global batch"),
-        ("per_device_train_batch_size", "weak", "the same rows per device"),
-    ):
+    for same, words in ((STRONG, "the same global batch"), (WEAK, "the same rows per device")):
         for record, baseline in _ddp_runs(runs, same):
-            row = measured_speed(record, baseline, scaling)
+            row = measured_speed(record, baseline, same)
             rows.append({
                 "What": row["Approach"] if record is baseline else f"{row['Approach']}, {words}",
                 "Devices": row["Devices"],
@@ -305,13 +305,13 @@ def _column(record: Record, records: list[Record]) -> dict[str, object]:
     }
 
 
-def _of_technique(record: Record) -> Row:
-    """Return what only some techniques and parallelisms have."""
+def _of_technique(record: Record) -> dict[str, str | None]:
+    """Return what only some techniques and parallelisms have; None of what this one has not."""
     is_full = not TECHNIQUES[record["technique"]].has_adapters
     share, stored = record.get("updated_share"), record.get("quantization")
     original = record["quality"].get("after_original_base")
     said = percent(original["facts_said_share"]) if original else NOT_RUN
-    entries = {
+    return {
         "weights that a step changes": percent(share) if is_full and share is not None else None,
         "weights of the base, in 4 bits / not (GiB)": f"{stored['weights_gib']:.3g} / {stored['unquantized_gib']:.3g}"
         if stored
@@ -319,20 +319,15 @@ def _of_technique(record: Record) -> Row:
         "facts said, merged into the original base": said if stored else None,
         "idle share per stage": idle_shares(record) if record.get("stages") else None,
     }
-    return {name: value for name, value in entries.items() if value is not None}
 
 
 def _speedups(record: Record, records: list[Record]) -> Row:
     entries = {}
-    for same, ceiling, words in (
-        ("effective_batch_size", "strong", "at the same effective batch"),
-        ("per_device_train_batch_size", "weak", "at the same rows per device"),
-    ):
+    for same, words in ((STRONG, "at the same effective batch"), (WEAK, "at the same rows per device")):
         baseline = baseline_of(record, records, same)
         if baseline and not PARALLELISMS[record["parallel"]].in_one_process:
-            speedup = baseline["train_time_s"] / record["train_time_s"]
-            entries[f"speed-up {words}"] = f"{speedup:.2f}x"
-            entries[f"machine's ceiling {words}"] = ceiling_of(record, ceiling)
+            entries[f"speed-up {words}"] = f"{baseline['train_time_s'] / record['train_time_s']:.2f}x"
+            entries[f"machine's ceiling {words}"] = ceiling_of(record, same)
     return entries
 
 
@@ -362,5 +357,5 @@ def with_tables(text: str, records: list[Record]) -> str:
 
 def readmes() -> list[Path]:
     """Return the READMEs with tables: the root's, the benchmark's and the technique folders'."""
-    own = sorted(REPOSITORY.glob("[0-9].[0-9]_*/*_readme.md"))
-    return [REPOSITORY / "README.md", REPOSITORY / "bench" / "README.md", *own]
+    of_folders = sorted(REPOSITORY.glob("[0-9].[0-9]_*/*_readme.md"))
+    return [REPOSITORY / "README.md", REPOSITORY / "bench" / "README.md", *of_folders]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
@@ -74,8 +74,8 @@ class Judge:
 
     def scores(self, answers: list[str], references: list[str]) -> list[float]:
         """Return 1 - cosine of each answer and its reference; 1 for an empty answer."""
-        said, meant = self.embed(answers), self.embed(references)
-        return (1 - torch.nn.functional.cosine_similarity(said, meant, dim=-1)).clamp(min=0).tolist()
+        similarity = cosine_similarity(self.embed(answers), self.embed(references), dim=-1)
+        return (1 - similarity).clamp(min=0).tolist()
 
     @torch.no_grad()
     def embed(self, texts: list[str]) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Evaluation:
 
     @property
     def facts_said_share(self) -> float | None:
-        """The facts said over the facts asked for, or None where the data name no facts."""
+        """Return the facts said over the facts asked for, or None where the data name no facts."""
         asked = sum(answer["facts"] for answer in self.answers)
         return sum(answer["facts_said"] for answer in self.answers) / asked if asked else None
 
@@ -154,10 +154,9 @@ class Evaluation:
 
     def summary(self) -> dict[str, float | int | None]:
         """Return the metrics for the record."""
-        columns = ("similarity_score", "similarity_score_tuned", "similarity_score_minilm")
-        shuffled = ("shuffled_score", "shuffled_score_minilm")
+        by_judge = ("similarity_score", "similarity_score_tuned", "similarity_score_minilm")
         return {
-            **{column: self.mean(column) for column in (*columns, *shuffled)},
+            **{column: self.mean(column) for column in (*by_judge, "shuffled_score", "shuffled_score_minilm")},
             "facts_said_share": self.facts_said_share,
             "questions": len(self.answers),
         }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from scipy.stats import binomtest, bootstrap
-from sklearn.metrics import confusion_matrix, f1_score
+from sklearn.metrics import accuracy_score, confusion_matrix, f1_score
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -61,22 +61,16 @@ class Classified:
     found: tuple[int, ...]
     meant: tuple[int, ...]
 
-    @property
-    def accuracy(self) -> float:
-        """The share of the rows whose label was found."""
-        return float(np.mean(np.equal(self.found, self.meant)))
-
     def __str__(self) -> str:
         """Return one line for a reader."""
+        accuracy, f1 = accuracy_score(self.meant, self.found), macro_f1(self.found, self.meant)
         low, high = accuracy_interval(self.found, self.meant)
-        return (
-            f"accuracy {self.accuracy:.4f} ({low:.3f} to {high:.3f}), macro-F1 {macro_f1(self.found, self.meant):.3f}"
-        )
+        return f"accuracy {accuracy:.4f} ({low:.3f} to {high:.3f}), macro-F1 {f1:.3f}"
 
     def summary(self) -> dict[str, object]:
         """Return the metrics for the record."""
         return {
-            "accuracy": self.accuracy,
+            "accuracy": float(accuracy_score(self.meant, self.found)),
             "accuracy_interval": accuracy_interval(self.found, self.meant),
             "macro_f1": macro_f1(self.found, self.meant),
             "macro_f1_interval": macro_f1_interval(self.found, self.meant),
@@ -95,7 +89,7 @@ class Classified:
 
 def accuracy_interval(found: tuple[int, ...], meant: tuple[int, ...]) -> tuple[float, float]:
     """Return Wilson's score interval of the share of rows whose label was found."""
-    correct = int(np.sum(np.equal(found, meant)))
+    correct = int(accuracy_score(meant, found, normalize=False))
     interval = binomtest(correct, len(meant)).proportion_ci(CONFIDENCE, method="wilson")
     return float(interval.low), float(interval.high)
 
@@ -124,14 +118,13 @@ def classify(
 
     Rank 0 writes predictions_`when`.csv into the results folder.
     """
-    tokens, collate = tokens_of(rows, tokenizer, log.run), DataCollatorWithPadding(tokenizer)
+    texts = [row["input_ids"] for row in tokens_of(rows, tokenizer, log.run)]
 
     def labels_of(numbers: list[int]) -> list[int]:
-        batch = collate([tokens[number] for number in numbers])
-        inputs = {name: batch[name].to(log.rank.device) for name in ("input_ids", "attention_mask")}
-        return model(**inputs).logits.argmax(-1).tolist()
+        batch = tokenizer.pad({"input_ids": [texts[number] for number in numbers]}, return_tensors="pt")
+        return model(**batch.to(log.rank.device)).logits.argmax(-1).tolist()
 
-    found = predict_rows(log, [len(row["input_ids"]) for row in tokens], "labels", when, labels_of)
+    found = predict_rows(log, list(map(len, texts)), "labels", when, labels_of)
     names = tuple(model.config.id2label[number] for number in range(model.config.num_labels))
     classified = Classified(names, tuple(found), tuple(row["class"] for row in rows))
     report_predictions(log, when, classified.lines(rows), classified)

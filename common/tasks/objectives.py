@@ -30,7 +30,6 @@ class Objective:
     metrics: Callable[[torch.Tensor], dict[str, float]]
     """From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them."""
     best_metric: str
-    """The metric by which the best checkpoint is chosen."""
     higher_is_better: bool
     loss: Callable[..., torch.Tensor] | None = None
     """Instead of the model's own: from outputs, labels and `num_items_in_batch`, the labels of the whole step."""

@@ -40,6 +40,6 @@ def predict_rows(
 def report_predictions(log: RunRecorder, when: str, rows: list[dict[str, object]], quality: object) -> None:
     """Write predictions_`when`.csv, with one line for each of `rows`, and print the `quality`; on rank 0 only."""
     if log.rank.is_main:
-        path = log.folder / f"predictions_{when}.csv"
-        pd.DataFrame(rows, dtype=object).to_csv(path, index=False, lineterminator="\r\n")
+        table = pd.DataFrame(rows, dtype=object)
+        table.to_csv(log.folder / f"predictions_{when}.csv", index=False, lineterminator="\r\n")
         print(f"{title_of(when)}: {quality}")

@@ -82,17 +82,16 @@ def summarize(
     Rank 0 writes predictions_`when`.csv into the results folder.
     """
     run, rank = log.run, log.rank
-    tokens, collate = tokens_of(rows, tokenizer, run), make_collator(tokenizer)
+    texts = [row["input_ids"] for row in tokens_of(rows, tokenizer, run)]
 
     def summaries_of(numbers: list[int]) -> list[str]:
-        batch = collate([tokens[number] for number in numbers])
-        inputs = {name: batch[name].to(rank.device) for name in ("input_ids", "attention_mask")}
+        batch = tokenizer.pad({"input_ids": [texts[number] for number in numbers]}, return_tensors="pt")
         generated = model.generate(
-            **inputs, num_beams=run.num_beams, max_new_tokens=run.max_new_tokens, do_sample=False
+            **batch.to(rank.device), num_beams=run.num_beams, max_new_tokens=run.max_new_tokens, do_sample=False
         )
         return [text.strip() for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
 
-    written = predict_rows(log, [len(row["input_ids"]) for row in tokens], "summaries", when, summaries_of)
+    written = predict_rows(log, list(map(len, texts)), "summaries", when, summaries_of)
     references = [row["summary"] for row in rows]
     scores = gather_object([rouge_scores(written, references)] if rank.is_main else [])[0]
     exact = sum(text == reference.strip() for text, reference in zip(written, references, strict=True))

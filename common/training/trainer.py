@@ -45,8 +45,7 @@ from common.data.batches import (
 )
 from common.data.row_checks import say_summary, summary_of
 from common.data.rows import Tokens
-from common.models.loading import silent
-from common.models.quantization import drop_quantized
+from common.models.quantization import drop_quantized, silent
 from common.models.shards import byte_count, local_part
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run, why

@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common.base.paths import REPOSITORY
-from common.reporting.outcomes import EQUIVALENCE, merged
+from common.reporting.outcomes import EQUIVALENCE
 from common.training.strategy import SHARDS
+from tests.outcomes import merged
 
 KEEP = "KEEP_OUTCOMES"
 """Set by `make soak`: the differences are kept, for the README."""

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.reporting.outcomes import equivalence, merged
+from common.reporting.outcomes import equivalence
+from tests.outcomes import merged
 
 
 def outcome(technique: str, loss: float | None, weight: float | None, note: str = "") -> dict[str, object]:

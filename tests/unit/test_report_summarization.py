@@ -7,10 +7,10 @@ from common.reporting.plots import plot_cost
 from common.reporting.rows import clock_seconds, published_results
 from common.reporting.summarization import (
     SAMSUM_ROWS,
+    as_ours,
+    as_published,
     cost_table,
     machines_table,
-    way_as_ours,
-    way_as_published,
 )
 from common.reporting.tables import TABLES
 
@@ -72,17 +72,17 @@ def test_with_our_settings_all_machines_take_the_same_steps(table: pd.DataFrame)
 
 
 def test_a_plan_is_the_planners_own(table: pd.DataFrame) -> None:
-    way = way_as_ours(published_results(metric="bill_usd")[1])
-    assert way.settings("")["Rows per step"] == "64"
-    always, at_best = way.clusters
+    fleet = as_ours(published_results(metric="bill_usd")[1])
+    assert fleet.settings("")["Rows per step"] == "64"
+    always, at_best = fleet.clusters
     assert (always.slowest_link.name, at_best.slowest_link.name) == ("Ethernet 2.5 Gbit/s", "Ethernet 10 Gbit/s")
-    plan = way.plan(always, [])
+    plan = fleet.plan(always, [])
     assert plan.fits
     assert plan.job.precision == "fp32"
     steps = SAMSUM_ROWS / 64
-    sent_s = plan.time.sent_gb / always.slowest_link.gb_per_s * way.run.gradient_accumulation_steps
+    sent_s = plan.time.sent_gb / always.slowest_link.gb_per_s * fleet.run.gradient_accumulation_steps
     assert plan.epoch_s(SAMSUM_ROWS) > steps * 0.9 * sent_s  # what the network takes is most of it
-    assert way_as_published(published_results(metric="bill_usd")[0]).batch.target_length == 1024
+    assert as_published(published_results(metric="bill_usd")[0]).batch.target_length == 1024
 
 
 def test_the_catalogue_s_figures_stand_beside_their_sources() -> None:
