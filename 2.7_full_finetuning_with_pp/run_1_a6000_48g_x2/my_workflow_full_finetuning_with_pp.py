@@ -69,7 +69,7 @@ def measure(log: RunRecorder, trainer: LoopTrainer) -> Metrics | None:
     if log.run.device == "cuda":
         return None
     with log.phase("measure the pipeline"):
-        return measure_pipeline(trainer, tell=print)
+        return measure_pipeline(trainer)
 
 
 def workflow(run: RunConfig) -> Record:

@@ -46,7 +46,7 @@ def measure(log: RunRecorder, trainer: AuditedTrainer) -> Metrics:
         return {}
     with log.phase("measure the sharing"):
         if way.pipelines and on_cpu:
-            return {"pipeline": measure_pipeline(trainer, rounds=3, tell=print)}
+            return {"pipeline": measure_pipeline(trainer, rounds=3)}
         if not (way.replicates and on_cpu):
             return {}
         ceiling = measure_machine_ceiling(trainer, log.rank, replica=trainer.model_wrapped, steps=4)

@@ -294,8 +294,7 @@ class Pipeline:
         Hidden states are made up. Gradients add up.
         """
         self.module.train()
-        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
-        self.module.positions = inputs.get("logits_to_keep")
+        inputs = self._inputs(batch)
         parts = [inputs[name].chunk(micro_batches) for name in ("input_ids", "attention_mask", "labels")]
         for ids, mask, labels in zip(*parts, strict=True):
             shape = (*ids.shape, self.module.causal.config.hidden_size)
@@ -332,8 +331,7 @@ class Pipeline:
     def _run(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, name: str, count: int, purpose: str
     ) -> torch.Tensor:
-        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
-        self.module.positions = inputs.get("logits_to_keep")
+        inputs = self._inputs(batch)
         self.loss_divisor = loss_divisor
         schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
         ids = (inputs["input_ids"],) if self.module.is_first else ()
@@ -345,6 +343,12 @@ class Pipeline:
         else:
             schedule.eval(*ids, **given)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
+
+    def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the batch on this rank's device; the last stage is told where to compute logits, if it can be told."""
+        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
+        self.module.positions = inputs.get("logits_to_keep")
+        return inputs
 
     def _to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}

@@ -36,17 +36,17 @@ def ideal_idle_share(stages: int, micro_batches: int) -> float:
 
 
 def measure_pipeline(
-    trainer: LoopTrainer, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] | None = None
+    trainer: LoopTrainer, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] = print
 ) -> dict[str, object] | None:
     """Time steps of GPipe, 1F1B and naive model parallel on the same batches; idle shares, and what was possible.
 
-    Forward and backward passes only; every way in turn, `rounds` times, medians, on up to `steps` batches (of a large
-    model fewer). What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone against
-    those of all stages at once, nothing being sent. Weights stay as they are. `tell` gets a line after each round, on
-    rank 0.
+    Forward and backward passes only; every schedule in turn, `rounds` times, medians, on up to `steps` batches (fewer
+    of a large model). What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone
+    against those of all stages at once, nothing being sent. Weights stay as they are. `tell` gets a line after each
+    round, on rank 0.
 
     Returns:
-        Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each way.
+        Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each.
         None where there are fewer micro-batches than stages, which 1F1B cannot run.
     """
     pipeline, rank = trainer.strategy.pipeline, trainer.rank
@@ -72,7 +72,7 @@ def measure_pipeline(
         times["all stages at once"].append(
             slowest_s(trainer, batches, partial(pipeline.bare_step, micro_batches=count))
         )
-        if tell and rank.is_main:
+        if rank.is_main:
             seconds = ", ".join(f"{name} {times[name][-1] / len(batches):.3f} s" for name in ways)
             tell(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step")
     step_s = {name: median(each[1:]) / len(batches) for name, each in times.items()}  # the first round warms up
@@ -111,8 +111,8 @@ def keep_freed_memory() -> None:
     """Have glibc keep what PyTorch frees, as PyTorch's own allocator does on a GPU.
 
     Else it gives the largest blocks back to the kernel, and every step of naive model parallel, whose whole batch needs
-    them, waits for new pages: the pipeline would be credited with what a setting of the allocator mends. From now on
-    this holds for every way; it changes nothing where there is no glibc.
+    them, waits for new pages: the pipeline would be credited with what a setting of the allocator corrects. From now
+    on this holds for every schedule; it changes nothing where there is no glibc.
     """
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is not None:
