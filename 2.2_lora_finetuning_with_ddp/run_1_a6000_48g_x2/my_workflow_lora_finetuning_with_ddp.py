@@ -10,18 +10,14 @@ non-reentrant, (4) the machine's ceiling is measured beside the speed-up.
 """
 
 from my_utils_lora_finetuning_with_ddp import device_map
-from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
-from common.data.rows import Splits
-from common.data.splits import load_splits
-from common.models.loading import load_base_model, load_tokenizer
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.training.ceiling import measure_machine_ceiling
-from common.training.steps import Tokenizer, build_trainer, evaluate_after, evaluate_before, merge, record, train
+from common.training.steps import build_trainer, evaluate_after, evaluate_before, load, merge, record, train
 from common.training.trainer import AuditedTrainer
 
 RUN = RunConfig(
@@ -41,12 +37,6 @@ RUN = RunConfig(
 )
 
 
-def load(log: RunRecorder) -> tuple[PreTrainedModel, Tokenizer, Splits]:
-    """Load the base model on this rank's device (2), its tokenizer, and the rows."""
-    with log.phase("load model and data"):
-        return load_base_model(log.run, device_map(log.rank)), load_tokenizer(log.run), load_splits(log.run)
-
-
 def measure_ceiling(log: RunRecorder, trainer: AuditedTrainer) -> dict[str, float] | None:
     """Measure the highest possible speed-up (4); on CPU only, as one GPU may not hold the global batch."""
     if log.run.device == "cuda":
@@ -58,7 +48,7 @@ def measure_ceiling(log: RunRecorder, trainer: AuditedTrainer) -> dict[str, floa
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
-        model, tokenizer, data = load(log)
+        model, tokenizer, data = load(log, device_map(log.rank))  # (2)
         before = evaluate_before(log, model, tokenizer, data)
         trainer = build_trainer(log, model, tokenizer, data)
         trained = train(log, trainer)

@@ -41,13 +41,13 @@ def measure(log: RunRecorder, trainer: AuditedTrainer) -> Metrics:
 
     On CPU only, where one device has room for what the comparison needs.
     """
-    way, on_cpu = log.run.parallelism, log.run.device == "cpu"
-    if way.is_single:
+    parallelism, on_cpu = log.run.parallelism, log.run.device == "cpu"
+    if parallelism.is_single:
         return {}
     with log.phase("measure the sharing"):
-        if way.pipelines and on_cpu:
+        if parallelism.pipelines and on_cpu:
             return {"pipeline": measure_pipeline(trainer, rounds=3)}
-        if not (way.replicates and on_cpu):
+        if not (parallelism.replicates and on_cpu):
             return {}
         ceiling = measure_machine_ceiling(trainer, log.rank, replica=trainer.model_wrapped, steps=4)
         if log.rank.is_main:

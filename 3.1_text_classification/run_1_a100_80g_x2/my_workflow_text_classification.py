@@ -52,9 +52,9 @@ RUN = RunConfig(
 )
 LORA = {"target_modules": "query,value", "num_train_epochs": 15, "learning_rate": 3e-4, "lora_alpha": 16}  # (1)
 SETTINGS = [
-    ["--technique", technique, "--parallel", *way]
+    ["--technique", technique, "--parallel", *parallel]
     for technique in ("full", "lora")
-    for way in (["single"], ["ddp"], ["pp", "--micro_batches", "1", "--schedule", "gpipe"], ["pp"], ["tp"])
+    for parallel in (["single"], ["ddp"], ["pp", "--micro_batches", "1", "--schedule", "gpipe"], ["pp"], ["tp"])
 ]
 """What `--all` runs: one micro-batch is naive model parallel, as one stage works at a time."""
 

@@ -42,7 +42,7 @@ MACHINES = {"bucket_cap_mb": 0.25}
 
 
 def run_with(loop: str) -> RunConfig:
-    """Return this folder's run, by one of the three ways to write its loop."""
+    """Return this folder's run, by one of its three loops."""
     return replace(RUN, loop=loop, **(MACHINES if loop == "machines" else {}))
 
 

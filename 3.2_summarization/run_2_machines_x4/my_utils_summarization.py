@@ -46,7 +46,7 @@ MACHINES = {}
 
 
 def run_with(loop: str) -> RunConfig:
-    """Return this folder's run, by one of the three ways to write its loop."""
+    """Return this folder's run, by one of its three loops."""
     return replace(RUN, loop=loop, **(MACHINES if loop == "machines" else {}))
 
 

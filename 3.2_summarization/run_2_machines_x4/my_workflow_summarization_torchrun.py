@@ -6,7 +6,7 @@ From this folder:
     python my_workflow_summarization_torchrun.py --parallel single --devices 1 --partitions N  # the steps of N ranks
 
 Nothing here says how many ranks there are: the Trainer finds out. The other two workflows of this folder do the same
-with the loop written out; from the same rows all three come to the same model.
+with the loop written out; from the same rows all three train the same model.
 """
 
 from my_utils_summarization import run_with, take_steps

@@ -133,7 +133,7 @@ class StageModule(torch.nn.Module):
     """What a schedule calls: token ids or a hidden state in, a hidden state or logits out."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
-        """`model` comes from `load_stage`, with or without adapters."""
+        """Wrap `model`, which comes from `load_stage`, with or without adapters."""
         super().__init__()
         self.model = model
         self.causal = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -209,7 +209,7 @@ class PassClock:
         self.passes = []  # what follows, say validation, is of no training step
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget all steps timed so far."""
         self.steps, self.earlier_s = [], (0.0, 0.0)
 
     def busy_and_total_s(self) -> tuple[float, float]:
@@ -242,7 +242,7 @@ class TimedStage(PipelineStage):
     """A stage whose passes are timed."""
 
     def __init__(self, clock: PassClock, *args: Any, **kwargs: Any) -> None:
-        """`clock` keeps the times; the rest is PyTorch's."""
+        """Keep times in `clock`; the other arguments are PyTorch's."""
         super().__init__(*args, **kwargs)
         self.clock = clock
 

@@ -53,17 +53,17 @@ def measure_pipeline(
     stages, count = rank.world_size, pipeline.micro_batches
     if count < stages:
         return None
-    ways = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
+    schedules = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
     batches = full_batches(trainer, steps)
-    naive_s = slowest_s(trainer, batches[:1], way_of(pipeline, *NAIVE))
+    naive_s = slowest_s(trainer, batches[:1], step_by(pipeline, *NAIVE))
     batches = batches[: max(1, round(TIMED_S / naive_s))]
     times: defaultdict[str, list[float]] = defaultdict(list)
     idle_shares: defaultdict[str, list[list[float]]] = defaultdict(list)
     keep_freed_memory()
     for number in range(rounds + 1):
-        for name, way in ways.items():
+        for name, schedule in schedules.items():
             pipeline.clock.forget()
-            times[name].append(slowest_s(trainer, batches, way_of(pipeline, *way)))
+            times[name].append(slowest_s(trainer, batches, step_by(pipeline, *schedule)))
             idle_shares[name].append(pipeline.idle_shares())
         for stage, parts in product(range(stages), (1, count)):
             own = batches if rank.rank == stage else []
@@ -73,7 +73,7 @@ def measure_pipeline(
             slowest_s(trainer, batches, partial(pipeline.bare_step, micro_batches=count))
         )
         if rank.is_main:
-            seconds = ", ".join(f"{name} {times[name][-1] / len(batches):.3f} s" for name in ways)
+            seconds = ", ".join(f"{name} {times[name][-1] / len(batches):.3f} s" for name in schedules)
             tell(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step")
     step_s = {name: median(each[1:]) / len(batches) for name, each in times.items()}  # the first round warms up
     idle = {name: [median(column) for column in zip(*shares[1:], strict=True)] for name, shares in idle_shares.items()}
@@ -85,12 +85,12 @@ def measure_pipeline(
         "step_s": step_s,
         "ideal_idle_share": ideal_idle_share(stages, count),
         "idle_share": idle,
-        "passes": {name: passes_of(trainer, batches[0], *way) for name, way in ways.items()},
-        "peak_activations_mib": {name: activations_mib(trainer, batches[0], *way) for name, way in ways.items()},
+        "passes": {name: passes_of(trainer, batches[0], *each) for name, each in schedules.items()},
+        "peak_activations_mib": {name: activations_mib(trainer, batches[0], *each) for name, each in schedules.items()},
     }
 
 
-def way_of(pipeline: Pipeline, schedule: str, micro_batches: int) -> Callable[[Batch], object]:
+def step_by(pipeline: Pipeline, schedule: str, micro_batches: int) -> Callable[[Batch], object]:
     """Return the passes of a step by a schedule."""
     return partial(pipeline.train_step, loss_divisor=1.0, schedule=schedule, micro_batches=micro_batches)
 

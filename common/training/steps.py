@@ -21,10 +21,10 @@ Tokenizer = PreTrainedTokenizerBase
 Metrics = dict[str, object]
 
 
-def load(log: RunRecorder) -> tuple[PreTrainedModel, Tokenizer, Splits]:
+def load(log: RunRecorder, device_map: DeviceMap | None = None) -> tuple[PreTrainedModel, Tokenizer, Splits]:
     """Load the base model (with qlora quantized as it is read) on this rank's device, its tokenizer, and the rows."""
     with log.phase("load model and data"):
-        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        base = load_base_model(log.run, device_map or whole_model_on(log.rank.device))
         return base, load_tokenizer(log.run), load_splits(log.run)
 
 

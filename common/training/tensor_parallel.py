@@ -2,8 +2,8 @@
 
 Of Megatron's kind (Shoeybi et al. 2019, section 3), by PyTorch's own `parallelize_module`: Transformers has no plan for
 BERT and RoBERTa. A rank has some of the attention's heads and some of the feed-forward's inner neurons; their outputs
-are summed over the ranks twice a layer, and so are the gradients of their inputs on the way back. What is between is
-whole on every rank, which is why dropout must draw the same masks everywhere: seed all ranks alike.
+are summed over the ranks twice a layer, and so are the gradients of their inputs in the backward pass. What is between
+is whole on every rank, which is why dropout must draw the same masks everywhere: seed all ranks alike.
 """
 
 import re
@@ -83,7 +83,7 @@ class TensorParallel(Strategy):
         return super().prepare(optimizer, accelerator)
 
     def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
-        """Add the gradients; hidden states and their gradients are summed over the ranks on the way."""
+        """Add the gradients; hidden states and their gradients are summed over the ranks in both passes."""
         loss = self.loss(batch, num_items_in_batch)
         loss.backward()
         return loss.detach()
@@ -103,7 +103,7 @@ class TensorParallel(Strategy):
             return super().logits(batch)
 
     def own_rows(self, of_ranks: list[Any]) -> list[Any]:
-        """Return what one rank says for all.
+        """Return one rank's rows, as all ranks have the same.
 
         Raises:
             RuntimeError: ranks worked on different rows, or their copies of a whole weight went apart.
