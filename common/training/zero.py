@@ -28,6 +28,21 @@ COMPILED = "deepspeed_shm_comm"
 INSTALL = "`make deepspeed` (it runs `DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed`)"
 
 
+def check_deepspeed() -> None:
+    """Refuse to begin without DeepSpeed, or without what it compiles with on a CPU.
+
+    Raises:
+        BadInputError: with the command that installs it.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise BadInputError(f"ZeRO is DeepSpeed's, which is not installed: {INSTALL}, or take FSDP (run_0_cpu_x2).")
+    if os.environ.get("DS_ACCELERATOR") == "cpu" and not is_compiled() and shutil.which("c++") is None:
+        raise BadInputError(
+            "DeepSpeed compiles an operator when it first runs on a CPU, but there is no C++ compiler (c++): install "
+            "g++, or take FSDP (run_0_cpu_x2)."
+        )
+
+
 def is_compiled() -> bool:
     """Return whether DeepSpeed's operator for CPUs was compiled on this machine before."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -39,18 +54,12 @@ class Zero(Strategy):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        """Check that DeepSpeed is there, and on a CPU what it compiles with.
+        """Check that DeepSpeed can be used.
 
         Raises:
             BadInputError: with the command that installs it.
         """
-        if importlib.util.find_spec("deepspeed") is None:
-            raise BadInputError(f"ZeRO is DeepSpeed's, which is not installed: {INSTALL}, or take FSDP (run_0_cpu_x2).")
-        if os.environ.get("DS_ACCELERATOR") == "cpu" and not is_compiled() and shutil.which("c++") is None:
-            raise BadInputError(
-                "DeepSpeed compiles an operator when it first runs on a CPU, but there is no C++ compiler (c++): "
-                "install g++, or take FSDP (run_0_cpu_x2)."
-            )
+        check_deepspeed()
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the whole model on the host: DeepSpeed divides it when training begins."""

@@ -22,7 +22,7 @@ from common.training import fsdp, zero
 from common.training.deepspeed_config import deepspeed_config, with_sizes
 from common.training.fsdp import Fsdp, check_fully_sharded, in_turn, mixed_precision, modules_to_wrap
 from common.training.usage import UNEVEN_SHARE, SentBytes, check_share
-from common.training.zero import Zero
+from common.training.zero import Zero, check_deepspeed
 
 FSDP = RunConfig(
     technique="full", parallel="fsdp", devices=2, run_folder="2.6_full_finetuning_with_fsdp/run_0_cpu_x2"
@@ -79,7 +79,7 @@ def test_a_layer_class_that_the_model_lacks_is_refused_with_those_that_repeat() 
 def test_zero_without_deepspeed_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zero.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInputError, match="DeepSpeed's, which is not installed: `make deepspeed`"):
-        Zero.check(ZERO)
+        check_deepspeed()
 
 
 def test_deepspeed_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_deepspeed_on_a_cpu_without_a_compiler_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(zero.shutil, "which", lambda name: None)
     with pytest.raises(BadInputError, match="no C\\+\\+ compiler"):
-        Zero.check(ZERO)
+        check_deepspeed()
     built = tmp_path / "py311_cpu" / zero.COMPILED
     built.mkdir(parents=True)
     (built / "op.so").touch()
-    Zero.check(ZERO)
+    check_deepspeed()
 
 
 def test_the_folder_s_workflow_does_sharding_and_ddp_and_nothing_else() -> None:
