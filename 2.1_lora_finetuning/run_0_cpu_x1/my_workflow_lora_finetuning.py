@@ -7,20 +7,11 @@ From this folder:
 The notebook runs the same steps cell by cell.
 """
 
-from transformers import PreTrainedModel
-
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_inputs
-from common.data.rows import Splits
-from common.data.splits import tokens_of
-from common.models.loading import add_lora
+from common.checks.run_start import run_started
 from common.records.store import Record
-from common.runtime.rank import rank_started
-from common.runtime.recorder import RunRecorder
-from common.training.export import save_and_reload
-from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, train
-from common.training.trainer import AuditedTrainer, make_trainer
+from common.training.steps import build_trainer, evaluate_after, evaluate_before, load, merge, record, train
 
 RUN = RunConfig(
     technique="lora",
@@ -31,24 +22,9 @@ RUN = RunConfig(
 )
 
 
-def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
-    """Put adapters on the frozen base, turn rows into tokens, and build the trainer of both."""
-    with log.phase("build trainer"):
-        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
-        return make_trainer(add_lora(model, log.run), tokenizer, rows, validation, log)
-
-
-def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save adapter and merged model, and load both again: equal logits, or the run fails."""
-    with log.phase("merge and reload"):
-        return save_and_reload(log, trainer, tokenizer)
-
-
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
-    with rank_started(run) as rank:
-        check_inputs(run)
-        log = RunRecorder(run, rank)
+    with run_started(run) as log:
         model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data)
         trainer = build_trainer(log, model, tokenizer, data)

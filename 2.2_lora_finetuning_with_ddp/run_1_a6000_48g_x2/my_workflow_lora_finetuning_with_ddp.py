@@ -10,21 +10,15 @@ non-reentrant, (4) the machine's ceiling is measured beside the speed-up.
 """
 
 from my_utils_lora_finetuning_with_ddp import device_map
-from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_inputs
-from common.data.rows import Splits
-from common.data.splits import load_splits, tokens_of
-from common.models.loading import add_lora, load_base_model, load_tokenizer
+from common.checks.run_start import run_started
 from common.records.store import Record
-from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
 from common.training.ceiling import measure_machine_ceiling
-from common.training.export import save_and_reload
-from common.training.steps import Tokenizer, evaluate_after, evaluate_before, record, train
-from common.training.trainer import AuditedTrainer, make_trainer
+from common.training.steps import build_trainer, evaluate_after, evaluate_before, load, merge, record, train
+from common.training.trainer import AuditedTrainer
 
 RUN = RunConfig(
     technique="lora",
@@ -43,19 +37,6 @@ RUN = RunConfig(
 )
 
 
-def load(log: RunRecorder) -> tuple[PreTrainedModel, Tokenizer, Splits]:
-    """Load the base model on this rank's device (2), its tokenizer, and the rows."""
-    with log.phase("load model and data"):
-        return load_base_model(log.run, device_map(log.rank)), load_tokenizer(log.run), load_splits(log.run)
-
-
-def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
-    """Put adapters on the frozen base, turn rows into tokens, and build the trainer of both."""
-    with log.phase("build trainer"):
-        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
-        return make_trainer(add_lora(model, log.run), tokenizer, rows, validation, log)
-
-
 def measure_ceiling(log: RunRecorder, trainer: AuditedTrainer) -> dict[str, float] | None:
     """Measure the highest possible speed-up (4); on CPU only, as one GPU may not hold the global batch."""
     if log.run.device == "cuda":
@@ -64,18 +45,10 @@ def measure_ceiling(log: RunRecorder, trainer: AuditedTrainer) -> dict[str, floa
         return measure_machine_ceiling(trainer, log.rank)
 
 
-def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save adapter and merged model, and load both again: equal logits, or the run fails."""
-    with log.phase("merge and reload"):
-        return save_and_reload(log, trainer, tokenizer, device_map(log.rank))
-
-
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
-    with rank_started(run) as rank:
-        check_inputs(run)
-        log = RunRecorder(run, rank)
-        model, tokenizer, data = load(log)
+    with run_started(run) as log:
+        model, tokenizer, data = load(log, device_map(log.rank))  # (2)
         before = evaluate_before(log, model, tokenizer, data)
         trainer = build_trainer(log, model, tokenizer, data)
         trained = train(log, trainer)

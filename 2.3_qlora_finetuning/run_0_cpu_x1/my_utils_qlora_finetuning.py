@@ -24,8 +24,8 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
-from common.training.export import save_and_free
-from common.training.trainer import AuditedTrainer, free_model
+from common.training.export import reloaded_difference, save_and_free
+from common.training.trainer import AuditedTrainer
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -42,20 +42,25 @@ def has_room_for_whole_models(run: RunConfig, rank: Rank, stored: StoredWeights)
 
 @dataclass
 class Merged:
-    """The models that saving and merging gave, and how they compare with the trained one."""
+    """The models that saving and merging gave, and how they compare with the trained one.
+
+    Attributes:
+        tuned: What was trained: merged into the de-quantized base, or without room for it the adapter on the base in
+            4 bits.
+        on_original: The same adapter merged into the original base; None where there is no room to evaluate it.
+        differences: Largest absolute differences of logits from the trained model's.
+        validation_losses: Of each merged model: similarity scores of good answers are all near 0, losses still tell
+            them apart.
+        relative_error: Of the quantized weights; None on ranks that did not look.
+        without_adapter: Entered, it makes `tuned` the 4-bit base again, where that is the base with the adapter.
+    """
 
     tuned: PreTrainedModel
-    """What was trained: merged into the de-quantized base, or with no room for it the adapter on the 4-bit base."""
     on_original: PreTrainedModel | None
-    """The same adapter merged into the original base; None where there is no room to evaluate it."""
     differences: dict[str, float]
-    """Largest absolute differences of logits from the trained model's."""
     validation_losses: dict[str, float]
-    """Of each merged model: similarity scores of good answers are all near 0, losses still tell them apart."""
     relative_error: float | None
-    """Of the quantized weights; None on ranks that did not look."""
     without_adapter: Callable[[], AbstractContextManager] = nullcontext
-    """Entered, it makes `tuned` the 4-bit base again, where that is the base with the adapter."""
 
 
 def merge_both_ways(
@@ -73,12 +78,9 @@ def merge_both_ways(
     run, folder, device = log.run, log.folder, whole_model_on(log.rank.device)
     rows = trainer.eval_dataset[: run.per_device_eval_batch_size]
     batch, expected, _ = save_and_free(trainer, rows, folder / "adapter")
-    differences: dict[str, float] = {}
-    error = None
+    differences, error = {}, None
     if log.rank.is_main:
-        adapted = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
-        differences["adapter"] = check_equal_logits(expected, adapted, batch, "adapter", run.precision)
-        free_model(adapted)
+        differences["adapter"] = reloaded_difference(run, folder / "adapter", device, batch, expected)
         error = _save_merged(run, folder, tokenizer, device if has_room else whole_model_on("cpu"))
     wait_for_everyone()
     if not has_room:

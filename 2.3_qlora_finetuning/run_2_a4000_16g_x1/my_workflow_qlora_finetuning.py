@@ -15,18 +15,16 @@ from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_inputs
+from common.checks.run_start import run_started
 from common.data.rows import Splits
-from common.data.splits import tokens_of
-from common.models.loading import add_lora, load_base_model, weight_dtype
+from common.models.loading import load_base_model, weight_dtype
 from common.models.quantization import StoredWeights, stored_weights
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
-from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
-from common.training.steps import Metrics, Tokenizer, load, train
-from common.training.trainer import AuditedTrainer, make_trainer
+from common.training.steps import Metrics, Tokenizer, build_trainer, load, train
+from common.training.trainer import AuditedTrainer
 
 RUN = RunConfig(
     technique="qlora",
@@ -78,13 +76,6 @@ def evaluate_before(
         return evaluate(model, tokenizer, data.test, judges, log, "before")
 
 
-def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
-    """Put adapters on the frozen quantized base, turn rows into tokens, and build the trainer of both."""
-    with log.phase("build trainer"):
-        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
-        return make_trainer(add_lora(model, log.run), tokenizer, rows, validation, log)
-
-
 def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer, has_room: bool) -> Merged:
     """Save the adapter, and merge it into the de-quantized and into the original base."""
     with log.phase("merge and reload"):
@@ -129,12 +120,10 @@ def record(
 
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
-    with rank_started(run) as rank:
-        check_inputs(run)
-        log = RunRecorder(run, rank)
+    with run_started(run) as log:
         model, tokenizer, data = load(log)
         stored = look_at_weights(log, model)
-        has_room = has_room_for_whole_models(run, rank, stored)
+        has_room = has_room_for_whole_models(run, log.rank, stored)
         before = evaluate_before(log, model, tokenizer, data, has_room)
         trainer = build_trainer(log, model, tokenizer, data)
         trained = train(log, trainer)

@@ -13,15 +13,12 @@ from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_inputs
+from common.checks.run_start import run_started
 from common.data.rows import Splits
 from common.data.splits import tokens_of
-from common.planning.device_maps import whole_model_on
 from common.records.store import Record
-from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
-from common.training.export import save_and_reload
-from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, train
+from common.training.steps import Tokenizer, evaluate_after, evaluate_before, load, record, save, train
 from common.training.trainer import AuditedTrainer, make_trainer
 
 RUN = RunConfig(
@@ -49,22 +46,14 @@ def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer
         return make_trainer(model, tokenizer, rows, validation, log)
 
 
-def save(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save the model (2), and load it again: equal logits, or the run fails."""
-    with log.phase("save and reload"):
-        return save_and_reload(log, trainer, tokenizer, whole_model_on(log.rank.device))
-
-
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
-    with rank_started(run) as rank:
-        check_inputs(run)
-        log = RunRecorder(run, rank)
+    with run_started(run) as log:
         model, tokenizer, data = load(log)
         before = evaluate_before(log, model, tokenizer, data)
         trainer = build_trainer(log, model, tokenizer, data)
         trained = train(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer)
+        tuned, differences = save(log, trainer, tokenizer)  # (2)
         after = evaluate_after(log, tuned, tokenizer, data)
         return record(log, before, after, **trained, largest_logit_differences=differences)
 

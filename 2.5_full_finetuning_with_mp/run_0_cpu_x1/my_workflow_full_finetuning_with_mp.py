@@ -14,17 +14,24 @@ from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_inputs
+from common.checks.run_start import run_started
 from common.data.batches import longest_batch
 from common.data.rows import Splits, Tokens
-from common.data.splits import load_splits, tokens_of
-from common.models.loading import load_base_model, load_tokenizer
+from common.data.splits import tokens_of
+from common.models.loading import load_base_model
 from common.records.store import Record
-from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
-from common.training.export import save_and_reload
 from common.training.placement import Placement, place_stages, placement_table
-from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, record, train
+from common.training.steps import (
+    Metrics,
+    Tokenizer,
+    evaluate_after,
+    evaluate_before,
+    load_data,
+    record,
+    save,
+    train,
+)
 from common.training.trainer import AuditedTrainer, make_trainer
 
 RUN = RunConfig(
@@ -33,13 +40,6 @@ RUN = RunConfig(
     run_folder="2.5_full_finetuning_with_mp/run_0_cpu_x1",
     stages=2,
 )
-
-
-def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits, list[Tokens]]:
-    """Load tokenizer and rows, and turn the training rows into tokens."""
-    with log.phase("load data"):
-        tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
-        return tokenizer, data, tokens_of(data.train, tokenizer, log.run)
 
 
 def place(log: RunRecorder, rows: list[Tokens]) -> Placement:
@@ -76,26 +76,16 @@ def build_trainer(
         return make_trainer(model, tokenizer, rows, validation, log, placement.plan)
 
 
-def save(
-    log: RunRecorder, placement: Placement, trainer: AuditedTrainer, tokenizer: Tokenizer
-) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save the model, and load it again by the same map: equal logits, or the run fails."""
-    with log.phase("save and reload"):
-        return save_and_reload(log, trainer, tokenizer, custom_device_map(log, placement))
-
-
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run."""
-    with rank_started(run) as rank:
-        check_inputs(run)
-        log = RunRecorder(run, rank)
+    with run_started(run) as log:
         tokenizer, data, rows = load_data(log)
         placement = place(log, rows)
         model, seen = load(log, placement)
         before = evaluate_before(log, model, tokenizer, data)
         trainer = build_trainer(log, placement, model, tokenizer, rows, data)
         trained = train(log, trainer)
-        tuned, differences = save(log, placement, trainer, tokenizer)
+        tuned, differences = save(log, trainer, tokenizer, custom_device_map(log, placement))
         after = evaluate_after(log, tuned, tokenizer, data, custom_device_map(log, placement))
         figures = {"placement": placement.for_record(), "stages_seen": seen, "largest_logit_differences": differences}
         return record(log, before, after, **trained, **figures)

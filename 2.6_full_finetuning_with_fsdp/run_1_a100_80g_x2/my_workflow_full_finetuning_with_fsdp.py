@@ -11,24 +11,19 @@ part of every rank, (5) at the end the parts become one model, (6) the machine's
 """
 
 from my_utils_full_finetuning_with_fsdp import held_table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_inputs
-from common.data.rows import Splits
-from common.data.splits import load_splits, tokens_of
-from common.models.loading import load_base_model, load_tokenizer
+from common.checks.run_start import run_started
+from common.data.rows import Splits, Tokens
+from common.data.splits import tokens_of
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
-from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
-from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import Ddp
-from common.training.export import save_and_reload
 from common.training.loop import LoopTrainer
-from common.training.results import check_training, training_metrics
+from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, train
 from common.training.strategy import as_computed, strategy_class, whole_model_to_train
 from common.training.trainer import make_trainer
 
@@ -49,54 +44,27 @@ RUN = RunConfig(
     gradient_checkpointing=True,
 )
 
-Tokenizer = PreTrainedTokenizerBase
-Metrics = dict[str, object]
 
-
-def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
-    """Tokenizer and rows."""
-    with log.phase("load data"):
-        return load_tokenizer(log.run), load_splits(log.run)
-
-
-def evaluate_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Evaluation:
-    """The base's answers, each rank to its share of the questions, with the whole model: no gradients are needed."""
-    with log.phase("baseline evaluation"):
-        base = load_base_model(as_computed(log.run), whole_model_on(log.rank.device))
-        judges = [Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]
-        return evaluate(base, tokenizer, data.test, judges, log, "before")
-
-
-def build_trainer(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> LoopTrainer:
-    """This rank's part of the model (2), rows as tokens, and the trainer of both."""
+def build_trainer(log: RunRecorder, tokenizer: Tokenizer, rows: list[Tokens], data: Splits) -> LoopTrainer:
+    """Load this rank's part of the model (2), and build the trainer of rows and model."""
     with log.phase("build trainer"):
-        train = tokens_of(data.train, tokenizer, log.run)
         validation = tokens_of(data.validation, tokenizer, log.run)
         makes_strategy = Ddp if log.run.parallelism.replicates else strategy_class(log.run)  # DDP in the same loop
         strategy = makes_strategy(log.run, log.rank)
         model = strategy.load_model()
-        return make_trainer(model, tokenizer, train, validation, log, strategy=strategy, trainer_class=LoopTrainer)
+        return make_trainer(model, tokenizer, rows, validation, log, strategy=strategy, trainer_class=LoopTrainer)
 
 
-def train(log: RunRecorder, trainer: LoopTrainer) -> Metrics:
-    """Train, take the checkpoint with the lowest validation loss (4), check what every rank did, and sum it up."""
-    with log.phase("training"):
-        trainer.train()
-        world = check_training(trainer, log.rank)
-    figures = {**training_metrics(trainer, world, log), **trainer.strategy.for_record()}
+def train_shards(log: RunRecorder, trainer: LoopTrainer) -> Metrics:
+    """Train with checkpoints of all ranks' parts (4), and print what each rank held."""
+    figures = train(log, trainer)
     if log.rank.is_main and figures["held"]:
         print(held_table(figures["held"]).to_string())
     return figures
 
 
-def save(log: RunRecorder, trainer: LoopTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Gather the parts into one model (5), and load it as any user would: the same logits, or the run fails."""
-    with log.phase("save and reload"):
-        return save_and_reload(log, trainer, tokenizer)
-
-
 def measure_ceiling(log: RunRecorder, trainer: LoopTrainer) -> dict[str, float] | None:
-    """What a speed-up on this machine can be at most (6); on CPU only, as one GPU may not hold the whole model."""
+    """Measure the highest possible speed-up (6); on CPU only, as one GPU may not hold the whole model."""
     if log.run.device == "cuda":
         return None
     with log.phase("machine ceiling"):
@@ -104,32 +72,16 @@ def measure_ceiling(log: RunRecorder, trainer: LoopTrainer) -> dict[str, float] 
         return measure_machine_ceiling(trainer, log.rank, whole)
 
 
-def evaluate_after(log: RunRecorder, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
-    """The tuned model's answers, judged by the base as before, by itself, and by an independent judge."""
-    with log.phase("final evaluation"):
-        base = load_base_model(as_computed(log.run), whole_model_on(log.rank.device))
-        judges = [Judge("base", base, tokenizer), Judge("tuned", tuned, tokenizer)]
-        judges += independent_judges(log.run, log.rank.device)
-        return evaluate(tuned, tokenizer, data.test, judges, log, "after")
-
-
-def record(log: RunRecorder, before: Evaluation, after: Evaluation, **figures: object) -> Record:
-    """The record of the run: what was asked, and all that was measured."""
-    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
-
-
 def workflow(run: RunConfig) -> Record:
-    """The whole run, on this rank."""
-    with rank_started(run) as rank:
-        check_inputs(run)
-        log = RunRecorder(run, rank)
-        tokenizer, data = load_data(log)
-        before = evaluate_before(log, tokenizer, data)
-        trainer = build_trainer(log, tokenizer, data)
-        trained = train(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer)
+    """Take all steps of the run, on this rank; whole models answer in the format of the matrix products."""
+    with run_started(run) as log:
+        tokenizer, data, rows = load_data(log)
+        before = evaluate_before(log, None, tokenizer, data, base_run=as_computed(run))
+        trainer = build_trainer(log, tokenizer, rows, data)
+        trained = train_shards(log, trainer)
+        tuned, differences = save(log, trainer, tokenizer)  # (5)
         ceiling = measure_ceiling(log, trainer)
-        after = evaluate_after(log, tuned, tokenizer, data)
+        after = evaluate_after(log, tuned, tokenizer, data, base_run=as_computed(run))
         return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 
 

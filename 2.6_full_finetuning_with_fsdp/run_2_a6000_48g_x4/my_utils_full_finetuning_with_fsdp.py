@@ -6,7 +6,7 @@ PARTS = {"weights_bytes": "weights", "gradients_bytes": "gradients", "optimizer_
 
 
 def held_table(held: dict[str, object]) -> pd.DataFrame:
-    """What each rank held in the second step, in MiB, beside what one device would."""
+    """Return what each rank held in the second step, in MiB, beside what one device would."""
     rows = {f"rank {rank}": each for rank, each in enumerate(held["per_rank"])}
     rows["one device would"] = held["whole"]
     table = pd.DataFrame.from_dict(rows, orient="index").rename(columns=PARTS) / 2**20

@@ -6,7 +6,7 @@ from common.training.placement import Placement
 
 
 def stage_table(placement: Placement) -> pd.DataFrame:
-    """What each stage holds, and its peak as planned (projected)."""
+    """Return what each stage holds, and its peak as planned (projected)."""
     plan = placement.plan
     return pd.DataFrame({
         "stage": range(len(plan.shares)),

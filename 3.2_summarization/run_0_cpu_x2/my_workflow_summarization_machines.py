@@ -20,61 +20,38 @@ rows among them. (Where more may come than were there at first, pass --partition
 
 from dataclasses import replace
 
-from my_utils_summarization import (
-    Metrics,
-    build,
-    evaluate_after,
-    evaluate_before,
-    figures_of,
-    load_data,
-    record,
-    run_with,
-    save,
-)
+from my_utils_summarization import run_with, take_steps
 from torch.nn.utils import clip_grad_norm_
 
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_inputs
+from common.checks.run_start import run_started
 from common.data.splits import load_splits
 from common.records.store import Record
 from common.runtime.membership import member_of, run_as_member, world_joined
-from common.runtime.rank import rank_started
-from common.runtime.recorder import RunRecorder
 from common.runtime.rendezvous import find_meeting, meeting_options
 from common.training.replicas import GradientExchange, PlainLoop, Replicas
 
 RUN = run_with(loop="machines")
 
 
-def train(log: RunRecorder, loop: PlainLoop) -> Metrics:
+def train(loop: PlainLoop) -> None:
     """Train; validation, checkpoints and the schedule come with each of the loop's steps."""
-    run = log.run
-    with log.phase("training"):
-        exchange = GradientExchange(loop.model, run)
-        for step in loop.steps():
-            for batch, is_last in step:
-                with exchange.part(is_last):
-                    exchange.backward(loop.loss_of(exchange.model, batch, step.num_items_in_batch))
-            exchange.complete()  # (2)
-            if run.max_grad_norm:
-                clip_grad_norm_(loop.model.parameters(), run.max_grad_norm)
-            loop.update()  # (3)
-    return figures_of(log, loop)
+    exchange = GradientExchange(loop.model, loop.strategy.run)
+    for step in loop.steps():
+        for batch, is_last in step:
+            with exchange.part(is_last):
+                exchange.backward(loop.loss_of(exchange.model, batch, step.num_items_in_batch))
+        exchange.complete()  # (2)
+        if loop.args.max_grad_norm:
+            clip_grad_norm_(loop.model.parameters(), loop.args.max_grad_norm)
+        loop.update()  # (3)
 
 
 def workflow(run: RunConfig, resumes: bool = False) -> Record:
-    """The whole run, on this rank; `resumes`: after the newest checkpoint of its last start, which lost a member."""
-    with rank_started(run) as rank:
-        check_inputs(run)
-        log = RunRecorder(run, rank, resumes)
-        tokenizer, data = load_data(log)
-        before = evaluate_before(log, tokenizer, data)
-        loop = build(log, tokenizer, data, Replicas(log), PlainLoop)
-        trained = train(log, loop)
-        tuned, differences = save(log, loop, tokenizer)
-        after = evaluate_after(log, tuned, tokenizer, data)
-        return record(log, before, after, **trained, largest_logit_differences=differences)
+    """Take all steps of the run, on this rank; `resumes` from the newest checkpoint of a start that lost a member."""
+    with run_started(run, resumes) as log:
+        return take_steps(log, Replicas(log), PlainLoop, train)
 
 
 def join_and_work() -> None:

@@ -1,21 +1,18 @@
-"""What the three workflows of this folder share: the run, and all steps but training."""
+"""What the three workflows of this folder share: the run, and all steps around the training loop."""
 
+from collections.abc import Callable
 from dataclasses import replace
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.batches import partition
 from common.data.rows import Splits
 from common.data.splits import load_splits, tokens_of
 from common.data.texts import say_long_texts
-from common.models.loading import load_base_model, load_tokenizer
-from common.planning.device_maps import whole_model_on
+from common.models.loading import load_tokenizer
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.summarization import Summaries, summarize
-from common.training.export import save_and_reload
-from common.training.results import check_training, training_metrics
+from common.tasks.summarization import summarize
+from common.training.steps import Tokenizer, record, save, score_after, score_before, train
 from common.training.strategy import Strategy
 from common.training.trainer import AuditedTrainer, make_trainer
 
@@ -46,17 +43,14 @@ RUN = RunConfig(
 )
 MACHINES = {}
 
-Tokenizer = PreTrainedTokenizerBase
-Metrics = dict[str, object]
-
 
 def run_with(loop: str) -> RunConfig:
-    """This folder's run, by one of the three ways to write its loop."""
+    """Return this folder's run, by one of its three loops."""
     return replace(RUN, loop=loop, **(MACHINES if loop == "machines" else {}))
 
 
 def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
-    """Tokenizer and rows; how many texts are too long, and how the rows are divided, is said."""
+    """Load tokenizer and rows, and print how many texts are too long, and how the rows are divided."""
     with log.phase("load data"):
         tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
         if log.rank.is_main:
@@ -68,41 +62,31 @@ def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits]:
         return tokenizer, data
 
 
-def evaluate_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Summaries:
-    """What the base writes: an embedded one notes in catchwords, BART-large-CNN sums up as a newspaper would."""
-    with log.phase("baseline evaluation"):
-        base = load_base_model(log.run, whole_model_on(log.rank.device))
-        return summarize(base, tokenizer, data.test, log, "before")
-
-
 def build(
     log: RunRecorder, tokenizer: Tokenizer, data: Splits, strategy: Strategy, trainer_class: type[AuditedTrainer]
 ) -> AuditedTrainer:
-    """The whole model on every rank, and what trains it on the rank's own rows."""
+    """Load the whole model on every rank, and build what trains it on the rank's own rows."""
     with log.phase("build trainer"):
         model = strategy.load_model()
-        train, validation = (tokens_of(rows, tokenizer, log.run) for rows in (data.train, data.validation))
+        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
         validation.sort(key=lambda row: -len(row["input_ids"]))  # batches with little padding
-        return make_trainer(model, tokenizer, train, validation, log, strategy=strategy, trainer_class=trainer_class)
+        return make_trainer(model, tokenizer, rows, validation, log, strategy=strategy, trainer_class=trainer_class)
 
 
-def figures_of(log: RunRecorder, trainer: AuditedTrainer) -> Metrics:
-    """Return the metrics of training, after a check of what every rank did; called on every rank."""
-    return training_metrics(trainer, check_training(trainer, log.rank), log)
+def take_steps(
+    log: RunRecorder,
+    strategy: Strategy,
+    trainer_class: type[AuditedTrainer],
+    loop: Callable[[AuditedTrainer], object],
+) -> Record:
+    """Take all steps of the run on this rank, with a workflow's own `loop` for training.
 
-
-def save(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
-    """Save the model and load it as any user would: equal logits, or the run fails."""
-    with log.phase("save and reload"):
-        return save_and_reload(log, trainer, tokenizer)
-
-
-def evaluate_after(log: RunRecorder, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Summaries:
-    """What the tuned model writes about chats that had no part in training nor in choosing the checkpoint."""
-    with log.phase("final evaluation"):
-        return summarize(tuned, tokenizer, data.test, log, "after")
-
-
-def record(log: RunRecorder, before: Summaries, after: Summaries, **figures: object) -> Record:
-    """The record of the run: what was asked, and all that was measured."""
-    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
+    Before training an embedded base notes in catchwords, and BART-large-CNN sums up as a newspaper would.
+    """
+    tokenizer, data = load_data(log)
+    before = score_before(log, tokenizer, data, summarize)
+    trainer = build(log, tokenizer, data, strategy, trainer_class)
+    trained = train(log, trainer, loop)
+    tuned, differences = save(log, trainer, tokenizer)
+    after = score_after(log, tuned, tokenizer, data, summarize)
+    return record(log, before, after, **trained, largest_logit_differences=differences)

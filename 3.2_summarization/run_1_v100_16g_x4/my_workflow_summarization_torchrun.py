@@ -6,52 +6,30 @@ From this folder:
     python my_workflow_summarization_torchrun.py --parallel single --devices 1 --partitions N  # the steps of N ranks
 
 Nothing here says how many ranks there are: the Trainer finds out. The other two workflows of this folder do the same
-with the loop written out; from the same rows all three come to the same model.
+with the loop written out; from the same rows all three train the same model.
 """
 
-from my_utils_summarization import (
-    Metrics,
-    build,
-    evaluate_after,
-    evaluate_before,
-    figures_of,
-    load_data,
-    record,
-    run_with,
-    save,
-)
+from my_utils_summarization import run_with, take_steps
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
-from common.checks.inputs import check_inputs
+from common.checks.run_start import run_started
 from common.records.store import Record
-from common.runtime.rank import rank_started
-from common.runtime.recorder import RunRecorder
 from common.training.strategy import WholeModel
 from common.training.trainer import SummaryTrainer
 
 RUN = run_with(loop="trainer")
 
 
-def train(log: RunRecorder, trainer: SummaryTrainer) -> Metrics:
+def train(trainer: SummaryTrainer) -> None:
     """Train; the Trainer averages gradients over the ranks, validates, and keeps the best checkpoint."""
-    with log.phase("training"):
-        trainer.train()
-    return figures_of(log, trainer)
+    trainer.train()
 
 
 def workflow(run: RunConfig) -> Record:
-    """The whole run, on this rank."""
-    with rank_started(run) as rank:
-        check_inputs(run)
-        log = RunRecorder(run, rank)
-        tokenizer, data = load_data(log)
-        before = evaluate_before(log, tokenizer, data)
-        trainer = build(log, tokenizer, data, WholeModel(run, rank), SummaryTrainer)
-        trained = train(log, trainer)
-        tuned, differences = save(log, trainer, tokenizer)
-        after = evaluate_after(log, tuned, tokenizer, data)
-        return record(log, before, after, **trained, largest_logit_differences=differences)
+    """Take all steps of the run, on this rank."""
+    with run_started(run) as log:
+        return take_steps(log, WholeModel(run, log.rank), SummaryTrainer, train)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
 from common.training.strategy import as_computed
-from common.training.trainer import AuditedTrainer
+from common.training.trainer import AuditedTrainer, free_model
 
 DeviceMap = dict[str, str | int]
 
@@ -80,7 +80,7 @@ def save_and_free(
 def reloaded_difference(
     run: RunConfig, folder: Path, device_map: DeviceMap, batch: dict[str, torch.Tensor], expected: torch.Tensor
 ) -> float:
-    """Load what `save_and_free` wrote as any user would, and return the largest absolute difference of its logits.
+    """Load what `save_and_free` wrote as any user would, return the largest absolute difference of logits, and free it.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
@@ -90,7 +90,9 @@ def reloaded_difference(
     else:
         reloaded = load_base_model(run, device_map, source=folder)
     what = "adapter" if run.method.has_adapters else "model"
-    return check_equal_logits(expected, reloaded, batch, what, run.precision)
+    difference = check_equal_logits(expected, reloaded, batch, what, run.precision)
+    free_model(reloaded)
+    return difference
 
 
 def merged(run: RunConfig, adapter: Path, device_map: DeviceMap) -> PreTrainedModel:

@@ -133,7 +133,7 @@ class StageModule(torch.nn.Module):
     """What a schedule calls: token ids or a hidden state in, a hidden state or logits out."""
 
     def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
-        """`model` comes from `load_stage`, with or without adapters."""
+        """Wrap `model`, which comes from `load_stage`, with or without adapters."""
         super().__init__()
         self.model = model
         self.causal = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -209,7 +209,7 @@ class PassClock:
         self.passes = []  # what follows, say validation, is of no training step
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget all steps timed so far."""
         self.steps, self.earlier_s = [], (0.0, 0.0)
 
     def busy_and_total_s(self) -> tuple[float, float]:
@@ -242,7 +242,7 @@ class TimedStage(PipelineStage):
     """A stage whose passes are timed."""
 
     def __init__(self, clock: PassClock, *args: Any, **kwargs: Any) -> None:
-        """`clock` keeps the times; the rest is PyTorch's."""
+        """Keep times in `clock`; the other arguments are PyTorch's."""
         super().__init__(*args, **kwargs)
         self.clock = clock
 
@@ -294,8 +294,7 @@ class Pipeline:
         Hidden states are made up. Gradients add up.
         """
         self.module.train()
-        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
-        self.module.positions = inputs.get("logits_to_keep")
+        inputs = self._inputs(batch)
         parts = [inputs[name].chunk(micro_batches) for name in ("input_ids", "attention_mask", "labels")]
         for ids, mask, labels in zip(*parts, strict=True):
             shape = (*ids.shape, self.module.causal.config.hidden_size)
@@ -332,8 +331,7 @@ class Pipeline:
     def _run(
         self, batch: dict[str, torch.Tensor], loss_divisor: float, name: str, count: int, purpose: str
     ) -> torch.Tensor:
-        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
-        self.module.positions = inputs.get("logits_to_keep")
+        inputs = self._inputs(batch)
         self.loss_divisor = loss_divisor
         schedule = self._schedule(inputs["input_ids"].shape, name, count, purpose)
         ids = (inputs["input_ids"],) if self.module.is_first else ()
@@ -345,6 +343,12 @@ class Pipeline:
         else:
             schedule.eval(*ids, **given)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
+
+    def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the batch on this rank's device; the last stage is told where to compute logits, if it can be told."""
+        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
+        self.module.positions = inputs.get("logits_to_keep")
+        return inputs
 
     def _to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}

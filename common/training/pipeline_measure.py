@@ -36,34 +36,34 @@ def ideal_idle_share(stages: int, micro_batches: int) -> float:
 
 
 def measure_pipeline(
-    trainer: LoopTrainer, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] | None = None
+    trainer: LoopTrainer, steps: int = 6, rounds: int = 5, tell: Callable[[str], object] = print
 ) -> dict[str, object] | None:
     """Time steps of GPipe, 1F1B and naive model parallel on the same batches; idle shares, and what was possible.
 
-    Forward and backward passes only; every way in turn, `rounds` times, medians, on up to `steps` batches (of a large
-    model fewer). What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone against
-    those of all stages at once, nothing being sent. Weights stay as they are. `tell` gets a line after each round, on
-    rank 0.
+    Forward and backward passes only; every schedule in turn, `rounds` times, medians, on up to `steps` batches (fewer
+    of a large model). What is allowed is the bubble's formula times the machine's ceiling: one stage's passes alone
+    against those of all stages at once, nothing being sent. Weights stay as they are. `tell` gets a line after each
+    round, on rank 0.
 
     Returns:
-        Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each way.
+        Times in seconds per step; idle shares and peaks of activations by stage; the passes of one step of each.
         None where there are fewer micro-batches than stages, which 1F1B cannot run.
     """
     pipeline, rank = trainer.strategy.pipeline, trainer.rank
     stages, count = rank.world_size, pipeline.micro_batches
     if count < stages:
         return None
-    ways = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
+    schedules = {"naive": NAIVE, "gpipe": ("gpipe", count), "1f1b": ("1f1b", count)}
     batches = full_batches(trainer, steps)
-    naive_s = slowest_s(trainer, batches[:1], way_of(pipeline, *NAIVE))
+    naive_s = slowest_s(trainer, batches[:1], step_by(pipeline, *NAIVE))
     batches = batches[: max(1, round(TIMED_S / naive_s))]
     times: defaultdict[str, list[float]] = defaultdict(list)
     idle_shares: defaultdict[str, list[list[float]]] = defaultdict(list)
     keep_freed_memory()
     for number in range(rounds + 1):
-        for name, way in ways.items():
+        for name, schedule in schedules.items():
             pipeline.clock.forget()
-            times[name].append(slowest_s(trainer, batches, way_of(pipeline, *way)))
+            times[name].append(slowest_s(trainer, batches, step_by(pipeline, *schedule)))
             idle_shares[name].append(pipeline.idle_shares())
         for stage, parts in product(range(stages), (1, count)):
             own = batches if rank.rank == stage else []
@@ -72,8 +72,8 @@ def measure_pipeline(
         times["all stages at once"].append(
             slowest_s(trainer, batches, partial(pipeline.bare_step, micro_batches=count))
         )
-        if tell and rank.is_main:
-            seconds = ", ".join(f"{name} {times[name][-1] / len(batches):.3f} s" for name in ways)
+        if rank.is_main:
+            seconds = ", ".join(f"{name} {times[name][-1] / len(batches):.3f} s" for name in schedules)
             tell(f"{f'round {number} of {rounds}' if number else 'warm-up'}: {seconds} a step")
     step_s = {name: median(each[1:]) / len(batches) for name, each in times.items()}  # the first round warms up
     idle = {name: [median(column) for column in zip(*shares[1:], strict=True)] for name, shares in idle_shares.items()}
@@ -85,12 +85,12 @@ def measure_pipeline(
         "step_s": step_s,
         "ideal_idle_share": ideal_idle_share(stages, count),
         "idle_share": idle,
-        "passes": {name: passes_of(trainer, batches[0], *way) for name, way in ways.items()},
-        "peak_activations_mib": {name: activations_mib(trainer, batches[0], *way) for name, way in ways.items()},
+        "passes": {name: passes_of(trainer, batches[0], *each) for name, each in schedules.items()},
+        "peak_activations_mib": {name: activations_mib(trainer, batches[0], *each) for name, each in schedules.items()},
     }
 
 
-def way_of(pipeline: Pipeline, schedule: str, micro_batches: int) -> Callable[[Batch], object]:
+def step_by(pipeline: Pipeline, schedule: str, micro_batches: int) -> Callable[[Batch], object]:
     """Return the passes of a step by a schedule."""
     return partial(pipeline.train_step, loss_divisor=1.0, schedule=schedule, micro_batches=micro_batches)
 
@@ -111,8 +111,8 @@ def keep_freed_memory() -> None:
     """Have glibc keep what PyTorch frees, as PyTorch's own allocator does on a GPU.
 
     Else it gives the largest blocks back to the kernel, and every step of naive model parallel, whose whole batch needs
-    them, waits for new pages: the pipeline would be credited with what a setting of the allocator mends. From now on
-    this holds for every way; it changes nothing where there is no glibc.
+    them, waits for new pages: the pipeline would be credited with what a setting of the allocator corrects. From now
+    on this holds for every schedule; it changes nothing where there is no glibc.
     """
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is not None:

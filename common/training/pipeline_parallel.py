@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object, wait_for_everyone
@@ -118,12 +119,10 @@ class PipelineParallel(Strategy):
         busy_s, total_s = self.pipeline.clock.busy_and_total_s()
         if not total_s:
             return {"stages": None}
-        stages = [{"stage": stage, "busy_s": busy_s} for stage, busy_s in enumerate(gather_object([busy_s]))]
-        for stage, idle_share in zip(stages, self.pipeline.idle_shares(), strict=True):
-            if stage["busy_s"] == 0:
-                raise RuntimeError(f"Stage {stage['stage']} of {len(stages)} computed nothing.")
-            stage["idle_share"] = idle_share
-        return {"stages": stages}
+        of_stages = pd.DataFrame({"busy_s": gather_object([busy_s]), "idle_share": self.pipeline.idle_shares()})
+        if not of_stages["busy_s"].all():
+            raise RuntimeError(f"Stage {of_stages['busy_s'].argmin()} of {len(of_stages)} computed nothing.")
+        return {"stages": of_stages.rename_axis("stage").reset_index().to_dict("records")}
 
     def parameter_counts(self) -> tuple[int, int]:
         """Return how many parameters of all stages together are trained, and how many multiply."""

@@ -1,44 +1,85 @@
-"""Steps that the workflows of chat models share: load, evaluate before and after, train, and record."""
+"""Steps that the workflows share: load, evaluate before and after, train, save, and record."""
+
+from collections.abc import Callable
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.data.rows import Splits
-from common.data.splits import load_splits
-from common.models.loading import load_base_model, load_tokenizer
+from common.base.run_config import RunConfig
+from common.data.rows import Splits, Tokens
+from common.data.splits import load_splits, tokens_of
+from common.models.loading import add_lora, load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.training.export import DeviceMap, save_and_reload
 from common.training.results import check_training, training_metrics
-from common.training.trainer import AuditedTrainer
+from common.training.trainer import AuditedTrainer, make_trainer
 
 Tokenizer = PreTrainedTokenizerBase
 Metrics = dict[str, object]
 
 
-def load(log: RunRecorder) -> tuple[PreTrainedModel, Tokenizer, Splits]:
+def load(log: RunRecorder, device_map: DeviceMap | None = None) -> tuple[PreTrainedModel, Tokenizer, Splits]:
     """Load the base model (with qlora quantized as it is read) on this rank's device, its tokenizer, and the rows."""
     with log.phase("load model and data"):
-        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        base = load_base_model(log.run, device_map or whole_model_on(log.rank.device))
         return base, load_tokenizer(log.run), load_splits(log.run)
 
 
-def evaluate_before(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> Evaluation:
+def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits, list[Tokens]]:
+    """Load tokenizer and rows, and turn the training rows into tokens, where no model is needed yet."""
+    with log.phase("load data"):
+        tokenizer, data = load_tokenizer(log.run), load_splits(log.run)
+        return tokenizer, data, tokens_of(data.train, tokenizer, log.run)
+
+
+def evaluate_before(
+    log: RunRecorder,
+    model: PreTrainedModel | None,
+    tokenizer: Tokenizer,
+    data: Splits,
+    base_run: RunConfig | None = None,
+) -> Evaluation:
     """Evaluate the base's answers to the test questions, each rank's to its share of them, before any training.
 
-    The base also judges them, beside an independent judge.
+    The base also judges them, beside an independent judge. Without a `model` the whole base is loaded for this step
+    alone, as the run says, or `base_run`.
     """
     with log.phase("baseline evaluation"):
-        judges = [Judge("base", model, tokenizer), *independent_judges(log.run, log.rank.device)]
-        return evaluate(model, tokenizer, data.test, judges, log, "before")
+        base = model or load_base_model(base_run or log.run, whole_model_on(log.rank.device))
+        judges = [Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]
+        return evaluate(base, tokenizer, data.test, judges, log, "before")
 
 
-def train(log: RunRecorder, trainer: AuditedTrainer) -> Metrics:
-    """Train, take the checkpoint with the lowest validation loss, check what every rank did, and sum it up."""
+def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
+    """Put adapters on the frozen base, turn rows into tokens, and build the trainer of both."""
+    with log.phase("build trainer"):
+        rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
+        return make_trainer(add_lora(model, log.run), tokenizer, rows, validation, log)
+
+
+def train(log: RunRecorder, trainer: AuditedTrainer, loop: Callable[[AuditedTrainer], object] | None = None) -> Metrics:
+    """Train by the trainer's own loop or by `loop`, take the best checkpoint, and sum up what every rank did."""
     with log.phase("training"):
-        trainer.train()
+        loop(trainer) if loop else trainer.train()
         world = check_training(trainer, log.rank)
-    return training_metrics(trainer, world, log)
+    return {**training_metrics(trainer, world, log), **trainer.strategy.for_record()}
+
+
+def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save adapter and merged model, and load both again: equal logits, or the run fails."""
+    with log.phase("merge and reload"):
+        return save_and_reload(log, trainer, tokenizer)
+
+
+def save(
+    log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer, device_map: DeviceMap | None = None
+) -> tuple[PreTrainedModel, dict[str, float]]:
+    """Save one whole model, and load it as any user would: the trained model's logits, or the run fails."""
+    with log.phase("save and reload"):
+        return save_and_reload(log, trainer, tokenizer, device_map)
 
 
 def evaluate_after(
@@ -46,14 +87,15 @@ def evaluate_after(
     tuned: PreTrainedModel,
     tokenizer: Tokenizer,
     data: Splits,
-    device_map: dict[str, str | int] | None = None,
+    device_map: DeviceMap | None = None,
+    base_run: RunConfig | None = None,
 ) -> Evaluation:
     """Evaluate the tuned model's answers, judged by the base as before, by itself, and by an independent judge.
 
     The base loads again, by `device_map` where it is not to be on this rank's device.
     """
     with log.phase("final evaluation"):
-        base = load_base_model(log.run, device_map or whole_model_on(log.rank.device))
+        base = load_base_model(base_run or log.run, device_map or whole_model_on(log.rank.device))
         judges = [
             Judge("base", base, tokenizer),
             Judge("tuned", tuned, tokenizer),
@@ -62,6 +104,21 @@ def evaluate_after(
         return evaluate(tuned, tokenizer, data.test, judges, log, "after")
 
 
-def record(log: RunRecorder, before: Evaluation, after: Evaluation, **figures: object) -> Record:
-    """Write the record of the run: what was asked, and all that was measured."""
+def score_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits, score: Callable[..., Any]) -> Any:
+    """Score what the whole base finds in the test rows before any training; `score`: the task's, say `classify`."""
+    with log.phase("baseline evaluation"):
+        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        return score(base, tokenizer, data.test, log, "before")
+
+
+def score_after(
+    log: RunRecorder, tuned: PreTrainedModel, tokenizer: Tokenizer, data: Splits, score: Callable[..., Any]
+) -> Any:
+    """Score what the tuned model finds in rows that had no part in training nor in choosing the checkpoint."""
+    with log.phase("final evaluation"):
+        return score(tuned, tokenizer, data.test, log, "after")
+
+
+def record(log: RunRecorder, before: Any, after: Any, **figures: object) -> Record:
+    """Write the record of the run: what was asked, what the evaluations found, and all other `figures`."""
     return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)

@@ -2,8 +2,8 @@
 
 Of Megatron's kind (Shoeybi et al. 2019, section 3), by PyTorch's own `parallelize_module`: Transformers has no plan for
 BERT and RoBERTa. A rank has some of the attention's heads and some of the feed-forward's inner neurons; their outputs
-are summed over the ranks twice a layer, and so are the gradients of their inputs on the way back. What is between is
-whole on every rank, which is why dropout must draw the same masks everywhere: seed all ranks alike.
+are summed over the ranks twice a layer, and so are the gradients of their inputs in the backward pass. What is between
+is whole on every rank, which is why dropout must draw the same masks everywhere: seed all ranks alike.
 """
 
 import re
@@ -35,20 +35,19 @@ from common.training.fsdp import mesh_of
 from common.training.placement import StageMap
 from common.training.strategy import Batch, Model, Strategy
 
-COLUMN_WISE, ROW_WISE = "column-wise", "row-wise"
-"""By outputs (the weight's first dimension, and the bias), and by inputs (its second; the bias is whole)."""
-PLAN = {
-    "attention.self.query": COLUMN_WISE,
-    "attention.self.key": COLUMN_WISE,
-    "attention.self.value": COLUMN_WISE,
-    "attention.output.dense": ROW_WISE,
-    "intermediate.dense": COLUMN_WISE,
-    "output.dense": ROW_WISE,
+PLAN: dict[str, type[ParallelStyle]] = {
+    "attention.self.query": ColwiseParallel,
+    "attention.self.key": ColwiseParallel,
+    "attention.self.value": ColwiseParallel,
+    "attention.output.dense": RowwiseParallel,
+    "intermediate.dense": ColwiseParallel,
+    "output.dense": RowwiseParallel,
 }
-"""Of every encoder layer. All else is whole on every rank: embeddings, layer norms, pooler and classifier."""
+"""Of every encoder layer: divided by outputs, column-wise (the weight's first dimension, and the bias), or by inputs,
+row-wise (its second; the bias is whole). All else is whole on every rank: embeddings, layer norms, pooler and
+classifier."""
 FAMILIES = {"bert": ("encoder.layer", PLAN), "roberta": ("encoder.layer", PLAN)}
 """By model type, where its layers are, and their plan."""
-STYLES = {COLUMN_WISE: ColwiseParallel, ROW_WISE: RowwiseParallel}
 AGREEMENT = 1e-7
 """By which a whole weight may differ between ranks."""
 
@@ -84,7 +83,7 @@ class TensorParallel(Strategy):
         return super().prepare(optimizer, accelerator)
 
     def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
-        """Add the gradients; hidden states and their gradients are summed over the ranks on the way."""
+        """Add the gradients; hidden states and their gradients are summed over the ranks in both passes."""
         loss = self.loss(batch, num_items_in_batch)
         loss.backward()
         return loss.detach()
@@ -104,7 +103,7 @@ class TensorParallel(Strategy):
             return super().logits(batch)
 
     def own_rows(self, of_ranks: list[Any]) -> list[Any]:
-        """Return what one rank says for all.
+        """Return one rank's rows, as all ranks have the same.
 
         Raises:
             RuntimeError: ranks worked on different rows, or their copies of a whole weight went apart.
@@ -137,7 +136,7 @@ def check_divisible(config: PretrainedConfig, ranks: int) -> None:
         )
 
 
-def layer_plans(model: Model) -> Iterator[tuple[torch.nn.Module, dict[str, str]]]:
+def layer_plans(model: Model) -> Iterator[tuple[torch.nn.Module, dict[str, type[ParallelStyle]]]]:
     """Yield each layer with its family's plan, to which the adapters that the layer has are added.
 
     An adapter is divided where its matrix is: lora_B by outputs, or lora_A by inputs. The other one is whole, and so is
@@ -147,13 +146,13 @@ def layer_plans(model: Model) -> Iterator[tuple[torch.nn.Module, dict[str, str]]
     path, family_plan = FAMILIES[model.config.model_type]
     for layer in whole.base_model.get_submodule(path):
         plan = {}
-        for name, way in family_plan.items():
+        for name, style in family_plan.items():
             module = layer.get_submodule(name)
-            has_adapters = isinstance(module, LoraLayer)
-            plan[f"{name}.base_layer" if has_adapters else name] = way
-            if has_adapters:
-                divided = "lora_B" if way == COLUMN_WISE else "lora_A"
-                plan |= {f"{name}.{divided}.{adapter}": way for adapter in getattr(module, divided)}
+            if isinstance(module, LoraLayer):
+                divided = "lora_B" if style is ColwiseParallel else "lora_A"
+                plan |= {f"{name}.{divided}.{adapter}": style for adapter in getattr(module, divided)}
+                name = f"{name}.base_layer"
+            plan[name] = style
         yield layer, plan
 
 
@@ -162,10 +161,10 @@ def planned_dimensions(model: Model) -> dict[str, int | None]:
     dimensions: dict[str, int | None] = {name: None for name, _ in model.named_parameters()}
     names = {module: name for name, module in model.named_modules()}
     for layer, plan in layer_plans(model):
-        for path, way in plan.items():
+        for path, style in plan.items():
             name = names[layer.get_submodule(path)]
-            dimensions[f"{name}.weight"] = 0 if way == COLUMN_WISE else 1
-            if way == COLUMN_WISE and f"{name}.bias" in dimensions:
+            dimensions[f"{name}.weight"] = 0 if style is ColwiseParallel else 1
+            if style is ColwiseParallel and f"{name}.bias" in dimensions:
                 dimensions[f"{name}.bias"] = 0
     return dimensions
 
@@ -178,8 +177,7 @@ def split_by_plan(model: Model, mesh: DeviceMesh) -> Model:
     """
     check_divisible(model.config, mesh.size())
     for layer, plan in layer_plans(model):
-        styles = {name: STYLES[way]() for name, way in plan.items()}
-        parallelize_module(layer, mesh, styles | shared_input(layer))
+        parallelize_module(layer, mesh, {name: style() for name, style in plan.items()} | shared_input(layer))
     return model
 
 
@@ -227,8 +225,7 @@ def check_split(model: Model, ranks: int) -> None:
     planned = planned_dimensions(model)
     for name, weight in model.named_parameters():
         found, local = split_dimension(weight), local_part(weight).numel()
-        parts = 1 if planned[name] is None else ranks
-        if found != planned[name] or local * parts != weight.numel():
+        if found != planned[name] or local * (1 if found is None else ranks) != weight.numel():
             raise RuntimeError(
                 f"{name} is {_divided(found)}, and this rank has {local:,} of its {weight.numel():,} elements, but "
                 f"over {ranks} ranks it was to be {_divided(planned[name])}."

@@ -15,20 +15,18 @@ import torch.distributed as dist
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TASKS, Parallelism, Task
-from common.checks.inputs import check_inputs
+from common.checks.run_start import run_started
 from common.data.messages import tokenize_messages
 from common.data.rows import IGNORED_LABEL, Found, Row, RowKind
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
-from common.runtime.rank import rank_started
-from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Judge, answer_results, evaluate, make_collator
 from common.tasks.objectives import Objective, mean_loss
 from common.training.export import save_and_reload
 from common.training.loop import LoopTrainer
-from common.training.results import check_training, training_metrics
+from common.training.steps import record, train
 from common.training.strategy import Batch, Strategy, strategy_class
 from common.training.trainer import AuditedTrainer, make_trainer
 
@@ -99,26 +97,20 @@ def register() -> None:
 
 def workflow(run: RunConfig) -> Record:
     """Train and evaluate, as the workflows of the run folders do."""
-    with rank_started(run) as rank:
-        check_inputs(run)
-        log = RunRecorder(run, rank)
+    with run_started(run) as log:
         tokenizer, data = load_tokenizer(run), load_splits(run)
-        base = load_base_model(run, whole_model_on(rank.device))
+        base = load_base_model(run, whole_model_on(log.rank.device))
         before = evaluate(base, tokenizer, data.test, [Judge("base", base, tokenizer)], log, "before")
-        train, validation = (tokens_of(rows, tokenizer, run) for rows in (data.train, data.validation))
-        strategy = strategy_class(run)(run, rank)
+        rows, validation = (tokens_of(split, tokenizer, run) for split in (data.train, data.validation))
+        strategy = strategy_class(run)(run, log.rank)
         trainer_class = LoopTrainer if strategy.takes_steps else AuditedTrainer
         trainer = make_trainer(
-            strategy.load_model(), tokenizer, train, validation, log, strategy=strategy, trainer_class=trainer_class
+            strategy.load_model(), tokenizer, rows, validation, log, strategy=strategy, trainer_class=trainer_class
         )
-        with log.phase("training"):
-            trainer.train()
-            world = check_training(trainer, rank)
-        trained = {**training_metrics(trainer, world, log), **strategy.for_record()}
+        trained = train(log, trainer)
         tuned, differences = save_and_reload(log, trainer, tokenizer)
         after = evaluate(tuned, tokenizer, data.test, [Judge("base", tuned, tokenizer)], log, "after")
-        quality = {"before": before.summary(), "after": after.summary()}
-        return log.complete(quality=quality, **trained, largest_logit_differences=differences)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
 
 
 if __name__ == "__main__":
