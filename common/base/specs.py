@@ -15,23 +15,27 @@ FSDP, DEEPSPEED = "FSDP", "DeepSpeed's ZeRO"
 
 @dataclass(frozen=True)
 class Technique:
-    """What is trained."""
+    """What is trained.
+
+    Attributes:
+        short: In columns of tables.
+        label: In sentences.
+        folder_for_one: The technique folder that trains so on one device.
+        has_adapters: Low-rank adapters are trained, and the base is frozen; else the model's own weights are trained.
+        quantizes: The base is stored in 4 bits.
+        speed_factor: Of full fine-tuning's share of a GPU's peak, what is reached (github.com/QwenLM/Qwen, its table of
+            speeds).
+        merged_models: Whole models that a run saves at its end: with a quantized base one merged into each base.
+    """
 
     name: str
     short: str
-    """In columns of tables."""
     label: str
-    """In sentences."""
     folder_for_one: str
-    """The technique folder that trains so on one device."""
     has_adapters: bool = False
-    """Low-rank adapters are trained, and the base is frozen; else the model's own weights are trained."""
     quantizes: bool = False
-    """The base is stored in 4 bits."""
     speed_factor: float = 1.0
-    """Of full fine-tuning's share of a GPU's peak, what is reached (github.com/QwenLM/Qwen, its table of speeds)."""
     merged_models: int = 1
-    """Whole models that a run saves at its end: with a quantized base one merged into each base."""
 
     @property
     def title(self) -> str:
@@ -46,37 +50,42 @@ class Technique:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How devices share the work."""
+    """How devices share the work.
+
+    Attributes:
+        label: In tables.
+        why: When it fits: a template with `devices`, `micro_batches` and the share of time that a device is `idle`.
+        splits_rows: Each rank works on rows of its own (data parallel).
+        splits_layers: Each device holds some of the layers.
+        pipelines: Micro-batches are in flight on several stages at once; else layers are computed one device after the
+            other.
+        splits_matrices: Each rank holds columns or rows of a layer's matrices (tensor parallel).
+        shards: What is divided among the data-parallel ranks.
+        sharded_by: The library that does.
+        in_one_process: One process works on all devices; else each device has a rank of its own.
+        takes_4_bits: A base in 4 bits can be trained with it.
+        suggested_for: Techniques for which the planner ranks it unasked, where there are several devices.
+        resumes_on_other_ranks: A checkpoint can be resumed on another number of ranks.
+        strategy: Its class of `common.training.strategy.Strategy`, as `module:name`; empty = `WholeModel`: the
+            Trainer's steps.
+        why_not_reentrant: Why PyTorch's reentrant gradient checkpointing does not work with it; empty = it does.
+    """
 
     name: str
     label: str
-    """In tables."""
     why: str
-    """When it fits: a template with `devices`, `micro_batches` and the share of time that a device is `idle`."""
     splits_rows: bool = False
-    """Each rank works on rows of its own (data parallel)."""
     splits_layers: bool = False
-    """Each device holds some of the layers."""
     pipelines: bool = False
-    """Micro-batches are in flight on several stages at once; else layers are computed one device after the other."""
     splits_matrices: bool = False
-    """Each rank holds columns or rows of a layer's matrices (tensor parallel)."""
     shards: frozenset[Held] = frozenset()
-    """What is divided among the data-parallel ranks."""
     sharded_by: str = ""
-    """The library that does."""
     in_one_process: bool = False
-    """One process works on all devices; else each device has a rank of its own."""
     takes_4_bits: bool = True
-    """A base in 4 bits can be trained with it."""
     suggested_for: tuple[str, ...] = ("full", "lora", "qlora")
-    """Techniques for which the planner ranks it unasked, where there are several devices."""
     resumes_on_other_ranks: bool = False
-    """A checkpoint can be resumed on another number of ranks."""
     strategy: str = ""
-    """Its class of `common.training.strategy.Strategy`, as `module:name`; empty = `WholeModel`: the Trainer's steps."""
     why_not_reentrant: str = ""
-    """Why PyTorch's reentrant gradient checkpointing does not work with it; empty = it does."""
 
     @property
     def is_single(self) -> bool:
@@ -116,33 +125,36 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt."""
+    """What is learnt.
+
+    Attributes:
+        parallelisms: What it is done with.
+        auto_class: Of Transformers, the class that loads its models.
+        peft_type: PEFT's name of the task.
+        objective: Its `Objective`, as `module:name`.
+        rows: What returns its `RowKind`, how rows are read and turned into tokens, as `module:function`.
+        heads: Modules that follow the layers, start at random, and are trained in full, also beside adapters.
+        limited: Settings, in tokens, that must not exceed the positions of the model.
+        tokenizer: The folder in assets whose tokenizer stands in where weights are random.
+        folder_for_one: The technique folder that does it on one device; empty = its technique's.
+        classifies: A row has one label; else tokens are predicted.
+        summarizes: A row has a text to read and another one to write, by an encoder-decoder.
+    """
 
     name: str
     techniques: tuple[str, ...]
     parallelisms: tuple[str, ...]
-    """What it is done with."""
     auto_class: str
-    """Of Transformers, the class that loads its models."""
     model_kind: Literal["decoder", "encoder", "encoder-decoder"]
     peft_type: str
-    """PEFT's name of the task."""
     objective: str
-    """Its `Objective`, as `module:name`."""
     rows: str
-    """What returns its `RowKind`, how rows are read and turned into tokens, as `module:function`."""
     heads: tuple[str, ...] = ()
-    """Modules that follow the layers, start at random, and are trained in full, also beside adapters."""
     limited: tuple[str, ...] = ()
-    """Settings, in tokens, that must not exceed the positions of the model."""
     tokenizer: str = "embedded_base"
-    """The folder in assets whose tokenizer stands in where weights are random."""
     folder_for_one: str = ""
-    """The technique folder that does it on one device; empty = its technique's."""
     classifies: bool = False
-    """A row has one label; else tokens are predicted."""
     summarizes: bool = False
-    """A row has a text to read and another one to write, by an encoder-decoder."""
 
     @property
     def chats(self) -> bool:

@@ -28,13 +28,16 @@ Tokens = dict[str, Any]
 
 @dataclass(frozen=True)
 class Splits:
-    """The rows to train on, to choose by, and to report on."""
+    """The rows to train on, to choose by, and to report on.
+
+    Attributes:
+        held_out: Whether the test rows were taken from the training rows.
+    """
 
     train: list[Row]
     validation: list[Row]
     test: list[Row]
     held_out: bool = False
-    """Whether the test rows were taken from the training rows."""
 
     def map(self, change: Callable[[list[Row]], list[Row]]) -> "Splits":
         """Return each split changed in the same way."""
@@ -47,19 +50,22 @@ Found = Iterable[tuple[object, str]]
 
 @dataclass(frozen=True)
 class RowKind:
-    """What the rows of a run are, and how they are read."""
+    """What the rows of a run are, and how they are read.
+
+    Attributes:
+        holds: What a file holds, and what an empty one is to be given: for the refusals of `read_rows`.
+        parse: From the content and the name of a file.
+        check: Return the rows, or refuse one; the second argument names the file or dataset.
+        finish: What is done to all splits once they are read.
+    """
 
     suffixes: tuple[str, ...]
     holds: str
-    """What a file holds, and what an empty one is to be given: for the refusals of `read_rows`."""
     advice: str
     parse: Callable[[str, str], Found]
-    """From the content and the name of a file."""
     check: Callable[[Found, str], list[Row]]
-    """Return the rows, or refuse one; the second argument names the file or dataset."""
     tokenize: Callable[[list[Row], PreTrainedTokenizerBase, RunConfig], list[Tokens]]
     finish: Callable[[Splits], Splits] = lambda splits: splits
-    """What is done to all splits once they are read."""
 
 
 def read_rows(source: str, kind: RowKind) -> list[Row]:

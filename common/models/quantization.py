@@ -166,23 +166,26 @@ def _materialise(model: PreTrainedModel, module: torch.nn.Module, device: str | 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """What a quantized model's weights take, as its record has it."""
+    """What a quantized model's weights take, as its record has it.
+
+    Attributes:
+        stored_dtype: Of the tensors that hold the 4-bit numbers.
+        quantized_bytes: Of these, with their blocks' scales.
+        other_weights: Embeddings, norms and head.
+        unquantized_gib: Of all weights in the run's own number format, as LoRA keeps them.
+        quantized_share: Of all weights.
+        weights_gib: Of all weights, as they are stored.
+    """
 
     stored_dtype: str
-    """Of the tensors that hold the 4-bit numbers."""
     quantized_weights: int
     quantized_bytes: int
-    """Of these, with their blocks' scales."""
     bits_per_quantized_weight: float
     other_weights: int
-    """Embeddings, norms and head."""
     other_bytes: int
     unquantized_gib: float
-    """Of all weights in the run's own number format, as LoRA keeps them."""
     quantized_share: float
-    """Of all weights."""
     weights_gib: float
-    """Of all weights, as they are stored."""
 
 
 def stored_weights(model: torch.nn.Module, unquantized_dtype: torch.dtype) -> StoredWeights:

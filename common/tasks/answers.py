@@ -62,15 +62,18 @@ ANSWERS = Objective(lambda tokenizer, _: make_collator(tokenizer), answer_result
 
 @dataclass(frozen=True)
 class Judge:
-    """A model that embeds texts, so that answer and reference can be compared."""
+    """A model that embeds texts, so that answer and reference can be compared.
+
+    Attributes:
+        name: `base`, `tuned` or `minilm`.
+        judging: Entered while it judges: with a tuned model's `disable_adapter` that model is the base again, and no
+            second one takes memory.
+    """
 
     name: str
-    """`base`, `tuned` or `minilm`."""
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     judging: Callable[[], AbstractContextManager] = nullcontext
-    """Entered while it judges: with a tuned model's `disable_adapter` that model is the base again, and no second one
-    takes memory."""
 
     def scores(self, answers: list[str], references: list[str]) -> list[float]:
         """Return 1 - cosine of each answer and its reference; 1 for an empty answer."""

@@ -54,10 +54,13 @@ CLASSES = Objective(
 
 @dataclass(frozen=True)
 class Classified:
-    """What a model found in the texts of a split, in the data's order; the same on every rank."""
+    """What a model found in the texts of a split, in the data's order; the same on every rank.
+
+    Attributes:
+        labels: The names of the classes, in the order of their numbers.
+    """
 
     labels: tuple[str, ...]
-    """The names of the classes, in the order of their numbers."""
     found: tuple[int, ...]
     meant: tuple[int, ...]
 

@@ -22,17 +22,21 @@ ACCURACY = "eval_accuracy"
 
 @dataclass(frozen=True)
 class Objective:
-    """One kind of prediction."""
+    """One kind of prediction.
+
+    Attributes:
+        results: From logits and what each is to predict, what each row counts for: shape (rows, k); the sums make the
+            metrics.
+        metrics: From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them.
+        loss: Instead of the model's own: from outputs, labels and `num_items_in_batch`, the labels of the whole step.
+    """
 
     collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel], Collate]
     results: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """From logits and what each is to predict, what each row counts for: shape (rows, k); the sums make the metrics."""
     metrics: Callable[[torch.Tensor], dict[str, float]]
-    """From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them."""
     best_metric: str
     higher_is_better: bool
     loss: Callable[..., torch.Tensor] | None = None
-    """Instead of the model's own: from outputs, labels and `num_items_in_batch`, the labels of the whole step."""
 
 
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:

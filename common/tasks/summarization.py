@@ -49,12 +49,15 @@ SUMMARIES = Objective(make_collator, summary_results, mean_loss, VALIDATION_LOSS
 
 @dataclass(frozen=True)
 class Summaries:
-    """The summaries of a split, in the data's order, and their ROUGE; the same on every rank."""
+    """The summaries of a split, in the data's order, and their ROUGE; the same on every rank.
+
+    Attributes:
+        exact_share: Of the summaries those that are what was meant, to the letter: ROUGE hardly sees one wrong name.
+    """
 
     written: tuple[str, ...]
     rouge: dict[str, float]
     exact_share: float
-    """Of the summaries those that are what was meant, to the letter: ROUGE hardly sees one wrong name."""
 
     def __str__(self) -> str:
         """Return one line for a reader."""

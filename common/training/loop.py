@@ -43,6 +43,9 @@ class LoopTrainer(AuditedTrainer):
     """A Trainer with the loop written out; what the ranks do differently from one device is the `strategy`'s.
 
     Callbacks hear of each optimizer step, not of epochs and of the micro-batches of a step.
+
+    Attributes:
+        loss_sum: Sum of the losses since the last log, as far as this rank knows it.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -50,7 +53,6 @@ class LoopTrainer(AuditedTrainer):
         super().__init__(**kwargs)
         self.rank = self.strategy.rank
         self.loss_sum = torch.zeros((), device=self.rank.device)
-        """Sum of the losses since the last log, as far as this rank knows it."""
         self.logged_step = 0
         if self.strategy.measures_usage:
             self.add_callback(self.strategy.usage)

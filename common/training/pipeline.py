@@ -130,7 +130,11 @@ def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
 
 
 class StageModule(torch.nn.Module):
-    """What a schedule calls: token ids or a hidden state in, a hidden state or logits out."""
+    """What a schedule calls: token ids or a hidden state in, a hidden state or logits out.
+
+    Attributes:
+        positions: Where the last stage computes logits, shape (positions,); None = everywhere.
+    """
 
     def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
         """Wrap `model`, which comes from `load_stage`, with or without adapters."""
@@ -143,7 +147,6 @@ class StageModule(torch.nn.Module):
         self.autocast = torch.autocast(run.device, torch.bfloat16, enabled=autocasts)
         self.hidden_dtype = hidden_dtype(self.causal, autocasts)
         self.positions: torch.Tensor | None = None
-        """Where the last stage computes logits, shape (positions,); None = everywhere."""
 
     def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Compute the stage; `given` has shape (rows, tokens) on the first one, else (rows, tokens, hidden)."""
@@ -174,14 +177,17 @@ TIMED_STEPS = 100
 
 
 class PassClock:
-    """Times the passes of this rank's stage, on CPU by the machine's clock, on a GPU by events of its stream."""
+    """Times the passes of this rank's stage, on CPU by the machine's clock, on a GPU by events of its stream.
+
+    Attributes:
+        steps: The latest ones; of those before, the sums alone.
+    """
 
     def __init__(self, device: str) -> None:
         """Start without a time."""
         self.device, self.on_gpu = device, device != "cpu"
         self.passes: list[tuple[str, int, Mark, Mark]] = []
         self.steps: list[tuple[Mark, Mark, list[tuple[str, int, Mark, Mark]]]] = []
-        """The latest ones; of those before, the sums alone."""
         self.earlier_s = (0.0, 0.0)
 
     def mark(self) -> Mark:
@@ -259,7 +265,11 @@ class TimedStage(PipelineStage):
 
 
 class Pipeline:
-    """This rank's stage and its schedules, one for each shape of a micro-batch; of these the latest are kept."""
+    """This rank's stage and its schedules, one for each shape of a micro-batch; of these the latest are kept.
+
+    Attributes:
+        schedules: The latest used last: the same on every rank, as all see the same shapes in the same order.
+    """
 
     def __init__(self, module: StageModule, run: RunConfig, rank: Rank) -> None:
         """Send nothing yet."""
@@ -269,7 +279,6 @@ class Pipeline:
         self.takes_logits_to_keep = takes_logits_to_keep(module.causal)
         self.loss_divisor = 1.0
         self.schedules: dict[tuple[object, ...], PipelineScheduleSingle] = {}
-        """The latest used last: the same on every rank, as all see the same shapes in the same order."""
         self.kept_schedules = KEPT_SCHEDULES[run.device]
 
     def train_step(

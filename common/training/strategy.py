@@ -51,6 +51,7 @@ class Strategy:
         reloads_as_computed: Whether whole models load after training in the format of matrix products; `as_computed`.
         autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
         divides_checkpoints: Whether every rank writes a part of a checkpoint.
+        gather: Return a weight whole; called on every rank.
     """
 
     takes_steps = measures_usage = reloads_as_computed = True
@@ -222,7 +223,6 @@ class Strategy:
     # -- one model of all parts
 
     gather = staticmethod(gathered)
-    """Return a weight whole; called on every rank."""
 
     def export(self, folder: Path) -> None:
         """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""

@@ -72,15 +72,18 @@ SENT_SHARE = {
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts the bytes of collectives while it is entered; also those of FSDP, DDP, DeepSpeed and DTensor."""
+    """Counts the bytes of collectives while it is entered; also those of FSDP, DDP, DeepSpeed and DTensor.
+
+    Attributes:
+        bytes_by_collective: Of the tensors that were whole: not yet times (n - 1) / n.
+        sent_bytes: What one rank sends, as in a ring of the n ranks of each collective's own group.
+    """
 
     def __init__(self) -> None:
         """Start at zero."""
         super().__init__()
         self.bytes_by_collective: dict[str, int] = {}
-        """Of the tensors that were whole: not yet times (n - 1) / n."""
         self.sent_bytes = 0.0
-        """What one rank sends, as in a ring of the n ranks of each collective's own group."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Count, then call."""
