@@ -123,7 +123,6 @@ class RunConfig(
     """
 
     def __post_init__(self) -> None:
-        """Check every setting, then what contradicts."""
         self._check_types()
         self._check_secrets()
         complaint = next(chain(self._out_of_range(), self._meaningless(), contradictions(self)), None)

@@ -45,7 +45,6 @@ class TrainingRows(Dataset[Tokens]):
         self.rows = rows
 
     def __len__(self) -> int:
-        """Return the number of rows of an epoch."""
         return len(self.rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
@@ -124,7 +123,6 @@ class EpochBatches(Sampler[list[int]]):
             yield from self.micro_batches(step)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's share of each global batch."""
         return map(self.own, self.global_batches())
 
     def __len__(self) -> int:

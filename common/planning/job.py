@@ -132,7 +132,6 @@ class Job(HasSpecs):
     cpu_operations: bool = False
 
     def __post_init__(self) -> None:
-        """Check what contradicts."""
         rows, parts, parallelism, parallel = self.batch.rows, self.micro_batches, self.parallelism, self.parallel
         refusals = (
             (

@@ -77,7 +77,6 @@ class Cluster:
     usd_per_hour: float | None = None
 
     def __post_init__(self) -> None:
-        """Check that the nodes are alike."""
         if self.nodes < 1 or len(self.gpus) % self.nodes:
             raise BadInputError(
                 f"--gpus {len(self.gpus)} are all GPUs together, and cannot be spread evenly over --nodes {self.nodes}."

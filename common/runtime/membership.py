@@ -63,7 +63,6 @@ class Member:
     settings: Mapping[str, object]
 
     def __str__(self) -> str:
-        """Name it in a sentence."""
         return f"rank {self.rank} ({self.host})"
 
 

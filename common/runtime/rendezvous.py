@@ -35,7 +35,6 @@ class Meeting:
     has_store: bool = False
 
     def __str__(self) -> str:
-        """Describe it in one line."""
         return f"rank {self.rank} of {self.world_size} meets the others at {self.address}:{self.port} ({self.source})"
 
 

@@ -75,7 +75,6 @@ class Place:
         return SLOW_FACTOR * step_timeout_s if self.point in SLOW_POINTS else math.inf
 
     def __str__(self) -> str:
-        """Describe it for a sentence."""
         return f"rank {self.rank} (process {self.pid} on {self.host}), in step {self.step} at '{self.point}'"
 
 

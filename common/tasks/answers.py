@@ -149,7 +149,6 @@ class Evaluation:
         return sum(answer["facts_said"] for answer in self.answers) / asked if asked else None
 
     def __str__(self) -> str:
-        """Return one line for a reader."""
         minilm, share = self.mean("similarity_score_minilm"), self.facts_said_share
         judged = "" if minilm is None else f", {minilm:.3f} by MiniLM"
         facts = "" if share is None else f", {share:.0%} of the facts said"

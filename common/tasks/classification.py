@@ -65,7 +65,6 @@ class Classified:
     meant: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Return one line for a reader."""
         accuracy, f1 = accuracy_score(self.meant, self.found), macro_f1(self.found, self.meant)
         low, high = accuracy_interval(self.found, self.meant)
         return f"accuracy {accuracy:.4f} ({low:.3f} to {high:.3f}), macro-F1 {f1:.3f}"

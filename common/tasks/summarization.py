@@ -60,7 +60,6 @@ class Summaries:
     exact_share: float
 
     def __str__(self) -> str:
-        """Return one line for a reader."""
         scores = ", ".join(f"{name.replace('rouge', 'ROUGE-')} {value:.3f}" for name, value in self.rouge.items())
         return f"{scores}; {self.exact_share:.0%} to the letter"
 

@@ -84,7 +84,6 @@ class UpdateReport(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        """Start without a measurement."""
         self.changed_share_by_step: list[tuple[int, float]] = []
         self.before: list[torch.Tensor] = []
 

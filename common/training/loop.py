@@ -49,7 +49,6 @@ class LoopTrainer(AuditedTrainer):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        """Pass everything on to the Trainer."""
         super().__init__(**kwargs)
         self.rank = self.strategy.rank
         self.loss_sum = torch.zeros((), device=self.rank.device)

@@ -76,7 +76,6 @@ class MemoryTracker(TorchDispatchMode):
             self.timeline[self.segment] = {part: self.live[part] for part in PARTS}
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run the operation, and count what it made."""
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.part_of:

@@ -184,7 +184,6 @@ class PassClock:
     """
 
     def __init__(self, device: str) -> None:
-        """Start without a time."""
         self.device, self.on_gpu = device, device != "cpu"
         self.passes: list[tuple[str, int, Mark, Mark]] = []
         self.steps: list[tuple[Mark, Mark, list[tuple[str, int, Mark, Mark]]]] = []
@@ -272,7 +271,6 @@ class Pipeline:
     """
 
     def __init__(self, module: StageModule, run: RunConfig, rank: Rank) -> None:
-        """Send nothing yet."""
         self.module, self.rank = module, rank
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)

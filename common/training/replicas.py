@@ -65,7 +65,6 @@ class PlainLoop(LoopTrainer):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        """Make the optimizer at once, so that a workflow can wrap it."""
         super().__init__(**kwargs)
         self.writes = self.strategy.writes
         self.create_optimizer()

@@ -27,7 +27,6 @@ class Held:
     optimizer_bytes: int
 
     def __str__(self) -> str:
-        """Return the sizes for a printed line."""
         return ", ".join(f"{name.removesuffix('_bytes')} {count / MIB:.2f} MiB" for name, count in asdict(self).items())
 
 
@@ -80,13 +79,11 @@ class SentBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        """Start at zero."""
         super().__init__()
         self.bytes_by_collective: dict[str, int] = {}
         self.sent_bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Count, then call."""
         name = func._schema.name.partition("::")[2]
         if func.namespace in NAMESPACES and name in SENT_SHARE:
             largest = max(byte_count(filter(torch.is_tensor, tree_leaves(argument))) for argument in args)
