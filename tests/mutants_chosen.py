@@ -367,7 +367,7 @@ SEVERAL_RANKS = (
     Fault(
         "several machines: gradients stay on their own machine",
         "common/training/replicas.py",
-        "        dist.all_reduce(flat)\n",
+        "            dist.all_reduce(flat)\n",
         "",
         ("tests/network/test_machines.py::test_two_processes_on_loopback_train_one_model",),
     ),
