@@ -240,8 +240,8 @@ SEVERAL_RANKS = (
     Fault(
         "Hybrid sharding: the rings between machines are planned as if each had a network of its own",
         "common/planning/time_plan.py",
-        "link.gb_per_s / rings",
-        "link.gb_per_s",
+        "rings * between_copies / (link",
+        "between_copies / (link",
         _unit("time_plan", "hybrid_sharding_gathers_by_the_link_in_a_machine_and_its_rings_share_the_network"),
     ),
     Fault(

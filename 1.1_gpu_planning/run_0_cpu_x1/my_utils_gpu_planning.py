@@ -228,7 +228,7 @@ def closed_form_parts(run: RunConfig, batch: BatchShape) -> pd.Series:
 
 
 def planned_and_measured(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Return of a kept record's first device memory in GiB and tokens per second of all devices, planned and measured.
+    """Return, for a kept record, the first device's memory in GiB and all tokens per second, planned and measured.
 
     Where the record has no plan of its own it is planned now. On a GPU PyTorch counts allocated memory, so the plan's
     overhead is left out; on CPU both are of the whole process. Its speed is planned from the `others`, lest it be

@@ -41,14 +41,12 @@ def measure(log: RunRecorder, trainer: AuditedTrainer) -> Metrics:
 
     On CPU only, where one device has room for what the comparison needs.
     """
-    parallelism, on_cpu = log.run.parallelism, log.run.device == "cpu"
-    if parallelism.is_single:
+    parallelism = log.run.parallelism
+    if log.run.device != "cpu" or not (parallelism.pipelines or parallelism.replicates):
         return {}
     with log.phase("measure the sharing"):
-        if parallelism.pipelines and on_cpu:
+        if parallelism.pipelines:
             return {"pipeline": measure_pipeline(trainer, rounds=3)}
-        if not (parallelism.replicates and on_cpu):
-            return {}
         ceiling = measure_machine_ceiling(trainer, log.rank, replica=trainer.model_wrapped, steps=4)
         if log.rank.is_main:
             print(

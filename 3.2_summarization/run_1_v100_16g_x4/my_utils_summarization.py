@@ -1,6 +1,5 @@
-"""What the three workflows of this folder share: the run, and all steps around the training loop."""
+"""What the three workflows of this folder share: the run, its data, and what is trained."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from common.base.run_config import RunConfig
@@ -9,10 +8,8 @@ from common.data.rows import Splits
 from common.data.splits import load_splits, tokens_of
 from common.data.texts import say_long_texts
 from common.models.loading import load_tokenizer
-from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.tasks.summarization import summarize
-from common.training.steps import Tokenizer, record, save, score_after, score_before, train
+from common.training.steps import Tokenizer
 from common.training.strategy import Strategy
 from common.training.trainer import AuditedTrainer, make_trainer
 
@@ -71,22 +68,3 @@ def build(
         rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
         validation.sort(key=lambda row: -len(row["input_ids"]))  # batches with little padding
         return make_trainer(model, tokenizer, rows, validation, log, strategy=strategy, trainer_class=trainer_class)
-
-
-def take_steps(
-    log: RunRecorder,
-    strategy: Strategy,
-    trainer_class: type[AuditedTrainer],
-    loop: Callable[[AuditedTrainer], object],
-) -> Record:
-    """Take all steps of the run on this rank, with a workflow's own `loop` for training.
-
-    Before training an embedded base notes in catchwords, and BART-large-CNN sums up as a newspaper would.
-    """
-    tokenizer, data = load_data(log)
-    before = score_before(log, tokenizer, data, summarize)
-    trainer = build(log, tokenizer, data, strategy, trainer_class)
-    trained = train(log, trainer, loop)
-    tuned, differences = save(log, trainer, tokenizer)
-    after = score_after(log, tuned, tokenizer, data, summarize)
-    return record(log, before, after, **trained, largest_logit_differences=differences)

@@ -12,18 +12,20 @@ move on once for every rank at each step.
 from contextlib import nullcontext
 
 from accelerate import Accelerator
-from my_utils_summarization import run_with, take_steps
+from my_utils_summarization import build, load_data, run_with
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.records.store import Record
+from common.tasks.summarization import summarize
 from common.training.replicas import PlainLoop, Replicas
+from common.training.steps import record, save, score_after, score_before, train
 
 RUN = run_with(loop="accelerate")
 
 
-def train(loop: PlainLoop) -> None:
+def training_loop(loop: PlainLoop) -> None:
     """Train; validation, checkpoints and the schedule come with each of the loop's steps."""
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(loop.model, loop.optimizer)  # (1) (2)
@@ -43,7 +45,14 @@ def train(loop: PlainLoop) -> None:
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
-        return take_steps(log, Replicas(log), PlainLoop, train)
+        strategy = Replicas(log)
+        tokenizer, data = load_data(log)
+        before = score_before(log, tokenizer, data, summarize)
+        trainer = build(log, tokenizer, data, strategy, PlainLoop)
+        trained = train(log, trainer, training_loop)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = score_after(log, tuned, tokenizer, data, summarize)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
 
 
 if __name__ == "__main__":

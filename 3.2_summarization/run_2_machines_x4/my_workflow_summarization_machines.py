@@ -20,7 +20,7 @@ rows among them. (Where more may come than were there at first, pass --partition
 
 from dataclasses import replace
 
-from my_utils_summarization import run_with, take_steps
+from my_utils_summarization import build, load_data, run_with
 from torch.nn.utils import clip_grad_norm_
 
 from common.base.parsing import parse_overrides
@@ -30,12 +30,14 @@ from common.data.splits import load_splits
 from common.records.store import Record
 from common.runtime.membership import member_of, run_as_member, world_joined
 from common.runtime.rendezvous import find_meeting, meeting_options
+from common.tasks.summarization import summarize
 from common.training.replicas import GradientExchange, PlainLoop, Replicas
+from common.training.steps import record, save, score_after, score_before, train
 
 RUN = run_with(loop="machines")
 
 
-def train(loop: PlainLoop) -> None:
+def training_loop(loop: PlainLoop) -> None:
     """Train; validation, checkpoints and the schedule come with each of the loop's steps."""
     exchange = GradientExchange(loop.model, loop.strategy.run)
     for step in loop.steps():
@@ -51,7 +53,14 @@ def train(loop: PlainLoop) -> None:
 def workflow(run: RunConfig, resumes: bool = False) -> Record:
     """Take all steps of the run, on this rank; `resumes` from the newest checkpoint of a start that lost a member."""
     with run_started(run, resumes) as log:
-        return take_steps(log, Replicas(log), PlainLoop, train)
+        strategy = Replicas(log)
+        tokenizer, data = load_data(log)
+        before = score_before(log, tokenizer, data, summarize)
+        trainer = build(log, tokenizer, data, strategy, PlainLoop)
+        trained = train(log, trainer, training_loop)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = score_after(log, tuned, tokenizer, data, summarize)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
 
 
 def join_and_work() -> None:

@@ -9,19 +9,21 @@ Nothing here says how many ranks there are: the Trainer finds out. The other two
 with the loop written out; from the same rows all three train the same model.
 """
 
-from my_utils_summarization import run_with, take_steps
+from my_utils_summarization import build, load_data, run_with
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.records.store import Record
+from common.tasks.summarization import summarize
+from common.training.steps import record, save, score_after, score_before, train
 from common.training.strategy import WholeModel
 from common.training.trainer import SummaryTrainer
 
 RUN = run_with(loop="trainer")
 
 
-def train(trainer: SummaryTrainer) -> None:
+def training_loop(trainer: SummaryTrainer) -> None:
     """Train; the Trainer averages gradients over the ranks, validates, and keeps the best checkpoint."""
     trainer.train()
 
@@ -29,7 +31,14 @@ def train(trainer: SummaryTrainer) -> None:
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
-        return take_steps(log, WholeModel(run, log.rank), SummaryTrainer, train)
+        strategy = WholeModel(run, log.rank)
+        tokenizer, data = load_data(log)
+        before = score_before(log, tokenizer, data, summarize)
+        trainer = build(log, tokenizer, data, strategy, SummaryTrainer)
+        trained = train(log, trainer, training_loop)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = score_after(log, tuned, tokenizer, data, summarize)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ def ended_by_one_sentence() -> Iterator[None]:
     """End a user's mistake in one sentence with exit code 2, and what stops a run in one with exit code 1."""
     if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
-    rank = os.environ.get("RANK", "0")
     with refused_in_one_sentence():
         try:
             yield
         except BaseException as error:
             hide_secrets(error)
+            rank = os.environ.get("RANK", "0")  # several machines number their ranks only once they have met
             if isinstance(error, KeyboardInterrupt):
                 if rank == "0":
                     said = f"error: interrupted; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."

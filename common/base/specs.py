@@ -344,7 +344,7 @@ class HasSpecs:
 
     @property
     def shard_ranks(self) -> int:
-        """Ranks that one copy of what is sharded lies on."""
+        """Ranks that share one sharded copy of the model."""
         return self.devices // self.dp_replicate_size if self.parallelism.shards else 1
 
     @property

@@ -104,7 +104,7 @@ class PlannerOptions:
         "dp_replicate_size",
         None,
         "With --parallel fsdp: copies of the model, each sharded by equally many GPUs (hybrid sharding); without it, "
-        "one, and on several machines one on each as well.",
+        "one copy is planned, and on several machines also one on each.",
     )
     offload: Literal["none", "cpu"] = shared("offload", "none", "Optimizer states wait in the host's memory.")
     rows_per_epoch: int = setting(DEFAULT_ROWS_PER_EPOCH, "Rows of an epoch.")
@@ -127,6 +127,8 @@ class PlannerOptions:
                 raise BadInputError(f"{short_option(self, name)} is {value:g}, but must be above 0.")
         if self.classes < 0 or self.classes == 1:
             raise BadInputError(f"--classes is {self.classes}, but a classifier has at least 2: pass 2 or more, or 0.")
+        if self.dp_replicate_size and self.parallel and not PARALLELISMS[self.parallel].uses_fsdp:
+            raise BadInputError(f"--dp-replicate-size is for --parallel fsdp, not {self.parallel}: leave it out.")
         idle = not_meant_for(RunConfig(technique=self.technique)) if self.technique else {}
         for name in ("lora_r", "lora_dropout"):
             if name in idle and getattr(self, name) != getattr(type(self), name):
@@ -247,6 +249,12 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     if any(plan.job.parallelism.pipelines for plan in plans):
         said.append(
             "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included"
+        )
+    for name, plan in {plan.job.sharing: plan for plan in plans if plan.job.dp_replicate_size > 1}.items():
+        copies, near = plan.job.dp_replicate_size, plan.cluster.link_among(plan.job.shard_ranks)
+        said.append(
+            f"{name}: hybrid sharding, {copies} copies of the model, each sharded by {plan.job.shard_ranks} GPUs and "
+            f"gathered by {near.name}"
         )
     for gpu in dict.fromkeys(best.cluster.gpus):
         if options.usd_per_hour:

@@ -54,7 +54,9 @@ def _check_row(row: object, where: str) -> Row:
         )
     facts = row.get("facts", [])
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
-        raise BadInputError(f"{where} has `facts` that are no list of texts: {str(facts)[:80]}; correct them.")
+        raise BadInputError(
+            f"{where} has `facts` that are no list of texts: {str(facts)[:80]}; correct or remove them."
+        )
     return row
 
 

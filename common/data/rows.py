@@ -53,6 +53,7 @@ class RowKind:
     """What the rows of a run are, and how they are read.
 
     Attributes:
+        suffixes: Of the files that can be read.
         holds: What a file holds, and what an empty one is to be given: for the refusals of `read_rows`.
         parse: From the content and the name of a file.
         check: Return the rows, or refuse one; the second argument names the file or dataset.

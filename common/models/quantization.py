@@ -222,11 +222,19 @@ def _quantized_bytes(weight: Any) -> int:
 
 def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model with ordinary weights in `dtype`: each of its 4-bit numbers times its block's scale."""
-    with silent("transformers.integrations.bitsandbytes"):  # it says which dtypes it takes
+    said_by_library = logging.getLogger("transformers.integrations.bitsandbytes")
+    said_by_library.addFilter(_not_about_dtypes)
+    try:
         plain = model.dequantize(dtype=dtype)
+    finally:
+        said_by_library.removeFilter(_not_about_dtypes)
     for weight in plain.parameters():  # not buffers: rotary frequencies stay in fp32
         weight.data = weight.data.to(dtype)
     return plain
+
+
+def _not_about_dtypes(record: logging.LogRecord) -> bool:
+    return "modules are dequantized in" not in record.getMessage()
 
 
 def relative_error(original: torch.nn.Module, quantized: torch.nn.Module) -> float:

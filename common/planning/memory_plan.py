@@ -185,17 +185,18 @@ class _DeviceSums:
     # -- what is there all the time
 
     def weights(self) -> list[Term]:
+        """Return frozen and trained weights."""
         job, ranks = self.job, self.job.shard_ranks if self.job.parallelism.shards_weights else 1
         if job.offload and job.parallelism.shards_weights:
             return [Term("weights", "weights", "in the host's memory", 0.0)]
+        if not job.method.has_adapters:  # frozen ones are as wide
+            return [numbers("weights", "weights", self.parameters, job.weight_bytes, ranks)]
+        if job.method.quantizes:
+            frozen = self._quantized_weights(ranks)
+        else:
+            frozen = [numbers("weights", "frozen weights", self.parameters, job.weight_bytes, ranks)]
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
-        has_adapters, quantizes = job.method.has_adapters, job.method.quantizes
-        name = "frozen weights" if has_adapters else "weights"  # with full frozen ones are as wide
-        return where(
-            (quantizes, self._quantized_weights(ranks)),
-            (not quantizes, numbers("weights", name, self.parameters, job.weight_bytes, ranks)),
-            (has_adapters, numbers("weights", what, self.trained, job.trained_bytes, ranks)),
-        )
+        return [*frozen, numbers("weights", what, self.trained, job.trained_bytes, ranks)]
 
     def _quantized_weights(self, ranks: int) -> list[Term]:
         kind = self.job.quantization

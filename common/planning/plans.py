@@ -196,6 +196,10 @@ def ranked_plans(
         for parallel, copies in with_copies:
             if PARALLELISMS[parallel].splits_layers and parallels is None and len(cluster.gpus) > architecture.layers:
                 continue
+            if PARALLELISMS[parallel].layers_in_turn and cluster.nodes > 1:
+                if parallels is None:
+                    continue
+                raise BadInputError(f"--parallel {parallel} is one process on one machine: pass --nodes 1, or pp.")
             job = replace(
                 asked,
                 technique=technique,
@@ -225,8 +229,10 @@ def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> 
 
 def _copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:
     """Return how many sharded copies of the model to plan for: one, or hybrid sharding's one on each machine."""
-    if asked is not None or not PARALLELISMS[parallel].uses_fsdp:
-        return (asked or 1,)
+    if not PARALLELISMS[parallel].uses_fsdp:
+        return (1,)
+    if asked is not None:
+        return (asked,)
     return (1, cluster.nodes) if 1 < cluster.nodes < len(cluster.gpus) else (1,)
 
 

@@ -260,16 +260,12 @@ def step_time(
     what is longer than that shows; what tensor parallel sums is waited for. A device's layers take at least as long as
     reading their weights once per pass. With accumulation all update once per optimizer step, and DDP sends once.
     """
-    part, link, parallelism = part_of_rank(architecture, job), cluster.slowest_link, job.parallelism
+    part, parallelism = part_of_rank(architecture, job), job.parallelism
     devices = list(zip(cluster.gpus, shares, speeds, strict=True))
     seconds = [_compute_s(part, job, gpu, share, speed) for gpu, share, speed in devices]
     optimizer_s = max(_optimizer_s(part, job, gpu, share) for gpu, share, _ in devices) / job.accumulation_steps
-    in_copy, between_copies = traffic(architecture, job)
-    sent = in_copy + between_copies
-    # with hybrid sharding a machine's ranks average their shards in rings of their own, which share its network
-    rings = min(job.shard_ranks, cluster.gpus_per_machine) if job.dp_replicate_size > 1 and cluster.nodes > 1 else 1
-    gb_per_s = cluster.link_among(job.shard_ranks).gb_per_s, link.gb_per_s / rings
-    communication_s = exposed_s = in_copy / (gb_per_s[0] * 1e9) + between_copies / (gb_per_s[1] * 1e9)
+    sent, communication_s, links = _communication(architecture, job, cluster)
+    exposed_s = communication_s
     slowest, bubble_s = max(seconds), 0.0
     if parallelism.pipelines:
         # every micro-batch passes the slowest stage; filling and draining takes one pass through all but one stage
@@ -291,12 +287,30 @@ def step_time(
         slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (
             f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s",
-            f"communication: {sent / 1e9:,.3g} GB by {link.name} at {link.gb_per_s:,.3g} GB/s, "
-            f"{communication_s:.3g} s, of which {exposed_s:.3g} s are not hidden",
+            f"communication: {sent / 1e9:,.3g} GB by {links}, {communication_s:.3g} s, "
+            f"of which {exposed_s:.3g} s are not hidden",
             f"waiting: {bubble_s:.3g} s",
             f"optimizer: {optimizer_s:.3g} s",
         ),
     )  # fmt: skip
+
+
+def _communication(architecture: Architecture, job: Job, cluster: Cluster) -> tuple[float, float, str]:
+    """Return the bytes that a rank sends in a step, the seconds that they take, and by which links in words."""
+    in_copy, between_copies = traffic(architecture, job)
+    link, near = cluster.slowest_link, cluster.link_among(job.shard_ranks)
+    named = f"{link.name} at {link.gb_per_s:,.3g} GB/s"
+    if job.dp_replicate_size == 1:
+        return in_copy + between_copies, (in_copy + between_copies) / (link.gb_per_s * 1e9), named
+    between_copies /= job.accumulation_steps  # copies average their gradients after the last micro-batch
+    # a machine's ranks average their shards in rings of their own, which share its network
+    rings = min(job.shard_ranks, cluster.gpus_per_machine) if cluster.nodes > 1 else 1
+    near_s, far_s = in_copy / (near.gb_per_s * 1e9), rings * between_copies / (link.gb_per_s * 1e9)
+    words = (
+        f"two links: {in_copy / 1e9:,.3g} GB within a copy by {near.name}, {near_s:.3g} s, and "
+        f"{between_copies / 1e9:,.3g} GB between copies by {named} that {rings} rings share, {far_s:.3g} s; together"
+    )
+    return in_copy + between_copies, near_s + far_s, words
 
 
 def _compute_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share, speed: Speed) -> float:

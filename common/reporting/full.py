@@ -38,6 +38,7 @@ from common.reporting.rows import (
     beside_one_device,
     clock,
     completed,
+    copies_of,
     devices_of,
     fits,
     kind_name,
@@ -227,7 +228,8 @@ def _looked_into(records: list[Record], key: str) -> list[Record]:
     seen: dict[tuple[str, ...], Record] = {}
     for record in completed(records, *kinds):
         if record.get(key):
-            seen.setdefault((*kind_of(record), model_of(record), record["config"]["target_modules"]), record)
+            targets = record["config"]["target_modules"]
+            seen.setdefault((*kind_of(record), model_of(record), targets, copies_of(record)), record)
     return sorted(seen.values(), key=lambda run: (model_of(run), run["technique"], kinds.index(kind_of(run))))
 
 

@@ -45,7 +45,7 @@ FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full",
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant"),
-    *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload"),
+    *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload", "dp_replicate_size"),
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
 }
@@ -115,7 +115,7 @@ def completed(records: Iterable[Record], *kinds: Kind, goal: str = "chats") -> l
     return [
         record
         for record in records
-        if record["status"] == "completed" and getattr(TASKS[task_of(record)], goal)
+        if record["status"] == "completed" and getattr(TASKS.get(task_of(record)), goal, False)
         if not kinds or kind_of(record) in kinds
     ]
 
@@ -183,7 +183,13 @@ def kind_name(technique: str, parallel: str) -> str:
 
 def approach(record: Record) -> str:
     """Return what was done, and how it was started."""
-    return f"{kind_name(*kind_of(record))}, {record['launcher']}"
+    hybrid = f" ({copies_of(record)} copies)" if copies_of(record) > 1 else ""
+    return f"{kind_name(*kind_of(record))}{hybrid}, {record['launcher']}"
+
+
+def copies_of(record: Record) -> int:
+    """Return how many sharded copies of the model the ranks held; older records have no such setting."""
+    return record["config"].get("dp_replicate_size", 1)
 
 
 def training_time(record: Record) -> str:

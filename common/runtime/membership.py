@@ -305,11 +305,9 @@ def _call(store: dist.Store, member: Member, arrivals: _Arrivals, deadline_s: fl
     call = _announced(store, own, member, own)
     store.set("call", own)
     _poll(lambda: arrivals.look(call), deadline_s)
-    there = {
-        "start": store.add("starts", 1),
-        "first_size": int(store.compare_set("first_size", "", str(arrivals.world_size))),
-        "said": [json.loads(call.get(f"member/{rank}")) for rank in arrivals.ranks],
-    }
+    said = [json.loads(call.get(f"member/{rank}")) for rank in arrivals.ranks]
+    first_size = int(store.compare_set("first_size", "", str(arrivals.world_size)))
+    there = {"said": said, "first_size": first_size, "start": store.add("starts", 1)}  # once all that can fail has not
     call.set("there", json.dumps(there))
     _poll(lambda: call.check([f"seen/{rank}" for rank in arrivals.ranks if rank]), time.monotonic() + LEAVE_S)
     return call, _world_of(**there)

@@ -7,6 +7,7 @@ runs the command on each host, with its {rank}, its own {address}, the number of
 """  # noqa: E501  # a command on one line
 
 import argparse
+import io
 import os
 import re
 import shutil
@@ -181,6 +182,8 @@ def _command(command: str, advice: str = "virtual hosts need root, on Linux") ->
 
 def run_on_each(network: VirtualNetwork, command: Sequence[str]) -> int:
     """Run a command on each host, its placeholders filled in, with `host1 | ` before lines; return the worst code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # TailLog does not flush what it prints
     with tempfile.TemporaryDirectory() as folder:
         logs = {host.number: Path(folder) / f"host{host.number}.log" for host in network.hosts}
         started = [

@@ -48,10 +48,11 @@ class Strategy:
     Attributes:
         takes_steps: Whether a `LoopTrainer` takes the steps; else the Trainer does.
         measures_usage: Whether what a rank holds and sends is measured in the second step.
-        reloads_as_computed: Whether whole models load after training in the format of matrix products; `as_computed`.
+        reloads_as_computed: Whether whole models load after training in the format of matrix products; see
+            `as_computed`.
         autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
         divides_checkpoints: Whether every rank writes a part of a checkpoint.
-        gather: Return a weight whole; called on every rank.
+        gather: Function that returns a weight whole; called on every rank.
     """
 
     takes_steps = measures_usage = reloads_as_computed = True
@@ -119,7 +120,7 @@ class Strategy:
         return self.model(**inputs)
 
     def loss(self, batch: Batch, num_items_in_batch: int, model: torch.nn.Module | None = None) -> torch.Tensor:
-        """Return the sum of a batch's losses over the step's `num_items_in_batch`; `model` replaces its own."""
+        """Return the sum of a batch's losses over the step's `num_items_in_batch`; `model` stands in for its own."""
         inputs, call = self.inputs_for_loss(self.to_device(batch)), model or self.forward
         with self.autocast():
             if self.objective.loss is None:

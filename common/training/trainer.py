@@ -126,13 +126,14 @@ class CheckpointedTrainer(Trainer):
         return str(self.saves_into)
 
     def bytes_to_write(self) -> int:
-        """Return the bytes that this rank writes of a checkpoint's weights and optimizer."""
+        """Return the bytes that this rank writes of a checkpoint's weights and optimizer; of copies one is written."""
         if not self.writes and not self.divides:
             return 0
         only_trained = isinstance(self.model, PeftModel)
         weights = [weight for weight in self.model.parameters() if weight.requires_grad or not only_trained]
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
-        return byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer else 0)
+        held = byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer else 0)
+        return held // self.strategy.run.dp_replicate_size
 
     # -- resuming
 
