@@ -108,6 +108,12 @@ def test_what_does_not_fit_ends_with_1_and_advice(asked) -> None:  # noqa: ANN00
         ("--model llama-3.1-8b --gpu mine --gpu-memory-gib 24", "pass its --gpu-tflops"),
         ("--model llama-3.1-8b --gpu a6000 --gpu a5000 --gpus 3", "name one for all, or each of them"),
         ("--model llama-3.1-8b --gpu a6000 --gpus 4 --nodes 3", "cannot be spread evenly"),
+        ("--model llama-3.1-8b --gpu a6000 --gpus 4 --nodes 2 --parallel mp", "mp is one process on one machine"),
+        (
+            "--model llama-3.1-8b --gpu a6000 --gpus 4 --parallel ddp --dp-replicate-size 2",
+            "for --parallel fsdp, not ddp",
+        ),
+        ("--model llama-3.1-8b --gpu a6000 --gpus 4 --dp-replicate-size 3", "cannot form 3 equal groups"),
         ("--model llama-3.1-8b --gpu a6000 --batch-size 0", "--batch-size is 0, but must be above 0"),
         ("--model roberta-large --gpu a6000 --seq-len 1000", "pass --seq-len 512 or less"),
         ("--model llama-3.1-8b --gpu a6000 --technique full --quantization nf4", "14.5 instead of 16 bytes"),
@@ -182,6 +188,18 @@ def test_512_gpus_on_64_machines_are_one_command(asked) -> None:  # noqa: ANN001
     assert code == 0
     assert answer["figures"] == "projected"
     assert len(answer["ranked"][0]["per_device"]) == 512
+
+
+def test_on_several_machines_hybrid_sharding_is_ranked_and_explained(asked) -> None:  # noqa: ANN001
+    question = "--model llama-3.1-8b --gpu a100-80g --gpus 16 --nodes 2 --technique full"
+    ranked = json.loads(asked(f"{question} --json")[1])["ranked"]
+    step_s = {(plan["parallel"], plan["dp_replicate_size"]): plan["step_time_s"] for plan in ranked}
+    assert step_s["fsdp", 2] < step_s["fsdp", 1]
+    assert "mp" not in {parallel for parallel, _ in step_s}  # one process has no GPUs of another machine
+    _, out, _ = asked(f"{question} --parallel fsdp --dp-replicate-size 2 --explain")
+    assert "GB within a copy by NVLink" in out
+    assert "that 8 rings share" in out
+    assert "fsdp-2x8: hybrid sharding, 2 copies of the model, each sharded by 8 GPUs" in out
 
 
 def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:

@@ -94,6 +94,8 @@ def test_hybrid_sharding_gathers_by_the_link_in_a_machine_and_its_rings_share_th
     step = step_time(LLAMA, hybrid, machines, shares, speeds)
     in_all_s = gathered / in_machine + 4 * averaged / network
     assert step.compute_s + step.exposed_s == pytest.approx(in_all_s)  # what computing does not hide
+    accumulated = step_time(LLAMA, replace(hybrid, accumulation_steps=4), machines, shares, speeds)
+    assert accumulated.sent_gb * 1e9 == pytest.approx(gathered + averaged / 4)  # copies average once per update
 
 
 def test_tensor_parallel_divides_layers_and_waits_for_its_sums() -> None:
