@@ -76,6 +76,7 @@ class CheckpointedTrainer(Trainer):
 
     Attributes:
         divides: Whether ranks hold parts of what is trained, and write them.
+        copies: How many ranks hold each part, of which one writes it (hybrid sharding).
         first_step: Optimizer steps that were taken before, by the run whose checkpoint this one resumes from.
         resume_checkpoint: The checkpoint that `train` resumes from.
         about: What this run's checkpoints say of it.
@@ -83,7 +84,7 @@ class CheckpointedTrainer(Trainer):
         saves_into: Where Transformers writes a checkpoint's folder.
     """
 
-    divides = False
+    divides, copies = False, 1
 
     def __init__(self, **kwargs: Any) -> None:
         """Start at the beginning, until `find_start` finds a checkpoint."""
@@ -133,7 +134,7 @@ class CheckpointedTrainer(Trainer):
         weights = [weight for weight in self.model.parameters() if weight.requires_grad or not only_trained]
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
         held = byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer else 0)
-        return held // self.strategy.run.dp_replicate_size
+        return held // self.copies
 
     # -- resuming
 
@@ -235,7 +236,7 @@ class AuditedTrainer(CheckpointedTrainer):
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.strategy, self.batches, self.work = strategy, batches, WorkDone()
         strategy.attach(self.model)
-        self.divides = strategy.divides_checkpoints
+        self.divides, self.copies = strategy.divides_checkpoints, strategy.run.dp_replicate_size
         self.updates, self.skips = UpdateReport(), SkippedSteps(self.accelerator)
         self.add_callback(self.updates)
         self.add_callback(self.skips)
