@@ -322,7 +322,7 @@ def _about_micro_batches(run: RunConfig) -> tuple[Rule, ...]:
 
 def _about_sharding(run: RunConfig) -> tuple[Rule, ...]:
     return (
-        (run.unshardable(), run.unshardable() or ""),
+        (run.unshardable(), run.unshardable()),
         (
             run.offload == "cpu" and run.device == "cpu",
             "offload is cpu, but device is cpu, where shards are already: leave --offload out.",

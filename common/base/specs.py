@@ -353,11 +353,11 @@ class HasSpecs:
         hybrid = f"-{self.dp_replicate_size}x{self.shard_ranks}" if self.dp_replicate_size > 1 else ""
         return f"{self.parallel}{hybrid}"
 
-    def unshardable(self) -> str | None:
-        """Return why the devices cannot hold so many copies of the model, each sharded; None = they can."""
+    def unshardable(self) -> str:
+        """Return why the devices cannot hold so many copies of the model, each sharded; empty = they can."""
         copies, devices = self.dp_replicate_size, self.devices
         if copies == 1 or (devices % copies == 0 and devices // copies > 1):
-            return None
+            return ""
         return (
             f"dp_replicate_size is {copies}, but {devices} devices cannot form {copies} equal groups of two or more, "
             "each to shard a copy: pass a divisor of at most half the devices, or --parallel ddp for a copy on each."

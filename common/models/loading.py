@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from common.base.errors import BadInputError
+from common.base.loggers import silent
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.splits import label_names_of
@@ -33,7 +34,6 @@ from common.models.quantization import (
     prepare_quantized,
     quantization_config,
     random_model,
-    silent,
     weight_counts,
 )
 from common.models.shards import global_numel

@@ -4,8 +4,7 @@ Imports bitsandbytes only inside functions: runs without quantized weights do wi
 """
 
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -99,19 +98,6 @@ def weight_counts(model: torch.nn.Module) -> int:
 
 
 # -- around a library's own work
-
-
-@contextmanager
-def silent(*logger_names: str) -> Iterator[None]:
-    """Show no warnings of a library's loggers: what they would say is expected, or said better by us."""
-    levels = {name: logging.getLogger(name).level for name in logger_names}
-    for name in logger_names:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def forked_random_numbers(*devices: str | int | torch.device) -> AbstractContextManager[None]:

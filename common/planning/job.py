@@ -151,7 +151,7 @@ class Job(HasSpecs):
                 self.dp_replicate_size > 1 and not parallelism.uses_fsdp,
                 f"--dp-replicate-size is for --parallel fsdp, not {parallel}: leave it out.",
             ),
-            (self.unshardable(), self.unshardable() or ""),
+            (self.unshardable(), self.unshardable()),
             (
                 not parallelism.pipelines and parts != 1,
                 f"--micro-batches {parts} is for --parallel pp; else lower --batch-size, and accumulate.",

@@ -116,7 +116,8 @@ class Plan:
     @property
     def name(self) -> str:
         """`LoRA, ddp, checkpointed`."""
-        return f"{self.job.method.label}, {self.job.sharing}{', checkpointed' * self.job.gradient_checkpointing}"
+        checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
+        return f"{self.job.method.label}, {self.job.sharing}{checkpointed}"
 
 
 # -- plans

@@ -150,10 +150,11 @@ def baseline_of(record: Record, records: Iterable[Record], same: str) -> Record 
     A run by command is preferred to a notebook's, as the others are runs by command, too. A base in 4 bits has no
     baseline.
     """
+    alone = [name for name, each in PARALLELISMS.items() if each.is_single]  # a record may have one from outside
     found = [
         candidate
         for candidate in records
-        if candidate["status"] == "completed" and PARALLELISMS[candidate["parallel"]].is_single
+        if candidate["status"] == "completed" and candidate["parallel"] in alone
         if workload(candidate, same) == workload(record, same) and not TECHNIQUES[record["technique"]].quantizes
     ]
     return min(found, key=lambda candidate: candidate["launcher"] != "python", default=None)

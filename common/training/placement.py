@@ -10,13 +10,13 @@ from accelerate.utils import get_balanced_memory
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
+from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.rows import Row, texts_of
 from common.data.splits import tokens_of
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import any_shape_config, model_class, weight_dtype
-from common.models.quantization import silent
 from common.planning.architectures import Architecture
 from common.planning.device_maps import (
     balanced_shares,

@@ -63,7 +63,10 @@ def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer
 def train(log: RunRecorder, trainer: AuditedTrainer, loop: Callable[[AuditedTrainer], object] | None = None) -> Metrics:
     """Train by the trainer's own loop or by `loop`, take the best checkpoint, and sum up what every rank did."""
     with log.phase("training"):
-        loop(trainer) if loop else trainer.train()
+        if loop:
+            loop(trainer)
+        else:
+            trainer.train()
         world = check_training(trainer, log.rank)
     return {**training_metrics(trainer, world, log), **trainer.strategy.for_record()}
 

@@ -35,6 +35,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
 
 from common.base.errors import BadInputError, RunStoppedError
+from common.base.loggers import silent
 from common.base.run_config import LAST, RunConfig
 from common.data.batches import (
     EpochBatches,
@@ -45,7 +46,7 @@ from common.data.batches import (
 )
 from common.data.row_checks import say_summary, summary_of
 from common.data.rows import Tokens
-from common.models.quantization import drop_quantized, silent
+from common.models.quantization import drop_quantized
 from common.models.shards import byte_count, local_part
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run, why

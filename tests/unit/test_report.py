@@ -16,9 +16,11 @@ from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.records.store import Record, kept_records
 from common.reporting import tables
 from common.reporting.rows import (
+    approach,
     baseline_of,
     clock,
     clock_seconds,
+    completed,
     hardware_factors,
     measured_quality,
     published_results,
@@ -81,6 +83,21 @@ def test_a_record_older_than_a_setting_ran_with_its_default(records: list[Record
     assert baseline_of(strong, records, "effective_batch_size") is single
     strong["config"]["max_length"] = 99
     assert baseline_of(strong, records, "effective_batch_size") is None
+
+
+def test_records_of_a_parallelism_or_a_task_from_outside_are_passed_over(records: list[Record]) -> None:
+    single, strong, _ = records
+    foreign = {**single, "parallel": "averaging"}
+    other_task = {**single, "config": {**single["config"], "task": "counting"}}
+    assert baseline_of(strong, [foreign, single], "effective_batch_size") is single
+    assert completed([other_task, single]) == [single]
+
+
+def test_hybrid_sharding_is_compared_with_one_device_and_named(records: list[Record]) -> None:
+    single, strong, _ = records
+    strong["config"]["dp_replicate_size"] = 2
+    assert baseline_of(strong, records, "effective_batch_size") is single
+    assert "(2 copies)" in approach(strong)
 
 
 def test_a_run_without_a_ceiling_says_so(records: list[Record]) -> None:
