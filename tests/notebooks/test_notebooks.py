@@ -199,6 +199,22 @@ def test_cells_are_short_and_explained(path: Path) -> None:
     assert sum(cell.cell_type == "markdown" for cell in cells) >= len(cells) // 3
 
 
+@pytest.mark.parametrize("path", [path for path in FOR_CPU if path.stem.split("_")[-1] in CELL_BY_CELL], ids=id_of)
+def test_a_cell_calls_a_step_as_the_workflow_does(path: Path) -> None:
+    """What only a slow test saw: a step whose arguments changed in the workflow, and not in the notebook."""
+    (workflow,) = path.parent.glob("my_workflow_*.py")
+    taken = {ast.unparse(call) for call in calls_in(workflow.read_text(encoding="utf-8"))}
+    cells = "\n".join(cell.source for cell in code_cells(path) if not cell.source.startswith("%"))
+    steps = [ast.unparse(call) for call in calls_in(cells) if ast.unparse(call.func).startswith("steps.")]
+    named = {call.replace("steps.", "") for call in steps}
+    assert len(named) >= 6
+    assert named <= taken
+
+
+def calls_in(source: str) -> list[ast.Call]:
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+
+
 def test_kept_outputs_are_those_of_one_run_in_order() -> None:
     """Of copies, too: a folder for a GPU may keep outputs of its own."""
     for path in NOTEBOOKS:
