@@ -85,6 +85,20 @@ DATA = (
         _unit("data", "labels_stand_on_the_answer_and_its_end_only"),
     ),
     Fault(
+        "what a chat template drops is never learnt, and nobody is told",
+        "common/data/messages.py",
+        "for says in _said(message) if says not in text]",
+        "for says in _said(message) if not text]",
+        _unit("formats", "a_template_that_drops_a_turn_is_refused"),
+    ),
+    Fault(
+        "Alpaca's input is not in the question",
+        "common/data/formats.py",
+        """(row["instruction"], row.get("input"))""",
+        """(row["instruction"], None)""",
+        _unit("formats", "every_format_is_read_from_a_file_and_from_a_folder"),
+    ),
+    Fault(
         "padding is learnt",
         "common/data/batches.py",
         "label_pad_token_id=IGNORED_LABEL)",

@@ -53,10 +53,14 @@ class DataSettings:
     _argument_group_name = "data"
     data: str = setting(
         "assets/exhibits",
-        "Rows of messages: a folder with train.jsonl, validation.jsonl and test.jsonl, one .jsonl file, "
-        "an fsspec URL of either, or the id of a dataset on the Hugging Face Hub; with classification rows of texts "
-        "and labels, with summarization of texts and summaries, also as .csv.",
+        "A folder with the files train, validation and test, or one file (.jsonl, .json, .csv, .parquet), an fsspec "
+        "URL of either, or the id of a dataset on the Hugging Face Hub: rows of conversations in one of the README's "
+        "formats, with classification of texts and labels, with summarization of texts and summaries.",
     )
+    prompt_column: str = setting(
+        "", "With conversations: the column with the questions, of a table whose columns are not recognised."
+    )
+    completion_column: str = setting("", "With conversations: the column with the answers to them.")
     text_column: str = setting("text", "With classification and summarization: the column with the texts.")
     label_column: str = setting("label", "With classification: the column with the labels.")
     summary_column: str = setting("summary", "With summarization: the column with the summaries.")

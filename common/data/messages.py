@@ -1,56 +1,76 @@
 """Rows of chat messages: checked, and turned into tokens with labels on the answers only."""
 
 import re
+from functools import partial
 from itertools import compress
+from typing import Any
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data.row_checks import shown
-from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, parse_lines
+from common.data.files import TABLES, parse_table
+from common.data.formats import Format, recognise
+from common.data.row_checks import say_once, shown
+from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens
+
+CONVERSATION = re.compile("(system )?user( call( tool)+)* assistant( user( call( tool)+)* assistant)*")
+"""The order of turns; a `call` is an assistant's message that calls tools."""
 
 
 def row_kind(run: RunConfig) -> RowKind:
-    """Return what rows of messages are; they have no settings."""
+    """Return what rows of conversations are, in any of the formats of common/data/formats.py."""
     return RowKind(
-        suffixes=(".jsonl", ".json"),
-        holds="one JSON object with `messages` per line",
+        suffixes=TABLES,
+        holds="one JSON object with `messages` per line, or rows of another format",
         advice="row of `messages`",
-        parse=parse_lines,
-        check=check_messages,
+        parse=parse_table,
+        check=partial(check_messages, run=run),
         tokenize=tokenize_messages,
     )
 
 
-def check_messages(found: Found, source: str) -> list[Row]:
-    """Return the rows of `source` as they are, if each is a conversation that ends with an answer.
+def check_messages(found: Found, source: str, run: RunConfig) -> list[Row]:
+    """Return the rows of `source` with `messages`, if each is a conversation that ends with an answer.
 
     Raises:
-        BadInputError: one is not; names where it stands.
+        BadInputError: the rows have no format that is known, or one is no conversation; names where it stands.
     """
-    return [_check_row(row, where) for row, where in found]
+    known: Format | None = None
+    rows = []
+    for row, where in found:
+        if not isinstance(row, dict):
+            raise BadInputError(f"{where} is {str(row)[:40]!r}, but should have columns, as `messages`: correct it.")
+        if "id" in row:
+            where = f"{where} (id {str(row['id'])[:40]!r})"
+        filled = {name: value for name, value in row.items() if value is not None}
+        known = known or recognise(list(filled), run, where)
+        rows.append(_check_row(known.convert(filled, where), where))
+    if known and known.name != "messages":
+        question = question_of(rows[0])[-1]["content"]
+        say_once(f"{source}: read as {known}, {len(rows):,} rows; the first asks {question[:60]!r}")
+    return rows
 
 
-def _check_row(row: object, where: str) -> Row:
-    if isinstance(row, dict) and "id" in row:
-        where = f"{where} (id {str(row['id'])[:40]!r})"
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise BadInputError(f"{where} has no list `messages`: give it at least a user's and an assistant's message.")
+def _check_row(row: Row, where: str) -> Row:
+    messages = row["messages"]
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise BadInputError(
-                f"{where} has a message without text `role` and `content`: {str(message)[:80]}; correct it."
-            )
-        if not message["content"].strip():
+        if not isinstance(message["content"], str):
+            raise BadInputError(f"{where} has a message without a text as `content`: {str(message)[:80]}; correct it.")
+        if not message["content"].strip() and not message.get("tool_calls"):
             raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
-    roles = [message["role"] for message in messages]
-    turns = roles[1:] if roles[0] == "system" else roles
-    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
+        for call in message.get("tool_calls") or []:
+            if not isinstance(call, dict) or not isinstance(call.get("function", call).get("name"), str):
+                raise BadInputError(
+                    f"{where} has a call of a tool without a name: {str(call)[:80]}; give it "
+                    "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}."
+                )
+    if not CONVERSATION.fullmatch(" ".join(turns_of(row))):
         raise BadInputError(
-            f"{where} has messages of the roles {', '.join(map(repr, roles))}: a system message, if any, comes first, "
-            "then user and assistant in turn, and an assistant's answer is the last; correct it."
+            f"{where} has messages of the roles {', '.join(repr(message['role']) for message in messages)}: a system "
+            "message, if any, comes first, then user and assistant in turn, with `tool_calls` and tool messages "
+            "between them, and an assistant's answer is the last; correct it."
         )
     facts = row.get("facts", [])
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
@@ -58,6 +78,11 @@ def _check_row(row: object, where: str) -> Row:
             f"{where} has `facts` that are no list of texts: {str(facts)[:80]}; correct or remove them."
         )
     return row
+
+
+def turns_of(row: Row) -> list[str]:
+    """Return the roles of a row's messages; an assistant's that calls tools is a `call`."""
+    return ["call" if message.get("tool_calls") else message["role"] for message in row["messages"]]
 
 
 def question_of(row: Row) -> list[dict[str, str]]:
@@ -92,11 +117,13 @@ def tokenize_messages(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: 
     """Return every row as tokens; rows without a token to learn from within `max_length` are left out.
 
     Raises:
-        BadInputError: these are more than `max_truncated_fraction` of all.
+        BadInputError: these are more than `max_truncated_fraction` of all, or the chat template refuses a row or
+            leaves out what a message says.
     """
+    names = [str(row.get("id", f"number {number} of its split")) for number, row in enumerate(rows, 1)]
+    _check_template(rows, names, tokenizer)
     tokenized = [tokenize_row(row, tokenizer, run.max_length) for row in rows]
     learnt = [any(label != IGNORED_LABEL for label in tokens["labels"]) for tokens in tokenized]
-    names = [str(row.get("id", f"number {number} of its split")) for number, row in enumerate(rows, 1)]
     without = [name for name, is_learnt in zip(names, learnt, strict=True) if not is_learnt]
     if len(without) > run.max_truncated_fraction * len(rows):
         more = f" ({len(without)} of {len(rows)} rows have none: {shown(without)})" if len(without) > 1 else ""
@@ -107,3 +134,31 @@ def tokenize_messages(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: 
     if without:
         print(f"{len(without):,} of {len(rows):,} rows have no answer within {run.max_length} tokens, and are left out")
     return list(compress(tokenized, learnt))
+
+
+def _check_template(rows: list[Row], names: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a template that cannot write a turn, or drops it, by the first row of each sequence of turns."""
+    first = {tuple(turns_of(row)): (row, name) for row, name in zip(reversed(rows), reversed(names), strict=True)}
+    for turns, (row, name) in first.items():
+        template = f"The chat template of {tokenizer.name_or_path}"
+        try:
+            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+        except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
+            raise BadInputError(
+                f"{template} refuses row {name} with the turns {', '.join(turns)} ({error}): remove such rows, or pass "
+                "a --model whose template takes them."
+            ) from None
+        for message in row["messages"]:
+            dropped = [says for says in _said(message) if says not in text]
+            if dropped:
+                raise BadInputError(
+                    f"{template} leaves out {dropped[0][:60]!r} of the {message['role']} message in row {name}: remove "
+                    "such messages, or pass a --model whose template writes them."
+                )
+
+
+def _said(message: dict[str, Any]) -> list[str]:
+    """Return what a template should write of a message: names of tools, and the text unless templates rewrite it."""
+    names = [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
+    is_rewritten = message["role"] == "tool" or "</think>" in message["content"]
+    return names if is_rewritten else [*names, message["content"].strip()]

@@ -1,14 +1,11 @@
 """Rows, tokens and splits: what they are, and how a file of rows is read."""
 
-import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 from transformers import PreTrainedTokenizerBase
 
-from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 
 IGNORED_LABEL = -100
@@ -67,57 +64,6 @@ class RowKind:
     check: Callable[[Found, str], list[Row]]
     tokenize: Callable[[list[Row], PreTrainedTokenizerBase, RunConfig], list[Tokens]]
     finish: Callable[[Splits], Splits] = lambda splits: splits
-
-
-def read_rows(source: str, kind: RowKind) -> list[Row]:
-    """Return the rows of one file, on this machine or behind any URL that fsspec reads (`s3://`, `https://`, ...).
-
-    Raises:
-        BadInputError: the file is missing or empty, or a row is malformed.
-    """
-    rows = kind.check(kind.parse(read_text(source, kind.holds), source), source)
-    if not rows:
-        raise BadInputError(f"The data file {source} is empty: give it at least one {kind.advice}.")
-    return rows
-
-
-def read_text(source: str, holds: str) -> str:
-    """Return the content of a file on this machine or behind a URL; `holds` says what should stand in it.
-
-    Raises:
-        BadInputError: it is missing, cannot be read, or is not UTF-8.
-    """
-    try:
-        with fsspec.open(source, "rb") as file:
-            content = file.read()
-    except FileNotFoundError:
-        raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
-    except ImportError as error:
-        raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
-    except Exception as error:  # each of fsspec's file systems has classes of its own
-        raise BadInputError(f"The data file {source} cannot be read ({error}): correct --data.") from None
-    try:
-        return content.decode("utf-8-sig")  # Excel's files begin with a byte order mark
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise BadInputError(f"{source} is not UTF-8 (line {line}, byte {error.start}): save it as UTF-8.") from None
-
-
-def parse_lines(content: str, source: str) -> Iterator[tuple[object, str]]:
-    """Yield what each line of a JSONL file holds, and where it stands; empty lines are left out.
-
-    Raises:
-        BadInputError: a line is no JSON.
-    """
-    for number, line in enumerate(content.split("\n"), 1):  # splitlines would also split at U+2028 within a text
-        where = f"{source}, line {number}"
-        try:
-            if line.strip():
-                yield json.loads(line), where
-        except json.JSONDecodeError as error:
-            raise BadInputError(
-                f"{where} is no JSON ({error.msg} at column {error.colno}): correct or remove it."
-            ) from None
 
 
 def texts_of(row: Row) -> list[str]:

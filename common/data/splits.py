@@ -2,12 +2,10 @@
 
 import random
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
@@ -16,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.data.files import read_rows, with_names
 from common.data.row_checks import check_ids, check_rows_apart
-from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens, read_rows
+from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens
 from common.data.texts import label_names, without_empty
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
@@ -57,10 +56,9 @@ def _read_splits(source: str, kind: RowKind) -> Splits:
             return _read_files(str(place), kind)
     if HUB_ID.fullmatch(source):
         return _read_hub_dataset(source, kind)
-    suffix = " or ".join(suffix for suffix in kind.suffixes if suffix != ".json")
     raise BadInputError(
-        f"The data {source} do not exist: pass --data with a folder that holds the {suffix} files train, "
-        f"validation and test, with one {suffix} file, a URL, or the id of a dataset on the Hub."
+        f"The data {source} do not exist: pass --data with a folder that holds the files train, validation and test "
+        f"({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a dataset on the Hub."
     )
 
 
@@ -100,19 +98,11 @@ def _read_hub_dataset(name: str, kind: RowKind) -> Splits:
     source = f"dataset {name}"
     splits = {
         split: kind.check(
-            ((row, f"{source}, {split} row {number}") for number, row in enumerate(_with_names(rows))), source
+            ((row, f"{source}, {split} row {number}") for number, row in enumerate(with_names(rows))), source
         )
         for split, rows in found.items()
     }
     return hold_out(splits, f"The {source}")
-
-
-def _with_names(rows: Any) -> Iterator[Row]:
-    """Yield the rows of a dataset's split, with names where it keeps the numbers of classes; a missing one is empty."""
-    classes = {column: feature for column, feature in rows.features.items() if hasattr(feature, "int2str")}
-    for row in rows:
-        names = {column: kind.int2str(row[column]) if row[column] >= 0 else "" for column, kind in classes.items()}
-        yield {**row, **names}
 
 
 def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:

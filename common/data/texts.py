@@ -1,21 +1,17 @@
 """Rows of texts, each with a label or a summary: read from CSV, JSONL, JSON or the Hub, and turned into tokens."""
 
-import csv
-import io
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data.files import TABLES, parse_table
 from common.data.row_checks import say_once, shown
-from common.data.rows import Found, Row, RowKind, Splits, Tokens, parse_lines
+from common.data.rows import Found, Row, RowKind, Splits, Tokens
 
 
 def labelled_rows(run: RunConfig) -> RowKind:
@@ -31,7 +27,7 @@ def summary_rows(run: RunConfig) -> RowKind:
 def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, tokenize: Callable[..., list[Tokens]]) -> RowKind:
     columns = {key: getattr(run, f"{key}_column") for key in keys}
     return RowKind(
-        suffixes=(".csv", ".jsonl", ".json"),
+        suffixes=TABLES,
         holds=f"with the columns {' and '.join(map(repr, columns.values()))}",
         advice=advice,
         parse=parse_table,
@@ -41,44 +37,6 @@ def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, tokenize: Call
 
 
 # -- what is read
-
-
-def parse_table(content: str, source: str) -> Found:
-    """Return what each row of a file holds, and where it stands: of CSV, JSONL, or a JSON list.
-
-    Raises:
-        BadInputError: it is none of them.
-    """
-    suffix, is_list = Path(urlsplit(source).path).suffix, content.lstrip().startswith("[")
-    if suffix == ".csv":
-        return _parse_csv(content, source)
-    if not is_list and suffix != ".json":
-        return parse_lines(content, source)
-    try:
-        found = json.loads(content)
-    except json.JSONDecodeError as error:
-        if not is_list:  # one object on each line
-            return parse_lines(content, source)
-        raise BadInputError(
-            f"{source} is no JSON ({error.msg}, line {error.lineno}): correct it, or pass one row per line as .jsonl."
-        ) from None
-    return [(item, f"{source}, row {number}") for number, item in enumerate(found if is_list else [found], 1)]
-
-
-def _parse_csv(content: str, source: str) -> Iterator[tuple[object, str]]:
-    rows, number = csv.DictReader(io.StringIO(content, newline=""), strict=True), 0
-    try:
-        for number, row in enumerate(rows, 1):
-            if None in row:  # a text with commas has no quotes
-                raise BadInputError(
-                    f"{source}, row {number} has more fields than columns ({', '.join(rows.fieldnames or ())}): put "
-                    "texts with commas in quotes."
-                )
-            yield row, f"{source}, row {number}"
-    except csv.Error as error:
-        raise BadInputError(
-            f"{source}, row {number + 1} is no CSV ({error}): correct its quotes, or pass the rows as .jsonl."
-        ) from None
 
 
 def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> list[Row]:

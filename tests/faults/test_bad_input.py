@@ -19,7 +19,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
 from common.checks.inputs import check_results_folder
-from common.data.rows import read_rows
+from common.data.files import read_rows
 from common.data.splits import load_splits, row_kind, tokens_of
 from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
 from common.planning.device_maps import read_device_map
@@ -61,9 +61,9 @@ def write(tmp_path: Path) -> Callable[..., RunConfig]:
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ({"id": "a7", "text": "x"}, r"train\.jsonl, line 2 \(id 'a7'\) has no list `messages`"),
-        ({"id": "a7", "messages": [{"role": "user"}]}, r"line 2 \(id 'a7'\) has a message without text `role` and"),
-        ({"id": "a7", "messages": [{"role": "bot", "content": "x"}]}, r"\(id 'a7'\) has messages of the roles 'bot':"),
+        ({"id": "a7", "text": "x"}, r"train\.jsonl, line 2 \(id 'a7'\) has no 'messages' .its columns: id, text"),
+        ({"id": "a7", "messages": [{"role": "user"}]}, r"line 2 \(id 'a7'\) has a message without a text as `content`"),
+        ({"id": "a7", "messages": [{"role": "narrator", "content": "x"}]}, r"\(id 'a7'\) .* of the role 'narrator'"),
         ({"messages": [{"role": "user", "content": "x"}] * 2}, "line 2 has messages of the roles 'user', 'user'"),
         (row("Where?", " "), "line 2 has an empty assistant message"),
         ('{"messages": [{"role": "user", "con', r"train\.jsonl, line 2 is no JSON"),

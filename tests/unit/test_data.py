@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import EpochBatches, PartitionedBatches, TrainingRows, longest_batch, make_collator, partition
+from common.data.files import read_rows
 from common.data.messages import tokenize_row
-from common.data.rows import IGNORED_LABEL, NO_ROW, Row, read_rows
+from common.data.rows import IGNORED_LABEL, NO_ROW, Row
 from common.data.splits import load_splits, row_kind, tokens_of
 from common.models.loading import load_tokenizer
 from common.planning.job import BatchShape
@@ -36,9 +37,9 @@ def row_with(*messages: dict[str, object]) -> str:
     ("line", "said"),
     [
         ("{", "line 2 is no JSON"),
-        ("[1]", "line 2 has no list `messages`"),
-        ('{"messages": []}', "line 2 has no list `messages`"),
-        (row_with({"role": "user"}), "line 2 has a message without text `role` and `content`"),
+        ("[1]", "line 2 is '[1]', but should have columns"),
+        ('{"messages": []}', "line 2 has no list of messages, but '[]'"),
+        (row_with({"role": "user"}), "line 2 has a message without a text as `content`"),
         (
             row_with({"role": "user", "content": "a"}, {"role": "assistant", "content": " "}),
             "line 2 has an empty assistant",
@@ -54,7 +55,6 @@ def row_with(*messages: dict[str, object]) -> str:
             row_with(GOOD["messages"][0], {"role": "system", "content": "a"}, GOOD["messages"][1]),
             "line 2 has messages of the roles 'user', 'system', 'assistant': ",
         ),
-        (json.dumps({**GOOD, "facts": None}), "line 2 has `facts` that are no list of texts"),
         (json.dumps({**GOOD, "facts": "copper"}), "line 2 has `facts` that are no list of texts"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_hub_dataset_is_read_and_its_missing_splits_held_out(
         load_splits(run)
     wrong = Dataset.from_list([{"text": "a"}])
     monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"train": wrong}))
-    with pytest.raises(BadInputError, match="somebody/chats, train row 0 has no list `messages`"):
+    with pytest.raises(BadInputError, match="somebody/chats, train row 0 has the columns text, which are no format"):
         load_splits(run)
 
 

@@ -1,0 +1,176 @@
+"""Formats of rows that hold a conversation: each is recognised by its columns, and turned into `messages`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.rows import Row
+
+Message = dict[str, object]
+"""`role` and `content`; an assistant's may have `tool_calls` instead of a content."""
+
+ROLES = {
+    "human": "user", "user": "user", "prompter": "user",
+    "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant", "bot": "assistant", "model": "assistant",
+    "system": "system",
+    "tool": "tool", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""Names that speakers have in ShareGPT's files, and the roles that chat templates know."""
+ROLE_NAMES = sorted(set(ROLES.values()))
+QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
+ANSWERS = ("answer", "response", "completion", "output", "solution")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format by its columns, in lower case."""
+
+    name: str
+    needs: tuple[str, ...]
+    """Columns that every row has."""
+    takes: tuple[str, ...]
+    """Columns that a row may have besides; others are kept as they are."""
+    messages: Callable[[Row], object]
+    """Return the conversation; `normalised` renames what is in it."""
+
+    def __str__(self) -> str:
+        """Return the name with the columns, for a printed line."""
+        return f"{self.name} ({', '.join(self.needs)})"
+
+    def convert(self, row: Row, where: str) -> Row:
+        """Return the row with `messages` in the place of the format's columns.
+
+        Raises:
+            BadInputError: the row lacks a column, or holds no conversation.
+        """
+        names = {str(name).lower(): name for name, value in row.items() if value is not None}
+        missing = [name for name in self.needs if name not in names]
+        if missing:
+            there = ", ".join(map(str, names.values())) or "none"
+            raise BadInputError(
+                f"{where} has no {missing[0]!r} (its columns: {there}), but its file is read as {self}: correct it, or "
+                "give rows of another format a file of their own."
+            )
+        used = {name: row[names[name]] for name in (*self.needs, *self.takes) if name in names}
+        rest = {name: row[name] for name in names.values() if name.lower() not in used}
+        try:
+            messages = self.messages(used)
+        except TypeError:  # a list where a text is expected, or the other way round
+            raise BadInputError(f"{where} cannot be read as {self}: {str(used)[:80]}; correct it.") from None
+        return {**rest, "messages": normalised(messages, where)}
+
+
+def alpaca(row: Row) -> list[Message]:
+    """Return Alpaca's instruction, with its input below, as the question; earlier turns stand in `history`."""
+    question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+    turns = [*(row.get("history") or []), (question, row["output"])]
+    return [*_system(row), *(message for turn in turns for message in _turn(*turn))]
+
+
+def prompt_and_completion(row: Row) -> list[Message]:
+    """Return both as messages, whether they are texts or lists of messages already."""
+    prompt, completion = row["prompt"], row["completion"]
+    before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    after = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
+    return [*_system(row), *before, *after]
+
+
+def _question_and_answer(question: str, answer: str) -> Format:
+    return Format(
+        "questions and answers",
+        (question, answer),
+        ("system",),
+        lambda row: [*_system(row), *_turn(row[question], row[answer])],
+    )
+
+
+def _system(row: Row) -> list[Message]:
+    return [{"role": "system", "content": row["system"]}] if row.get("system") else []
+
+
+def _turn(question: object, answer: object) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+FORMATS = (
+    Format("messages", ("messages",), (), lambda row: row["messages"]),
+    Format("ShareGPT", ("conversations",), ("system",), lambda row: [*_system(row), *row["conversations"]]),
+    Format("ShareGPT", ("conversation",), ("system",), lambda row: [*_system(row), *row["conversation"]]),
+    Format("Alpaca", ("instruction", "output"), ("input", "system", "history"), alpaca),
+    Format("prompt and completion", ("prompt", "completion"), ("system",), prompt_and_completion),
+    *(_question_and_answer(question, answer) for question in QUESTIONS for answer in ANSWERS),
+)
+"""The first whose columns are there is taken."""
+
+ELSEWHERE = {
+    ("chosen", "rejected"): "preferences, for which there is no technique here yet",
+    ("image",): "pictures, which no technique here reads yet",
+    ("images",): "pictures, which no technique here reads yet",
+    ("text", "label"): "texts with labels: go to 3.1 (text classification)",
+    ("text", "summary"): "texts with summaries: go to 3.2 (summarization)",
+    ("dialogue", "summary"): "texts with summaries: go to 3.2 (summarization)",
+}
+"""Columns of rows that are for other tasks, and where to go with them."""
+
+
+def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
+    """Return the format of a file with these columns; the settings `prompt_column` and `completion_column` come first.
+
+    Raises:
+        BadInputError: there is none, a setting names no column, or a column stands twice.
+    """
+    there = [str(name).lower() for name in columns]
+    listed = ", ".join(map(str, columns)) or "none"
+    asked = {key: getattr(run, key) for key in ("prompt_column", "completion_column")}
+    for key, name in asked.items():
+        if name and name.lower() not in there:
+            raise BadInputError(f"{source} has no column {name!r} (there are: {listed}): pass another --{key}.")
+    if any(asked.values()):
+        if not all(asked.values()):
+            given = next(key for key in asked if asked[key])
+            other = next(key for key in asked if not asked[key])
+            raise BadInputError(f"{given} is {asked[given]!r}, but {other} is empty: pass both (columns: {listed}).")
+        return _question_and_answer(*(name.lower() for name in asked.values()))
+    for names, task in ELSEWHERE.items():
+        if set(names) <= set(there) and "messages" not in there:
+            raise BadInputError(f"{source} has the columns {listed}: these are {task}.")
+    found = next((each for each in FORMATS if set(each.needs) <= set(there)), None)
+    if found is None:
+        raise BadInputError(
+            f"{source} has the columns {listed}, which are no format that is known here (messages, conversations, "
+            "instruction and output, prompt and completion, question and answer): name two of them with "
+            "--prompt_column and --completion_column."
+        )
+    return found
+
+
+def normalised(messages: object, where: str) -> list[Message]:
+    """Return messages with `role` and `content`, whatever they were called.
+
+    Raises:
+        BadInputError: they are no list of messages, or a speaker is unknown.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise BadInputError(
+            f"{where} has no list of messages, but {str(messages)[:80]!r}: give it at least a user's and an "
+            "assistant's message."
+        )
+    return [_normalised(message, where) for message in messages]
+
+
+def _normalised(message: object, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise BadInputError(
+            f"{where} has {str(message)[:80]!r} for a message, which should have `role` and `content`: correct it."
+        )
+    kept = {key: value for key, value in message.items() if value is not None and key not in ("from", "value")}
+    speaker, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    if speaker not in ROLES:
+        raise BadInputError(
+            f"{where} has a message of the role {speaker!r}, but the roles are {', '.join(ROLE_NAMES)} (or "
+            f"{', '.join(name for name in ROLES if name not in ROLE_NAMES)}): correct it."
+        )
+    if content is None and kept.get("tool_calls"):
+        content = ""
+    return {**kept, "role": ROLES[str(speaker)], "content": content}

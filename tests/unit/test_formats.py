@@ -1,0 +1,188 @@
+"""Rows as people have them become conversations; what is unclear is refused by file, row and column."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.formats import recognise
+from common.data.messages import tokenize_messages
+from common.data.splits import load_splits
+from common.models.loading import load_tokenizer
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASKED = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+WITH_TOOL = [
+    {"role": "user", "content": "What is 2 + 3?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "add", "content": "5"},
+    {"role": "assistant", "content": "It is 5."},
+]
+FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "messages": ({"messages": ASKED}, ASKED),
+    "messages with a system message": ({"messages": [SYSTEM, *ASKED]}, [SYSTEM, *ASKED]),
+    "messages with tools": ({"messages": WITH_TOOL}, WITH_TOOL),
+    "ShareGPT": (
+        {
+            "conversations": [
+                {"from": "system", "value": "Be brief."},
+                {"from": "human", "value": "What is 2 + 3?"},
+                {"from": "gpt", "value": "5"},
+            ]
+        },
+        [SYSTEM, *ASKED],
+    ),
+    "ShareGPT with a system column": (
+        {
+            "system": "Be brief.",
+            "conversations": [{"from": "human", "value": "What is 2 + 3?"}, {"from": "gpt", "value": "5"}],
+        },
+        [SYSTEM, *ASKED],
+    ),
+    "Alpaca": ({"instruction": "What is 2 + 3?", "input": "", "output": "5"}, ASKED),
+    "Alpaca with an input": (
+        {"instruction": "Add.", "input": "2 + 3", "output": "5"},
+        [{"role": "user", "content": "Add.\n\n2 + 3"}, {"role": "assistant", "content": "5"}],
+    ),
+    "Alpaca with a history": (
+        {"instruction": "What is 2 + 3?", "output": "5", "history": [["What is 1 + 1?", "2"]]},
+        [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "2"}, *ASKED],
+    ),
+    "prompt and completion": ({"prompt": "What is 2 + 3?", "completion": "5"}, ASKED),
+    "prompt and completion as messages": ({"prompt": [SYSTEM, ASKED[0]], "completion": [ASKED[1]]}, [SYSTEM, *ASKED]),
+    "question and answer": ({"question": "What is 2 + 3?", "answer": "5"}, ASKED),
+    "capital letters": ({"Query": "What is 2 + 3?", "Response": "5"}, ASKED),
+}
+"""By name, a row as it stands in a file, and the conversation that it is."""
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, fieldnames=list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read_from_a_file_and_from_a_folder(name: str, suffix: str, tmp_path: Path) -> None:
+    row, messages = FORMATS[name]
+    if suffix == ".csv" and not all(isinstance(value, str) for value in row.values()):
+        pytest.skip("a CSV file holds texts")
+    rows = [{**row, "id": str(number)} for number in range(5)]
+    write(tmp_path / f"rows{suffix}", rows)
+    of_file = load_splits(RunConfig(data=str(tmp_path / f"rows{suffix}"), shared_rows="skip"))
+    assert [each["messages"] for each in of_file.validation] == [messages]
+    for number, split in enumerate(("train", "validation", "test")):
+        write(tmp_path / f"{split}{suffix}", rows[number : number + 1])
+    of_folder = load_splits(RunConfig(data=str(tmp_path), shared_rows="skip"))
+    assert [each["messages"] for each in (*of_folder.validation, *of_folder.test)] == [messages, messages]
+
+
+def test_columns_are_named_by_settings(tmp_path: Path) -> None:
+    write(tmp_path / "rows.csv", [{"frage": f"What is {number}?", "antwort": str(number)} for number in range(5)])
+    named = RunConfig(data=str(tmp_path / "rows.csv"), prompt_column="frage", completion_column="antwort")
+    assert load_splits(named).test[0]["messages"][0]["content"].startswith("What is ")
+    with pytest.raises(BadInputError, match=r"columns frage, antwort, which are no format .* --prompt_column"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "said"),
+    [
+        (["a", "b"], {"prompt_column": "c", "completion_column": "b"}, "no column 'c' .*--prompt_column"),
+        (["a", "b"], {"prompt_column": "a"}, "prompt_column is 'a', but completion_column is empty"),
+        (["prompt", "chosen", "rejected"], {}, "these are preferences"),
+        (["image", "question", "answer"], {}, "these are pictures"),
+        (["text", "label"], {}, "go to 3.1"),
+        (["dialogue", "summary"], {}, "go to 3.2"),
+        ([], {}, "the columns none"),
+    ],
+)
+def test_columns_that_are_no_conversation_are_refused(columns: list[str], settings: dict[str, str], said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        recognise(columns, RunConfig(**settings), "rows.csv")
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"question": "a", "answer": "b"}, r"row 2 .*no 'instruction' .*columns: question, answer.* read as Alpaca"),
+        ({"instruction": "a", "output": None}, "line 2 has no 'output'"),
+        ("a", "line 2 is 'a', but should have columns"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, r"line 2 cannot be read as Alpaca .*'history'"),
+        ({"instruction": "a", "output": 5}, "line 2 has a message without a text"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"], ["e", ""]]}, "line 2 has an empty assistant"),
+    ],
+)
+def test_a_row_of_another_format_is_refused_with_file_and_row(second: object, said: str, tmp_path: Path) -> None:
+    rows = [{"instruction": "a", "output": "b"}, second]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(BadInputError, match=said.replace("row 2", "rows.jsonl, line 2")):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+
+
+def test_an_unknown_speaker_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    row = {"conversations": [{"from": "alien", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(BadInputError, match=r"rows.jsonl, line 1 has a message of the role 'alien', but the roles are"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+
+
+def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("question,answer,answer\na,b,c\n")
+    with pytest.raises(BadInputError, match=r"rows\.csv has the column 'answer' more than once"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
+
+
+def test_a_row_that_the_chat_template_refuses_is_named() -> None:
+    """The default's template knows no tools."""
+    with pytest.raises(BadInputError, match=r"refuses row a7 with the turns user, call, tool, assistant .unknown role"):
+        tokenize_messages([{"messages": WITH_TOOL, "id": "a7"}], load_tokenizer(RunConfig()), RunConfig())
+
+
+def test_a_template_that_drops_a_turn_is_refused() -> None:
+    tokenizer = load_tokenizer(RunConfig())
+    tokenizer.chat_template = (
+        "{% for message in messages if message.role != 'system' %}{{ message.content }}{% endfor %}"
+    )
+    with pytest.raises(BadInputError, match=r"leaves out 'Be brief\.' of the system message in row number 2"):
+        tokenize_messages([{"messages": ASKED}, {"messages": [SYSTEM, *ASKED]}], tokenizer, RunConfig())
+    with pytest.raises(BadInputError, match="leaves out 'add' of the assistant message"):
+        tokenize_messages([{"messages": WITH_TOOL}], tokenizer, RunConfig())
+
+
+def test_parquet_is_read_and_an_absent_value_is_no_value(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {number}?", "answer": str(number), "system": None} for number in range(5)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    found = load_splits(RunConfig(data=str(tmp_path / "rows.parquet")))
+    assert [message["role"] for message in found.test[0]["messages"]] == ["user", "assistant"]
+    (tmp_path / "rows.parquet").write_bytes(b"no parquet")
+    with pytest.raises(BadInputError, match=r"rows\.parquet cannot be read as Parquet"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.parquet")))
+
+
+@pytest.mark.parametrize("call", ["add", {"function": {}}, {"type": "function"}])
+def test_a_call_without_a_name_is_refused(call: object, tmp_path: Path) -> None:
+    turns = [WITH_TOOL[0], {**WITH_TOOL[1], "tool_calls": [call]}, *WITH_TOOL[2:]]
+    write(tmp_path / "rows.jsonl", [{"messages": turns}])
+    with pytest.raises(BadInputError, match=r"rows\.jsonl, line 1 has a call of a tool without a name"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+
+
+def test_what_was_recognised_is_said_with_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "rows.json", [{"instruction": f"Say {number}.", "output": str(number)} for number in range(5)])
+    load_splits(RunConfig(data=str(tmp_path / "rows.json")))
+    said = capsys.readouterr().out
+    assert "rows.json: read as Alpaca (instruction, output), 5 rows; the first asks 'Say 0.'" in said
