@@ -118,7 +118,7 @@ def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
     """Return the format of a file with these columns; the settings `prompt_column` and `completion_column` come first.
 
     Raises:
-        BadInputError: there is none, a setting names no column, or a column stands twice.
+        BadInputError: there is none, or a setting names no column.
     """
     there = [str(name).lower() for name in columns]
     listed = ", ".join(map(str, columns)) or "none"
@@ -166,7 +166,7 @@ def _normalised(message: object, where: str) -> Message:
         )
     kept = {key: value for key, value in message.items() if value is not None and key not in ("from", "value")}
     speaker, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-    if speaker not in ROLES:
+    if str(speaker) not in ROLES:
         raise BadInputError(
             f"{where} has a message of the role {speaker!r}, but the roles are {', '.join(ROLE_NAMES)} (or "
             f"{', '.join(name for name in ROLES if name not in ROLE_NAMES)}): correct it."

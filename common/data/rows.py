@@ -1,4 +1,4 @@
-"""Rows, tokens and splits: what they are, and how a file of rows is read."""
+"""Rows, tokens and splits: what they are, and what a task says about its rows."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -133,10 +133,11 @@ def test_a_row_of_another_format_is_refused_with_file_and_row(second: object, sa
         load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
 
 
-def test_an_unknown_speaker_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
-    row = {"conversations": [{"from": "alien", "value": "a"}, {"from": "gpt", "value": "b"}]}
+@pytest.mark.parametrize("speaker", ["alien", ["user"], None])
+def test_an_unknown_speaker_is_refused_with_those_that_are_known(speaker: object, tmp_path: Path) -> None:
+    row = {"conversations": [{"from": speaker, "value": "a"}, {"from": "gpt", "value": "b"}]}
     write(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(BadInputError, match=r"rows.jsonl, line 1 has a message of the role 'alien', but the roles are"):
+    with pytest.raises(BadInputError, match=r"rows.jsonl, line 1 has a message of the role .*, but the roles are"):
         load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
 
 
