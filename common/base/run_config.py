@@ -79,7 +79,7 @@ ONLY_FOR = (
     OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp, ("wrap", "prefetch", "dp_replicate_size")),
     OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded, ("offload",)),
     OnlyFor("rows of messages", lambda run: run.goal.chats,
-            ("max_truncated_fraction", "prompt_column", "completion_column")),
+            ("max_truncated_fraction", "prompt_column", "completion_column", "train_on")),
     OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.chats,
             ("text_column", "long_texts", "empty_rows")),
     OnlyFor("classification (3.1)", lambda run: run.goal.classifies, ("label_column",)),

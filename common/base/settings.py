@@ -64,6 +64,11 @@ class DataSettings:
     text_column: str = setting("text", "With classification and summarization: the column with the texts.")
     label_column: str = setting("label", "With classification: the column with the labels.")
     summary_column: str = setting("summary", "With summarization: the column with the summaries.")
+    train_on: Literal["assistant", "completion", "prompt", "all"] = setting(
+        "assistant",
+        "With messages: what is learnt of a row. assistant = every answer with its end token; completion = the last "
+        "answer; prompt = what comes before it; all = every token.",
+    )
     max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.")
     max_target_length: int = setting(128, "With summarization: longest summary to learn from, in tokens.")
     max_truncated_fraction: float = setting(

@@ -3,9 +3,7 @@
 import re
 from functools import partial
 from itertools import compress
-from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
@@ -14,6 +12,7 @@ from common.data.files import TABLES, parse_table
 from common.data.formats import Format, recognise
 from common.data.row_checks import say_once, shown
 from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens
+from common.data.templates import check_template, encode
 
 CONVERSATION = re.compile("(system )?user( call( tool)+)* assistant( user( call( tool)+)* assistant)*")
 """The order of turns; a `call` is an assistant's message that calls tools."""
@@ -95,22 +94,9 @@ def answer_of(row: Row) -> str:
     return row["messages"][-1]["content"]
 
 
-def tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Tokens:
-    """Return one row as tokens, with labels on the assistant's answers and their end token only.
-
-    Where the chat template marks answers (`{% generation %}`), all answers of the row are learnt; where it does not,
-    the last one is: the tokens after the prompt that generation would start from.
-    """
-    marked = re.search(r"{%-?\s*generation", tokenizer.chat_template or "") is not None
-    encoded = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=marked)
-    ids = encoded["input_ids"]
-    if marked:
-        is_answer = encoded["assistant_masks"]
-    else:
-        prompt = tokenizer.apply_chat_template(question_of(row), add_generation_prompt=True, return_dict=True)
-        is_answer = [position >= len(prompt["input_ids"]) for position in range(len(ids))]
-    labels = [token if answer else IGNORED_LABEL for token, answer in zip(ids, is_answer, strict=True)]
-    return {"input_ids": ids[:max_length], "attention_mask": [1] * len(ids[:max_length]), "labels": labels[:max_length]}
+def first_tokens(row: Tokens, count: int) -> Tokens:
+    """Return a row's first tokens, with their labels."""
+    return {name: values[:count] for name, values in row.items()}
 
 
 def tokenize_messages(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
@@ -121,44 +107,17 @@ def tokenize_messages(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: 
             leaves out what a message says.
     """
     names = [str(row.get("id", f"number {number} of its split")) for number, row in enumerate(rows, 1)]
-    _check_template(rows, names, tokenizer)
-    tokenized = [tokenize_row(row, tokenizer, run.max_length) for row in rows]
+    check_template(rows, names, [tuple(turns_of(row)) for row in rows], tokenizer)
+    tokenized = [first_tokens(row, run.max_length) for row in encode(rows, tokenizer, run.train_on)]
     learnt = [any(label != IGNORED_LABEL for label in tokens["labels"]) for tokens in tokenized]
     without = [name for name, is_learnt in zip(names, learnt, strict=True) if not is_learnt]
     if len(without) > run.max_truncated_fraction * len(rows):
         more = f" ({len(without)} of {len(rows)} rows have none: {shown(without)})" if len(without) > 1 else ""
         raise BadInputError(
-            f"Row {without[0]} has no answer token within its first {run.max_length} tokens{more}: shorten its "
+            f"Row {without[0]} has no token to learn within its first {run.max_length} tokens{more}: shorten its "
             "question, raise --max_length, or pass a --max_truncated_fraction of the rows that may be left out."
         )
     if without:
-        print(f"{len(without):,} of {len(rows):,} rows have no answer within {run.max_length} tokens, and are left out")
+        left_out = f"{len(without):,} of {len(rows):,} rows"
+        print(f"{left_out} have nothing to learn within {run.max_length} tokens, and are left out")
     return list(compress(tokenized, learnt))
-
-
-def _check_template(rows: list[Row], names: list[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a template that cannot write a turn, or drops it, by the first row of each sequence of turns."""
-    first = {tuple(turns_of(row)): (row, name) for row, name in zip(reversed(rows), reversed(names), strict=True)}
-    for turns, (row, name) in first.items():
-        template = f"The chat template of {tokenizer.name_or_path}"
-        try:
-            text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
-        except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
-            raise BadInputError(
-                f"{template} refuses row {name} with the turns {', '.join(turns)} ({error}): remove such rows, or pass "
-                "a --model whose template takes them."
-            ) from None
-        for message in row["messages"]:
-            dropped = [says for says in _said(message) if says not in text]
-            if dropped:
-                raise BadInputError(
-                    f"{template} leaves out {dropped[0][:60]!r} of the {message['role']} message in row {name}: remove "
-                    "such messages, or pass a --model whose template writes them."
-                )
-
-
-def _said(message: dict[str, Any]) -> list[str]:
-    """Return what a template should write of a message: names of tools, and the text unless templates rewrite it."""
-    names = [call.get("function", call)["name"] for call in message.get("tool_calls") or []]
-    is_rewritten = message["role"] == "tool" or "</think>" in message["content"]
-    return names if is_rewritten else [*names, message["content"].strip()]

@@ -71,8 +71,9 @@ def shown(rows: Iterable[object]) -> str:
 
 @cache
 def say_once(line: str) -> None:
-    """Print a line once, however often the data are read."""
-    print(line)
+    """Print a line once, however often the data are read; an empty one not at all."""
+    if line:
+        print(line)
 
 
 def summary_of(train: list[Tokens], validation: list[Tokens], run: RunConfig) -> dict[str, int]:

@@ -27,7 +27,9 @@ from common.base.errors import BadInputError
 from common.base.loggers import silent
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.data.row_checks import say_once
 from common.data.splits import label_names_of
+from common.data.templates import with_chat_template
 from common.models.minilm import MINILM, check_minilm, minilm_folder
 from common.models.quantization import (
     forked_random_numbers,
@@ -161,8 +163,8 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _cannot_be_loaded("tokenizer", run.model, error) from error
-    if run.goal.chats and tokenizer.chat_template is None:
-        raise BadInputError(f"The tokenizer of {run.model} has no chat template: use an instruction-tuned model.")
+    if run.goal.chats:
+        say_once(with_chat_template(tokenizer, run.model))
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -23,6 +23,7 @@ from common.base.run_config import RunConfig
 from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
 from common.data.rows import IGNORED_LABEL, Row
+from common.data.templates import prompt_ids
 from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
@@ -184,7 +185,7 @@ def evaluate(
         answers = generate_answers(model, tokenizer, batch, log.run.max_new_tokens)
         return score_answers(numbers, batch, answers, [others[number] for number in numbers], judges)
 
-    lengths = [len(ids) for ids in _prompt_ids(rows, tokenizer)]
+    lengths = [len(ids) for ids in prompt_ids(rows, tokenizer)]
     evaluation = Evaluation(predict_rows(log, lengths, "answers", when, scored))
     report_predictions(log, when, evaluation.answers, evaluation)
     return evaluation
@@ -233,17 +234,12 @@ def score_answers(
     ]
 
 
-def _prompt_ids(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    questions = [question_of(row) for row in rows]
-    return tokenizer.apply_chat_template(questions, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
 @torch.no_grad()
 def generate_answers(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], max_new_tokens: int
 ) -> list[str]:
     """Return greedy answers to a batch of questions."""
-    prompts = {"input_ids": _prompt_ids(rows, tokenizer)}
+    prompts = {"input_ids": prompt_ids(rows, tokenizer)}
     batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").to(model.device)
     generated = model.generate(
         **batch, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id

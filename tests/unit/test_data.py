@@ -1,6 +1,7 @@
 """Rows are checked with file and line, learnt on the answers only, and drawn once per epoch at any world size."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,17 @@ import torch
 from datasets import Dataset, DatasetDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import qwen2_5_chat_template
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import EpochBatches, PartitionedBatches, TrainingRows, longest_batch, make_collator, partition
 from common.data.files import read_rows
-from common.data.messages import tokenize_row
-from common.data.rows import IGNORED_LABEL, NO_ROW, Row
+from common.data.rows import IGNORED_LABEL, NO_ROW, Row, Tokens
 from common.data.splits import load_splits, row_kind, tokens_of
+from common.data.templates import encode, prompt_ids, training_template, with_chat_template
 from common.models.loading import load_tokenizer
 from common.planning.job import BatchShape
 
@@ -179,21 +183,92 @@ def test_the_shipped_data_have_the_promised_sizes(run_config: RunConfig) -> None
 def test_labels_stand_on_the_answer_and_its_end_only(run_config: RunConfig) -> None:
     tokenizer = load_tokenizer(run_config)
     row = load_splits(run_config).train[0]
-    tokens = tokenize_row(row, tokenizer, 256)
-    learnt = [label for label in tokens["labels"] if label != IGNORED_LABEL]
-    assert tokenizer.decode(learnt) == row["messages"][-1]["content"] + tokenizer.eos_token
+    (tokens,) = encode([row], tokenizer, "assistant")
+    assert learnt(tokens, tokenizer) == row["messages"][-1]["content"] + tokenizer.eos_token
     assert len(tokens["labels"]) == len(tokens["input_ids"]) == len(tokens["attention_mask"])
 
 
-def test_a_template_without_marks_gives_the_same_labels(run_config: RunConfig) -> None:
+TURNS = ["Who?", "Ann.", "When?", "At noon."]
+CONVERSATION = {
+    "messages": [{"role": ("user", "assistant")[n % 2], "content": says} for n, says in enumerate(TURNS)],
+}
+
+
+def learnt(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
+    return tokenizer.decode([label for label in tokens["labels"] if label != IGNORED_LABEL])
+
+
+def without_marks(template: str) -> str:
+    return re.sub(r"{%-? *(end)?generation *-?%}", "", template)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_what_is_learnt_of_a_row_with_several_turns(run_config: RunConfig, marks: bool) -> None:
     tokenizer = load_tokenizer(run_config)
-    row = load_splits(run_config).train[0]
-    marked = tokenize_row(row, tokenizer, 256)
-    tokenizer.chat_template = tokenizer.chat_template.replace("{%- generation -%}", "").replace(
-        "{%- endgeneration -%}", ""
-    )
-    assert "generation -%}" not in tokenizer.chat_template
-    assert tokenize_row(row, tokenizer, 256) == marked
+    if not marks:
+        tokenizer.chat_template = without_marks(tokenizer.chat_template)
+        assert training_template(tokenizer) is None
+    end, found = tokenizer.eos_token, {}
+    for train_on in ("assistant", "completion", "prompt", "all"):
+        (tokens,) = encode([CONVERSATION], tokenizer, train_on)
+        found[train_on] = learnt(tokens, tokenizer)
+    assert found["assistant"] == f"Ann.{end}At noon.{end}"
+    assert found["completion"] == f"At noon.{end}"
+    assert found["prompt"] == tokenizer.decode(prompt_ids([CONVERSATION], tokenizer)[0])
+    assert found["all"] == found["prompt"] + found["completion"]
+
+
+def test_answers_that_a_template_rewrites_later_are_not_learnt(run_config: RunConfig) -> None:
+    """As of templates that remove earlier thoughts: the tokens that generation would write are not in the row."""
+    tokenizer = load_tokenizer(run_config)
+    says = "message['content']"
+    rewrites = f"({says} if loop.last else '(thought) ' ~ {says})"
+    unmarked = without_marks(tokenizer.chat_template)
+    tokenizer.chat_template = unmarked.replace(f"{{{{- {says} +", f"{{{{- {rewrites} +")
+    assert "(thought) Ann." in tokenizer.apply_chat_template(CONVERSATION["messages"], tokenize=False)
+    (tokens,) = encode([CONVERSATION], tokenizer, "assistant")
+    assert learnt(tokens, tokenizer) == f"At noon.{tokenizer.eos_token}"
+
+
+def test_templates_that_trl_knows_are_learnt_by_its_marks(run_config: RunConfig) -> None:
+    tokenizer = load_tokenizer(run_config)
+    tokenizer.chat_template = qwen2_5_chat_template
+    (tokens,) = encode([CONVERSATION], tokenizer, "assistant")
+    assert learnt(tokens, tokenizer).replace("\n", "") == "Ann.<|im_end|>At noon.<|im_end|>"
+    whole = tokenizer.apply_chat_template(CONVERSATION["messages"], return_dict=True)["input_ids"]
+    assert tokens["input_ids"] == whole
+
+
+def test_tools_are_written_into_a_row(run_config: RunConfig) -> None:
+    tokenizer = load_tokenizer(run_config)
+    tokenizer.chat_template = qwen2_5_chat_template
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    rows = [{**CONVERSATION, "tools": tools}, CONVERSATION, {**CONVERSATION, "tools": tools}]
+    for train_on in ("assistant", "completion"):
+        texts = [tokenizer.decode(tokens["input_ids"]) for tokens in encode(rows, tokenizer, train_on)]
+        assert ["weather" in text for text in texts] == [True, False, True]
+    assert ["weather" in tokenizer.decode(ids) for ids in prompt_ids(rows, tokenizer)] == [True, False, True]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_tokenizer_without_a_template_writes_plain_lines(run_config: RunConfig, begins: bool) -> None:
+    tokenizer = load_tokenizer(run_config)
+    tokenizer.chat_template = None
+    if begins:
+        tokenizer.bos_token = "<|user|>"
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            "<|user|> $A", special_tokens=[("<|user|>", tokenizer.bos_token_id)]
+        )
+    assert "no chat template" in with_chat_template(tokenizer, "gpt2")
+    (tokens,) = encode([CONVERSATION], tokenizer, "assistant")
+    end = tokenizer.eos_token
+    assert learnt(tokens, tokenizer) == f"Ann.{end}At noon.{end}"
+    start = "<|user|>" * begins
+    assert tokenizer.decode(tokens["input_ids"]) == f"{start}Who?\nAnn.{end}When?\nAt noon.{end}"
+    assert not with_chat_template(tokenizer, "gpt2")
+    tokenizer.chat_template = tokenizer.eos_token = None
+    with pytest.raises(BadInputError, match="neither a chat template nor an end token"):
+        with_chat_template(tokenizer, "gpt2")
 
 
 def test_a_row_cut_before_its_answer_is_refused(run_config: RunConfig) -> None:
