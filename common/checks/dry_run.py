@@ -31,6 +31,7 @@ from common.checks.fake_steps import fake_step
 from common.checks.folder_runs import run_of_folder
 from common.checks.tried_rows import batch_of_length, batch_of_run
 from common.hardware.devices import GIB
+from common.models.families import suited_to_model
 from common.models.loading import any_shape_config
 from common.planning.job import BatchShape, Job
 from common.planning.plans import Plan, plan_run, usual_precision
@@ -272,7 +273,7 @@ def main() -> None:
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_1_a6000_48g_x1")
     parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, all learnt, in place of the run's")
     options, overrides = parser.parse_known_args()
-    run = run_of_folder(options.run_folder, overrides)
+    run = suited_to_model(run_of_folder(options.run_folder, overrides))
     if options.seq_len is None:
         print(report(run, *batch_of_run(run)))
     else:

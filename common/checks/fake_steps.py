@@ -28,7 +28,8 @@ from transformers import (
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
-from common.models.loading import ATTENTION, model_class, weight_dtype, with_trained_weights
+from common.models.loading import ATTENTION, model_class, weight_dtype
+from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import device_map_of
 from common.planning.job import BatchShape
 from common.planning.plans import architecture_of_run

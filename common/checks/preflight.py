@@ -434,8 +434,7 @@ def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: 
     """
     if options.json and not options.json.parent.is_dir():
         raise BadInputError(f"--json is {options.json}, but its folder does not exist: make it, or name another file.")
-    run = replace(run_of_folder(options.run_folder, overrides), weights="random")
-    check_settings(run)
+    run = check_settings(replace(run_of_folder(options.run_folder, overrides), weights="random"))
     if options.seq_len is None:
         training_rows(run)
         rows, lowered_by = rows_of_run(run), "--max_length"

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
-import torch
 from accelerate import infer_auto_device_map
 from accelerate.utils import get_balanced_memory
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.loggers import silent
@@ -16,7 +15,7 @@ from common.data.batches import longest_batch
 from common.data.rows import Row, texts_of
 from common.data.splits import tokens_of
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
-from common.models.loading import any_shape_config, model_class, weight_dtype
+from common.models.loading import model_without_weights
 from common.planning.architectures import Architecture
 from common.planning.device_maps import (
     balanced_shares,
@@ -122,15 +121,6 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
                 f"The device map has {name} on {stage_map[name]}, but a pipeline's stages follow each other, from "
                 f"embeddings to head; with as many layers on each it would be on {stage}."
             )
-
-
-def model_without_weights(run: RunConfig) -> PreTrainedModel:
-    """Return the run's model on `meta`: names and shapes."""
-    config = any_shape_config(run.model)
-    with torch.device("meta"):
-        model = model_class(run, config)._from_config(config, dtype=weight_dtype(run))
-    model.tie_weights()
-    return model
 
 
 def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:

@@ -25,20 +25,22 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.models.loading import (
-    add_lora,
     any_shape_config,
     check_model,
     checked_config,
-    head_modules,
     largest_difference,
     load_base_model,
     load_tokenizer,
     logit_tolerance,
+)
+from common.models.minilm import minilm_folder
+from common.models.trained_weights import (
+    add_lora,
+    head_modules,
     parameter_counts,
     train_linear_layers,
     train_own_weights,
 )
-from common.models.minilm import minilm_folder
 from common.planning.architectures import MODEL_CONFIGS
 
 FP32 = 1e-5
