@@ -48,7 +48,8 @@ from common.runtime.rank import rank_started
 from common.runtime.world import Rank, detect_launcher
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
-from common.training.placement import StageMap, place_stages
+from common.training.module_maps import StageMap
+from common.training.placement import place_stages
 from common.training.strategy import strategy_class
 from common.training.trainer import AuditedTrainer, SummaryTrainer, trainer_of_rows, training_arguments
 

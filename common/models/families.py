@@ -13,6 +13,7 @@ from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.quantization import is_quantizable
 from common.models.trained_weights import add_lora, has_fused_experts
+from common.planning.architectures import is_known_architecture
 
 LEAST_QUANTIZED_SHARE = 0.9
 
@@ -37,6 +38,12 @@ def suited_to_model(run: RunConfig) -> RunConfig:
         say_once(
             f"{run.model}: its experts get adapters, too, and these take no dropout: lora_dropout is 0 "
             "(--target_modules q_proj,v_proj, or other layers of attention, leaves the experts out)"
+        )
+    if run.parallelism.layers_in_turn and run.device_map == "balanced" and not is_known_architecture(run.model):
+        run = replace(run, device_map="even")
+        say_once(
+            f"{run.model}: device_map is even, as the closed form, which balances memory, does not know the kind "
+            f"{config.model_type}"
         )
     return run
 

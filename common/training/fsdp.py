@@ -25,7 +25,7 @@ from common.models.shards import byte_count, global_numel, local_part
 from common.planning.device_maps import whole_model_on
 from common.runtime.rank import accelerate_shards
 from common.runtime.world import Rank
-from common.training.placement import StageMap
+from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
 from common.training.usage import Held, check_share
 

@@ -30,7 +30,7 @@ from common.models.trained_weights import parameter_counts, with_trained_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
-from common.training.placement import StageMap
+from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
 

@@ -20,7 +20,8 @@ from common.models.loading import load_base_model, load_tokenizer, model_without
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
-from common.training.placement import auto_map, check_fits, check_placement_and_memory, place_stages, placement_table
+from common.training.module_maps import auto_map
+from common.training.placement import check_fits, check_placement_and_memory, place_stages, placement_table
 
 BATCH = BatchShape(16, 40, 20, padded=True)
 MP = RunConfig(technique="full", parallel="mp", stages=2)
