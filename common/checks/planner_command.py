@@ -282,9 +282,9 @@ def answer(options: PlannerOptions) -> int:
     except UnknownArchitectureError as unknown:
         if options.classes:
             raise
-        from common.checks.dry_run import answer_planner  # here: it imports torch
+        from common.checks.dry_run_planner import answer_by_dry_runs  # here: it imports torch
 
-        return answer_planner(options, job, cluster, str(unknown))
+        return answer_by_dry_runs(options, job, cluster, str(unknown))
     calibration = calibration_from(kept_records(), job.batch.task)
     plans = ranked_plans(
         architecture,

@@ -58,6 +58,21 @@ def adapts_experts(run: RunConfig) -> bool:
     return any(isinstance(module, ParamWrapper) for module in adapted.modules())
 
 
+def experts_at_work(model: PreTrainedModel) -> str:
+    """Return how many parameters a model has, and of a mixture of experts how many work on one token."""
+    total = sum(weight.numel() for weight in model.parameters())
+    fused = sum(weight.numel() for module in model.modules() if has_fused_experts(module)
+                for weight in module.parameters(recurse=False))  # fmt: skip
+    if not fused:
+        return f"{total / 1e9:.3g}B parameters"
+    config = model.config.get_text_config()
+    chosen, experts = config.num_experts_per_tok, getattr(config, "num_local_experts", None) or config.num_experts
+    active = total - fused * (1 - chosen / experts)
+    return (
+        f"{total / 1e9:.2f}B parameters, {active / 1e9:.2f}B of them at work on a token ({chosen} of {experts} experts)"
+    )
+
+
 def check_quantizable(run: RunConfig) -> None:
     """Refuse a model of whose layers less than 90 % of the weights would be stored in 4 bits.
 
