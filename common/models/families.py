@@ -12,7 +12,7 @@ from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.quantization import is_quantizable
-from common.models.trained_weights import add_lora, has_fused_experts
+from common.models.trained_weights import add_lora, has_fused_experts, idle_weights
 from common.planning.architectures import is_known_architecture
 
 LEAST_QUANTIZED_SHARE = 0.9
@@ -60,17 +60,9 @@ def adapts_experts(run: RunConfig) -> bool:
 
 def experts_at_work(model: PreTrainedModel) -> str:
     """Return how many parameters a model has, and of a mixture of experts how many work on one token."""
-    total = sum(weight.numel() for weight in model.parameters())
-    fused = sum(weight.numel() for module in model.modules() if has_fused_experts(module)
-                for weight in module.parameters(recurse=False))  # fmt: skip
-    if not fused:
-        return f"{total / 1e9:.3g}B parameters"
-    config = model.config.get_text_config()
-    chosen, experts = config.num_experts_per_tok, getattr(config, "num_local_experts", None) or config.num_experts
-    active = total - fused * (1 - chosen / experts)
-    return (
-        f"{total / 1e9:.2f}B parameters, {active / 1e9:.2f}B of them at work on a token ({chosen} of {experts} experts)"
-    )
+    total, idle = sum(weight.numel() for weight in model.parameters()), idle_weights(model)
+    at_work = f", {(total - idle) / 1e9:.3g}B of them at work on a token" if idle else ""
+    return f"{total / 1e9:.3g}B parameters{at_work}"
 
 
 def check_quantizable(run: RunConfig) -> None:

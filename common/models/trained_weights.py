@@ -109,12 +109,25 @@ def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedMo
     return model
 
 
-def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
-    """Return how many parameters are trained, and how many multiply.
+def idle_weights(model: PreTrainedModel) -> int:
+    """Return how many of a mixture's weights do not work on a token: all experts are held, some are chosen for it."""
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    held = sum(
+        global_numel(weight)
+        for module in model.modules()
+        if has_fused_experts(module)
+        for weight in module.parameters(recurse=False)
+    )
+    return held - held * config.num_experts_per_tok // experts if held else 0
 
-    An input embedding that is not also the head is only looked up.
+
+def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
+    """Return how many parameters are trained, and how many multiply a token.
+
+    An input embedding that is not also the head is only looked up, and of experts those that are chosen multiply.
     """
     trained = sum(global_numel(weight) for weight in model.parameters() if weight.requires_grad)
-    multiplied = weight_counts(model)
+    multiplied = weight_counts(model) - idle_weights(model)
     lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     return trained, multiplied if head is not None and lookup is head.weight else multiplied - global_numel(lookup)
