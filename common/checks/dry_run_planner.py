@@ -5,24 +5,18 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.base.specs import TECHNIQUES
 from common.checks.dry_run import DryRun, dry_run
 from common.hardware.devices import GIB, Gpu
 from common.models.families import experts_at_work, suited_to_model
 from common.models.loading import model_without_weights
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, NCCL_GIB, WORKSPACE_GIB
 from common.planning.job import Job
-from common.planning.plans import usual_precision
-from common.planning.time_plan import Cluster
-
-if TYPE_CHECKING:
-    from common.checks.planner_command import PlannerOptions
 
 PASSING = ("activations", "logits", "gradients")
 """Parts that are allocated and freed in every step, and leave gaps."""
@@ -71,55 +65,41 @@ class Tried:
         return ", ".join(parts + ["checkpointed"] * self.run.gradient_checkpointing)
 
 
-def answer_by_dry_runs(options: "PlannerOptions", job: Job, cluster: Cluster, unknown: str) -> int:
-    """Print the ways that dry runs can show, best first; return 0 if one fits, else 1.
+def answer_by_dry_runs(
+    asked: Sequence[RunConfig], job: Job, gpu: Gpu, checkpointing: bool | None, unknown: str, as_json: bool
+) -> int:
+    """Print the runs of `asked` that dry runs can show, best first; return 0 if one fits, else 1.
+
+    `checkpointing`: None where gradient checkpointing is to be used if nothing fits without.
 
     Raises:
-        BadInputError: the dry run does not know the technique or the parallelism that is asked for.
+        BadInputError: the dry run does not know a technique or a parallelism that is asked for.
     """
-    of_16_bits = [name for name, each in TECHNIQUES.items() if not each.quantizes]
-    techniques = [options.technique] if options.technique else of_16_bits
-    parallel = options.parallel or ("ddp" if len(cluster.gpus) > 1 else "single")
-    can_run = PARALLELISMS[parallel].is_single or PARALLELISMS[parallel].replicates
-    if not can_run or any(TECHNIQUES[technique].quantizes for technique in techniques):
-        raise BadInputError(f"{unknown} Dry runs stand in for lora and full, with single and ddp: pass these.")
-    runs = [_run_of(options, job, cluster, technique, parallel) for technique in techniques]
-    tried = sorted((_try(run, job, cluster.gpus[0], options.gradient_checkpointing) for run in runs), key=_rank)
+    for run in asked:
+        if run.method.quantizes or not (run.parallelism.is_single or run.parallelism.replicates):
+            raise BadInputError(f"{unknown} Dry runs stand in for lora and full, with single and ddp: pass these.")
+    runs = [suited_to_model(run) for run in asked]
+    tried = sorted((_try(run, job, gpu, checkpointing) for run in runs), key=_rank)
     said = [
         f"{unknown} Dry runs stand in: they show memory, not time, and neither QLoRA nor sharding.",
-        f"{options.model}: {experts_at_work(model_without_weights(runs[0]))}",
+        f"{runs[0].model}: {experts_at_work(model_without_weights(runs[0]))}",
     ]
     best = tried[0]
     needs = f"{best.peak_gib:.1f} of {best.gpu.memory_gib:.1f} GiB on each {best.gpu.name}"
     fitting = f"{best.name}: {needs}; up to {best.max_batch_size} rows"
     advice = fitting if best.fits else f"Nothing fits. Nearest is {best.name}: {needs}"
-    if options.json:
-        print(json.dumps({"model": options.model, "figures": "projected", "ranked": [_as_json(each) for each in tried],
-                          "recommendation": advice, "assumptions": said}, indent=2))  # fmt: skip
+    if as_json:
+        answer = {
+            "model": runs[0].model,
+            "figures": "projected",
+            "ranked": [_as_json(each) for each in tried],
+            "recommendation": advice,
+            "assumptions": said,
+        }
+        print(json.dumps(answer, indent=2))
     else:
         print("\n\n".join([said[0], f"{said[1]}; every figure is projected", _table(tried), advice]))
     return 0 if best.fits else 1
-
-
-def _run_of(options: "PlannerOptions", job: Job, cluster: Cluster, technique: str, parallel: str) -> RunConfig:
-    has_adapters = TECHNIQUES[technique].has_adapters
-    adapters = {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout} if has_adapters else {}
-    return suited_to_model(
-        RunConfig(
-            technique=technique,
-            parallel=parallel,
-            devices=len(cluster.gpus),
-            model=options.model,
-            weights="random",
-            precision=options.precision or usual_precision(technique, cluster),
-            optim=job.optimizer,
-            attention=job.attention if job.attention != "flash" else "sdpa",
-            gradient_checkpointing=bool(options.gradient_checkpointing),
-            per_device_train_batch_size=job.batch.rows,
-            target_modules=options.target_modules or ("all-linear" if has_adapters else "all"),
-            **adapters,
-        )
-    )
 
 
 def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Tried:

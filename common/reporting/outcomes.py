@@ -125,8 +125,8 @@ def _cell(cases: pd.DataFrame) -> str:
 
 def families(_: list[Record]) -> pd.DataFrame:
     """Return one line per family of models: which workflows train it, and how it is planned."""
-    headers = {"family": "Family", "model_type": "`model_type`", "lora": "2.1 LoRA", "qlora": "2.3 QLoRA",
-               "full": "2.4 full", "mp": "2.5 MP", "planner": "Planner"}  # fmt: skip
+    headers = {"family": "Family", "model_type": "`model_type`", "2.1": "2.1 LoRA", "2.3": "2.3 QLoRA",
+               "2.4": "2.4 full", "2.5": "2.5 MP", "planner": "Planner"}  # fmt: skip
     return pd.DataFrame(read_outcomes(FAMILIES_FILE), columns=list(headers)).fillna(NOT_RUN).rename(columns=headers)
 
 

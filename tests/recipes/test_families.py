@@ -28,12 +28,12 @@ from tests.families import FAMILIES, make_tiny
 
 KEEP = "KEEP_OUTCOMES"
 WORKFLOWS = {
-    "lora": REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1",
-    "qlora": REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1",
-    "full": REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1",
-    "mp": REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1",
+    "2.1": REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1",
+    "2.3": REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1",
+    "2.4": REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1",
+    "2.5": REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1",
 }
-LEARNING_RATES = {"lora": "0.01", "qlora": "0.01", "full": "0.001", "mp": "0.001"}
+LEARNING_RATES = {"2.1": "0.01", "2.3": "0.01", "2.4": "0.001", "2.5": "0.001"}
 NOT_IN_4_BITS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts",
                  "falcon": "FalconLinear"}  # fmt: skip
 """Families of which QLoRA is refused, and the class that holds most of their weights."""
@@ -88,7 +88,7 @@ def outcomes() -> Iterator[dict[str, dict[str, str]]]:
 
 
 def is_refused(family: str, workflow: str) -> bool:
-    return workflow == "qlora" and family in NOT_IN_4_BITS
+    return workflow == "2.3" and family in NOT_IN_4_BITS
 
 
 @each_family
