@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.secrets import secret_in, secrets_here
 from common.base.settings import (
@@ -103,7 +103,10 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
         BadInputError: with all of them.
     """
     if value not in choices:
-        raise BadInputError(f"{name} is {value!r}: choose one of {', '.join(map(repr, choices))}.")
+        choices = list(choices)
+        meant = closest(value, choices)
+        question = f" (did you mean {meant}?)" if meant else ""
+        raise BadInputError(f"{name} is {value!r}: choose one of {', '.join(map(repr, choices))}{question}.")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from common.base.command_line import SPEAK_FIRST_S, refused_in_one_sentence
 from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
 from common.checks.inputs import check_room_to_save, check_settings, training_rows
@@ -426,7 +427,7 @@ def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float
 # -- the command line
 
 
-def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: Sequence[str]) -> int:
+def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[str]) -> int:
     """Check, plan, try and report; return the exit code. `arguments` start this command again, on every rank.
 
     Raises:
@@ -434,7 +435,6 @@ def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: 
     """
     if options.json and not options.json.parent.is_dir():
         raise BadInputError(f"--json is {options.json}, but its folder does not exist: make it, or name another file.")
-    run = replace(run_of_folder(options.run_folder, overrides), weights="random")
     check_settings(run)
     if options.seq_len is None:
         training_rows(run)
@@ -463,14 +463,15 @@ def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: 
 @refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.preflight", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Any setting in common/base/settings.py can follow, such as --batch_size 4.",
+    parser = OneSentenceParser(
+        prog="python -m common.preflight", description=__doc__,
+        epilog="Any setting of the folder's workflow can follow, such as --batch_size 4; its --help lists them.",
     )  # fmt: skip
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_0_cpu_x1")
     parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, in place of the run's data")
     parser.add_argument("--anyway", action="store_true", help="try what does not fit by the plan, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured into this file")
     arguments = sys.argv[1:] if arguments is None else arguments
-    sys.exit(preflight(*parser.parse_known_args(arguments), arguments))
+    options, overrides = parser.parse_known_args(arguments)
+    run = run_of_folder(options.run_folder, overrides, parser.options)
+    sys.exit(preflight(options, replace(run, weights="random"), arguments))
