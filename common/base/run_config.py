@@ -45,7 +45,7 @@ RANGES = (
           ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
            "warmup_steps")),
     Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
-          ("devices", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
+          ("devices", "threads", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
            "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size",
            "max_new_tokens", "num_beams")),
     Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.",
@@ -73,6 +73,7 @@ class OnlyFor:
 ONLY_FOR = (
     OnlyFor("LoRA and QLoRA", lambda run: run.method.has_adapters, ("lora_r", "lora_alpha", "lora_dropout")),
     OnlyFor("qlora (2.3)", lambda run: run.method.quantizes, ("quantization",)),
+    OnlyFor("the CPU", lambda run: run.device == "cpu", ("threads",)),
     OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing, ("use_reentrant",)),
     OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers, ("device_map", "stages")),
     OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines, ("schedule", "micro_batches")),

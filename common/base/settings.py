@@ -177,7 +177,10 @@ class ParallelismSettings:
         "DeepSpeed's stages).",
         choices=PARALLELISMS,
     )
-    device: Literal["cpu", "cuda"] = setting("cpu", "Kind of device: cpu = one process with one thread.")
+    device: Literal["cpu", "cuda"] = setting("cpu", "Kind of device: cpu = one process with `threads` threads.")
+    threads: int = setting(
+        1, "With device cpu: threads of each device; more than 1 is faster, and compares with no run of another number."
+    )
     gpu: str = setting("", "GPU that the run folder was made for, by its name in the catalogue; empty on CPU.")
     devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.")
     stages: int = setting(

@@ -1,6 +1,7 @@
 """Check a run's settings, model, data, disk and memory, before anything is loaded or started."""
 
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from common.hardware.devices import GIB
 from common.models.loading import check_attention, load_tokenizer, with_trained_weights
 from common.models.quantization import check_bitsandbytes
 from common.planning.job import OPTIMIZER_BYTES
-from common.runtime.rank import check_gpus
+from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher, was_restarted
 from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint
@@ -67,6 +68,7 @@ def check_settings(run: RunConfig) -> None:
     check_folder(run)
     check_results_folder(run)
     check_gpus(run)
+    check_threads(run)
     check_attention(run)
     check_bitsandbytes(run)
     if run.goal.chats:
@@ -79,6 +81,20 @@ def check_settings(run: RunConfig) -> None:
         check_choice(name, getattr(run, name), [choice.value for choice in known])
     load_tokenizer(run)
     _check_parallelism(run)
+
+
+def check_threads(run: RunConfig) -> None:
+    """Check that a CPU run asks for no more threads than this machine has; one thread a device is always granted.
+
+    Raises:
+        BadInputError: with how many each device may have.
+    """
+    ranks_here = 1 if run.loop == "machines" else run.world_size
+    if run.threads > threads_per_rank(ranks_here):
+        raise BadInputError(
+            f"threads is {run.threads} for each of {ranks_here} ranks here, but this machine has {os.cpu_count()}: "
+            f"pass --threads {threads_per_rank(ranks_here)}."
+        )
 
 
 def training_rows(run: RunConfig) -> list[Row]:

@@ -43,7 +43,7 @@ from common.planning.architectures import UnknownArchitectureError, read_archite
 from common.planning.device_maps import whole_model_on
 from common.planning.job import OPTIMIZER_BYTES, BatchShape
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
-from common.records.store import settings_without_paths, write_json
+from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank, detect_launcher
@@ -363,7 +363,7 @@ def figures(
     batch = batch_of(run, rows)
     slowest_or_fullest = ("step_time_s", "validation_time_s", "validation_peak_gib", "logit_difference")
     return {
-        "settings": settings_without_paths(run),
+        "settings": without_paths(run.to_dict()),
         "rows": batch.rows,
         "tokens": batch.length,
         "validation_rows": len(rows.validation),

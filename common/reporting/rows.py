@@ -235,7 +235,9 @@ def over_seeds(values: Sequence[float], form: str) -> str:
 def devices_of(record: Record) -> str:
     """Return `AMD EPYC, 1 thread x2`: two CPU devices of one thread each."""
     count, name = record["config"]["devices"], record["environment"]["devices"][0]
-    return f"{name}, 1 thread x{count}" if record["config"]["device"] == "cpu" else f"{name} x{count}"
+    threads = record["config"].get("threads", 1)  # older records had one
+    each = f", {threads} thread{'s' * (threads > 1)}" if record["config"]["device"] == "cpu" else ""
+    return f"{name}{each} x{count}"
 
 
 def model_of(record: Record) -> str:

@@ -24,7 +24,7 @@ from common.records.store import (
     Record,
     default_run_name,
     environment,
-    settings_without_paths,
+    settings_anywhere,
     write_json,
 )
 from common.runtime.disks import ResultsFolder
@@ -167,7 +167,7 @@ class RunRecorder:
             "launcher": self.rank.launcher,
             "command": command_of(self.run, self.rank),
             "started_at": self.started_at,
-            "config": settings_without_paths(self.run),
+            "config": settings_anywhere(self.run),
             "environment": environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,
@@ -269,6 +269,6 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
     literal = main.defaults_for(run.technique, run.parallel) if settings else getattr(main, "RUN", run)
     usual = literal.to_dict()
-    changed = {name: value for name, value in settings_without_paths(run).items() if value != usual[name]}
+    changed = {name: value for name, value in settings_anywhere(run).items() if value != usual[name]}
     overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
     return shlex.join([*launchers.get(rank.launcher, "python").split(), Path(sys.argv[0]).name, *overrides])
