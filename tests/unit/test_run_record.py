@@ -15,7 +15,7 @@ from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.hardware.devices import MemoryReading
 from common.planning.job import BatchShape
-from common.records.store import RECORD_NAME, fit_to_be_kept, keep_record, kept_records, load_record
+from common.records.store import RECORD_NAME, keep_record, kept_records, load_record
 from common.runtime.recorder import RunRecorder, beyond_plan, command_of
 from common.runtime.world import Rank
 from common.training.placement import place_stages
