@@ -16,7 +16,7 @@ from common.base.run_folders import literal_of
 from common.data.rows import Row
 from common.data.splits import load_splits
 from common.hardware.devices import GIB
-from common.models.loading import check_attention, load_tokenizer, with_trained_weights
+from common.models.loading import any_shape_config, check_attention, load_tokenizer, with_trained_weights
 from common.models.quantization import check_bitsandbytes
 from common.planning.job import OPTIMIZER_BYTES
 from common.runtime.rank import check_gpus, threads_per_rank
@@ -196,7 +196,7 @@ def disk_need(run: RunConfig) -> DiskNeed:
     """Return what `run` writes, by the shape of its model.
 
     Raises:
-        BadInputError: no shape is known of the model.
+        BadInputError: no shape is known of the model, or it has no such target modules.
     """
     model = model_without_weights(run)
     saved_bytes = sum(weight.nbytes for weight in model.parameters())
@@ -218,12 +218,13 @@ def check_disk(run: RunConfig) -> None:
     """Check that the disk of the run's results can hold its checkpoints and models.
 
     Raises:
-        BadInputError: with what it needs, what is free, and what takes less.
+        BadInputError: with what it needs, what is free, and what takes less; or the model has no such target modules.
     """
     try:
-        need = disk_need(run)
+        any_shape_config(run.model)
     except BadInputError:  # of an unknown shape: writing a checkpoint looks at the space again
         return
+    need = disk_need(run)
     there = next(each for each in run.results_folder("any").parents if each.exists())
     free = shutil.disk_usage(there).free
     if free < need.total_bytes:

@@ -124,7 +124,8 @@ def by_setting(runs: Iterable[Record]) -> list[list[Record]]:
     """Group runs that differ in their seed alone; a group begins with its lowest seed."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for run in runs:
-        same = {name: value for name, value in run["config"].items() if name not in ("seed", "run_name", "results_root")}
+        named = ("seed", "run_name", "results_root")
+        same = {name: value for name, value in run["config"].items() if name not in named}
         groups.setdefault((run["launcher"], *same.items()), []).append(run)
     return [sorted(group, key=lambda run: run["config"]["seed"]) for group in groups.values()]
 

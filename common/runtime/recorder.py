@@ -11,7 +11,15 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from common.base.errors import RunStoppedError, is_full_disk, is_of_the_network, said_by, status_of, told_later
+from common.base.errors import (
+    BadInputError,
+    RunStoppedError,
+    is_full_disk,
+    is_of_the_network,
+    said_by,
+    status_of,
+    told_later,
+)
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.hardware import devices
@@ -89,7 +97,14 @@ class RunRecorder:
             print(f"{name}: {self.phases_s[name]:.1f} s")
 
     def _failed(self, error: BaseException, phase: str) -> None:
-        """Keep how this rank ended; what went wrong first stays, and is not covered by what followed from it."""
+        """Keep how this rank ended; what went wrong first stays, and is not covered by what followed from it.
+
+        A run that refuses its input before it trains leaves nothing.
+        """
+        if isinstance(error, BadInputError) and self.step is None and not self.resumes:
+            self.stop()
+            self.results.discard()
+            return
         if isinstance(error, GeneratorExit):  # a signal came while `phase` was entered or left, and Python closes it
             error = SystemExit("was told to end by a signal")
         rank, is_lost_rank = self.rank.rank, is_of_the_network(error)

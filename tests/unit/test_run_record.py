@@ -69,6 +69,21 @@ def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(
     assert not third.with_name(third.name + ".unfinished").exists()
 
 
+def test_a_run_that_is_refused_while_it_is_prepared_leaves_the_run_before(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    run = replace(run_config, results_root=str(tmp_path), run_name="mine")
+    for before in ([], ["mine"]):
+        log = RunRecorder(run, RANK)
+        with pytest.raises(BadInputError), log.phase("build trainer"):
+            raise BadInputError("no such thing")
+        left = [path.name for path in (tmp_path / "results").iterdir() if not path.name.startswith(".")]
+        assert left == before
+        if not before:
+            RunRecorder(run, RANK).complete()
+    assert load_record(tmp_path / "results" / "mine" / RECORD_NAME)["status"] == "completed"
+
+
 def test_checkpoints_of_an_unfinished_run_are_kept_and_it_is_said(
     run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
