@@ -1,5 +1,6 @@
-"""Start a run folder's workflow, whatever its number of ranks.
+"""Start a run folder's workflow, whatever its number of ranks: the folder that is named first, else the current one.
 
+python -m common.launch 2.1_lora_finetuning/run_0_cpu_x1 --batch_size 8
 python -m common.launch --batch_size 8
 """
 
@@ -43,7 +44,12 @@ def _become(run: RunConfig, script: str, overrides: Sequence[str]) -> NoReturn:
 @refused_in_one_sentence()
 def main() -> None:
     """Check this run folder's run, then replace this process by it; run several workflows one after the other."""
-    overrides, scripts = sys.argv[1:], workflows_of(Path.cwd())
+    overrides, folder = sys.argv[1:], Path.cwd()
+    if overrides and not overrides[0].startswith("-"):
+        folder = Path(overrides.pop(0))
+    scripts = workflows_of(folder)
+    os.chdir(folder)
+    sys.path.insert(0, str(Path.cwd()))
     workflow = importlib.import_module(scripts[0].stem)
     if hasattr(workflow, "SETTINGS"):  # it starts its ranks itself
         os.execv(sys.executable, [sys.executable, scripts[0].name, *overrides])

@@ -6,7 +6,6 @@ Every run is the folder's own, cut to some steps, with its global batch; each le
 It needs root, and to measure time a quiet machine with a core for each host.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from common.base.command_line import refused_in_one_sentence
+from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.rows import step_s
@@ -90,7 +90,7 @@ def table(records: Sequence[Record]) -> str:
 @refused_in_one_sentence()
 def main() -> None:
     """Measure, print, and exit with 1 where the bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneSentenceParser(description=__doc__)
     parser.add_argument("--mbit", type=float, nargs="+", default=[0.0, SLOW_MBIT], help="links to try; 0: not limited")
     parser.add_argument("--delay_ms", type=float, default=0.0, help="delay of each packet on every link, in ms")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of each run")

@@ -8,12 +8,12 @@
 Every row is `measured` (from a committed record), `published` (with its source), `projected` or `not run`.
 """
 
-import argparse
 import json
 import sys
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
 from common.records.store import kept_records
@@ -25,7 +25,7 @@ from common.reporting.tables import LEGEND, TABLES, readmes, rendered, side_by_s
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Render the records as tables.")
+    parser = OneSentenceParser(description="Render the records as tables.")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="exit 1 where a README disagrees with the records")
     mode.add_argument("--write", action="store_true", help="write the tables into the READMEs")

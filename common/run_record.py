@@ -1,9 +1,9 @@
 """Keep the record of a run: `python -m common.run_record RESULTS_FOLDER` copies it where it is committed."""
 
-import argparse
 from pathlib import Path
 
 from common.base.command_line import refused_in_one_sentence
+from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.records.store import keep_record
 
@@ -11,7 +11,7 @@ from common.records.store import keep_record
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Keep the record of a run: copy it where it is committed.")
+    parser = OneSentenceParser(description="Keep the record of a run: copy it where it is committed.")
     parser.add_argument("results_folder", type=Path, help="<run folder>/results/<name>")
     kept = keep_record(parser.parse_args().results_folder)
     where = kept.relative_to(REPOSITORY) if kept.is_relative_to(REPOSITORY) else kept

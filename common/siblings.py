@@ -9,7 +9,6 @@ workflows share it, in `my_utils_*.py`); from it follow the parameters cells of 
 A notebook's outputs stay where its cells do.
 """
 
-import argparse
 import ast
 import json
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import LITERAL, literal_lines, run_folders
@@ -159,7 +159,7 @@ def stale_files(root: Path = REPOSITORY) -> dict[Path, str]:
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Copy each technique's first run folder to its siblings.")
+    parser = OneSentenceParser(description="Copy each technique's first run folder to its siblings.")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a sibling is no copy")
     check_only = parser.parse_args().check
     stale = stale_files()

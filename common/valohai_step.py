@@ -7,13 +7,13 @@ Valohai puts the files of an input into a folder, and reads metadata of an outpu
 `.metadata.json` after it.
 """
 
-import argparse
 import json
 import os
 from pathlib import Path
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
 
 
 def data_option(inputs: Path) -> str:
@@ -48,9 +48,7 @@ def name_model(outputs: Path, alias: str, version: str) -> list[Path]:
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OneSentenceParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("data-option", help="print `--data FOLDER` if the step got files as its input `data`")
     naming = commands.add_parser("name-model", help="write the metadata that names the model's files in Valohai")

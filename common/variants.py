@@ -4,7 +4,6 @@ Such a workflow has `RUN`, `SETTINGS` (the options of each, for all) and `defaul
 gives a setting's run before further overrides.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.base.command_line import ended_by_one_sentence
-from common.base.run_config import RunConfig
+from common.base.parsing import settings_parser
 from common.checks.folder_runs import first_options, name_of, run_of_arguments
 from common.checks.inputs import check_inputs
 from common.launch import run_or_launch
@@ -35,19 +34,11 @@ def run_settings_from_command_line(workflow: ModuleType) -> None:
 
 
 def help_text(workflow: ModuleType, technique: str, parallel: str) -> str:
-    """Return what the workflow does, its own options, and what the setting that they choose has unlike the defaults."""
-    parser = first_options(workflow.RUN)
-    parser.description, parser.formatter_class = workflow.__doc__, argparse.RawDescriptionHelpFormatter
-    own = [
-        f"  --{name} {value}"
-        for name, value in workflow.defaults_for(technique, parallel).to_dict().items()
-        if value != getattr(RunConfig, name) and name not in ("technique", "parallel", "task", "run_folder")
-    ]
-    parser.epilog = "\n".join([
-        f"Fields of this setting ({technique}, {parallel}) that are not at their defaults; each takes another value,",
-        "as does every other setting in common/base/settings.py:",
-        *own,
-    ])  # fmt: skip
+    """Return what the workflow does, its own options, and every setting, with the values of the setting they choose."""
+    parser = settings_parser(
+        workflow.defaults_for(technique, parallel), parents=[first_options(workflow.RUN)], conflict_handler="resolve",
+        description=f"{workflow.__doc__}\nDefaults are those of --technique {technique} --parallel {parallel}.",
+    )  # fmt: skip
     return parser.format_help()
 
 

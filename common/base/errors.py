@@ -4,8 +4,9 @@ import errno
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 
 # What NCCL, and PyTorch around it, say where another rank is gone (ncclResult_t in nccl.h; ProcessGroupNCCL.cpp).
 NCCL_LOST_RANK = ("ncclRemoteError", "ncclSystemError", "timeout", "Timeout", "timed out", "was aborted")
@@ -73,3 +74,8 @@ def status_of(error: BaseException) -> str:
 
 class BadInputError(ValueError):
     """A user's mistake, told in one sentence: what was wrong, the actual value, and the next step."""
+
+
+def closest(word: object, known: Iterable[object]) -> str:
+    """Return the word of `known` that was probably meant; empty where none is close."""
+    return next(iter(get_close_matches(str(word), [str(each) for each in known], n=1)), "")

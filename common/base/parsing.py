@@ -1,32 +1,96 @@
 """Settings from the command line and from YAML files, read by TRL's parser of several dataclasses."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from textwrap import fill
 from typing import Any, NoReturn
 
 from trl import TrlParser
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, closest
 from common.base.run_config import RunConfig
 from common.base.settings import GROUPS, RENAMED
 
+HELP_COLUMNS, HELP_INDENT = 100, 34
+
+
+class ReadableHelp(argparse.ArgumentDefaultsHelpFormatter):
+    """Help of at most 100 columns, with types and defaults, without the spelling with dashes."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=HELP_COLUMNS, max_help_position=HELP_INDENT)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")  # those with indented lines are commands, and stay as they are
+        return "\n\n".join(each if "\n " in each else fill(" ".join(each.split()), width) for each in paragraphs) + "\n"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return getattr(action.type, "__name__", "str")
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_switch_or_empty = action.nargs == 0 or action.default in (None, "")
+        return action.help if is_switch_or_empty else super()._get_help_string(action)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        spellings = {spelling.lstrip("-").replace("-", "_"): spelling for spelling in reversed(action.option_strings)}
+        value = "" if action.nargs == 0 else self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(reversed(spellings.values()))} {value}".rstrip()
+
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """A parser that refuses in one sentence, as the rest does."""
+    """A parser that refuses in one sentence, as the rest does, and names the option or choice that was probably meant.
+
+    Attributes:
+        further_options: Options that another parser reads before this one, and that may have been meant.
+    """
+
+    def __init__(self, *args: Any, further_options: Iterable[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": ReadableHelp, **kwargs})
+        self.further_options = list(further_options)
+
+    @property
+    def options(self) -> list[str]:
+        """Every spelling of every option."""
+        return list(self._option_string_actions)
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        self.exit(2, f"error: {message}; --help lists the options\n")
+        end = " --help lists the options." if message.endswith("?") else "; --help lists the options"
+        self.exit(2, f"error: {message}{end}\n")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Return the options' values; exit with code 2 where one is unknown."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse_unknown(unknown)
+        return parsed
+
+    def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
+        """Exit with code 2, and name the option that is closest to the first unknown one."""
+        known = {old: f"--{new}" for old, new in RENAMED.items() if f"--{new}" in self.options}
+        known |= {option.lstrip("-"): option for option in (*self.options, *self.further_options)}
+        meant = closest(unknown[0].lstrip("-").partition("=")[0], known) if unknown[0].startswith("-") else ""
+        question = f": did you mean {known[meant]}?" if meant else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{question}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known, meant = ", ".join(map(str, action.choices)), closest(value, action.choices)
+            question = f": did you mean {meant}?" if meant else ""
+            raise argparse.ArgumentError(action, f"{value!r} is none of its choices ({known}){question}")
 
 
 class SettingsParser(OneSentenceParser, TrlParser):
     """TRL's parser: options from the fields of dataclasses, with dashes or underscores; `--config FILE` reads YAML."""
 
-    def __init__(self, groups: Sequence[type], **kwargs: Any) -> None:
+    def __init__(self, groups: Sequence[type], further_options: Iterable[str] = (), **kwargs: Any) -> None:
         """Take the dataclasses whose fields are options; the rest is argparse's."""
         super().__init__(
-            dataclass_types=groups, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
-        )
+            dataclass_types=groups, further_options=("--config", *further_options), formatter_class=ReadableHelp,
+            usage="%(prog)s [--option VALUE ...]", **kwargs,
+        )  # fmt: skip
         self.add_argument(
             "--no_gradient_checkpointing", "--no-gradient-checkpointing", dest="gradient_checkpointing",
             action="store_false", default=None, help="Keep activations.",
@@ -49,26 +113,31 @@ class SettingsParser(OneSentenceParser, TrlParser):
             ) from None
         if unknown:
             old = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
-            now = (
-                f"--{old} is called --{RENAMED[old]} now"
-                if old in RENAMED
-                else f"unrecognized arguments: {' '.join(unknown)}"
-            )
-            self.error(now)
+            if old in RENAMED:
+                self.error(f"--{old} is called --{RENAMED[old]} now")
+            self.refuse_unknown(unknown)
         return {name: value for group in parsed for name, value in vars(group).items()}
 
 
-def parse_overrides(defaults: RunConfig, arguments: Sequence[str] | None = None) -> RunConfig:
+def settings_parser(defaults: RunConfig, **for_argparse: Any) -> SettingsParser:
+    """Return a parser of every setting of a run, with those of `defaults`; the rest is what `SettingsParser` takes."""
+    about = {"description": "Settings of this run; --config FILE reads them from YAML.", **for_argparse}
+    parser = SettingsParser(GROUPS, **about)
+    parser.set_defaults(**defaults.to_dict())
+    return parser
+
+
+def parse_overrides(
+    defaults: RunConfig, arguments: Sequence[str] | None = None, further_options: Iterable[str] = ()
+) -> RunConfig:
     """Return `defaults` with the settings of the command line, or of its YAML file, in place of its own.
 
     Those of `defaults` that mean nothing for the run any more, such as the rank of adapters with `--technique full`,
-    fall to their defaults.
+    fall to their defaults. `further_options` are those that the caller has read already.
 
     Raises:
         SystemExit: with code 2 for an unknown field or a value of the wrong kind (argparse's own sentence).
         BadInputError: a value is out of range.
     """
-    parser = SettingsParser(GROUPS, description="Settings of this run; --config FILE reads them from YAML.")
-    parser.set_defaults(**defaults.to_dict())
-    asked = parser.settings(arguments)
+    asked = settings_parser(defaults, further_options=further_options).settings(arguments)
     return defaults.changed_to(**{name: value for name, value in asked.items() if value != getattr(defaults, name)})

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.secrets import secret_in, secrets_here
 from common.base.settings import (
@@ -45,7 +45,7 @@ RANGES = (
           ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
            "warmup_steps")),
     Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
-          ("devices", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
+          ("devices", "threads", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
            "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size",
            "max_new_tokens", "num_beams")),
     Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.",
@@ -73,6 +73,7 @@ class OnlyFor:
 ONLY_FOR = (
     OnlyFor("LoRA and QLoRA", lambda run: run.method.has_adapters, ("lora_r", "lora_alpha", "lora_dropout")),
     OnlyFor("qlora (2.3)", lambda run: run.method.quantizes, ("quantization",)),
+    OnlyFor("the CPU", lambda run: run.device == "cpu", ("threads",)),
     OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing, ("use_reentrant",)),
     OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers, ("device_map", "stages")),
     OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines, ("schedule", "micro_batches")),
@@ -103,7 +104,10 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
         BadInputError: with all of them.
     """
     if value not in choices:
-        raise BadInputError(f"{name} is {value!r}: choose one of {', '.join(map(repr, choices))}.")
+        choices = list(choices)
+        meant = closest(value, choices)
+        question = f" (did you mean {meant}?)" if meant else ""
+        raise BadInputError(f"{name} is {value!r}: choose one of {', '.join(map(repr, choices))}{question}.")
 
 
 @dataclass(frozen=True)

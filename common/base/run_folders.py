@@ -4,7 +4,7 @@ import ast
 import re
 from pathlib import Path
 
-from common.base.errors import BadInputError
+from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 
@@ -21,11 +21,21 @@ def workflows_of(run_folder: Path) -> list[Path]:
     """
     found = sorted(run_folder.glob("my_workflow_*.py"))
     if not found:
-        folders = {str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/run_*/my_workflow_*.py")}
-        there = ", ".join(sorted(folders))
         here = run_folder.relative_to(REPOSITORY) if run_folder.is_relative_to(REPOSITORY) else run_folder
-        raise BadInputError(f"{here} is no run folder, as it has 0 files my_workflow_*.py: choose one of {there}.")
+        raise BadInputError(
+            f"{here} is no run folder, as it has 0 files my_workflow_*.py: {_folders_meant_by(str(here))}"
+        )
     return found
+
+
+def _folders_meant_by(name: str) -> str:
+    """Return what to choose instead of `name`: its technique's run folders, the closest, or each first one."""
+    folders = sorted({str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("*/run_*/my_workflow_*.py")})
+    own = [folder for folder in folders if name != "." and folder.startswith(name)]
+    meant = closest(name, folders)
+    if meant and not own:
+        return f"did you mean {meant}?"
+    return f"choose one of {', '.join(own or [folder for folder in folders if '/run_0_' in folder])}."
 
 
 def literal_file_of(run_folder: Path) -> Path:

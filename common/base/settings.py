@@ -139,10 +139,12 @@ class TrainingSettings:
     weight_decay: float = setting(0.01, "Weight decay, per step and unit of learning rate.")
     max_grad_norm: float = setting(0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.")
     gradient_checkpointing: bool = setting(
-        False, "Compute activations again in the backward pass instead of keeping them."
+        False, "Compute activations again in the backward pass instead of keeping them.", metavar="true|false"
     )
     use_reentrant: bool = setting(
-        False, "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one."
+        False,
+        "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one.",
+        metavar="true|false",
     )
     seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.")
 
@@ -175,7 +177,10 @@ class ParallelismSettings:
         "DeepSpeed's stages).",
         choices=PARALLELISMS,
     )
-    device: Literal["cpu", "cuda"] = setting("cpu", "Kind of device: cpu = one process with one thread.")
+    device: Literal["cpu", "cuda"] = setting("cpu", "Kind of device: cpu = one process with `threads` threads.")
+    threads: int = setting(
+        1, "With device cpu: threads of each device; more than 1 is faster, and compares with no run of another number."
+    )
     gpu: str = setting("", "GPU that the run folder was made for, by its name in the catalogue; empty on CPU.")
     devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.")
     stages: int = setting(

@@ -14,7 +14,6 @@ dry run of a run on a GPU does as a GPU does. What it cannot see: the CUDA conte
 what is being sent between devices.
 """
 
-import argparse
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers import PretrainedConfig
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
 from common.checks.fake_steps import fake_step
 from common.checks.folder_runs import run_of_folder
@@ -214,12 +214,14 @@ def verdict(plan: Plan, number: int) -> str:
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m common.dry_run", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = OneSentenceParser(
+        prog="python -m common.dry_run", description=__doc__,
+        epilog="Any setting of the folder's workflow can follow, such as --batch_size 4; its --help lists them.",
+    )  # fmt: skip
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_1_a6000_48g_x1")
     parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, all learnt, in place of the run's")
     options, overrides = parser.parse_known_args()
-    run = suited_to_model(run_of_folder(options.run_folder, overrides))
+    run = suited_to_model(run_of_folder(options.run_folder, overrides, parser.options))
     if options.seq_len is None:
         print(report(run, *batch_of_run(run)))
     else:

@@ -1,13 +1,12 @@
 """The runs that a folder describes: its literal, its settings, and what a command line puts over them."""
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from common.base.parsing import parse_overrides
+from common.base.parsing import OneSentenceParser, parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, check_choice
 from common.base.run_folders import literal_file_of, read_literal, read_lora
@@ -46,10 +45,10 @@ def setting_of_folder(folder: Path, technique: str, parallel: str) -> RunConfig:
     return setting_of(read_literal(workflow), read_lora(workflow), technique, parallel)
 
 
-def run_of_folder(folder: Path, arguments: Sequence[str]) -> RunConfig:
+def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Sequence[str] = ()) -> RunConfig:
     """Return the run that a folder's workflow would take with these arguments; nothing of the workflow is imported.
 
-    `folder` is named from here or from the repository's root.
+    `folder` is named from here or from the repository's root, `further_options` are those that the caller has read.
 
     Raises:
         BadInputError: it is no run folder, or a value is out of range.
@@ -57,8 +56,8 @@ def run_of_folder(folder: Path, arguments: Sequence[str]) -> RunConfig:
     folder = folder if folder.is_dir() else REPOSITORY / folder
     workflow = literal_file_of(folder)
     if not read_lora(workflow):
-        return parse_overrides(read_literal(workflow), arguments)
-    return _run_of_options(read_literal(workflow), partial(setting_of_folder, folder), arguments)
+        return parse_overrides(read_literal(workflow), arguments, further_options)
+    return _run_of_options(read_literal(workflow), partial(setting_of_folder, folder), arguments, further_options)
 
 
 def run_of_arguments(workflow: ModuleType, arguments: Sequence[str]) -> RunConfig:
@@ -71,16 +70,21 @@ def run_of_arguments(workflow: ModuleType, arguments: Sequence[str]) -> RunConfi
 
 
 def _run_of_options(
-    run: RunConfig, defaults_for: Callable[[str, str], RunConfig], arguments: Sequence[str]
+    run: RunConfig,
+    defaults_for: Callable[[str, str], RunConfig],
+    arguments: Sequence[str],
+    further_options: Sequence[str] = (),
 ) -> RunConfig:
-    options, overrides = first_options(run).parse_known_args(arguments)
-    asked = parse_overrides(defaults_for(options.technique, options.parallel), overrides)
+    parser = first_options(run)
+    options, overrides = parser.parse_known_args(arguments)
+    defaults = defaults_for(options.technique, options.parallel)
+    asked = parse_overrides(defaults, overrides, [*parser.options, *further_options])
     return quick(asked) if options.quick else asked
 
 
-def first_options(run: RunConfig) -> argparse.ArgumentParser:
+def first_options(run: RunConfig) -> OneSentenceParser:
     """Return a parser of the options that decide about the defaults of all others."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = OneSentenceParser(add_help=False)
     parser.add_argument("--technique", default=run.technique, help="what is trained: full or lora; the recipe follows")
     parser.add_argument("--parallel", default=run.parallel, help=f"the parallelism: {', '.join(run.goal.parallelisms)}")
     parser.add_argument("--all", action="store_true", help="every setting, one after the other, and their table")

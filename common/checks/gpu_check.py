@@ -542,13 +542,10 @@ def _check_options(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the part at work is ended, too
-    parser = OneSentenceParser(
-        prog="python -m common.gpu_check", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = OneSentenceParser(prog="python -m common.gpu_check", description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where a GPU can be seen, else cpu")
-    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the file (default: %(default)s)")
-    parser.add_argument("--budget_s", type=float, default=360.0, help="seconds for all (default: %(default)g)")
+    parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the file")
+    parser.add_argument("--budget_s", type=float, default=360.0, help="seconds for all")
     parser.add_argument(
         "--only", metavar="PART", help=f"one part, or by its first word several: {', '.join(PART_NAMES)}"
     )

@@ -1,6 +1,7 @@
 """Check a run's settings, model, data, disk and memory, before anything is loaded or started."""
 
 import math
+import os
 import shutil
 import sys
 import tempfile
@@ -16,11 +17,11 @@ from common.data.rows import Row
 from common.data.splits import load_splits
 from common.hardware.devices import GIB
 from common.models.families import check_quantizable, suited_to_model
-from common.models.loading import check_attention, load_tokenizer, model_without_weights
+from common.models.loading import any_shape_config, check_attention, load_tokenizer, model_without_weights
 from common.models.quantization import check_bitsandbytes
 from common.models.trained_weights import with_trained_weights
 from common.planning.job import OPTIMIZER_BYTES
-from common.runtime.rank import check_gpus
+from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher, was_restarted
 from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint
@@ -76,6 +77,7 @@ def check_settings(run: RunConfig) -> RunConfig:
     check_folder(run)
     check_results_folder(run)
     check_gpus(run)
+    check_threads(run)
     check_attention(run)
     check_bitsandbytes(run)
     if run.goal.chats:
@@ -91,6 +93,20 @@ def check_settings(run: RunConfig) -> RunConfig:
     check_quantizable(run)
     _check_parallelism(run)
     return run
+
+
+def check_threads(run: RunConfig) -> None:
+    """Check that a CPU run asks for no more threads than this machine has; one thread a device is always granted.
+
+    Raises:
+        BadInputError: with how many each device may have.
+    """
+    ranks_here = 1 if run.loop == "machines" else run.world_size
+    if run.threads > threads_per_rank(ranks_here):
+        raise BadInputError(
+            f"threads is {run.threads} for each of {ranks_here} ranks here, but this machine has {os.cpu_count()}: "
+            f"pass --threads {threads_per_rank(ranks_here)}."
+        )
 
 
 def training_rows(run: RunConfig) -> list[Row]:
@@ -192,7 +208,7 @@ def disk_need(run: RunConfig) -> DiskNeed:
     """Return what `run` writes, by the shape of its model.
 
     Raises:
-        BadInputError: no shape is known of the model.
+        BadInputError: no shape is known of the model, or it has no such target modules.
     """
     model = model_without_weights(run)
     saved_bytes = sum(weight.nbytes for weight in model.parameters())
@@ -214,12 +230,13 @@ def check_disk(run: RunConfig) -> None:
     """Check that the disk of the run's results can hold its checkpoints and models.
 
     Raises:
-        BadInputError: with what it needs, what is free, and what takes less.
+        BadInputError: with what it needs, what is free, and what takes less; or the model has no such target modules.
     """
     try:
-        need = disk_need(run)
+        any_shape_config(run.model)
     except BadInputError:  # of an unknown shape: writing a checkpoint looks at the space again
         return
+    need = disk_need(run)
     there = next(each for each in run.results_folder("any").parents if each.exists())
     free = shutil.disk_usage(there).free
     if free < need.total_bytes:

@@ -56,7 +56,7 @@ def shared(name: str, default: object, doc: str = "", **for_argparse: object) ->
 class PlannerOptions:
     """The question to the planner; a run's settings have the names and the meaning that they have for a run."""
 
-    model: str = setting("", "Name in assets/model_configs, Hub id, folder, or config.json.", required=True)
+    model: str = setting("", "Name in assets/model_configs, Hub id, folder, or config.json.")
     technique: str | None = shared("technique", None, "Without it, all are ranked.")
     parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
     gpu: str | None = setting(
@@ -68,7 +68,7 @@ class PlannerOptions:
     gpu_tflops: float | None = setting(None, "Speed of such a GPU: dense TFLOPS in the precision of the run.")
     link: str | None = setting(None, "nvlink, pcie, or ethernet-GBITS: the slowest link between two GPUs.")
     per_device_train_batch_size: int = shared("per_device_train_batch_size", 1)
-    max_length: int = setting(1024, "Tokens per row (1024).", ("--seq-len", "--seq_len"))
+    max_length: int = setting(1024, "Tokens per row.", ("--seq-len", "--seq_len"))
     max_target_length: int | None = setting(
         None,
         "With encoder-decoders: tokens per summary; without it, as many as per row.",
@@ -150,7 +150,10 @@ def read_options(arguments: Sequence[str] | None = None) -> PlannerOptions:
         BadInputError: see `PlannerOptions`.
     """
     parser = SettingsParser((PlannerOptions,), prog="python -m common.planner", description=__doc__)
-    return PlannerOptions(**parser.settings(arguments))
+    options = PlannerOptions(**parser.settings(arguments))
+    if not options.model:
+        parser.error("the following arguments are required: --model")
+    return options
 
 
 def cluster_of(options: PlannerOptions) -> Cluster:

@@ -31,6 +31,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from common.base.command_line import SPEAK_FIRST_S, refused_in_one_sentence
 from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
 from common.checks.inputs import check_room_to_save, check_settings, training_rows
@@ -42,7 +43,7 @@ from common.planning.architectures import UnknownArchitectureError, read_archite
 from common.planning.device_maps import whole_model_on
 from common.planning.job import OPTIMIZER_BYTES, BatchShape
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
-from common.records.store import settings_without_paths, write_json
+from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank, detect_launcher
@@ -363,7 +364,7 @@ def figures(
     batch = batch_of(run, rows)
     slowest_or_fullest = ("step_time_s", "validation_time_s", "validation_peak_gib", "logit_difference")
     return {
-        "settings": settings_without_paths(run),
+        "settings": without_paths(run.to_dict()),
         "rows": batch.rows,
         "tokens": batch.length,
         "validation_rows": len(rows.validation),
@@ -427,7 +428,7 @@ def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float
 # -- the command line
 
 
-def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: Sequence[str]) -> int:
+def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[str]) -> int:
     """Check, plan, try and report; return the exit code. `arguments` start this command again, on every rank.
 
     Raises:
@@ -435,7 +436,7 @@ def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: 
     """
     if options.json and not options.json.parent.is_dir():
         raise BadInputError(f"--json is {options.json}, but its folder does not exist: make it, or name another file.")
-    run = check_settings(replace(run_of_folder(options.run_folder, overrides), weights="random"))
+    run = check_settings(run)
     if options.seq_len is None:
         training_rows(run)
         rows, lowered_by = rows_of_run(run), "--max_length"
@@ -463,14 +464,15 @@ def preflight(options: argparse.Namespace, overrides: Sequence[str], arguments: 
 @refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m common.preflight", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Any setting in common/base/settings.py can follow, such as --batch_size 4.",
+    parser = OneSentenceParser(
+        prog="python -m common.preflight", description=__doc__,
+        epilog="Any setting of the folder's workflow can follow, such as --batch_size 4; its --help lists them.",
     )  # fmt: skip
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_0_cpu_x1")
     parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, in place of the run's data")
     parser.add_argument("--anyway", action="store_true", help="try what does not fit by the plan, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was measured into this file")
     arguments = sys.argv[1:] if arguments is None else arguments
-    sys.exit(preflight(*parser.parse_known_args(arguments), arguments))
+    options, overrides = parser.parse_known_args(arguments)
+    run = run_of_folder(options.run_folder, overrides, parser.options)
+    sys.exit(preflight(options, replace(run, weights="random"), arguments))

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -19,17 +20,43 @@ from common.hardware import devices
 SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
 PREVIOUS, UNFINISHED = ".previous", ".unfinished"
+PLACES = ("model", "data", "device_map", "resume_from_checkpoint")  # settings that may be paths of this machine
 PLAN_TOLERANCE = 0.1  # share by which a device's peak may differ from its plan before the run warns
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
 
 Record = dict[str, Any]
 
 
-def settings_without_paths(run: RunConfig) -> dict[str, object]:
-    """Return the run's settings without paths of this machine: of a model or data folder elsewhere, its name."""
-    places = {name: getattr(run, name) for name in ("model", "data")}
-    elsewhere = {name: Path(place).name for name, place in places.items() if place.startswith(("/", "~", "."))}
-    return {**run.to_dict(), **elsewhere, "results_root": ""}
+def settings_anywhere(run: RunConfig) -> dict[str, object]:
+    """Return the run's settings so that they mean the same in every folder: absolute paths outside the repository."""
+    places = {name: getattr(run, name) for name in PLACES}
+    results_root = str(Path(run.results_root).expanduser().absolute()) if run.results_root else ""
+    return {**run.to_dict(), **{name: _found(place) for name, place in places.items()}, "results_root": results_root}
+
+
+def _found(place: str) -> str:
+    path = Path(os.path.abspath(Path(place).expanduser()))
+    if not place or not path.exists():  # a Hub id, a URL, or looked for from the repository's root
+        return place
+    return str(path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path)
+
+
+def without_paths(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without paths of this machine: of a model or data elsewhere their names."""
+    elsewhere = {name: value for name in PLACES if str(value := settings.get(name, "")).startswith(("/", "~", "."))}
+    return {**settings, **{name: Path(place).name for name, place in elsewhere.items()}, "results_root": ""}
+
+
+def fit_to_be_kept(record: Record) -> Record:
+    """Return a record without paths of this machine in its settings and its command."""
+    config = without_paths(record["config"])
+    short = {value: config[name] for name, value in record["config"].items() if value != config[name]}
+    words = [short.get(word, word) for word in shlex.split(record["command"])]
+    if "--results_root" in words:
+        place = words.index("--results_root")
+        del words[place : place + 2]
+    command = record["command"] if config == record["config"] else shlex.join(words)
+    return {**record, "config": config, "command": command}
 
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
@@ -112,10 +139,18 @@ def kept_records() -> list[Record]:
 def keep_record(results_folder: Path) -> Path:
     """Copy a run's record from `<run folder>/results/<name>` to `<run folder>/records/<name>.json`, to be committed.
 
+    Paths of this machine stay behind: of a model or data elsewhere the name is kept.
+
     Raises:
-        BadInputError: There is no record, or it is not in a run folder's results.
+        BadInputError: There is no record, it is not in a run folder's results, or its CPU devices had several threads.
     """
     record = load_record(results_folder / RECORD_NAME)
+    threads = record["config"].get("threads", 1)
+    if threads > 1:
+        raise BadInputError(
+            f"{results_folder} was computed with {threads} threads a device, and kept records are compared with those "
+            "of one: run it again without --threads."
+        )
     folder = results_folder.resolve()
     if folder.parent.name != "results":
         raise BadInputError(
@@ -125,5 +160,6 @@ def keep_record(results_folder: Path) -> Path:
     kept.parent.mkdir(exist_ok=True)
     if kept.exists():
         print(f"replaces the record of {load_record(kept)['started_at']}")
-    kept.write_text((folder / RECORD_NAME).read_text(encoding="utf-8"), encoding="utf-8")
+    as_written = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+    write_json(fit_to_be_kept(as_written), kept)
     return kept

@@ -124,7 +124,8 @@ def by_setting(runs: Iterable[Record]) -> list[list[Record]]:
     """Group runs that differ in their seed alone; a group begins with its lowest seed."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for run in runs:
-        same = {name: value for name, value in run["config"].items() if name not in ("seed", "run_name")}
+        named = ("seed", "run_name", "results_root")
+        same = {name: value for name, value in run["config"].items() if name not in named}
         groups.setdefault((run["launcher"], *same.items()), []).append(run)
     return [sorted(group, key=lambda run: run["config"]["seed"]) for group in groups.values()]
 
@@ -235,7 +236,9 @@ def over_seeds(values: Sequence[float], form: str) -> str:
 def devices_of(record: Record) -> str:
     """Return `AMD EPYC, 1 thread x2`: two CPU devices of one thread each."""
     count, name = record["config"]["devices"], record["environment"]["devices"][0]
-    return f"{name}, 1 thread x{count}" if record["config"]["device"] == "cpu" else f"{name} x{count}"
+    threads = record["config"].get("threads", 1)  # older records had one
+    each = f", {threads} thread{'s' * (threads > 1)}" if record["config"]["device"] == "cpu" else ""
+    return f"{name}{each} x{count}"
 
 
 def model_of(record: Record) -> str:

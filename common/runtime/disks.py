@@ -66,12 +66,13 @@ class ResultsFolder:
             BadInputError: If another run owns it; on every rank.
         """
         self.path, self.writes = path, first_on_disk(path.parent, rank)
+        self._aside: Path | None = None  # where the run before went
         # a lock of the system's, which goes with its process
         self.lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
         self._own()
         if self.writes:
             if path.exists() and not is_resumed:
-                _make_way(path)
+                self._aside = _make_way(path)
             path.mkdir(exist_ok=is_resumed)
             (path / RECORD_NAME).unlink(missing_ok=True)
             shutil.rmtree(path / BEATS, ignore_errors=True)  # of ranks that are gone
@@ -94,22 +95,30 @@ class ResultsFolder:
         """Let another run own the folder."""
         self.lock.release(force=True)
 
+    def discard(self) -> None:
+        """Leave nothing of a run that was refused: the folder goes, and the run before comes back."""
+        if not self.writes:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._aside:
+            self._aside.rename(self.path)
 
-def _make_way(folder: Path) -> None:
-    """Move an earlier run aside; a failed one does not push out a completed one."""
+
+def _make_way(folder: Path) -> Path | None:
+    """Move an earlier run aside, and return where it is; a failed one does not push out a completed one."""
     aside = folder.with_name(folder.name + PREVIOUS)
     if aside.exists() and not _completed(folder):
         checkpoints = sorted(path.name for path in folder.glob("checkpoints/checkpoint-*"))
         if not checkpoints:
             shutil.rmtree(folder)
-            return
+            return None
         aside = folder.with_name(folder.name + UNFINISHED)
         print(
             f"an unfinished run of this name ({', '.join(checkpoints)}) is kept as {aside.name}; with "
             f"--resume_from_checkpoint {LAST} this run would have resumed it"
         )
     shutil.rmtree(aside, ignore_errors=True)
-    folder.rename(aside)
+    return folder.rename(aside)
 
 
 def _completed(folder: Path) -> bool:

@@ -21,7 +21,7 @@ END_S = 2.0  # how long a process may take to end by itself when it is told to
 def ranks_command(run: RunConfig, script: str, overrides: Sequence[str]) -> list[str]:
     """Return the command that starts a workflow's ranks, one or several: this Python, or its torchrun."""
     if run.device == "cpu":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set it too, but warns about it
+        os.environ.setdefault("OMP_NUM_THREADS", str(run.threads))  # torchrun would set it too, but warns about it
     if run.world_size == 1:
         return [sys.executable, script, *overrides]
     return torchrun_command(script, run.world_size, *overrides)

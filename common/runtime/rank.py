@@ -75,7 +75,7 @@ def check_gpus(run: RunConfig) -> None:
 
 
 def start_rank(run: RunConfig) -> Rank:
-    """Join the world as this process's rank: one thread on CPU, its own device on GPUs.
+    """Join the world as this process's rank: `run.threads` threads on CPU, its own device on GPUs.
 
     Raises:
         BadInputError: If the world has another size than the run asks for, or PyTorch cannot use the GPUs.
@@ -89,7 +89,7 @@ def start_rank(run: RunConfig) -> Rank:
     leave_deepspeed_to_the_run(run)
     on_cpu = run.device == "cpu"
     if on_cpu:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate warns that it does so itself
+        os.environ.setdefault("OMP_NUM_THREADS", str(run.threads))  # else Accelerate warns that it does so itself
     elif torch.accelerator.current_accelerator() is None:
         raise BadInputError(
             f"The driver lists {len(gpus()[1])} GPU(s), but PyTorch {torch.__version__} is built without CUDA: install "
@@ -97,7 +97,7 @@ def start_rank(run: RunConfig) -> Rank:
         )
     state = _join_world(run) if run.world_size > 1 else PartialState(cpu=on_cpu)
     if on_cpu:
-        torch.set_num_threads(1)  # a CPU "device" is one thread: then one rank against two is a fair comparison
+        torch.set_num_threads(run.threads)  # one, unless asked: then one rank against two is a fair comparison
         disable_progress_bar()  # weights of a CPU run load in a moment
     elif run.offload == "cpu":  # the optimizer works on the host, where torchrun gives a rank one thread
         torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from common.base.errors import RunStoppedError, is_full_disk, is_of_the_network, said_by, status_of, told_later
+from common.base.errors import (
+    BadInputError,
+    RunStoppedError,
+    is_full_disk,
+    is_of_the_network,
+    said_by,
+    status_of,
+    told_later,
+)
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.hardware import devices
@@ -24,7 +32,7 @@ from common.records.store import (
     Record,
     default_run_name,
     environment,
-    settings_without_paths,
+    settings_anywhere,
     write_json,
 )
 from common.runtime.disks import ResultsFolder
@@ -89,7 +97,14 @@ class RunRecorder:
             print(f"{name}: {self.phases_s[name]:.1f} s")
 
     def _failed(self, error: BaseException, phase: str) -> None:
-        """Keep how this rank ended; what went wrong first stays, and is not covered by what followed from it."""
+        """Keep how this rank ended; what went wrong first stays, and is not covered by what followed from it.
+
+        A run that refuses its input before it trains leaves nothing.
+        """
+        if isinstance(error, BadInputError) and self.step is None and not self.resumes:
+            self.stop()
+            self.results.discard()
+            return
         if isinstance(error, GeneratorExit):  # a signal came while `phase` was entered or left, and Python closes it
             error = SystemExit("was told to end by a signal")
         rank, is_lost_rank = self.rank.rank, is_of_the_network(error)
@@ -167,7 +182,7 @@ class RunRecorder:
             "launcher": self.rank.launcher,
             "command": command_of(self.run, self.rank),
             "started_at": self.started_at,
-            "config": settings_without_paths(self.run),
+            "config": settings_anywhere(self.run),
             "environment": environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,
@@ -269,6 +284,6 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
     literal = main.defaults_for(run.technique, run.parallel) if settings else getattr(main, "RUN", run)
     usual = literal.to_dict()
-    changed = {name: value for name, value in settings_without_paths(run).items() if value != usual[name]}
+    changed = {name: value for name, value in settings_anywhere(run).items() if value != usual[name]}
     overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
     return shlex.join([*launchers.get(rank.launcher, "python").split(), Path(sys.argv[0]).name, *overrides])

@@ -4,12 +4,12 @@ One of four sources says it: a static address, torchrun's environment, Valohai's
 there, and the others connect (`common.runtime.membership`).
 """
 
-import argparse
 import os
 import subprocess
 from dataclasses import dataclass
 
 from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
 
 PORT = 29500  # torchrun's default, where no other one is given
 LARGEST_PORT = 65535
@@ -178,13 +178,10 @@ def _check(meeting: Meeting) -> None:
         )
 
 
-def meeting_options(description: str | None = None) -> argparse.ArgumentParser:
+def meeting_options(description: str | None = None) -> OneSentenceParser:
     """Return a parser with the options of a static address, for starting each machine by hand."""
-    made = argparse.ArgumentParser(
-        description=description,
-        epilog="Every setting in common/base/settings.py is an option, too: --field value.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    made = OneSentenceParser(
+        description=description, epilog="Every setting in common/base/settings.py is an option, too: --field value."
     )
     made.add_argument("--master", default="", help="ADDRESS or ADDRESS:PORT of the first machine, where nobody says it")
     made.add_argument("--machines", type=int, default=0, help="with --master: how many there are")

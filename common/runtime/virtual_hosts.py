@@ -6,7 +6,6 @@ runs the command on each host, with its {rank}, its own {address}, the number of
 {master} filled in. Disk, memory and processors stay those of the one machine.
 """  # noqa: E501  # a command on one line
 
-import argparse
 import io
 import os
 import re
@@ -25,6 +24,7 @@ import psutil
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
 
 HOSTS = (2, 4)  # least and most
 NAME = re.compile(r"virtual-(\d+)-")  # how the namespaces' names begin: with the process that made them
@@ -207,7 +207,7 @@ def filled(word: str, host: VirtualHost, network: VirtualNetwork) -> str:
 
 def main() -> None:
     """`python -m common.virtual_hosts --hosts 3 --mbit 100 -- COMMAND`: run a command on virtual hosts."""
-    parser = argparse.ArgumentParser(description="Run a command on each of several virtual hosts.", allow_abbrev=False)
+    parser = OneSentenceParser(description="Run a command on each of several virtual hosts.")
     parser.add_argument("--hosts", type=int, default=2, help=f"how many: {HOSTS[0]} to {HOSTS[1]}")
     parser.add_argument("--mbit", type=float, default=0.0, help="what each link carries, in Mbit/s; 0 = not limited")
     parser.add_argument("--delay_ms", type=float, default=0.0, help="how much later each packet leaves its host, in ms")

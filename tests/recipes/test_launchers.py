@@ -4,7 +4,10 @@ Those that train start as a user's shell starts them; refusals start as forks (`
 """
 
 import json
+import os
+import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.base.paths import REPOSITORY
+from tests.forked import run_forked
 
 SINGLE = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
@@ -61,6 +65,24 @@ def test_make_run_starts_the_ranks_that_the_folder_asks_for(run_workflow: Callab
     done = run_workflow("make run", "--max_steps", "2")
     assert done.exit_code == 0, done.output
     assert len(done.record["world"]) == 2
+
+
+def test_the_recorded_command_gives_the_same_losses_again(run_workflow: Callable, tmp_path: Path) -> None:
+    rows = [json.dumps({"instruction": f"What is {n}?", "output": f"It is the number {n}."}) for n in range(60)]
+    (tmp_path / "own rows.jsonl").write_text("\n".join(rows))
+    own = ("--data", os.path.relpath(tmp_path / "own rows.jsonl", SINGLE), "--threads", str(os.cpu_count()))
+    done = run_workflow("python", *own, "--max_steps", "2", "--train_rows", "-1")
+    assert done.exit_code == 0, done.output
+    first = done.record
+    assert first["environment"]["threads_per_rank"] == first["config"]["threads"] == os.cpu_count()
+    command = shlex.split(first["command"])
+    assert command[0] == "python"
+    code = run_forked([sys.executable, *command[1:]], SINGLE, os.environ, tmp_path / "again.log", timeout=300)
+    assert code == 0, (tmp_path / "again.log").read_text()
+    again = done.record
+    assert again["started_at"] > first["started_at"]
+    for losses in ("training_losses", "validation_losses"):
+        assert again[losses] == first[losses]
 
 
 def test_one_device_runs_and_what_it_saved_loads_with_plain_libraries(run_workflow: Callable, tmp_path: Path) -> None:

@@ -30,6 +30,14 @@ def saved_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("technique", ["full", "lora"])
+def test_target_modules_that_are_not_there_are_refused_before_anything_is_loaded(
+    run_config: RunConfig, technique: str
+) -> None:
+    with pytest.raises(BadInputError, match="nonsense"):
+        check_inputs(run_config.changed_to(technique=technique, target_modules="nonsense", run_folder=""))
+
+
 def test_a_checkpoint_has_the_weights_and_both_of_adams_states(full: RunConfig) -> None:
     need = disk_need(full)
     assert need.checkpoint_bytes == pytest.approx(3 * need.models_bytes)

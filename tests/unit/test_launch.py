@@ -86,6 +86,22 @@ def test_a_folder_without_a_workflow_names_those_that_have_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
+    ("name", "meant", "folders_named"),
+    [
+        ("2.1_lora_finetuning", "2.1_lora_finetuning/run_1_a6000_48g_x1", 3),
+        ("2.1_lora_finetunin/run_0_cpu_x1", "did you mean 2.1_lora_finetuning/run_0_cpu_x1?", 1),
+        ("nowhere", "3.2_summarization/run_0_cpu_x2", 9),
+    ],
+)
+def test_a_wrong_folder_names_its_technique_s_own_or_the_closest(name: str, meant: str, folders_named: int) -> None:
+    with pytest.raises(BadInputError) as refused:
+        workflows_of(REPOSITORY / name)
+    said = str(refused.value).partition("my_workflow_*.py")[2]
+    assert meant in said
+    assert said.count("/run_") == folders_named
+
+
+@pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
         ("lr_scheduler_type", "foo", "lr_scheduler_type is 'foo': choose one of 'linear'"),

@@ -127,7 +127,10 @@ def test_what_does_not_fit_ends_with_1_and_advice(asked) -> None:  # noqa: ANN00
         ("--model llama-3.1-8b --gpu a6000 --gpus 2 --link wifi", "pass nvlink, pcie, or ethernet-"),
         ("--model llama-3.1-8b", "No --gpu is named"),
         ("--model llama-3.1-8b --gpu a6000 --gpus 2 --parallel ddp --micro-batches 2", "is for --parallel pp"),
-        ("--model llama-3.1-8b --gpu a6000 --technique lorra", "invalid choice: 'lorra'"),
+        (
+            "--model llama-3.1-8b --gpu a6000 --technique lorra",
+            "'lorra' is none of its choices",
+        ),
         ("--model llama-3.1-8b --gpu a6000 --gpus 4 --link nvlink", "An NVLink bridge joins two RTX A6000 48GB, not 4"),
         ("--model llama-3.1-8b --gpu a6000 --parallel single --against-nodes 4", "compares data-parallel plans"),
         ("--model llama-3.1-8b --gpu a6000 --gpus 2 --parallel tp", "planned for encoders (BERT, RoBERTa) alone"),

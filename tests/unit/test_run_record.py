@@ -16,7 +16,7 @@ from common.base.run_config import RunConfig
 from common.hardware.devices import MemoryReading
 from common.planning.job import BatchShape
 from common.records.store import RECORD_NAME, keep_record, kept_records, load_record
-from common.runtime.recorder import RunRecorder, beyond_plan
+from common.runtime.recorder import RunRecorder, beyond_plan, command_of
 from common.runtime.world import Rank
 from common.training.placement import place_stages
 
@@ -36,7 +36,9 @@ def test_a_failed_phase_leaves_a_record_with_its_status(
         raise error
     record = load_record(log.folder / RECORD_NAME)
     assert (record["status"], record["failed_phase"]) == (status, "training")
-    assert str(tmp_path) not in json.dumps(record)
+    assert str(tmp_path) not in json.dumps(
+        {**record, "config": {**record["config"], "results_root": ""}, "command": ""}
+    )
 
 
 def test_a_disk_that_fills_in_a_phase_ends_it_with_a_next_step(run_config: RunConfig, tmp_path: Path) -> None:
@@ -67,6 +69,21 @@ def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(
     assert not third.with_name(third.name + ".unfinished").exists()
 
 
+def test_a_run_that_is_refused_while_it_is_prepared_leaves_the_run_before(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    run = replace(run_config, results_root=str(tmp_path), run_name="mine")
+    for before in ([], ["mine"]):
+        log = RunRecorder(run, RANK)
+        with pytest.raises(BadInputError), log.phase("build trainer"):
+            raise BadInputError("no such thing")
+        left = [path.name for path in (tmp_path / "results").iterdir() if not path.name.startswith(".")]
+        assert left == before
+        if not before:
+            RunRecorder(run, RANK).complete()
+    assert load_record(tmp_path / "results" / "mine" / RECORD_NAME)["status"] == "completed"
+
+
 def test_checkpoints_of_an_unfinished_run_are_kept_and_it_is_said(
     run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,13 +97,30 @@ def test_checkpoints_of_an_unfinished_run_are_kept_and_it_is_said(
     assert (tmp_path / "results" / "mine.previous" / RECORD_NAME).is_file()
 
 
-def test_a_record_names_a_folder_elsewhere_without_its_path(run_config: RunConfig, tmp_path: Path) -> None:
-    run = replace(run_config, data=str(tmp_path / "my_data"), results_root=str(tmp_path))
+def test_a_record_names_what_it_read_so_that_it_is_found_again_and_a_kept_one_without_its_path(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = replace(run_config, data="my_data", model="assets/embedded_base", results_root="here", run_name="mine")
     log = RunRecorder(run, RANK)
     log.complete()
-    text = (log.folder / RECORD_NAME).read_text()
-    assert json.loads(text)["config"]["data"] == "my_data"
-    assert str(tmp_path) not in text
+    written = load_record(log.folder / RECORD_NAME)
+    assert written["config"]["data"] == str(tmp_path / "my_data")
+    assert written["config"]["model"] == "assets/embedded_base"
+    assert written["config"]["results_root"] == str(tmp_path / "here")
+    assert f"--data {tmp_path / 'my_data'}" in command_of(run, RANK)
+    kept = keep_record(log.folder)
+    assert str(tmp_path) not in kept.read_text()
+    assert load_record(kept)["config"]["data"] == "my_data"
+    assert load_record(kept)["command"].endswith("--data my_data")
+
+
+def test_a_run_of_several_threads_is_not_kept(run_config: RunConfig, tmp_path: Path) -> None:
+    log = RunRecorder(replace(run_config, threads=2, results_root=str(tmp_path)), RANK)
+    log.complete()
+    with pytest.raises(BadInputError, match="2 threads"):
+        keep_record(log.folder)
 
 
 def test_the_run_name_tells_launcher_batch_and_seed(run_config: RunConfig, tmp_path: Path) -> None:
