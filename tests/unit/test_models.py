@@ -42,6 +42,7 @@ from common.models.trained_weights import (
     train_own_weights,
 )
 from common.planning.architectures import MODEL_CONFIGS
+from common.training.export import check_changes_logits
 
 FP32 = 1e-5
 CPU = {"": "cpu"}
@@ -203,6 +204,25 @@ def test_a_name_that_matches_no_layer_is_refused(run_config: RunConfig) -> None:
         train_linear_layers(model, "q_proj,c_attn")
     with pytest.raises(BadInputError, match="'lm_head'"):
         train_linear_layers(model, "lm_head")
+
+
+def test_a_trained_adapter_that_changes_nothing_is_refused(
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = {"input_ids": torch.arange(8).view(1, 8)}
+    fresh = add_lora(load_base_model(run_config, CPU), run_config)
+    fresh.save_pretrained(tmp_path)
+    check_changes_logits(fresh, batch, tmp_path)
+    assert "the adapter changes nothing" in capsys.readouterr().out  # nor was it trained
+    trained = add_lora(load_base_model(run_config, CPU), run_config)
+    for name, weight in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(weight)
+    trained.save_pretrained(tmp_path)
+    check_changes_logits(trained, batch, tmp_path)
+    assert not capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="was trained, but changes no logit"):
+        check_changes_logits(fresh, batch, tmp_path)
 
 
 # -- classifiers
