@@ -29,6 +29,7 @@ from common.reporting.rows import (
     published_results,
     training_time,
 )
+from common.reporting.screen import fitted
 
 BRIEF = {
     "Setting": "Setting",
@@ -171,4 +172,4 @@ def results_text(records: list[Record]) -> str:
     if not rows:
         return "no classification run is completed yet"
     table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
-    return table.to_markdown(tablefmt="simple", index=False, disable_numparse=True)
+    return fitted(list(table.columns), table.to_numpy().tolist())
