@@ -102,6 +102,7 @@ def test_a_record_names_what_it_read_so_that_it_is_found_again_and_a_kept_one_wi
 ) -> None:
     (tmp_path / "my_data").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # of another test: here nothing is a notebook
     run = replace(run_config, data="my_data", model="assets/embedded_base", results_root="here", run_name="mine")
     log = RunRecorder(run, RANK)
     log.complete()
