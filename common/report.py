@@ -4,10 +4,12 @@
     python -m common.report --check       exit 1 where a README disagrees with the records
     python -m common.report --write       write the tables into the READMEs, between their markers
     python -m common.report --results     what the last runs on this machine wrote, side by side
+    python -m common.report --results 2.1 'torchrun-*'    of runs, run folders or techniques with these names
 
 Every row is `measured` (from a committed record), `published` (with its source), `projected` or `not run`.
 """
 
+import argparse
 import json
 import sys
 
@@ -18,7 +20,8 @@ from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
 from common.records.store import kept_records
 from common.reporting import classification, summarization
-from common.reporting.rows import results_of_this_machine, task_of
+from common.reporting.rows import called, results_of_this_machine, task_of
+from common.reporting.screen import on_screen
 from common.reporting.tables import LEGEND, TABLES, readmes, rendered, side_by_side, with_tables
 
 
@@ -29,12 +32,17 @@ def main() -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="exit 1 where a README disagrees with the records")
     mode.add_argument("--write", action="store_true", help="write the tables into the READMEs")
-    mode.add_argument("--results", action="store_true", help="the last runs of this machine, side by side")
+    mode.add_argument(
+        "--results", nargs="*", metavar="NAME",
+        help="the last runs of this machine, side by side: all that completed, or those of runs, run folders or "
+        "techniques with these names (also patterns)",
+    )  # fmt: skip
+    parser.add_argument("--failed", action="store_true", help="with --results: runs that did not complete, too")
     parser.add_argument("--json", action="store_true", help="print tables as JSON")
     options = parser.parse_args()
     if options.check or options.write:
         sys.exit(_render_readmes(options.write))
-    print(_results(options.json) if options.results else _all_tables(options.json))
+    print(_all_tables(options.json) if options.results is None else _results(options))
 
 
 def _render_readmes(write: bool) -> int:
@@ -50,18 +58,26 @@ def _render_readmes(write: bool) -> int:
     return int(bool(stale) and not write)
 
 
-def _results(as_json: bool) -> str:
+def _results(options: argparse.Namespace) -> str:
     found = results_of_this_machine()
     if not found:
         raise BadInputError("There is no result on this machine yet: `make demo` makes some.")
-    table = side_by_side([record for record in found if TASKS[task_of(record)].chats])
-    if as_json:
-        return table.to_json(indent=2)
-    parts = [table.to_markdown(tablefmt="simple", disable_numparse=True), LEGEND]
-    if classification.settings_of(found):
-        parts += ["Text classification (3.1)", classification.results_text(found)]
-    if summarization.summarized(found):
-        parts += ["Summarization (3.2)", summarization.results_text(found)]
+    if options.results:
+        found = called(found, options.results)
+    shown = [run for run in found if run["status"] == "completed" or options.results or options.failed]
+    chats = [run for run in shown if TASKS[task_of(run)].chats]
+    if options.json:
+        return side_by_side(chats).to_json(indent=2)
+    hidden = len(found) - len(shown)
+    parts = [f"Hidden: {hidden} that did not complete; name them, or pass --failed."] if hidden else []
+    if chats:
+        parts += [on_screen(side_by_side(chats).reset_index(names="")), LEGEND]
+    if classification.settings_of(shown):
+        parts += ["Text classification (3.1)", on_screen(classification.results_table(shown))]
+    if summarization.summarized(shown):
+        parts += ["Summarization (3.2)", on_screen(summarization.front(shown))]
+    parts += [f"{run['run_name']}: {run['status']} ({run.get('error', '')[:60]})" for run in shown
+              if run["status"] != "completed" and run not in chats]  # fmt: skip
     return "\n\n".join(parts)
 
 

@@ -165,10 +165,15 @@ def _published() -> list[Row]:
     ]
 
 
-def results_text(records: list[Record]) -> str:
-    """Return the table of the last runs on this machine, for a terminal: a line for each setting."""
+def results_table(records: list[Record]) -> pd.DataFrame:
+    """Return the last runs on this machine in brief: a line for each setting."""
     rows = [{**_compared(runs, records), **_details(runs[0])} for runs in settings_of(records)]
-    if not rows:
+    return pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
+
+
+def results_text(records: list[Record]) -> str:
+    """Return the same as text."""
+    table = results_table(records)
+    if table.empty:
         return "no classification run is completed yet"
-    table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
     return table.to_markdown(tablefmt="simple", index=False, disable_numparse=True)

@@ -1,5 +1,6 @@
 """Records to pictures: losses, scores, memory, passes of a pipeline, accuracy and cost."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -8,7 +9,7 @@ from matplotlib.figure import Figure
 
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
-from common.reporting.rows import SCHEDULES, clock_seconds
+from common.reporting.rows import METRICS, SCHEDULES, clock_seconds
 
 PASS_COLOURS = {"forward": "#9ecae1", "loss": "#9ecae1", "backward": "#fdae6b"}
 
@@ -21,6 +22,38 @@ def plot_losses(record: Record) -> Figure:
     axes.set(xlabel="optimizer step", ylabel="loss (nats per answer token)", title=record["run_name"])
     axes.legend()
     return figure
+
+
+def plot_curves(records: Sequence[Record], labels: Sequence[str]) -> Figure:
+    """Plot training loss, validation loss and the metric of several runs over their steps, a line for each run.
+
+    The metric is the validation accuracy where it was measured by step, else the task's first one, before and after.
+    """
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    for number, (record, label) in enumerate(zip(records, labels, strict=True)):
+        style = ("-", "--", ":")[number // 10 % 3]  # there are ten colours
+        metric, direction, points = _metric_by_step(record)
+        curves = (
+            ("training loss", record.get("training_losses")),
+            ("validation loss", record.get("validation_losses")),
+            (f"{metric} ({direction} is better)", points),
+        )
+        for axes, (name, curve) in zip(panels, curves, strict=True):
+            axes.plot(*zip(*curve or [(float("nan"),) * 2], strict=True), linestyle=style, marker=".", label=label)
+            axes.set(xlabel="optimizer step", ylabel=axes.get_ylabel() or (name if curve else ""))
+    panels[0].legend(fontsize=8)
+    return figure
+
+
+def _metric_by_step(record: Record) -> tuple[str, str, list[tuple[int, float]]]:
+    if record.get("validation_accuracies"):
+        return "validation accuracy", "higher", record["validation_accuracies"]
+    quality = record.get("quality", {})
+    for metric in METRICS:
+        values = [quality.get(when, {}).get(metric.name) for when in ("before", "after")]
+        if None not in values:
+            return metric.label, metric.direction, list(zip((0, record["steps"]), values, strict=True))
+    return "", "", []
 
 
 def plot_scores(results_folder: Path) -> Figure:

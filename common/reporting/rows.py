@@ -5,12 +5,15 @@ Every row is `measured` (from a committed record), `published` (with its source)
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
@@ -21,7 +24,7 @@ from common.planning.plans import Plan, plan_run
 from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, Record, load_record
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
-NOT_RUN, NOT_PUBLISHED, NO_GPU, PROJECTED = "not run", "not published", "no GPU", "projected"
+NOT_RUN, NOT_PUBLISHED, NO_GPU, PROJECTED, OFF = "not run", "not published", "no GPU", "projected", "off"
 PROJECTED_LENGTH = 1024
 """Tokens of a row in projections for GPU folders."""
 PLANNED = "Training's peak, planned / measured (GiB)"
@@ -54,6 +57,30 @@ FREE_SETTINGS = {
 Row = dict[str, str]
 
 
+@dataclass(frozen=True)
+class Metric:
+    """How good a run's answers are, by its name in the record; `shown` is the form of a value."""
+
+    name: str
+    label: str
+    direction: str
+    shown: str
+
+
+METRICS = (
+    Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
+    Metric("similarity_score", "similarity score", "lower", "{:.3f}"),
+    Metric("similarity_score_minilm", "similarity score by MiniLM", "lower", "{:.3f}"),
+    Metric("accuracy", "test accuracy", "higher", "{:.4f}"),
+    Metric("macro_f1", "test macro-F1", "higher", "{:.4f}"),
+    Metric("rougeL", "ROUGE-L", "higher", "{:.3f}"),
+    Metric("rouge1", "ROUGE-1", "higher", "{:.3f}"),
+    Metric("rouge2", "ROUGE-2", "higher", "{:.3f}"),
+    Metric("exact_share", "to the letter", "higher", "{:.0%}"),
+)
+"""Of each task, the one to look at first before the others."""
+
+
 def as_table(rows_of: Callable[[list[Record]], Iterable[Row]]) -> Callable[[list[Record]], pd.DataFrame]:
     """Make a function that yields the rows of a table return a `DataFrame`, with `not run` in cells without a value."""
 
@@ -67,14 +94,19 @@ def as_table(rows_of: Callable[[list[Record]], Iterable[Row]]) -> Callable[[list
 # -- what is on this machine, and what others published
 
 
-def results_in(*folders: Path) -> list[Record]:
-    """Return the records of the last runs that wrote into these `results` folders."""
+def result_files(*folders: Path) -> list[Path]:
+    """Return the files of the records of the last runs that wrote into these `results` folders."""
     return [
-        load_record(path)
+        path
         for folder in folders
-        for path in folder.glob(f"*/{RECORD_NAME}")
+        for path in sorted(folder.glob(f"*/{RECORD_NAME}"))
         if not path.parent.name.endswith((PREVIOUS, UNFINISHED))
     ]
+
+
+def results_in(*folders: Path) -> list[Record]:
+    """Return the records of the last runs that wrote into these `results` folders."""
+    return [load_record(path) for path in result_files(*folders)]
 
 
 def results_of_this_machine() -> list[Record]:
@@ -83,6 +115,36 @@ def results_of_this_machine() -> list[Record]:
         results_in(*REPOSITORY.glob("*/run_*/results")),
         key=lambda record: (record["run_folder"], record["config"]["per_device_train_batch_size"], record["run_name"]),
     )
+
+
+def called(records: Sequence[Record], names: Sequence[str]) -> list[Record]:
+    """Return the records of the runs, run folders or techniques with these names, or that fit these patterns.
+
+    A name is such as `python-batch16-seed42`, `2.1_lora_finetuning/run_0_cpu_x1`, `2.1`, `2.1/python-batch16-seed42`.
+
+    Raises:
+        BadInputError: a name fits no record; with the closest.
+    """
+    for name in names:
+        if not any(_is_called(record, name) for record in records):
+            meant = closest(name, {each for record in records for each in _names_of(record)})
+            question = (
+                f"did you mean {meant}?" if meant else "`python -m common.report --results` lists those there are."
+            )
+            raise BadInputError(f"No run here is called {name}: {question}")
+    return [record for record in records if any(_is_called(record, name) for name in names)]
+
+
+def _names_of(record: Record) -> list[str]:
+    folder, run = record["run_folder"], record["run_name"]
+    technique = folder.partition("/")[0]
+    number = technique.partition("_")[0]
+    return [run, folder, technique, number, *(f"{place}/{run}" for place in (folder, technique, number)),
+            f"{folder}/results/{run}"]  # fmt: skip
+
+
+def _is_called(record: Record, name: str) -> bool:
+    return any(fnmatch(each, name.rstrip("/")) for each in _names_of(record))
 
 
 def published_results(*kinds: Kind, metric: str = "similarity_score") -> list[dict[str, Any]]:
@@ -225,6 +287,11 @@ def percent(share: float | None) -> str:
 def score(value: float | None) -> str:
     """Return a similarity score; None = nobody judged."""
     return NOT_RUN if value is None else f"{value:.3f}"
+
+
+def judged(value: float | None) -> str:
+    """Return a score of the independent judge; None = it was switched off."""
+    return OFF if value is None else f"{value:.3f}"
 
 
 def over_seeds(values: Sequence[float], form: str) -> str:

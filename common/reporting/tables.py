@@ -44,6 +44,7 @@ from common.reporting.rows import (
     data_parallel_ranks,
     devices_of,
     idle_shares,
+    judged,
     kind_name,
     kind_of,
     measured_quality,
@@ -268,30 +269,39 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
 # -- runs side by side
 
 
+WHERE_THEY_DIFFER = ("learning rate", "rank of the adapters")
+"""Rows that are left out where all runs have the same."""
+
+
 def side_by_side(records: list[Record]) -> pd.DataFrame:
     """Return runs as columns, their settings and results as rows: what `make demo` prints."""
     columns = {
         f"{record['run_folder'].split('_')[0]} {record['run_name']}": _column(record, records) for record in records
     }
-    return pd.DataFrame(columns).dropna(how="all").fillna("")
+    table = pd.DataFrame(columns)
+    same = [name for name in WHERE_THEY_DIFFER if name in table.index and table.loc[name].dropna().nunique() < 2]
+    return table.drop(index=same).dropna(how="all").fillna("")
 
 
 def _column(record: Record, records: list[Record]) -> dict[str, object]:
     if record["status"] != "completed":
         return {"status": f"{record['status']}: {record.get('error', '')[:60]}"}
     before, after = record["quality"]["before"], record["quality"]["after"]
+    has_adapters = TECHNIQUES[record["technique"]].has_adapters
     return {
         "approach": kind_name(*kind_of(record)),
         "devices": devices_of(record),
         "rows per device and step": record["config"]["per_device_train_batch_size"],
         "effective batch size": record["effective_batch_size"],
         "steps": record["steps"],
+        "learning rate": f"{record['config']['learning_rate']:g}",
+        "rank of the adapters": str(record["config"]["lora_r"]) if has_adapters else None,
         "similarity score before": score(before["similarity_score"]),
         "similarity score after": score(after["similarity_score"]),
-        "by MiniLM before": score(before["similarity_score_minilm"]),
-        "by MiniLM after": score(after["similarity_score_minilm"]),
+        "by MiniLM before": judged(before["similarity_score_minilm"]),
+        "by MiniLM after": judged(after["similarity_score_minilm"]),
         "answers shuffled": score(after["shuffled_score"]),
-        "shuffled, by MiniLM": score(after["shuffled_score_minilm"]),
+        "shuffled, by MiniLM": judged(after["shuffled_score_minilm"]),
         "facts said before": percent(before["facts_said_share"]),
         "facts said after": percent(after["facts_said_share"]),
         "lowest validation loss": f"{record['best_validation_loss']:.4f}",

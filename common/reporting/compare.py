@@ -1,0 +1,292 @@
+"""Runs side by side: in which settings they differ, how good, fast and large they are, and their losses by step."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from common.base.command_line import refused_in_one_sentence
+from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig, not_meant_for
+from common.records.store import RECORD_NAME, Record, load_record
+from common.reporting.rows import METRICS, OFF, called, clock, model_of, result_files, step_s, task_of
+from common.reporting.screen import fitted, screen_width
+
+NAMES = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
+"""Settings that say where results go and what they are called: no cause of a difference."""
+PICTURE_NAME = "compare.png"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a table: a value for each run (None: it has none), and how one is shown."""
+
+    name: str
+    values: list[Any]
+    shown: Callable[[Any], str] = str
+
+    @property
+    def cells(self) -> list[str]:
+        """The line as it is printed."""
+        return [self.name, *("-" if value is None else self.shown(value) for value in self.values)]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the values of the runs that have one are not all the same."""
+        return len({str(value) for value in self.values if value is not None}) > 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Some runs with a label for each, in the order in which they were named."""
+
+    runs: list[Record]
+    labels: list[str]
+
+    def line(self, name: str, value_of: Callable[[Record], Any], shown: Callable[[Any], str] = str) -> Line:
+        """Return the line with a value of each run; None of a run that did not get so far."""
+        return Line(name, [_if_there(value_of, run) for run in self.runs], shown)
+
+    def settings(self) -> list[Line]:
+        """Return the settings in which the runs differ that they mean something for.
+
+        Those that a record is too old for were at their defaults.
+        """
+        usual = RunConfig().to_dict()
+        meant = [{**usual, **run["config"], **dict.fromkeys(_meaningless(run))} for run in self.runs]
+        lines = [Line(name, [each[name] for each in meant]) for name in usual if name not in NAMES]
+        packages = {name for run in self.runs for name in run["environment"]["packages"]}
+        return [
+            line
+            for line in (
+                self.line("run folder", lambda run: run["run_folder"]),
+                self.line("started by", lambda run: run["launcher"]),
+                *lines,
+                self.line("code (commit)", lambda run: run["environment"]["commit"][:8]),
+                *(
+                    self.line(name, lambda run, name=name: run["environment"]["packages"].get(name))
+                    for name in sorted(packages)
+                ),
+            )
+            if line.differs
+        ]
+
+    def quality(self) -> list[Line]:
+        """Return each metric, before and after, and the lowest validation loss; those that no run has are left out."""
+        lines = [
+            self.line(
+                f"{metric.label} ({metric.direction} is better)",
+                lambda run, name=metric.name: [run["quality"][when][name] for when in ("before", "after")],
+                lambda pair, form=metric.shown: " -> ".join(OFF if v is None else form.format(v) for v in pair),
+            )
+            for metric in METRICS
+        ]
+        lines += [
+            self.line("best validation accuracy (higher is better)", lambda run: run["best_accuracy"], "{:.4f}".format),
+            self.line(
+                "lowest validation loss (lower is better)", lambda run: run["best_validation_loss"], "{:.4f}".format
+            ),
+        ]
+        return _with_values(lines)
+
+    def time(self) -> list[Line]:
+        """Return the steps, and what they took."""
+        lines = [
+            self.line("status", lambda run: run["status"]),
+            self.line("optimizer steps", lambda run: run["steps"]),
+            self.line("rows per step", lambda run: run["effective_batch_size"]),
+            self.line("training time", lambda run: run["train_time_s"], clock),
+            self.line("of that, validation and checkpoints", lambda run: run["reporting_s"], clock),
+            self.line("step (s)", step_s, "{:.3f}".format),
+            self.line("tokens per second", lambda run: run["tokens_per_s"], "{:,.0f}".format),
+            self.line("whole run", lambda run: sum(run["phases_s"].values()), clock),
+            self.line("bill (USD)", lambda run: run["cost"]["usd"], "{:.2f}".format),
+        ]
+        return _with_values([line for line in lines if line.name != "status" or set(line.values) != {"completed"}])
+
+    def memory(self) -> list[Line]:
+        """Return each run's fullest device, in GiB: training's peak as planned and as measured, and the whole run's."""
+        return _with_values([
+            self.line("training's peak, planned (GiB)", lambda run: _most(run, "planned_gib"), "{:.2f}".format),
+            self.line("training's peak, measured (GiB)", lambda run: _most(run, "peak_training_gib"), "{:.2f}".format),
+            self.line("whole run's peak (GiB)",
+                      lambda run: _most(run, "peak_allocated_gib") or _most(run, "peak_rss_gib"), "{:.2f}".format),
+            self.line("trained parameters", lambda run: run["trained_parameters"], "{:,}".format),
+        ])  # fmt: skip
+
+    def warning(self) -> str:
+        """Return one sentence where quality or time cannot be put down to the settings; empty where they can."""
+        lines = (
+            self.line("task", task_of),
+            self.line("data", lambda run: run["config"]["data"]),
+            self.line("number of test questions", lambda run: _questions(run)),
+            self.line("model", model_of),
+            self.line("machine", lambda run: run["environment"]["devices"][0]),
+            self.line("threads of a device", lambda run: run["environment"]["threads_per_rank"]),
+            self.line("seed", lambda run: run["config"]["seed"]),
+        )
+        other = [f"{line.name} ({' / '.join(dict.fromkeys(line.cells[1:]))})" for line in lines if line.differs]
+        return f"These runs do not compare as they are, as they differ in {', in '.join(other)}." if other else ""
+
+
+def _meaningless(run: Record) -> Iterable[str]:
+    try:
+        return not_meant_for(RunConfig.of_record(run["config"]))
+    except BadInputError:  # of a technique or parallelism that is not registered here
+        return ()
+
+
+def _if_there(value_of: Callable[[Record], Any], run: Record) -> Any:
+    try:
+        return value_of(run)
+    except (KeyError, TypeError, IndexError):  # a run that failed, another task, or an older record
+        return None
+
+
+def _with_values(lines: Iterable[Line]) -> list[Line]:
+    return [line for line in lines if any(value not in (None, [None, None]) for value in line.values)]
+
+
+def _most(run: Record, name: str) -> float | None:
+    return max((entry[name] for entry in run["memory"] if entry.get(name) is not None), default=None)
+
+
+def _questions(run: Record) -> int | None:
+    after = run["quality"]["after"]
+    return after.get("questions", after.get("rows"))
+
+
+# -- which runs
+
+
+def found_runs(names: Sequence[str]) -> dict[Path, Record]:
+    """Return the runs that `names` name, in their order, each with the file of its record.
+
+    A name is a results folder, a folder with several, the file of a record, the name of a run or of a run folder on
+    this machine, or a pattern of these; of a run that is not here any more its kept record.
+
+    Raises:
+        BadInputError: nothing has such a name, or there are fewer than two runs.
+    """
+    found: dict[Path, Record] = {}
+    for name in names:
+        found |= _records_at(Path(name).expanduser()) or _records_called(name)
+    if len(found) < 2:
+        raise BadInputError(
+            f"{len(found)} run is named ({', '.join(names)}), but two or more are compared: name another, or a pattern "
+            "such as 'python-*' (`python -m common.report --results` lists those of this machine)."
+        )
+    return found
+
+
+def _records_at(path: Path) -> dict[Path, Record]:
+    if path.is_file():
+        return {path: load_record(path)}
+    own = path / RECORD_NAME
+    files = [own] if own.is_file() else result_files(path)
+    return {file: load_record(file) for file in files}
+
+
+def _records_called(name: str) -> dict[Path, Record]:
+    here = {file: load_record(file) for file in result_files(*REPOSITORY.glob("*/run_*/results"))}
+    there = {(run["run_folder"], run["run_name"]) for run in here.values()}
+    kept = {file: load_record(file) for file in sorted(REPOSITORY.glob("*/run_*/records/*.json"))}
+    here |= {file: run for file, run in kept.items() if (run["run_folder"], run["run_name"]) not in there}
+    chosen = called(list(here.values()), [name])
+    return {file: run for file, run in here.items() if any(run is each for each in chosen)}
+
+
+def labels_of(runs: Sequence[Record]) -> list[str]:
+    """Return a short name for each run: its own, with its technique's number and its start where others share it."""
+    labels = [run["run_name"] for run in runs]
+    for more in (lambda run: run["run_folder"].partition("_")[0], lambda run: run["started_at"]):
+        labels = [
+            f"{more(run)} {label}" if labels.count(label) > 1 else label
+            for run, label in zip(runs, labels, strict=True)
+        ]
+    return labels
+
+
+# -- what is said
+
+
+def text_of(comparison: Comparison, picture: Path) -> str:
+    """Return the comparison for a terminal: what does not compare first, then tables of at most its width."""
+    tables = {
+        "Settings that differ": comparison.settings(),
+        "Quality, before -> after": comparison.quality(),
+        "Time": comparison.time(),
+        "Memory of the fullest device": comparison.memory(),
+    }
+    parts = [
+        f"{title}\n{fitted(['', *comparison.labels], [line.cells for line in lines])}" if lines else f"{title}: none"
+        for title, lines in tables.items()
+    ]
+    return "\n\n".join(filter(None, [fill(comparison.warning(), screen_width()), *parts, f"losses by step: {picture}"]))
+
+
+def json_of(comparison: Comparison, picture: Path) -> str:
+    """Return the same as JSON: by name a value for each run, null where it has none."""
+    lines = {
+        "settings": comparison.settings(),
+        "quality": comparison.quality(),
+        "time": comparison.time(),
+        "memory": comparison.memory(),
+    }
+    curves = ("training_losses", "validation_losses", "validation_accuracies")
+    return json.dumps(
+        {
+            "warning": comparison.warning(),
+            "runs": comparison.labels,
+            **{part: {line.name: line.values for line in found} for part, found in lines.items()},
+            "curves": {name: comparison.line(name, lambda run, name=name: run[name]).values for name in curves},
+            "picture": str(picture),
+        },
+        indent=2,
+    )
+
+
+def default_picture(file: Path, run: Record) -> Path:
+    """Return where the picture goes: beside a run's record, of a kept one into its run folder's results."""
+    beside = file.parent if file.name == RECORD_NAME else REPOSITORY / run["run_folder"] / "results"
+    return beside / PICTURE_NAME
+
+
+@refused_in_one_sentence()
+def main() -> None:
+    """Run the command line."""
+    parser = OneSentenceParser(prog="python -m common.compare", description=__doc__)
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN",
+        help="a results folder, a folder of several, the file of a record, or the name of a run or run folder (also a "
+        "pattern): two runs or more",
+    )  # fmt: skip
+    parser.add_argument(
+        "--picture", type=Path, help=f"where the curves go; without it, {PICTURE_NAME} beside the first run"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with the curves' points")
+    options = parser.parse_args()
+    found = found_runs(options.runs)
+    comparison = Comparison(list(found.values()), labels_of(list(found.values())))
+    picture = options.picture or default_picture(*next(iter(found.items())))
+    write_picture(comparison, picture)
+    print((json_of if options.json else text_of)(comparison, picture))
+
+
+def write_picture(comparison: Comparison, picture: Path) -> None:
+    """Draw the runs' losses and their metric by step into a file.
+
+    Raises:
+        BadInputError: it cannot be written there, or its name does not end as a picture's.
+    """
+    from common.reporting.plots import plot_curves  # here: a wrong name is refused before matplotlib loads
+
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        plot_curves(comparison.runs, comparison.labels).savefig(picture)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"--picture is {picture}, which cannot be written ({error}): pass another file.") from None
