@@ -18,7 +18,8 @@ from accelerate.utils import wait_for_everyone
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.splits import load_splits, tokens_of
-from common.models.loading import load_tokenizer, train_linear_layers
+from common.models.loading import load_tokenizer
+from common.models.trained_weights import train_linear_layers
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
 from common.training.loop import LoopTrainer

@@ -26,7 +26,8 @@ from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
 from common.checks.fake_steps import STEPS, batch_inputs, build_model, mark_segments, step_trainer, take_step
 from common.hardware.devices import GIB, Gpu, find_gpu, gpu_of_device, gpus
-from common.models.loading import add_lora, any_shape_config, load_base_model
+from common.models.loading import any_shape_config, load_base_model
+from common.models.trained_weights import add_lora
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, memory_with_overhead
 from common.planning.job import BatchShape

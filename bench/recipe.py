@@ -11,7 +11,8 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.data.splits import load_splits, tokens_of
-from common.models.loading import add_lora, load_base_model, load_tokenizer, train_linear_layers
+from common.models.loading import load_base_model, load_tokenizer
+from common.models.trained_weights import add_lora, train_linear_layers
 
 Technique = Literal["lora", "full"]
 

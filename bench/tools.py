@@ -21,7 +21,7 @@ from bench.recipe import (
     load_model,
     padded,
 )
-from common.models.loading import train_linear_layers
+from common.models.trained_weights import train_linear_layers
 
 
 def _trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:

@@ -69,13 +69,13 @@ def _results(options: argparse.Namespace) -> str:
     if options.json:
         return side_by_side(chats).to_json(indent=2)
     hidden = len(found) - len(shown)
-    parts = [f"Hidden: {hidden} that did not complete; name them, or pass --failed."] if hidden else []
+    parts = [f"{hidden} runs that did not complete are hidden: name them, or pass --failed"] if hidden else []
     if chats:
-        parts += [on_screen(side_by_side(chats).reset_index(names="")), LEGEND]
+        parts += [on_screen(side_by_side(chats)), LEGEND]
     if classification.settings_of(shown):
-        parts += ["Text classification (3.1)", on_screen(classification.results_table(shown))]
+        parts += ["Text classification (3.1)", classification.results_text(shown)]
     if summarization.summarized(shown):
-        parts += ["Summarization (3.2)", on_screen(summarization.front(shown))]
+        parts += ["Summarization (3.2)", summarization.results_text(shown)]
     parts += [f"{run['run_name']}: {run['status']} ({run.get('error', '')[:60]})" for run in shown
               if run["status"] != "completed" and run not in chats]  # fmt: skip
     return "\n\n".join(parts)

@@ -79,14 +79,14 @@ DATA = (
     ),
     Fault(
         "the question is learnt, too",
-        "common/data/messages.py",
-        "labels = [token if answer else IGNORED_LABEL for token, answer in zip(ids, is_answer, strict=True)]",
+        "common/data/templates.py",
+        "labels = [token if is_learnt else IGNORED_LABEL for token, is_learnt in zip(ids, learnt, strict=True)]",
         "labels = list(ids)",
         _unit("data", "labels_stand_on_the_answer_and_its_end_only"),
     ),
     Fault(
         "what a chat template drops is never learnt, and nobody is told",
-        "common/data/messages.py",
+        "common/data/templates.py",
         "for says in _said(message) if says not in text]",
         "for says in _said(message) if not text]",
         _unit("formats", "a_template_that_drops_a_turn_is_refused"),
@@ -880,4 +880,63 @@ GPUS = (
     ),
 )
 
-CHOSEN = (*DATA, *LOSS, *SEVERAL_RANKS, *CHECKPOINTS, *PLANS, *REPORTS, *PROCESSES, *GPUS)
+MODELS_AND_ROWS = (
+    Fault(
+        "of several answers in a row only the last is learnt",
+        "common/data/templates.py",
+        "        _add_earlier_answers(masks, rows, whole, tokenizer)\n",
+        "        pass\n",
+        _unit("data", "what_is_learnt_of_a_row_with_several_turns"),
+    ),
+    Fault(
+        "an answer that a template rewrites later is learnt where it does not stand",
+        "common/data/templates.py",
+        "        if through[:start] == before and whole[number][:end] == through:\n",
+        "        if True:\n",
+        _unit("data", "answers_that_a_template_rewrites_later_are_not_learnt"),
+    ),
+    Fault(
+        "a row's tools are left out",
+        "common/data/templates.py",
+        "            conversations, tools=tools, add_generation_prompt=answer_follows, return_dict=True\n",
+        "            conversations, add_generation_prompt=answer_follows, return_dict=True\n",
+        _unit("data", "tools_are_written_into_a_row"),
+    ),
+    Fault(
+        "QLoRA trains a model whose weights are not in 4 bits",
+        "common/models/families.py",
+        "LEAST_QUANTIZED_SHARE = 0.9\n",
+        "LEAST_QUANTIZED_SHARE = 0.0\n",
+        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[2.3-mixtral]",),
+    ),
+    Fault(
+        "experts that do not work on a token are counted as work",
+        "common/models/trained_weights.py",
+        "    multiplied = weight_counts(model) - idle_weights(model)\n",
+        "    multiplied = weight_counts(model)\n",
+        ("tests/recipes/test_families.py::test_experts_are_held_all_and_some_are_at_work",),
+    ),
+    Fault(
+        "GPT-2's merged model is transposed",
+        "common/models/quantization.py",
+        "            module.weight = torch.nn.Parameter(linear.weight.T.contiguous(), requires_grad=False)\n",
+        "            module.weight = torch.nn.Parameter(linear.weight.contiguous(), requires_grad=False)\n",
+        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[2.3-gpt2]",),
+    ),
+    Fault(
+        "an adapter that was not found again is taken for trained",
+        "common/training/export.py",
+        '    if any(weight.any() for name, weight in saved.items() if "lora_B" in name):\n',
+        "    if False:\n",
+        _unit("models", "a_trained_adapter_that_changes_nothing_is_refused"),
+    ),
+    Fault(
+        "in the chat the tuned model answers for its base",
+        "common/serving/tuned_runs.py",
+        "    return TunedModels(model, model, model.disable_adapter, tokenizer)\n",
+        "    return TunedModels(model, model, nullcontext, tokenizer)\n",
+        _unit("chat", "base_and_adapter_answer_beside_each_other"),
+    ),
+)
+
+CHOSEN = (*DATA, *LOSS, *SEVERAL_RANKS, *CHECKPOINTS, *PLANS, *REPORTS, *PROCESSES, *GPUS, *MODELS_AND_ROWS)

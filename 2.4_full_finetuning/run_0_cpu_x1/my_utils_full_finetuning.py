@@ -4,7 +4,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
-from common.models.loading import train_linear_layers
+from common.models.trained_weights import train_linear_layers
 
 
 def set_trained_layers(model: PreTrainedModel, run: RunConfig) -> pd.DataFrame:

@@ -14,8 +14,6 @@ dry run of a run on a GPU does as a GPU does. What it cannot see: the CUDA conte
 what is being sent between devices.
 """
 
-import argparse
-import json
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,17 +25,16 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.run_config import RunConfig
-from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks.fake_steps import fake_step
 from common.checks.folder_runs import run_of_folder
 from common.checks.tried_rows import batch_of_length, batch_of_run
 from common.hardware.devices import GIB
+from common.models.families import suited_to_model
 from common.models.loading import any_shape_config
-from common.planning.job import BatchShape, Job
-from common.planning.plans import Plan, plan_run, usual_precision
+from common.planning.job import BatchShape
+from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share
 from common.planning.terms import PARTS
-from common.planning.time_plan import Cluster
 from common.training.memory_tracker import Bytes, Timeline
 from common.training.placement import place_stages
 
@@ -214,57 +211,6 @@ def verdict(plan: Plan, number: int) -> str:
     )
 
 
-def answer_planner(options: argparse.Namespace, job: Job, cluster: Cluster, unknown: str) -> int:
-    """Print the answer for an architecture that the closed form does not know: memory alone; return the exit code.
-
-    Raises:
-        BadInputError: the dry run does not know the technique or the parallelism.
-    """
-    gpu, devices, technique = cluster.gpus[0], len(cluster.gpus), options.technique or "lora"
-    parallel = options.parallel or ("ddp" if devices > 1 else "single")
-    if TECHNIQUES[technique].quantizes or not (PARALLELISMS[parallel].is_single or PARALLELISMS[parallel].replicates):
-        raise BadInputError(f"{unknown} The dry run stands in for lora and full, with single and ddp: pass these.")
-    has_adapters = TECHNIQUES[technique].has_adapters
-    adapters = {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout} if has_adapters else {}
-    run = RunConfig(
-        technique=technique,
-        parallel=parallel,
-        devices=devices,
-        model=options.model,
-        weights="random",
-        precision=options.precision or usual_precision(technique, cluster),
-        optim=job.optimizer,
-        attention=job.attention if job.attention != "flash" else "sdpa",
-        gradient_checkpointing=bool(options.gradient_checkpointing),
-        target_modules=options.target_modules or ("all-linear" if adapters else "all"),
-        **adapters,
-    )
-    result = dry_run(run, job.batch)
-    fits = result.peak_gib <= gpu.memory_gib
-    advice = f"{result.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on each {gpu.name}, without its overhead"
-    if options.json:
-        device = {
-            **{f"{part}_gib": size / GIB for part, size in result.peak.items()},
-            "overhead_gib": None,
-            "peak_gib": result.peak_gib,
-            "capacity_gib": gpu.memory_gib,
-            "fits": fits,
-        }
-        entry = {
-            "technique": technique,
-            "parallel": parallel,
-            "per_device": [{"device": number, **device} for number in range(run.devices)],
-            **dict.fromkeys(("max_batch_size", "step_time_s", "tokens_per_s", "cost_usd_per_epoch")),
-            "why": advice,
-        }
-        answer = {"model": options.model, "ranked": [entry], "recommendation": advice, "assumptions": [unknown]}
-        print(json.dumps(answer, indent=2))
-    else:
-        said = report(run, job.batch, "as asked")
-        print(f"{unknown} The dry run stands in, for memory alone.\n\n{said}\n{advice}")
-    return 0 if fits else 1
-
-
 @refused_in_one_sentence()
 def main() -> None:
     """Run the command line."""
@@ -275,7 +221,7 @@ def main() -> None:
     parser.add_argument("run_folder", type=Path, help="such as 2.1_lora_finetuning/run_1_a6000_48g_x1")
     parser.add_argument("--seq-len", type=int, help="rows of exactly so many tokens, all learnt, in place of the run's")
     options, overrides = parser.parse_known_args()
-    run = run_of_folder(options.run_folder, overrides, parser.options)
+    run = suited_to_model(run_of_folder(options.run_folder, overrides, parser.options))
     if options.seq_len is None:
         print(report(run, *batch_of_run(run)))
     else:

@@ -25,10 +25,12 @@ from transformers import (
     TrainingArguments,
     masking_utils,
 )
+from transformers.integrations import moe
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
-from common.models.loading import ATTENTION, model_class, weight_dtype, with_trained_weights
+from common.models.loading import ATTENTION, model_class, weight_dtype
+from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import device_map_of
 from common.planning.job import BatchShape
 from common.planning.plans import architecture_of_run
@@ -79,10 +81,18 @@ def fake_step(
     inputs = {name: mode.from_tensor(tensor) for name, tensor in batch_inputs(batch, model).items()}
     # whether a row holds several texts cannot be read from fake position numbers
     no_row_is_packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
-    with mode, no_row_is_packed:
+    # of fake experts PyTorch's grouped product takes bf16 alone; Transformers' own stands in, which keeps the same
+    grouped_in_bf16 = mock.patch.object(
+        moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16
+    )
+    with mode, no_row_is_packed, grouped_in_bf16:
         if share and run.parallelism.pipelines:
             return tracked_stage_steps(run, model, inputs, number, as_on_gpu)
         return tracked_steps(run, model, inputs, as_on_gpu, share)
+
+
+def _is_bf16(_: torch.Tensor, weight: torch.Tensor, __: torch.Tensor) -> bool:
+    return weight.dtype == torch.bfloat16
 
 
 def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchShape, share: Share) -> None:

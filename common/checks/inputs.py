@@ -16,14 +16,16 @@ from common.base.run_folders import literal_of
 from common.data.rows import Row
 from common.data.splits import load_splits
 from common.hardware.devices import GIB
-from common.models.loading import any_shape_config, check_attention, load_tokenizer, with_trained_weights
+from common.models.families import check_quantizable, suited_to_model
+from common.models.loading import any_shape_config, check_attention, load_tokenizer, model_without_weights
 from common.models.quantization import check_bitsandbytes
+from common.models.trained_weights import with_trained_weights
 from common.planning.job import OPTIMIZER_BYTES
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher, was_restarted
 from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint
-from common.training.placement import check_placement_and_memory, model_without_weights
+from common.training.placement import check_placement_and_memory
 from common.training.strategy import strategy_class
 
 # techniques and parallelisms that the workflows of a technique folder do besides those of their literal
@@ -37,23 +39,30 @@ FOLDERS_TAKE = (
 CHECKPOINTS = 4
 
 
-def check_inputs(run: RunConfig) -> None:
+def check_inputs(run: RunConfig) -> RunConfig:
     """Check the run's settings, rows, model, disk and memory, cheaply and before anything is written or started.
+
+    Returns:
+        The run, with defaults changed that cannot work with its model (`suited_to_model`).
 
     Raises:
         BadInputError: what is unknown, missing or malformed, or cannot fit.
     """
-    check_settings(run)
+    run = check_settings(run)
     rows = training_rows(run)
     if not (run.resume_from_checkpoint or was_restarted()):  # what it wrote before takes the room that it needs
         check_disk(run)
     if run.resume_from_checkpoint:
         check_checkpoint(run, detect_launcher(), len(rows))
     check_placement_and_memory(run, rows, load_tokenizer(run))
+    return run
 
 
-def check_settings(run: RunConfig) -> None:
+def check_settings(run: RunConfig) -> RunConfig:
     """Check the run's settings, its tokenizer, and that its model can be divided as they say; no row is read.
+
+    Returns:
+        The run, with defaults changed that cannot work with its model (`suited_to_model`).
 
     Raises:
         BadInputError: what is unknown, missing or malformed.
@@ -80,7 +89,10 @@ def check_settings(run: RunConfig) -> None:
     for name, known in (("lr_scheduler_type", SchedulerType), ("optim", OptimizerNames)):
         check_choice(name, getattr(run, name), [choice.value for choice in known])
     load_tokenizer(run)
+    run = suited_to_model(run)
+    check_quantizable(run)
     _check_parallelism(run)
+    return run
 
 
 def check_threads(run: RunConfig) -> None:

@@ -34,6 +34,7 @@ from common.planning.plans import (
     ranked_plans,
     recommendation,
     table,
+    usual_precision,
     with_head_for,
 )
 from common.planning.time_plan import (
@@ -277,6 +278,31 @@ def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
     return tuple(TECHNIQUES)
 
 
+def techniques_by_dry_run(options: PlannerOptions) -> list[str]:
+    """Return the technique that is named, else all that fake tensors can show."""
+    return [options.technique] if options.technique else [name for name, it in TECHNIQUES.items() if not it.quantizes]
+
+
+def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:
+    """Return the run that a dry run is to take in the place of the closed form."""
+    has_adapters, devices = TECHNIQUES[technique].has_adapters, len(cluster.gpus)
+    adapters = {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout} if has_adapters else {}
+    return RunConfig(
+        technique=technique,
+        parallel=options.parallel or ("ddp" if devices > 1 else "single"),
+        devices=devices,
+        model=options.model,
+        weights="random",
+        precision=options.precision or usual_precision(technique, cluster),
+        optim=job.optimizer,
+        attention=job.attention if job.attention != "flash" else "sdpa",
+        gradient_checkpointing=bool(options.gradient_checkpointing),
+        per_device_train_batch_size=job.batch.rows,
+        target_modules=options.target_modules or ("all-linear" if has_adapters else "all"),
+        **adapters,
+    )
+
+
 def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster, job = cluster_of(options), job_of(options)
@@ -285,9 +311,11 @@ def answer(options: PlannerOptions) -> int:
     except UnknownArchitectureError as unknown:
         if options.classes:
             raise
-        from common.checks.dry_run import answer_planner  # here: it imports torch
+        from common.checks.dry_run_planner import answer_by_dry_runs  # here: it imports torch
 
-        return answer_planner(options, job, cluster, str(unknown))
+        runs = [run_of(options, job, cluster, technique) for technique in techniques_by_dry_run(options)]
+        gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
+        return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
     calibration = calibration_from(kept_records(), job.batch.task)
     plans = ranked_plans(
         architecture,

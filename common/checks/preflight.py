@@ -49,7 +49,8 @@ from common.runtime.rank import rank_started
 from common.runtime.world import Rank, detect_launcher
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
-from common.training.placement import StageMap, place_stages
+from common.training.module_maps import StageMap
+from common.training.placement import place_stages
 from common.training.strategy import strategy_class
 from common.training.trainer import AuditedTrainer, SummaryTrainer, trainer_of_rows, training_arguments
 
@@ -435,7 +436,7 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
     """
     if options.json and not options.json.parent.is_dir():
         raise BadInputError(f"--json is {options.json}, but its folder does not exist: make it, or name another file.")
-    check_settings(run)
+    run = check_settings(run)
     if options.seq_len is None:
         training_rows(run)
         rows, lowered_by = rows_of_run(run), "--max_length"

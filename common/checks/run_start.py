@@ -13,5 +13,4 @@ from common.runtime.recorder import RunRecorder
 def run_started(run: RunConfig, resumes: bool = False) -> Iterator[RunRecorder]:
     """Start this rank, check the run's inputs, and yield what records its steps; end the rank afterwards."""
     with rank_started(run) as rank:
-        check_inputs(run)
-        yield RunRecorder(run, rank, resumes)
+        yield RunRecorder(check_inputs(run), rank, resumes)

@@ -23,8 +23,8 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     """
     for name, rows in zip(SPLIT_NAMES, (splits.train, splits.validation, splits.test), strict=True):
         check_ids(name, rows)
-    kept = {_digest(row) for row in splits.test}
-    shared = {number for number, row in enumerate(splits.train, 1) if _digest(row) in kept}
+    kept = {digest(row) for row in splits.test}
+    shared = {number for number, row in enumerate(splits.train, 1) if digest(row) in kept}
     if not shared:
         return splits
     found = f"{len(shared):,} of {len(splits.train):,} training rows are test rows, too"
@@ -57,7 +57,7 @@ def check_ids(split: str, rows: list[Row]) -> None:
             )
 
 
-def _digest(row: Row) -> bytes:
+def digest(row: Row) -> bytes:
     """Return a digest of a row's texts and its label, whatever their case and spacing."""
     texts = [*texts_of(row), str(row.get("label", ""))]
     return sha256("\0".join(re.sub(r"\s+", " ", text).strip().casefold() for text in texts).encode()).digest()

@@ -1,12 +1,12 @@
 """Chat templates: how conversations become tokens, and which of these are learnt."""
 
+import re
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from common.base.errors import BadInputError
 from common.data.rows import IGNORED_LABEL, Row, Tokens
@@ -43,8 +43,10 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a template that marks every answer (`{% generation %}`): the tokenizer's, TRL's version of it, or None."""
-    if has_generation_markers(tokenizer.chat_template):
+    if re.search(r"{%-?\s*generation", tokenizer.chat_template):
         return tokenizer.chat_template
+    from trl.chat_template_utils import get_training_chat_template  # here: it imports datasets, which takes 2 seconds
+
     try:
         return get_training_chat_template(tokenizer)
     except (ValueError, TemplateError):  # TRL has no version of it

@@ -12,7 +12,6 @@ from accelerate import dispatch_model
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import RepositoryNotFoundError
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -22,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from common.base.errors import BadInputError
 from common.base.loggers import silent
@@ -36,9 +36,7 @@ from common.models.quantization import (
     prepare_quantized,
     quantization_config,
     random_model,
-    weight_counts,
 )
-from common.models.shards import global_numel
 from common.planning.architectures import BERT_LIKE, find_config
 
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
@@ -60,7 +58,7 @@ HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     "decoder": (
-        lambda config: any(name.endswith("ForCausalLM") for name in config.architectures or []),
+        lambda config: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) in (config.architectures or []),
         "which does not continue a text: pass --model with a shape such as qwen2.5-7b",
     ),
     "encoder": (
@@ -255,11 +253,6 @@ def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> No
             weight.copy_(start)
 
 
-def head_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
-    """Return the names of the model's modules that are trained in full, also beside adapters: the task's heads."""
-    return [head for head in run.goal.heads if any(name.endswith(head) for name, _ in model.named_modules())]
-
-
 def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class of a run's model: with classification the library's classifier on its layers, else its own."""
     if run.goal.classifies:
@@ -309,6 +302,15 @@ def any_shape_config(model: str) -> PretrainedConfig:
         ) from None
 
 
+def model_without_weights(run: RunConfig) -> PreTrainedModel:
+    """Return the run's model on `meta`: names and shapes."""
+    config = any_shape_config(run.model)
+    with torch.device("meta"):
+        model = model_class(run, config)._from_config(config, dtype=weight_dtype(run))
+    model.tie_weights()
+    return model
+
+
 def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: bool) -> PreTrainedModel:
     """Make a model of `run.model`'s shape on its device, or on the host for several.
 
@@ -337,93 +339,6 @@ def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
         f"The {part} of {model} cannot be loaded ({str(error).strip().splitlines()[0]}): correct them, or pass another "
         "--model."
     )
-
-
-def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
-    """Freeze `model` and put adapters on the run's target modules; they start Gaussian, and add nothing yet.
-
-    Raises:
-        BadInputError: the model has no module of such a name.
-    """
-    config = LoraConfig(
-        task_type=run.goal.peft_type if run.goal.heads or model.can_generate() else None,
-        modules_to_save=head_modules(model, run) or None,
-        r=run.lora_r,
-        lora_alpha=run.lora_alpha,
-        lora_dropout=run.lora_dropout,
-        use_rslora=True,
-        init_lora_weights="gaussian",
-        target_modules=run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(","),
-    )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise BadInputError(f"target_modules is {run.target_modules!r}: {str(error).splitlines()[0]}") from None
-
-
-def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linear") -> list[str]:
-    """Freeze `model` except for its linear layers of the given names, as `RunConfig.target_modules` says; list them.
-
-    `all-linear`: all but the head; `all`: every weight, also of embeddings, norms and head. A name matches as in PEFT:
-    the whole name of a layer, or its last parts.
-
-    Raises:
-        BadInputError: a name matches no linear layer; with the names that there are.
-    """
-    if target_modules == "all":
-        model.requires_grad_(True)
-        return [name for name, _ in model.named_parameters()]
-    head, modules = model.get_output_embeddings(), model.named_modules()
-    linears = {name: module for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head}
-    if target_modules != "all-linear":
-        endings = tuple(f".{name}" for name in target_modules.split(","))
-        for ending in endings:
-            if not any(f".{name}".endswith(ending) for name in linears):
-                known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-                raise BadInputError(
-                    f"target_modules has {ending[1:]!r}, but no linear layer is called so: choose some of {known}."
-                )
-        linears = {name: linear for name, linear in linears.items() if f".{name}".endswith(endings)}
-    model.requires_grad_(False)
-    for linear in linears.values():
-        linear.requires_grad_(True)
-    return list(linears)
-
-
-def train_own_weights(model: PreTrainedModel, run: RunConfig) -> None:
-    """Switch on the weights that full fine-tuning trains: `target_modules`, and the head of a classifier in any case.
-
-    Raises:
-        BadInputError: a name matches no linear layer.
-    """
-    train_linear_layers(model, run.target_modules)
-    heads = head_modules(model, run)
-    for name, weight in model.named_parameters():
-        if any(f"{head}." in name for head in heads):
-            weight.requires_grad_(True)
-
-
-def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedModel | PeftModel:
-    """Switch on what the run trains: adapters on a frozen base, or the model's own weights.
-
-    Raises:
-        BadInputError: the model has no module, or no linear layer, of such a name.
-    """
-    if run.method.has_adapters:
-        return add_lora(model, run)
-    train_own_weights(model, run)
-    return model
-
-
-def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
-    """Return how many parameters are trained, and how many multiply.
-
-    An input embedding that is not also the head is only looked up.
-    """
-    trained = sum(global_numel(weight) for weight in model.parameters() if weight.requires_grad)
-    multiplied = weight_counts(model)
-    lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    return trained, multiplied if head is not None and lookup is head.weight else multiplied - global_numel(lookup)
 
 
 @torch.no_grad()

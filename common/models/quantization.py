@@ -13,6 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from peft import prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
 from common.base.errors import BadInputError
@@ -74,6 +75,11 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
 def is_quantized(module: torch.nn.Module) -> bool:
     """Return whether this is a linear layer whose weights are stored in 4 bits; an adapter's wrapper of one is not."""
     return type(module._parameters.get("weight")).__name__ == "Params4bit"
+
+
+def is_quantizable(module: torch.nn.Module) -> bool:
+    """Return whether bitsandbytes replaces this layer (`replace_with_bnb_linear`): no class made from these two."""
+    return type(module) in (torch.nn.Linear, Conv1D)
 
 
 def drop_quantized(model: torch.nn.Module) -> None:
@@ -214,9 +220,22 @@ def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
         plain = model.dequantize(dtype=dtype)
     finally:
         said_by_library.removeFilter(_not_about_dtypes)
+    _restore_conv1d(plain)
     for weight in plain.parameters():  # not buffers: rotary frequencies stay in fp32
         weight.data = weight.data.to(dtype)
     return plain
+
+
+def _restore_conv1d(model: PreTrainedModel) -> None:
+    """Put GPT-2's own linear layers back, whose matrices are transposed: quantizing made them `Linear`."""
+    with torch.device("meta"):
+        original = type(model)._from_config(model.config)
+    for name, module in original.named_modules():
+        if isinstance(module, Conv1D):
+            linear = model.get_submodule(name)
+            module.weight = torch.nn.Parameter(linear.weight.T.contiguous(), requires_grad=False)
+            module.bias = linear.bias
+            model.set_submodule(name, module)
 
 
 def _not_about_dtypes(record: logging.LogRecord) -> bool:

@@ -201,6 +201,19 @@ def read_architecture(model: str) -> Architecture:
         ) from None
 
 
+def is_known_architecture(model: str) -> bool:
+    """Return whether the closed form knows `model`.
+
+    Raises:
+        BadInputError: There is no such config, or it lacks a key.
+    """
+    try:
+        read_architecture(model)
+    except UnknownArchitectureError:
+        return False
+    return True
+
+
 def as_classifier(architecture: Architecture, classes: int) -> Architecture:
     """Return the encoder with a head for one of `classes` labels per text: a dense layer, tanh, the labels' matrix.
 

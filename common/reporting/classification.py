@@ -29,6 +29,7 @@ from common.reporting.rows import (
     published_results,
     training_time,
 )
+from common.reporting.screen import fitted
 
 BRIEF = {
     "Setting": "Setting",
@@ -165,15 +166,10 @@ def _published() -> list[Row]:
     ]
 
 
-def results_table(records: list[Record]) -> pd.DataFrame:
-    """Return the last runs on this machine in brief: a line for each setting."""
-    rows = [{**_compared(runs, records), **_details(runs[0])} for runs in settings_of(records)]
-    return pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
-
-
 def results_text(records: list[Record]) -> str:
-    """Return the same as text."""
-    table = results_table(records)
-    if table.empty:
+    """Return the table of the last runs on this machine, for a terminal: a line for each setting."""
+    rows = [{**_compared(runs, records), **_details(runs[0])} for runs in settings_of(records)]
+    if not rows:
         return "no classification run is completed yet"
-    return table.to_markdown(tablefmt="simple", index=False, disable_numparse=True)
+    table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
+    return fitted(list(table.columns), table.to_numpy().tolist())

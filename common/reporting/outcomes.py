@@ -16,6 +16,9 @@ EQUIVALENCE = REPOSITORY / "tests" / "recipes" / "equivalence.json"
 `loss_difference` (relative) and `weight_difference` (absolute), or None where a case was skipped."""
 ENDED_FAULTS = REPOSITORY / "tests" / "faults" / "outcomes.json"
 """What `make soak` measured: a list of `fault`, `technique`, `outcome`, `noticed_s`, `ended_s`, `lost_steps`."""
+FAMILIES_FILE = REPOSITORY / "tests" / "recipes" / "families.json"
+"""What tests/recipes/test_families.py found: a list of `family`, `model_type`, and for each way to train what came of
+it."""
 FAULTS = {
     1: "a rank is killed (SIGKILL)",
     2: "killed while a checkpoint is written, at any write or rename",
@@ -118,6 +121,13 @@ def _cell(cases: pd.DataFrame) -> str:
     if found.empty:
         return "" if cases.empty else NOT_RUN
     return " / ".join(f"{value:.0e}" if value else "0" for value in found.max())
+
+
+def families(_: list[Record]) -> pd.DataFrame:
+    """Return one line per family of models: which workflows train it, and how it is planned."""
+    headers = {"family": "Family", "model_type": "`model_type`", "2.1": "2.1 LoRA", "2.3": "2.3 QLoRA",
+               "2.4": "2.4 full", "2.5": "2.5 MP", "planner": "Planner"}  # fmt: skip
+    return pd.DataFrame(read_outcomes(FAMILIES_FILE), columns=list(headers)).fillna(NOT_RUN).rename(columns=headers)
 
 
 def faults(_: list[Record]) -> pd.DataFrame:

@@ -7,7 +7,7 @@ from textwrap import fill
 import pandas as pd
 from tabulate import tabulate
 
-CELL_COLUMNS = 50
+CELL_COLUMNS = 42
 """Widest cell; longer ones are wrapped."""
 BETWEEN = 2
 """Blanks between two columns of a `simple` table, and after each header."""
@@ -25,7 +25,7 @@ def fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | N
     """
     width = width or screen_width()
     cells = [[str(cell) for cell in row] for row in (headers, *rows)]
-    most = min(CELL_COLUMNS, width // 2 - BETWEEN)
+    most = min(CELL_COLUMNS, width // 2 - BETWEEN)  # so that two columns always fit
     widths = [min(most, max(map(len, column))) for column in zip(*cells, strict=True)]
     taken_by = [max(own, min(own, len(header)) + BETWEEN) for own, header in zip(widths, cells[0], strict=True)]
     groups: list[list[int]] = []
@@ -38,8 +38,8 @@ def fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | N
 
 
 def on_screen(table: pd.DataFrame, width: int | None = None) -> str:
-    """Return a table without its index, as `fitted` prints it."""
-    return fitted(list(table.columns), table.to_numpy().tolist(), width)
+    """Return a table with its index as the first column, as `fitted` prints it."""
+    return fitted(["", *table.columns], list(table.reset_index().itertuples(index=False)), width)
 
 
 def _table(cells: list[list[str]], columns: list[int], widths: list[int]) -> str:

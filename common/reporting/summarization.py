@@ -33,6 +33,7 @@ from common.reporting.rows import (
     step_s,
     training_time,
 )
+from common.reporting.screen import fitted
 
 LOOPS = {
     "trainer": "Seq2SeqTrainer, by torchrun",
@@ -148,7 +149,8 @@ def network_table(records: list[Record]) -> pd.DataFrame:
 
 def results_text(records: list[Record]) -> str:
     """Return the table of the last runs on this machine, for a terminal: a line for each."""
-    return front(records).to_markdown(tablefmt="simple", index=False, disable_numparse=True)
+    table = front(records)
+    return fitted(list(table.columns), table.to_numpy().tolist())
 
 
 # -- published and projected: one machine of four GPUs against four machines of one, in time and bill

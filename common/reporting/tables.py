@@ -262,6 +262,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "summarization-cost": summarization.cost_table,
     "summarization-machines": summarization.machines_table,
     "equivalence": outcomes.equivalence,
+    "families": outcomes.families,
     "faults": outcomes.faults,
 }
 

@@ -28,6 +28,7 @@ from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder
 from common.runtime.recorder import RunRecorder
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
 from common.tasks.predictions import predict_rows, report_predictions
+from common.tasks.samples import samples
 
 ScoredAnswer = dict[str, object]
 """One question, what was to be said, what was said, and how near that came: a line of the predictions file."""
@@ -176,7 +177,7 @@ def evaluate(
     """Answer the last question of each row by greedy generation and score it; every rank takes its share of the rows.
 
     One of the `judges` is the base. Rank 0 writes predictions_`when`.csv into the results folder: `before` or `after`,
-    with an underscore and more words where several models answer.
+    with an underscore and more words where several models answer. After tuning it prints a few answers of both models.
     """
     others = shuffled_answers(rows)
 
@@ -188,6 +189,9 @@ def evaluate(
     lengths = [len(ids) for ids in prompt_ids(rows, tokenizer)]
     evaluation = Evaluation(predict_rows(log, lengths, "answers", when, scored))
     report_predictions(log, when, evaluation.answers, evaluation)
+    answers_before = log.folder / "predictions_before.csv"
+    if log.rank.is_main and when == "after" and answers_before.exists():
+        print(samples(answers_before, evaluation.answers))
     return evaluation
 
 

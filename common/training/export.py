@@ -5,11 +5,13 @@ from pathlib import Path
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.rows import Tokens
-from common.models.loading import check_equal_logits, load_base_model, weight_dtype
+from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype
 from common.models.quantization import dequantized
 from common.planning.device_maps import whole_model_on
 from common.runtime.disks import broadcast_folder
@@ -91,8 +93,29 @@ def reloaded_difference(
         reloaded = load_base_model(run, device_map, source=folder)
     what = "adapter" if run.method.has_adapters else "model"
     difference = check_equal_logits(expected, reloaded, batch, what, run.precision)
+    if run.method.has_adapters:
+        check_changes_logits(reloaded, batch, folder)
     free_model(reloaded)
     return difference
+
+
+def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], folder: Path) -> None:
+    """Check that an adapter, loaded from `folder`, changes what its base computes; one that was not trained may not.
+
+    Raises:
+        RuntimeError: its weights were trained, and change no logit: PEFT has not put them where they belong.
+    """
+    with_adapter = next_token_logits(adapted, batch)
+    with adapted.disable_adapter():
+        if not torch.equal(with_adapter, next_token_logits(adapted, batch)):
+            return
+    saved = load_file(folder / SAFETENSORS_WEIGHTS_NAME)
+    if any(weight.any() for name, weight in saved.items() if "lora_B" in name):
+        raise RuntimeError(
+            f"The adapter in {folder.name} was trained, but changes no logit of its base after it was loaded again: "
+            "PEFT did not find its weights; pass other --target_modules."
+        )
+    print("WARNING: the adapter changes nothing, as in a run whose few steps have a learning rate of 0")
 
 
 def merged(run: RunConfig, adapter: Path, device_map: DeviceMap) -> PreTrainedModel:

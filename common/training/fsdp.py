@@ -20,11 +20,12 @@ from torch.nn.utils import get_total_norm
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.models.loading import model_without_weights
 from common.models.shards import byte_count, global_numel, local_part
 from common.planning.device_maps import whole_model_on
 from common.runtime.rank import accelerate_shards
 from common.runtime.world import Rank
-from common.training.placement import StageMap, model_without_weights
+from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
 from common.training.usage import Held, check_share
 

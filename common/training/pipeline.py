@@ -21,17 +21,11 @@ from transformers import AutoConfig, PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
-from common.models.loading import (
-    add_lora,
-    check_model,
-    load_base_model,
-    load_pretrained,
-    model_class,
-    train_own_weights,
-)
+from common.models.loading import check_model, load_base_model, load_pretrained, model_class
+from common.models.trained_weights import add_lora, train_own_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
-from common.training.placement import StageMap
+from common.training.module_maps import StageMap
 from common.training.strategy import keep_answer_logits, takes_logits_to_keep
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}

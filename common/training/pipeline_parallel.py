@@ -17,8 +17,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
 from common.runtime.world import Rank
+from common.training.module_maps import StageMap
 from common.training.pipeline import Pipeline, StageModule, trained_stage
-from common.training.placement import StageMap
 from common.training.strategy import Batch, Model, Strategy
 
 OPTIMIZER_FILE = "optimizer-stage{}.pt"

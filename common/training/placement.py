@@ -1,23 +1,20 @@
 """Where a run's layers go, before its model loads: the device map, searched or brought along, and the plan of it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
-import torch
-from accelerate import infer_auto_device_map
-from accelerate.utils import get_balanced_memory
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
-from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.rows import Row, texts_of
 from common.data.splits import tokens_of
-from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
-from common.models.loading import any_shape_config, model_class, weight_dtype
-from common.planning.architectures import Architecture
+from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_here
+from common.models.loading import model_without_weights
+from common.planning.architectures import Architecture, is_known_architecture
 from common.planning.device_maps import (
     balanced_shares,
     check_device_map,
@@ -30,9 +27,7 @@ from common.planning.job import BatchShape, Job
 from common.planning.plans import Plan, architecture_of_run, job_of_run, make_plan, plan_run
 from common.planning.time_plan import Cluster, calibration_from
 from common.records.store import PLAN_TOLERANCE, kept_records
-
-StageMap = dict[str, int]
-"""Which stage, and so which device, holds which module."""
+from common.training.module_maps import StageMap, auto_map, even_map, layer_names
 
 
 @dataclass(frozen=True)
@@ -41,19 +36,22 @@ class Placement:
 
     Attributes:
         stage_map: Which stage holds which module.
-        plan: Of the run as it is.
+        layers: Of each stage.
+        plan: Of the run as it is; None for a model that the closed form does not know.
         divided: With a device for each stage: on GPUs the same, on CPU as if there were so many.
     """
 
     stage_map: StageMap
-    plan: Plan
-    divided: Plan
+    layers: tuple[int, ...]
+    plan: Plan | None = None
+    divided: Plan | None = None
 
     def for_record(self) -> dict[str, object]:
         """Return layers and planned peak of each stage, and which modules it holds."""
+        peaks = [memory.peak_gib for memory in self.divided.devices] if self.divided else None
         return {
-            "layers_per_stage": [sum(share.layers) for share in self.divided.shares],
-            "planned_peak_gib_per_stage": [memory.peak_gib for memory in self.divided.devices],
+            "layers_per_stage": list(self.layers),
+            "planned_peak_gib_per_stage": peaks,
             "stage_map": self.stage_map,
         }
 
@@ -61,18 +59,50 @@ class Placement:
 def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Placement:
     """Return the device map of a run with mp or pp, as `run.device_map` asks, and the plan of its largest batch.
 
+    A model that the closed form does not know is placed by its modules, and not planned.
+
     Raises:
         BadInputError: there are more stages than layers, or a device map does not fit model or devices.
+        UnknownArchitectureError: the closed form does not know the model, and pp or a balanced map needs it.
     """
+    if is_placed_by_modules(run):
+        return _placement_by_modules(run, run.device_map, gpu or _gpu_of(run))
     architecture, job, gpus = _divided(run, batch, gpu)
     stage_map = _stage_map(run, run.device_map, architecture, job, gpus)
     divided = _plan_of(run.device_map, architecture, job, gpus, stage_map)
-    return Placement(stage_map, divided if run.devices > 1 else plan_run(run, batch, gpu), divided)
+    layers = tuple(sum(share.layers) for share in divided.shares)
+    return Placement(stage_map, layers, divided if run.devices > 1 else plan_run(run, batch, gpu), divided)
+
+
+def is_placed_by_modules(run: RunConfig) -> bool:
+    """Return whether the closed form does not know the model of a run with mp, nor is needed for its device map."""
+    is_possible = run.parallelism.layers_in_turn and run.device_map != "balanced"
+    return is_possible and not is_known_architecture(run.model)
+
+
+def _placement_by_modules(run: RunConfig, device_map: str, gpu: Gpu) -> Placement:
+    model, count = model_without_weights(run), run.stage_count
+    if device_map == "even":
+        stage_map = even_map(model, count)
+    elif device_map == "auto":
+        stage_map = auto_map(run, (gpu,) * count)
+    else:
+        stage_map = _map_brought_along(model, device_map, run, count)
+    layers = Counter(stage_of(name, stage_map) for name in layer_names(model))
+    return Placement(stage_map, tuple(layers[stage] for stage in range(count)))
+
+
+def stage_of(module: str, stage_map: StageMap) -> int:
+    """Return the stage of a module: the longest entry that its name begins with decides."""
+    return stage_map[max((name for name in stage_map if f"{module}.".startswith(f"{name}.") or not name), key=len)]
+
+
+def _gpu_of(run: RunConfig) -> Gpu:
+    return cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
 
 
 def _divided(run: RunConfig, batch: BatchShape, gpu: Gpu | None) -> tuple[Architecture, Job, tuple[Gpu, ...]]:
-    if gpu is None:
-        gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
+    gpu = gpu or _gpu_of(run)
     job = replace(job_of_run(run, batch), parallel=run.parallel, devices=run.stage_count)
     return architecture_of_run(run, batch), job, (gpu,) * run.stage_count
 
@@ -91,14 +121,18 @@ def _stage_map(run: RunConfig, device_map: str, architecture: Architecture, job:
                     f"{architecture.name}: pass --device_map balanced, or take fewer devices."
                 )
         return chosen
-    model, brought, pipelines = model_without_weights(run), read_device_map(device_map), run.parallelism.pipelines
-    tied = [] if pipelines else list(model.all_tied_weights_keys.items())
-    check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, count)
-    numbered = {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
+    numbered = _map_brought_along(model_without_weights(run), device_map, run, count)
     stage_map = _for_each_module(architecture, numbered, count)
-    if pipelines:
+    if run.parallelism.pipelines:
         _check_contiguous(architecture, stage_map, count)
     return stage_map
+
+
+def _map_brought_along(model: PreTrainedModel, file: str, run: RunConfig, count: int) -> StageMap:
+    brought = read_device_map(file)
+    tied = [] if run.parallelism.pipelines else list(model.all_tied_weights_keys.items())
+    check_device_map(brought, [name for name, _ in model.named_parameters(remove_duplicate=False)], tied, count)
+    return {name: int(str(device).removeprefix("cuda:")) for name, device in brought.items()}
 
 
 def _for_each_module(architecture: Architecture, stage_map: StageMap, stages: int) -> StageMap:
@@ -124,25 +158,6 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
             )
 
 
-def model_without_weights(run: RunConfig) -> PreTrainedModel:
-    """Return the run's model on `meta`: names and shapes."""
-    config = any_shape_config(run.model)
-    with torch.device("meta"):
-        model = model_class(run, config)._from_config(config, dtype=weight_dtype(run))
-    model.tie_weights()
-    return model
-
-
-def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:
-    """Return what Accelerate chooses for `device_map="auto"` on empty GPUs: it looks at the weights alone."""
-    model = model_without_weights(run)
-    rooms = {number: int(gpu.memory_gib * GIB) for number, gpu in enumerate(gpus)}
-    about = {"no_split_module_classes": list(model._no_split_modules), "dtype": model.dtype}
-    with silent("accelerate"):  # it warns of GPUs that this machine may lack
-        chosen = infer_auto_device_map(model, get_balanced_memory(model, rooms, **about), **about)
-    return {name: int(device) for name, device in chosen.items()}
-
-
 def check_placement_and_memory(run: RunConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
     """Place and plan the run's largest batch before its model loads.
 
@@ -160,6 +175,8 @@ def check_placement_and_memory(run: RunConfig, rows: list[Row], tokenizer: PreTr
     )
     if run.parallelism.splits_layers:
         plan = place_stages(run, batch, gpu).plan
+        if plan is None:
+            return
     else:
         try:
             plan = plan_run(run, batch, gpu)
@@ -188,8 +205,14 @@ def check_fits(plan: Plan) -> None:
 def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:
     """Return a table of Accelerate's map, an even split and the balanced one: layers, peaks, largest batch.
 
-    Every number is projected. Accelerate's map is left out where it gives a device no layer.
+    Every number is projected. Accelerate's map is left out where it gives a device no layer. Of a model that the closed
+    form does not know there are the layers alone.
     """
+    if is_placed_by_modules(run):
+        maps = dict.fromkeys(["auto", "even", run.device_map])
+        placed = [_placement_by_modules(run, device_map, gpu or _gpu_of(run)) for device_map in maps]
+        layers = [" / ".join(map(str, placement.layers)) for placement in placed]
+        return pd.DataFrame({"Device map": list(maps), "Layers per device": layers})
     architecture, job, gpus = _divided(run, batch, gpu)
     by_accelerate = ["auto"] if run.parallelism.layers_in_turn else []
     rows = []

@@ -8,7 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.run_config import RunConfig
 from common.data.rows import Splits, Tokens
 from common.data.splits import load_splits, tokens_of
-from common.models.loading import add_lora, load_base_model, load_tokenizer
+from common.models.loading import load_base_model, load_tokenizer
+from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder

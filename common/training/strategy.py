@@ -24,12 +24,13 @@ from typing_extensions import override
 from common.base.run_config import RunConfig
 from common.data import rows
 from common.data.rows import IGNORED_LABEL, Tokens
-from common.models.loading import load_base_model, next_token_logits, parameter_counts, with_trained_weights
+from common.models.loading import load_base_model, next_token_logits
 from common.models.shards import byte_count, full_weights, gathered, global_numel, local_part
+from common.models.trained_weights import parameter_counts, with_trained_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
-from common.training.placement import StageMap
+from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
 

@@ -32,7 +32,7 @@ from common.base.run_config import RunConfig
 from common.models.loading import any_shape_config
 from common.models.shards import local_part
 from common.training.fsdp import mesh_of
-from common.training.placement import StageMap
+from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy
 
 PLAN: dict[str, type[ParallelStyle]] = {

@@ -19,7 +19,7 @@ from common.models.loading import next_token_logits
 from common.models.shards import byte_count, global_numel, local_part
 from common.planning.device_maps import whole_model_on
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
-from common.training.placement import StageMap
+from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
 from common.training.usage import Held, check_share, optimizer_bytes
 

@@ -89,11 +89,11 @@ def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
     rows = [row("Where is it? " * 40, id="long-1"), row("Where is it? " * 50, id="long-2"), row("Where?"), row("Who?")]
     tokenizer, run = load_tokenizer(RUN), replace(RUN, max_length=60)
     with pytest.raises(
-        BadInputError, match=r"Row long-1 has no answer token .*\(2 of 4 rows have none: long-1, long-2"
+        BadInputError, match=r"Row long-1 has no token to learn .*\(2 of 4 rows have none: long-1, long-2"
     ):
         tokens_of(rows, tokenizer, replace(run, max_truncated_fraction=0.4))
     assert len(tokens_of(rows, tokenizer, replace(run, max_truncated_fraction=0.5))) == 2
-    assert "2 of 4 rows have no answer within 60 tokens, and are left out" in capsys.readouterr().out
+    assert "2 of 4 rows have nothing to learn within 60 tokens, and are left out" in capsys.readouterr().out
     outcomes.keep(19, "all", "counted; refused above a limit")
 
 

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
-from common.models.loading import add_lora, load_base_model
+from common.models.loading import load_base_model
+from common.models.trained_weights import add_lora
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.shares import Share

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from common.base.run_config import RunConfig
-from common.models.loading import add_lora, load_base_model
+from common.models.loading import load_base_model
 from common.models.quantization import quantization_config
+from common.models.trained_weights import add_lora
 
 RUN = RunConfig(technique="qlora", parallel="fsdp", devices=2, lora_dropout=0.0)
 

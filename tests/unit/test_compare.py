@@ -1,4 +1,4 @@
-"""Runs are compared by what differs, what does not compare is said first, and no line is wider than the screen."""
+"""Runs are compared by what differs first; each number is the record's own, and what does not compare is said."""
 
 import copy
 import json
@@ -6,19 +6,92 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 from common import report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
-from common.reporting.compare import Comparison, found_runs, labels_of, main
+from common.reporting.compare import Comparison, found_runs, labels_of, main, text_of
 from common.reporting.rows import called
 from common.reporting.screen import fitted
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "records" / "python-batch16-seed42.json"
 CLASSES = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2" / "records"
 SUMMARIES = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "records"
+RECORDS = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2" / "records"
+SMALL, LARGE, SEED_7 = (
+    RECORDS / f"torchrun-{name}.json" for name in ("batch8-seed42", "batch16-seed42", "batch8-seed7")
+)
+
+
+def compared(*files: Path) -> Comparison:
+    runs = [load_record(file) for file in files]
+    return Comparison(runs, labels_of(runs))
+
+
+def test_settings_that_differ_are_named_and_no_others() -> None:
+    lines = {line.name: line.values for line in compared(SMALL, LARGE).settings()}
+    assert lines["per_device_train_batch_size"] == [8, 16]
+    assert not {"seed", "learning_rate", "run_name"} & lines.keys()
+
+
+def test_numbers_are_those_of_the_records() -> None:
+    comparison, (small, large) = compared(SMALL, LARGE), map(load_record, (SMALL, LARGE))
+    time = {line.name: line.values for line in comparison.time()}
+    assert time["training time"] == [small["train_time_s"], large["train_time_s"]]
+    assert "status" not in time  # both completed
+    quality = {line.name: line.values for line in comparison.quality()}
+    facts = next(values for name, values in quality.items() if name.startswith("facts said"))
+    assert facts == [
+        [run["quality"][when]["facts_said_share"] for when in ("before", "after")] for run in (small, large)
+    ]
+    memory = {line.name: line.values for line in comparison.memory()}
+    peaks = [max(rank["peak_training_gib"] for rank in run["memory"]) for run in (small, large)]
+    assert memory["training's peak, measured (GiB)"] == peaks
+
+
+def test_runs_that_do_not_compare_are_said_first() -> None:
+    assert compared(SMALL, LARGE).warning() == ""
+    assert "seed (42 / 7)" in compared(SMALL, SEED_7).warning()
+    assert text_of(compared(SMALL, SEED_7), Path("p.png")).startswith("These runs do not compare")
+
+
+def test_a_table_is_never_wider_than_the_screen_and_loses_nothing() -> None:
+    headers, rows = (
+        ["", *(f"run {number}" for number in range(9))],
+        [["steps", *(str(10**number) for number in range(9))]],
+    )
+    text = fitted(headers, rows, width=40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert all(word in text.split() for word in (*map(str, range(9)), *rows[0]))
+
+
+def test_the_command_draws_a_picture_and_prints_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "losses.png"
+    monkeypatch.setattr(sys, "argv", ["compare", str(SMALL), str(LARGE), "--picture", str(picture), "--json"])
+    main()
+    answer = json.loads(capsys.readouterr().out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert answer["settings"]["per_device_train_batch_size"] == [8, 16]
+    assert answer["curves"]["validation_losses"][0] == load_record(SMALL)["validation_losses"]
+
+
+def test_runs_are_named_by_patterns_and_a_wrong_name_gets_the_closest() -> None:
+    records = [load_record(file) for file in (SMALL, LARGE, SEED_7)]
+    assert called(records, ["*-batch8-*"]) == [records[0], records[2]]
+    assert called(records, ["2.2/torchrun-batch16-seed42"]) == [records[1]]
+    with pytest.raises(BadInputError, match="did you mean torchrun-batch16-seed42"):
+        called(records, ["torchrun-batch16-seed4"])
+    with pytest.raises(BadInputError, match="1 run is named"):
+        found_runs([str(SMALL)])
+
+
+def said_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
+    main()
+    return capsys.readouterr().out
 
 
 @pytest.fixture
@@ -33,30 +106,6 @@ def written(results: Path, run: Record, name: str, **changes: object) -> Record:
     (results / name).mkdir(parents=True)
     (results / name / RECORD_NAME).write_text(json.dumps(other))
     return other
-
-
-def compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
-    main()
-    return capsys.readouterr().out
-
-
-def test_settings_that_differ_stand_first_and_the_rest_is_left_out(
-    run: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written(tmp_path, run, "slow", learning_rate=1e-4)
-    written(tmp_path, run, "fast", lora_r=16)
-    said = compared(monkeypatch, capsys, tmp_path / "slow", tmp_path / "fast")
-    settings = said.partition("Quality")[0]
-    assert said.startswith("Settings that differ")
-    assert [line.split() for line in settings.splitlines() if line.startswith(("learning", "lora"))] == [
-        ["learning_rate", "0.0001", "0.001"],
-        ["lora_r", "8", "16"],
-    ]
-    assert "seed" not in settings
-    assert "facts said (higher is better)" in said
-    assert "9% -> 100%" in said
-    assert imread(tmp_path / "slow" / "compare.png").shape[1] > 1000
 
 
 @pytest.mark.parametrize(
@@ -98,24 +147,10 @@ def test_many_runs_of_each_task_fit_the_screen(
     monkeypatch.setenv("COLUMNS", str(width))
     files = sorted(records.glob("*.json"))
     picture = tmp_path / "c.png"
-    said = compared(monkeypatch, capsys, *files, "--picture", picture)
+    said = said_of(monkeypatch, capsys, *files, "--picture", picture)
     assert max(map(len, said.partition("losses by step")[0].splitlines())) <= width
     assert all(file.stem in said.replace("\n", "") for file in files)
     assert picture.stat().st_size > 10_000
-
-
-def test_json_has_the_same_as_numbers(
-    run: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    written(tmp_path, run, "a", learning_rate=1e-4)
-    written(tmp_path, run, "b")
-    said = json.loads(compared(monkeypatch, capsys, tmp_path, "--json"))
-    assert said["runs"] == ["a", "b"]
-    assert said["settings"]["learning_rate"] == [1e-4, 1e-3]
-    assert said["quality"]["facts said (higher is better)"][0] == [
-        run["quality"][when]["facts_said_share"] for when in ("before", "after")
-    ]
-    assert said["curves"]["training_losses"][0] == run["training_losses"]
 
 
 def test_a_failed_run_is_compared_in_what_it_has(
@@ -126,7 +161,7 @@ def test_a_failed_run_is_compared_in_what_it_has(
     written(
         tmp_path, {name: run[name] for name in reached} | {"status": "oom"}, "big", per_device_train_batch_size=4096
     )
-    said = compared(monkeypatch, capsys, tmp_path)
+    said = said_of(monkeypatch, capsys, tmp_path)
     assert "oom" in said
     assert "4096" in said
 
@@ -144,15 +179,6 @@ def test_runs_are_found_by_name_and_labelled_apart(tmp_path: Path, run: Record) 
     assert called([run], ["2.1*"]) == called([run], [run["run_folder"]]) == called([run], ["python-*"]) == [run]
 
 
-def test_columns_that_do_not_fit_stand_below_with_the_first_one() -> None:
-    said = fitted(["", *(f"column {n}" for n in range(9))], [["name", *"abcdefghi"], ["long " * 30, *"123456789"]], 60)
-    assert max(map(len, said.splitlines())) <= 60
-    tables = said.split("\n\n")
-    assert len(tables) > 1
-    assert all("name" in table for table in tables)
-    assert [column for column in range(9) if f"column {column}" not in said] == []
-
-
 def test_results_hide_failed_runs_unless_they_are_asked_for(
     run: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +193,7 @@ def test_results_hide_failed_runs_unless_they_are_asked_for(
         report.main()
         return capsys.readouterr().out
 
-    assert "Hidden: 1 that did not complete" in said()
+    assert "1 runs that did not complete are hidden" in said()
     assert "broken" not in said()
     assert "broken" in said("--failed")
     assert "broken" in said("broken")

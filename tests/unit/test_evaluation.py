@@ -9,7 +9,8 @@ import torch
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.splits import load_splits
-from common.models.loading import add_lora, load_base_model, load_tokenizer
+from common.models.loading import load_base_model, load_tokenizer
+from common.models.trained_weights import add_lora
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import (

@@ -25,21 +25,24 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.models.loading import (
-    add_lora,
     any_shape_config,
     check_model,
     checked_config,
-    head_modules,
     largest_difference,
     load_base_model,
     load_tokenizer,
     logit_tolerance,
+)
+from common.models.minilm import minilm_folder
+from common.models.trained_weights import (
+    add_lora,
+    head_modules,
     parameter_counts,
     train_linear_layers,
     train_own_weights,
 )
-from common.models.minilm import minilm_folder
 from common.planning.architectures import MODEL_CONFIGS
+from common.training.export import check_changes_logits
 
 FP32 = 1e-5
 CPU = {"": "cpu"}
@@ -201,6 +204,25 @@ def test_a_name_that_matches_no_layer_is_refused(run_config: RunConfig) -> None:
         train_linear_layers(model, "q_proj,c_attn")
     with pytest.raises(BadInputError, match="'lm_head'"):
         train_linear_layers(model, "lm_head")
+
+
+def test_a_trained_adapter_that_changes_nothing_is_refused(
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = {"input_ids": torch.arange(8).view(1, 8)}
+    fresh = add_lora(load_base_model(run_config, CPU), run_config)
+    fresh.save_pretrained(tmp_path)
+    check_changes_logits(fresh, batch, tmp_path)
+    assert "the adapter changes nothing" in capsys.readouterr().out  # nor was it trained
+    trained = add_lora(load_base_model(run_config, CPU), run_config)
+    for name, weight in trained.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(weight)
+    trained.save_pretrained(tmp_path)
+    check_changes_logits(trained, batch, tmp_path)
+    assert not capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="was trained, but changes no logit"):
+        check_changes_logits(fresh, batch, tmp_path)
 
 
 # -- classifiers

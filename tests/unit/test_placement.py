@@ -16,18 +16,12 @@ from common.base.run_folders import literal_of
 from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
 from common.hardware.devices import find_gpu
-from common.models.loading import load_base_model, load_tokenizer
+from common.models.loading import load_base_model, load_tokenizer, model_without_weights
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
-from common.training.placement import (
-    auto_map,
-    check_fits,
-    check_placement_and_memory,
-    model_without_weights,
-    place_stages,
-    placement_table,
-)
+from common.training.module_maps import auto_map
+from common.training.placement import check_fits, check_placement_and_memory, place_stages, placement_table
 
 BATCH = BatchShape(16, 40, 20, padded=True)
 MP = RunConfig(technique="full", parallel="mp", stages=2)

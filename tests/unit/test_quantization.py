@@ -17,7 +17,7 @@ from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.data.batches import make_collator
 from common.data.splits import load_splits, tokens_of
-from common.models.loading import add_lora, load_base_model, load_tokenizer, parameter_counts, weight_dtype
+from common.models.loading import load_base_model, load_tokenizer, weight_dtype
 from common.models.quantization import (
     check_bitsandbytes,
     dequantized,
@@ -26,6 +26,7 @@ from common.models.quantization import (
     relative_error,
     stored_weights,
 )
+from common.models.trained_weights import add_lora, parameter_counts
 from common.planning.architectures import MODEL_CONFIGS, read_architecture
 from common.planning.job import BatchShape
 from common.planning.memory_plan import device_memory

@@ -16,8 +16,9 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TASKS, Parallelism
 from common.data.batches import make_collator
 from common.data.splits import load_splits, tokens_of
-from common.models.loading import add_lora, load_base_model, load_tokenizer, next_token_logits
+from common.models.loading import load_base_model, load_tokenizer, next_token_logits
 from common.models.minilm import minilm_folder
+from common.models.trained_weights import add_lora
 from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank

@@ -1,0 +1,152 @@
+"""The planner's answer for a model that the closed form does not know: dry runs of each way, ranked by memory alone."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tabulate import tabulate
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.base.specs import TECHNIQUES
+from common.checks.dry_run import DryRun, dry_run
+from common.hardware.devices import GIB, Gpu
+from common.models.families import experts_at_work, suited_to_model
+from common.models.loading import model_without_weights
+from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, NCCL_GIB, WORKSPACE_GIB
+from common.planning.job import Job
+
+PASSING = ("activations", "logits", "gradients")
+"""Parts that are allocated and freed in every step, and leave gaps."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A way to train, and what its dry runs showed.
+
+    Attributes:
+        result: Of the batch that was asked for.
+        row_gib: What one more row per device takes, by a dry run of twice the batch.
+    """
+
+    run: RunConfig
+    result: DryRun
+    row_gib: float
+    gpu: Gpu
+
+    @property
+    def overhead_gib(self) -> float:
+        """What a GPU needs besides: context, workspace, gaps, and NCCL's buffers where there are several."""
+        gaps_gib = GAP_SHARE * sum(self.result.peak[part] for part in PASSING) / GIB
+        return CONTEXT_GIB + WORKSPACE_GIB + gaps_gib + NCCL_GIB * (self.run.devices > 1)
+
+    @property
+    def peak_gib(self) -> float:
+        """Of one device, with the overhead."""
+        return self.result.peak_gib + self.overhead_gib
+
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU holds it."""
+        return self.peak_gib <= self.gpu.memory_gib
+
+    @property
+    def max_batch_size(self) -> int:
+        """Rows per device that fit: memory grows by as much for each."""
+        rows = self.run.per_device_train_batch_size
+        return max(0, rows + math.floor((self.gpu.memory_gib - self.peak_gib) / self.row_gib))
+
+    @property
+    def name(self) -> str:
+        """For a table: `full, DDP, checkpointed`."""
+        parts = [self.run.method.short, self.run.parallelism.label]
+        return ", ".join(parts + ["checkpointed"] * self.run.gradient_checkpointing)
+
+
+def answer_by_dry_runs(
+    asked: Sequence[RunConfig], job: Job, gpu: Gpu, checkpointing: bool | None, unknown: str, as_json: bool
+) -> int:
+    """Print the runs of `asked` that dry runs can show, best first; return 0 if one fits, else 1.
+
+    `checkpointing`: None where gradient checkpointing is to be used if nothing fits without.
+
+    Raises:
+        BadInputError: the dry run does not know a technique or a parallelism that is asked for.
+    """
+    for run in asked:
+        if run.method.quantizes or not (run.parallelism.is_single or run.parallelism.replicates):
+            raise BadInputError(f"{unknown} Dry runs stand in for lora and full, with single and ddp: pass these.")
+    runs = [suited_to_model(run) for run in asked]
+    tried = sorted((_try(run, job, gpu, checkpointing) for run in runs), key=_rank)
+    said = [
+        f"{unknown} Dry runs stand in: they show memory, not time, and neither QLoRA nor sharding.",
+        f"{runs[0].model}: {experts_at_work(model_without_weights(runs[0]))}",
+    ]
+    best = tried[0]
+    needs = f"{best.peak_gib:.1f} of {best.gpu.memory_gib:.1f} GiB on each {best.gpu.name}"
+    fitting = f"{best.name}: {needs}; up to {best.max_batch_size} rows"
+    advice = fitting if best.fits else f"Nothing fits. Nearest is {best.name}: {needs}"
+    if as_json:
+        answer = {
+            "model": runs[0].model,
+            "figures": "projected",
+            "ranked": [_as_json(each) for each in tried],
+            "recommendation": advice,
+            "assumptions": said,
+        }
+        print(json.dumps(answer, indent=2))
+    else:
+        print("\n\n".join([said[0], f"{said[1]}; every figure is projected", _table(tried), advice]))
+    return 0 if best.fits else 1
+
+
+def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Tried:
+    """Take the dry runs; unless gradient checkpointing was asked for or not, it is used where nothing fits without."""
+    print(f"dry run: {run.technique}, {run.parallel} ...", file=sys.stderr, flush=True)
+    result, doubled = dry_run(run, job.batch), dry_run(run, replace(job.batch, rows=2 * job.batch.rows))
+    tried = Tried(run, result, (doubled.peak_gib - result.peak_gib) / job.batch.rows, gpu)
+    if tried.fits or checkpointing is not None:
+        return tried
+    return _try(replace(run, gradient_checkpointing=True), job, gpu, True)
+
+
+def _rank(tried: Tried) -> tuple[bool, int, float]:
+    """What fits comes first, then the better technique, then the one that needs less."""
+    return not tried.fits, list(TECHNIQUES).index(tried.run.technique) if tried.fits else 0, tried.peak_gib
+
+
+def _table(tried: Sequence[Tried]) -> str:
+    rows = [
+        [
+            each.name,
+            each.run.precision,
+            "yes" if each.fits else "no",
+            f"{each.peak_gib:.1f} / {each.gpu.memory_gib:.1f}",
+            each.max_batch_size or "-",
+        ]
+        for each in tried
+    ]
+    headers = ["way", "precision", "fits", "peak / GPU\nGiB", "largest\nbatch"]
+    return tabulate(rows, headers, tablefmt="rounded_outline", disable_numparse=True)
+
+
+def _as_json(tried: Tried) -> dict[str, object]:
+    device = {
+        **{f"{part}_gib": size / GIB for part, size in tried.result.peak.items()},
+        "overhead_gib": tried.overhead_gib,
+        "peak_gib": tried.peak_gib,
+        "capacity_gib": tried.gpu.memory_gib,
+        "fits": tried.fits,
+    }
+    return {
+        "technique": tried.run.technique,
+        "parallel": tried.run.parallel,
+        "precision": tried.run.precision,
+        "gradient_checkpointing": tried.run.gradient_checkpointing,
+        "per_device": [{"device": number, **device} for number in range(tried.run.devices)],
+        "max_batch_size": tried.max_batch_size,
+        **dict.fromkeys(("step_time_s", "tokens_per_s", "cost_usd_per_epoch")),
+        "why": f"by dry run: {tried.peak_gib:.1f} of {tried.gpu.memory_gib:.1f} GiB",
+    }

@@ -1,0 +1,120 @@
+"""What a run will learn from: its rows counted, and one of them token by token, before anything is trained."""
+
+import os
+import statistics
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from common.base.command_line import refused_in_one_sentence
+from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser, parse_overrides
+from common.base.run_config import RunConfig
+from common.data.row_checks import digest
+from common.data.rows import IGNORED_LABEL, SPLIT_NAMES, Splits, Tokens
+from common.data.splits import load_splits, tokens_of
+from common.models.loading import load_tokenizer
+
+LEARNT, READ, PLAIN = "\033[1;32m", "\033[2m", "\033[0m"
+"""Terminal colours: bold green for what is learnt, dim for what is only read."""
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The rows of a run.
+
+    Attributes:
+        tokens: Of each training row, not cut.
+        max_length: Longer rows are cut here.
+    """
+
+    splits: Splits
+    tokens: list[Tokens]
+    max_length: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each training row, in increasing order."""
+        return sorted(len(row["input_ids"]) for row in self.tokens)
+
+    @property
+    def learnt(self) -> list[int]:
+        """Tokens of each row that are learnt: those within `max_length`; a row's label counts as one."""
+        return [
+            sum(label != IGNORED_LABEL for label in row["labels"][: self.max_length])
+            if isinstance(row["labels"], list)
+            else 1
+            for row in self.tokens
+        ]
+
+    @property
+    def repeated(self) -> int:
+        """Training rows that an earlier one equals, but for case and spacing."""
+        return len(self.splits.train) - len(Counter(map(digest, self.splits.train)))
+
+    def __str__(self) -> str:
+        """Return lines for a terminal."""
+        lengths, learnt = self.lengths, self.learnt
+        rows = (self.splits.train, self.splits.validation, self.splits.test)
+        sizes = ", ".join(f"{len(split):,} {name}" for name, split in zip(SPLIT_NAMES, rows, strict=True))
+        ninetieth, total = lengths[int(0.9 * (len(lengths) - 1))], sum(lengths)
+        return "\n".join([
+            f"rows     {sizes}; {self.repeated:,} training rows repeat an earlier one",
+            f"tokens   {total:,} in training rows, {sum(learnt):,} of them learnt ({sum(learnt) / total:.0%})",
+            f"length   {lengths[0]:,} to {lengths[-1]:,} tokens, median {statistics.median(lengths):,.0f}; nine in ten "
+            f"rows have at most {ninetieth:,}",
+            f"cut      {sum(length > self.max_length for length in lengths):,} rows have more than max_length, "
+            f"{self.max_length:,}; {learnt.count(0):,} have nothing to learn before it",
+        ])  # fmt: skip
+
+
+def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> Preview:
+    """Turn the training rows into tokens, whole ones, to be counted and shown.
+
+    Raises:
+        BadInputError: the chat template cannot write a row.
+    """
+    uncut = replace(run, max_length=max(run.max_length, sys.maxsize // 2))
+    return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length)
+
+
+def coloured(row: Tokens, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:
+    """Return a row's text with what is learnt in green; without colours that stands between `[[` and `]]`."""
+    starts, ends = (LEARNT, PLAIN) if in_colour else ("[[", "]]")
+    text, part = "", []
+    learns = [label != IGNORED_LABEL for label in row["labels"]]
+    for place, token in enumerate(row["input_ids"]):
+        part.append(token)
+        if place + 1 == len(learns) or learns[place + 1] != learns[place]:
+            said, part = tokenizer.decode(part), []
+            dimmed = f"{READ}{said}{PLAIN}" if in_colour else said
+            text += f"{starts}{said}{ends}" if learns[place] else dimmed
+    return text
+
+
+@refused_in_one_sentence()
+def main() -> None:
+    """Run the command line.
+
+    Raises:
+        BadInputError: there is no such row.
+    """
+    parser = OneSentenceParser(prog="python -m common.data", description=__doc__, allow_abbrev=False)
+    parser.add_argument("data", help="a file, a folder, a URL, or the id of a dataset on the Hub")
+    parser.add_argument("--row", type=int, default=1, help="the training row to show, from 1 (%(default)s)")
+    options, overrides = parser.parse_known_args()
+    run = replace(parse_overrides(RunConfig(), overrides), data=options.data)
+    splits = load_splits(run)
+    if not 1 <= options.row <= len(splits.train):
+        raise BadInputError(f"--row is {options.row}, but there are {len(splits.train):,} training rows.")
+    tokenizer = load_tokenizer(run)
+    shown = preview(run, splits, tokenizer)
+    print(shown)
+    row = shown.tokens[options.row - 1]
+    if isinstance(row["labels"], list) and not run.goal.summarizes:
+        in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        how = "green" if in_colour else "between [[ and ]]"
+        cut = {name: values[: run.max_length] for name, values in row.items()}
+        print(f"\ntraining row {options.row}, what is learnt {how}:\n{coloured(cut, tokenizer, in_colour)}")

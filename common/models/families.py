@@ -1,0 +1,101 @@
+"""What a model's family asks for: defaults that cannot work with it are changed, and weights that cannot be in 4 bits
+are found, before any of its weights are loaded."""
+
+from dataclasses import fields, replace
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from transformers import PreTrainedModel
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.row_checks import say_once
+from common.models.loading import checked_config, model_class, model_without_weights
+from common.models.quantization import is_quantizable
+from common.models.trained_weights import add_lora, has_fused_experts, idle_weights
+from common.planning.architectures import is_known_architecture
+
+LEAST_QUANTIZED_SHARE = 0.9
+
+
+def suited_to_model(run: RunConfig) -> RunConfig:
+    """Return the run with those defaults changed that cannot work with its model, and say once which.
+
+    A setting that is not at its default stays: what was asked for is refused later, not replaced.
+
+    Raises:
+        BadInputError: the model has no known shape, or cannot do the run's task.
+    """
+    config = checked_config(run)
+    defaults = {each.name: each.default for each in fields(run)}
+    if run.attention == defaults["attention"] and not model_class(run, config)._supports_sdpa:
+        run = replace(run, attention="eager")
+        say_once(
+            f"{run.model}: Transformers has no SDPA attention for the kind {config.model_type}; attention is eager"
+        )
+    if run.method.has_adapters and run.lora_dropout == defaults["lora_dropout"] and adapts_experts(run):
+        run = replace(run, lora_dropout=0.0)
+        say_once(
+            f"{run.model}: its experts get adapters, too, and these take no dropout: lora_dropout is 0 "
+            "(--target_modules q_proj,v_proj, or other layers of attention, leaves the experts out)"
+        )
+    if run.parallelism.layers_in_turn and run.device_map == "balanced" and not is_known_architecture(run.model):
+        run = replace(run, device_map="even")
+        say_once(
+            f"{run.model}: device_map is even, as the closed form, which balances memory, does not know the kind "
+            f"{config.model_type}"
+        )
+    return run
+
+
+def adapts_experts(run: RunConfig) -> bool:
+    """Return whether the run's adapters are also put on fused experts, which PEFT wraps as weights."""
+    model = model_without_weights(run)
+    if not any(map(has_fused_experts, model.modules())):
+        return False
+    with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
+        adapted = add_lora(model, replace(run, lora_dropout=0.0))
+    return any(isinstance(module, ParamWrapper) for module in adapted.modules())
+
+
+def experts_at_work(model: PreTrainedModel) -> str:
+    """Return how many parameters a model has, and of a mixture of experts how many work on one token."""
+    total, idle = sum(weight.numel() for weight in model.parameters()), idle_weights(model)
+    at_work = f", {(total - idle) / 1e9:.3g}B of them at work on a token" if idle else ""
+    return f"{total / 1e9:.3g}B parameters{at_work}"
+
+
+def check_quantizable(run: RunConfig) -> None:
+    """Refuse a model of whose layers less than 90 % of the weights would be stored in 4 bits.
+
+    Raises:
+        BadInputError: with that share, and what holds the other weights.
+    """
+    if not run.method.quantizes:
+        return
+    shares = weights_by_class(model_without_weights(run))
+    quantized = sum(count for (_, is_quantized), count in shares.items() if is_quantized)
+    share = quantized / sum(shares.values())
+    if share < LEAST_QUANTIZED_SHARE:
+        others = {name: count for (name, is_quantized), count in shares.items() if not is_quantized}
+        largest = max(others, key=others.get)
+        raise BadInputError(
+            f"Only {share:.0%} of the weights in the layers of {run.model} would be stored in 4 bits, as bitsandbytes "
+            f"quantizes torch.nn.Linear, but the most are in {largest}: pass --technique lora in a folder of 2.1."
+        )
+
+
+def weights_by_class(model: PreTrainedModel) -> dict[tuple[str, bool], int]:
+    """Return how many weights a model's layers have, by the module's class and whether it can be in 4 bits.
+
+    Embeddings, the head and vectors (norms and biases) do not count.
+    """
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    counts: dict[tuple[str, bool], int] = {}
+    for module in model.modules():
+        if id(module) in ends or isinstance(module, torch.nn.Embedding):
+            continue
+        kind = type(module).__name__, is_quantizable(module)
+        matrices = [weight.numel() for weight in module.parameters(recurse=False) if weight.ndim > 1]
+        counts[kind] = counts.get(kind, 0) + sum(matrices)
+    return counts

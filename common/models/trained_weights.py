@@ -1,0 +1,133 @@
+"""What is trained of a model: adapters on its frozen layers, or its own weights."""
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.models.quantization import weight_counts
+from common.models.shards import global_numel
+
+
+def has_fused_experts(module: torch.nn.Module) -> bool:
+    """Return whether this module holds the matrices of all experts of a layer, as weights with three dimensions."""
+    return any(weight.ndim == 3 for weight in module.parameters(recurse=False))
+
+
+def is_projection(module: torch.nn.Module) -> bool:
+    """Return whether this is a linear layer, also one of GPT-2's (`Conv1D`), or the experts of a layer."""
+    return isinstance(module, torch.nn.Linear | Conv1D) or has_fused_experts(module)
+
+
+def head_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
+    """Return the names of the model's modules that are trained in full, also beside adapters: the task's heads."""
+    return [head for head in run.goal.heads if any(name.endswith(head) for name, _ in model.named_modules())]
+
+
+def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
+    """Freeze `model` and put adapters on the run's target modules; they start Gaussian, and add nothing yet.
+
+    Raises:
+        BadInputError: the model has no module of such a name.
+    """
+    config = LoraConfig(
+        task_type=run.goal.peft_type if run.goal.heads or model.can_generate() else None,
+        modules_to_save=head_modules(model, run) or None,
+        r=run.lora_r,
+        lora_alpha=run.lora_alpha,
+        lora_dropout=run.lora_dropout,
+        use_rslora=True,
+        init_lora_weights="gaussian",
+        target_modules=run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(","),
+    )
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        if run.lora_dropout and "lora_dropout" in reason:  # of fused experts, which PEFT wraps as weights
+            raise BadInputError(
+                f"lora_dropout is {run.lora_dropout}, but {run.model} is a mixture of experts, whose adapters take no "
+                "dropout: pass --lora_dropout 0, or --target_modules with layers of attention alone, such as "
+                "q_proj,v_proj."
+            ) from None
+        raise BadInputError(f"target_modules is {run.target_modules!r}: {reason}") from None
+
+
+def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linear") -> list[str]:
+    """Freeze `model` except for its linear layers of the given names, as `RunConfig.target_modules` says; list them.
+
+    `all-linear`: all but the head; `all`: every weight, also of embeddings, norms and head. A name matches as in PEFT:
+    the whole name of a layer, or its last parts.
+
+    Raises:
+        BadInputError: a name matches no linear layer; with the names that there are.
+    """
+    if target_modules == "all":
+        model.requires_grad_(True)
+        return [name for name, _ in model.named_parameters()]
+    head, modules = model.get_output_embeddings(), model.named_modules()
+    linears = {name: module for name, module in modules if is_projection(module) and module is not head}
+    if target_modules != "all-linear":
+        endings = tuple(f".{name}" for name in target_modules.split(","))
+        for ending in endings:
+            if not any(f".{name}".endswith(ending) for name in linears):
+                known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+                raise BadInputError(
+                    f"target_modules has {ending[1:]!r}, but no linear layer is called so: choose some of {known}."
+                )
+        linears = {name: linear for name, linear in linears.items() if f".{name}".endswith(endings)}
+    model.requires_grad_(False)
+    for linear in linears.values():
+        linear.requires_grad_(True)
+    return list(linears)
+
+
+def train_own_weights(model: PreTrainedModel, run: RunConfig) -> None:
+    """Switch on the weights that full fine-tuning trains: `target_modules`, and the head of a classifier in any case.
+
+    Raises:
+        BadInputError: a name matches no linear layer.
+    """
+    train_linear_layers(model, run.target_modules)
+    heads = head_modules(model, run)
+    for name, weight in model.named_parameters():
+        if any(f"{head}." in name for head in heads):
+            weight.requires_grad_(True)
+
+
+def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedModel | PeftModel:
+    """Switch on what the run trains: adapters on a frozen base, or the model's own weights.
+
+    Raises:
+        BadInputError: the model has no module, or no linear layer, of such a name.
+    """
+    if run.method.has_adapters:
+        return add_lora(model, run)
+    train_own_weights(model, run)
+    return model
+
+
+def idle_weights(model: PreTrainedModel) -> int:
+    """Return how many of a mixture's weights do not work on a token: all experts are held, some are chosen for it."""
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    held = sum(
+        global_numel(weight)
+        for module in model.modules()
+        if has_fused_experts(module)
+        for weight in module.parameters(recurse=False)
+    )
+    return held - held * config.num_experts_per_tok // experts if held else 0
+
+
+def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
+    """Return how many parameters are trained, and how many multiply a token.
+
+    An input embedding that is not also the head is only looked up, and of experts those that are chosen multiply.
+    """
+    trained = sum(global_numel(weight) for weight in model.parameters() if weight.requires_grad)
+    multiplied = weight_counts(model) - idle_weights(model)
+    lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    return trained, multiplied if head is not None and lookup is head.weight else multiplied - global_numel(lookup)

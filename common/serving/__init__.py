@@ -1,0 +1,1 @@
+"""After a run: talk to what was tuned, and hand it on."""

@@ -1,0 +1,122 @@
+"""A finished run, found by its name, and its models, loaded as it trained them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from common.base.errors import BadInputError, closest
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.models.loading import load_base_model, load_tokenizer
+from common.planning.device_maps import whole_model_on
+from common.records.store import RECORD_NAME, Record, load_record
+
+
+@dataclass(frozen=True)
+class TunedRun:
+    """A run that ended well.
+
+    Attributes:
+        folder: Of its results.
+        run: Its settings, as for one device.
+    """
+
+    folder: Path
+    record: Record
+    run: RunConfig
+
+    @property
+    def device(self) -> str:
+        """Where models are loaded: where the run trained them, if there is such a device here."""
+        return "cuda:0" if self.run.device == "cuda" else "cpu"
+
+    @property
+    def whole_model(self) -> Path:
+        """The folder of the tuned model as plain Transformers loads it."""
+        return self.folder / ("merged" if self.run.method.has_adapters else "model")
+
+
+def find_run(name: str, base: str = "") -> TunedRun:
+    """Return the run of a results folder, by its path from here or from the repository, or by its name alone.
+
+    `base`: where the base model is now, if it has moved since.
+
+    Raises:
+        BadInputError: there is no such run, or several, or it did not end well, or it does not chat.
+    """
+    folder = _find_folder(name)
+    record = load_record(folder / RECORD_NAME)
+    if record["status"] != "completed":
+        raise BadInputError(f"The run in {name} is {record['status']}: resume or repeat it, or name another run.")
+    known = {each.name for each in fields(RunConfig)}
+    config = {key: value for key, value in record["config"].items() if key in known}
+    run = RunConfig(**config, **({"results_root": ""} if "results_root" not in config else {}))
+    if not run.goal.chats:
+        raise BadInputError(
+            f"The run in {name} is for {run.task}, and does not chat: load its folder with transformers.pipeline, or "
+            "name a run of 2.1 to 2.7."
+        )
+    run = run.changed_to(parallel="single", devices=1, learning_rate_scaling="none", model=base or run.model)
+    if run.device == "cuda" and not torch.cuda.is_available():
+        print("the run was on a GPU, and there is none here: the CPU answers")
+        run = run.changed_to(device="cpu", gpu="", attention="eager" if run.attention == "eager" else "sdpa")
+    return TunedRun(folder, record, run)
+
+
+def _find_folder(name: str) -> Path:
+    for place in (Path(name).expanduser(), Path("results") / name, REPOSITORY / name):
+        if (place / RECORD_NAME).is_file():
+            return place.resolve()
+    known = {
+        str(path.parent.relative_to(REPOSITORY)): path.parent
+        for path in REPOSITORY.glob(f"*/run_*/results/*/{RECORD_NAME}")
+    }
+    found = [place for place in known if Path(place).name == name]
+    if len(found) == 1:
+        return known[found[0]]
+    if found:
+        raise BadInputError(f"Several runs are called {name}: pass one of {', '.join(found)}.")
+    names = {place: Path(place).name for place in known}
+    meant = next((place for place in known if names[place] == closest(name, names.values())), "")
+    example = meant or next(iter(known), "2.1_lora_finetuning/run_0_cpu_x1/results/NAME")
+    raise BadInputError(
+        f"There is no run {name} (no folder with {RECORD_NAME} is called so): pass a results folder such as {example}."
+    )
+
+
+@dataclass(frozen=True)
+class TunedModels:
+    """Base and tuned model: with adapters one model, whose adapter can be switched off."""
+
+    base: PreTrainedModel | PeftModel
+    tuned: PreTrainedModel | PeftModel
+    without_adapter: Callable[[], AbstractContextManager]
+    """Entered, it makes `base` the base."""
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_models(tuned: TunedRun) -> TunedModels:
+    """Load base and tuned model of a run.
+
+    Raises:
+        BadInputError: the base cannot be loaded, or the adapter belongs to another one.
+    """
+    run, device = tuned.run, whole_model_on(tuned.device)
+    tokenizer, base = load_tokenizer(run), load_base_model(run, device)
+    if not run.method.has_adapters:
+        model = load_base_model(replace(run, weights="pretrained"), device, source=tuned.whole_model)
+        return TunedModels(base, model, nullcontext, tokenizer)
+    adapter = tuned.folder / "adapter"
+    try:
+        model = PeftModel.from_pretrained(base, adapter).eval()
+    except (RuntimeError, ValueError) as error:  # of other shapes, or with layers that the base lacks
+        raise BadInputError(
+            f"The adapter of {tuned.folder.name} does not fit {run.model} ({str(error).strip().splitlines()[0]}): it "
+            "was trained on another base, which --base names."
+        ) from None
+    return TunedModels(model, model, model.disable_adapter, tokenizer)

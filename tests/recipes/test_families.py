@@ -1,0 +1,150 @@
+"""Tiny models of the families that people bring go through training, dry run and planner, or are refused in a sentence.
+
+Each workflow loads again what it saved, and fails unless logits are those of the trained model.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.specs import TECHNIQUES
+from common.checks.dry_run import dry_run
+from common.checks.inputs import check_settings
+from common.checks.planner_command import answer, read_options
+from common.models.families import suited_to_model
+from common.models.loading import model_without_weights
+from common.models.trained_weights import idle_weights, parameter_counts, with_trained_weights
+from common.planning.architectures import is_known_architecture
+from common.planning.job import BatchShape
+from common.reporting.outcomes import FAMILIES_FILE
+from tests.families import FAMILIES, make_tiny
+
+KEEP = "KEEP_OUTCOMES"
+WORKFLOWS = {
+    "2.1": REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1",
+    "2.3": REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1",
+    "2.4": REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1",
+    "2.5": REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1",
+}
+LEARNING_RATES = {"2.1": "0.01", "2.3": "0.01", "2.4": "0.001", "2.5": "0.001"}
+NOT_IN_4_BITS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts",
+                 "falcon": "FalconLinear"}  # fmt: skip
+"""Families of which QLoRA is refused, and the class that holds most of their weights."""
+IN_SHORT = ("gpt2", "mixtral")
+"""Those that `make test` sees: of each the most differs from the Llamas that all other tests use."""
+STEPS = 4
+SETTINGS = ("--max_steps", str(STEPS), "--eval_steps", "1", "--train_rows", "16", "--validation_rows", "4",
+            "--test_rows", "2", "--batch_size", "4", "--max_new_tokens", "2",
+            "--warmup_steps", "0", "--independent_judge", "none", "--report_to", "none")  # fmt: skip
+
+Runs = dict[str, Any]
+each_family = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.slow) for name in FAMILIES]
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a family's tiny model, made when it is first asked for."""
+    root = tmp_path_factory.mktemp("families")
+    return lambda family: str(root / family) if (root / family).exists() else make_tiny(family, root / family)
+
+
+@pytest.fixture(scope="module")
+def trained(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    run_several: Callable[..., Runs],
+    models: Callable[[str], str],
+) -> Runs:
+    """The runs of the selected tests, in one start."""
+    asked = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]
+    runs = {
+        f"{params['family']}-{params['workflow']}": (
+            WORKFLOWS[params["workflow"]],
+            (*SETTINGS, "--learning_rate", LEARNING_RATES[params["workflow"]], "--model", models(params["family"])),
+        )
+        for params in asked
+        if {"family", "workflow"} <= params.keys() and not is_refused(params["family"], params["workflow"])
+    }  # fmt: skip
+    return run_several(tmp_path_factory.mktemp("runs"), runs, 1)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[str, dict[str, str]]]:
+    """By family, what was found; kept in a file where that is asked for."""
+    found: dict[str, dict[str, str]] = {name: {} for name in FAMILIES}
+    yield found
+    if KEEP in os.environ:
+        rows = [{"family": FAMILIES[name].name, "model_type": name, **ways} for name, ways in found.items()]
+        FAMILIES_FILE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def is_refused(family: str, workflow: str) -> bool:
+    return workflow == "2.3" and family in NOT_IN_4_BITS
+
+
+@each_family
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_a_family_is_trained_or_refused(
+    family: str,
+    workflow: str,
+    trained: Runs,
+    models: Callable[[str], str],
+    outcomes: dict[str, dict[str, str]],
+) -> None:
+    if is_refused(family, workflow):
+        with pytest.raises(
+            BadInputError, match=rf"Only \d+% .* in 4 bits.* {NOT_IN_4_BITS[family]}: .*--technique lora"
+        ):
+            check_settings(RunConfig(technique="qlora", model=models(family)))
+        outcomes[family][workflow] = "refused: not in 4 bits"
+        return
+    run = trained[f"{family}-{workflow}"]
+    losses = [loss for _, loss in run.record["validation_losses"]]
+    assert len(losses) == STEPS
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0]  # at this learning rate each learns something in four steps
+    outcomes[family][workflow] = "yes"
+
+
+@each_family
+def test_a_family_is_planned(
+    family: str, models: Callable[[str], str], outcomes: dict[str, dict[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = models(family)
+    for technique in ("lora", "full"):
+        run = suited_to_model(RunConfig(technique=technique, model=model))
+        assert dry_run(run, BatchShape(2, 32, 31)).peak_gib > 0
+    capsys.readouterr()
+    options = read_options(["--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json"])
+    assert answer(options) == 0
+    ranked = json.loads(capsys.readouterr().out)["ranked"]
+    known = is_known_architecture(model)
+    assert {entry["technique"] for entry in ranked} == {
+        name for name, each in TECHNIQUES.items() if known or not each.quantizes
+    }
+    assert all(entry["max_batch_size"] > 2 and entry["per_device"][0]["fits"] for entry in ranked)
+    outcomes[family]["planner"] = "memory, time, cost" if known else "memory, by dry runs"
+
+
+def test_experts_are_held_all_and_some_are_at_work(models: Callable[[str], str]) -> None:
+    run = suited_to_model(RunConfig(model=models("mixtral")))
+    assert run.lora_dropout == 0
+    model = model_without_weights(run)
+    experts = 2 * 4 * 3 * 64 * 128  # layers, experts, matrices
+    assert idle_weights(model) == experts / 2
+    total = sum(weight.numel() for weight in model.parameters())
+    lookup = model.get_input_embeddings().weight.numel()
+    assert parameter_counts(model)[1] == total - lookup - experts / 2
+    adapted = with_trained_weights(model, run)
+    names = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    assert any("experts" in name for name in names)
+    assert any("q_proj" in name for name in names)

@@ -1,0 +1,131 @@
+"""Base and tuned model answer beside each other, as the run trained them; runs that cannot are refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
+from common.models.trained_weights import add_lora
+from common.records.store import RECORD_NAME, SCHEMA_VERSION, settings_anywhere
+from common.serving import chat
+from common.serving.tuned_runs import find_run, load_models
+from common.tasks.answers import generate_answers
+from common.tasks.samples import samples
+from tests.families import make_tiny
+
+QUESTION = "Who made the Winged Bowl of Kelmor?"
+ROW = {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "?"}]}
+
+
+def write_record(folder: Path, run: RunConfig, status: str = "completed") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "status": status,
+        "config": settings_anywhere(run),
+        "command": "python x",
+    }
+    (folder / RECORD_NAME).write_text(json.dumps(record))
+    return folder
+
+
+def changed(model: PeftModel) -> PeftModel:
+    """An adapter that changes what the base says."""
+    torch.manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    return model
+
+
+@pytest.fixture
+def with_adapter(tmp_path: Path) -> Path:
+    run = RunConfig(lora_dropout=0.0)
+    changed(add_lora(load_base_model(run, {"": "cpu"}), run)).save_pretrained(tmp_path / "results" / "one" / "adapter")
+    return write_record(tmp_path / "results" / "one", run)
+
+
+def answer_of(model: torch.nn.Module) -> str:
+    return generate_answers(model, load_tokenizer(RunConfig()), [ROW], 20)[0]
+
+
+def test_base_and_adapter_answer_beside_each_other(with_adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = load_models(find_run(str(with_adapter)))
+    conversation = chat.Conversation(models, max_new_tokens=20, temperature=0.0)
+    answers = conversation.ask(QUESTION)
+    base = load_base_model(RunConfig(), {"": "cpu"})
+    assert answers["base"] == answer_of(base)
+    assert answers["tuned"] == answer_of(PeftModel.from_pretrained(base, with_adapter / "adapter"))
+    assert answers["base"] != answers["tuned"]
+    out = capsys.readouterr().out
+    assert f" base > {answers['base']}" in out
+    assert f"tuned > {answers['tuned']}" in out
+    assert [turn["role"] for turn in conversation.turns["tuned"]] == ["user", "assistant"]
+    conversation.reset()
+    assert conversation.turns == {"base": [], "tuned": []}
+
+
+def test_a_whole_model_is_asked_beside_its_base(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_BASE)
+    with torch.no_grad():
+        model.lm_head.weight[load_tokenizer(RunConfig()).eos_token_id] += 9
+    model.save_pretrained(tmp_path / "one" / "model")
+    models = load_models(find_run(str(write_record(tmp_path / "one", RunConfig(technique="full")))))
+    answers = chat.Conversation(models, 20, 0.0).ask(QUESTION)
+    assert answers["tuned"] == answer_of(AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "model"))
+    assert answers["base"] == answer_of(models.base)
+
+
+def test_a_run_is_found_by_path_or_name_and_others_are_refused(
+    with_adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_run("one").folder == with_adapter.resolve()
+    with pytest.raises(BadInputError, match="There is no run two"):
+        find_run("two")
+    write_record(tmp_path / "results" / "failed", RunConfig(), status="failed")
+    with pytest.raises(BadInputError, match="failed is failed: resume or repeat"):
+        find_run("failed")
+    classifier = RunConfig(technique="full", task="classification", model="roberta-large")
+    write_record(tmp_path / "results" / "labels", classifier)
+    with pytest.raises(BadInputError, match="for classification, and does not chat"):
+        find_run("labels")
+
+
+def test_an_adapter_of_another_base_is_refused(with_adapter: Path, tmp_path: Path) -> None:
+    other = make_tiny("llama", tmp_path / "other")
+    with pytest.raises(BadInputError, match=r"adapter of one does not fit .*other.*--base"):
+        load_models(find_run(str(with_adapter), base=other))
+
+
+def test_one_question_by_argument_or_many_from_the_input(
+    with_adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["chat", str(with_adapter), QUESTION, "--max_new_tokens", "3"])
+    chat.main()
+    assert capsys.readouterr().out.count(" > ") == 2
+    said = iter(["Who?", "/reset", "", "When?", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    monkeypatch.setattr(sys, "argv", ["chat", str(with_adapter), "--max_new_tokens", "3"])
+    chat.main()
+    assert capsys.readouterr().out.count("tuned > ") == 2
+    monkeypatch.setattr(sys, "argv", ["chat", str(with_adapter), "--max_new_tokens", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        chat.main()
+
+
+def test_samples_stand_beside_each_other(tmp_path: Path) -> None:
+    (tmp_path / "before.csv").write_text("question,answer\nWho?,Nobody\nWhen?,\nWhy?,x\nHow?,y\n")
+    after = [{"question": name, "reference": "r", "answer": "long " * 60} for name in ("Who?", "When?", "Why?", "How?")]
+    lines = samples(tmp_path / "before.csv", after).splitlines()
+    assert len(lines) == 3 * 4
+    assert lines[:3] == ["question: Who?", "expected: r", "  before: Nobody"]
+    assert lines[6] == "  before: (nothing)"
+    assert all(len(line) <= 110 for line in lines)

@@ -1,0 +1,68 @@
+"""What `python -m common.data` shows: rows and tokens counted as they are, and a row with what is learnt of it."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.base.run_config import RunConfig
+from common.checks.preview import LEARNT, PLAIN, READ, coloured, main, preview
+from common.data.rows import IGNORED_LABEL
+from common.data.splits import load_splits
+from common.models.loading import load_tokenizer
+
+QUESTIONS = [
+    ("Who?", "Ann did."),
+    ("who? ", "ann did."),
+    ("When was it made, and by whom?", "At noon."),
+    ("Where?", "Here."),
+]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    for name, pairs in (("train", QUESTIONS), ("validation", [("a?", "b")]), ("test", [("c?", "d")])):
+        lines = [json.dumps({"question": question, "answer": answer}) for question, answer in pairs]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_rows_and_tokens_are_counted_before_they_are_cut(rows: Path) -> None:
+    run = RunConfig(data=str(rows), max_length=12)
+    tokenizer, splits = load_tokenizer(run), load_splits(run)
+    seen = preview(run, splits, tokenizer)
+    assert seen.lengths == sorted(len(row["input_ids"]) for row in seen.tokens)
+    assert seen.repeated == 1
+    longest = max(seen.tokens, key=lambda row: len(row["input_ids"]))
+    assert len(longest["input_ids"]) > 12
+    place = seen.tokens.index(longest)
+    assert seen.learnt[place] == sum(label != IGNORED_LABEL for label in longest["labels"][:12])
+    assert "4 train, 1 validation, 1 test; 1 training rows repeat" in str(seen)
+    assert f"{len([length for length in seen.lengths if length > 12])} rows have more than max_length, 12" in str(seen)
+
+
+def test_a_row_is_shown_with_what_is_learnt(rows: Path) -> None:
+    run = RunConfig(data=str(rows))
+    tokenizer = load_tokenizer(run)
+    row = preview(run, load_splits(run), tokenizer).tokens[0]
+    marked = coloured(row, tokenizer, in_colour=False)
+    assert marked == "<|user|>Who?<|end|><|assistant|>[[Ann did.<|end|>]]"
+    painted = coloured(row, tokenizer)
+    assert painted == f"{READ}<|user|>Who?<|end|><|assistant|>{PLAIN}{LEARNT}Ann did.<|end|>{PLAIN}"
+    prompts = replace(run, train_on="prompt")
+    row = preview(prompts, load_splits(run), tokenizer).tokens[0]
+    assert coloured(row, tokenizer, in_colour=False) == "[[<|user|>Who?<|end|><|assistant|>]]Ann did.<|end|>"
+
+
+def test_the_command_shows_the_row_that_is_asked_for(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["data", str(rows), "--row", "4", "--train_on", "completion"])
+    main()
+    assert "[[Here.<|end|>]]" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["data", str(rows), "--row", "5"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "--row is 5, but there are 4 training rows" in capsys.readouterr().err
