@@ -25,7 +25,8 @@ def fitted(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | N
     """
     width = width or screen_width()
     cells = [[str(cell) for cell in row] for row in (headers, *rows)]
-    widths = [min(CELL_COLUMNS, max(map(len, column))) for column in zip(*cells, strict=True)]
+    most = min(CELL_COLUMNS, width // 2 - BETWEEN)  # so that two columns always fit
+    widths = [min(most, max(map(len, column))) for column in zip(*cells, strict=True)]
     taken_by = [max(own, min(own, len(header)) + BETWEEN) for own, header in zip(widths, cells[0], strict=True)]
     groups: list[list[int]] = []
     for column, own in enumerate(taken_by[1:], 1):

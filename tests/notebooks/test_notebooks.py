@@ -129,6 +129,50 @@ def test_the_notebook_runs(
     assert drawn == pictures_of(path)
 
 
+def own_data(path: Path, folder: Path) -> dict:
+    """Settings with 60 rows of somebody else, in another format and with other names than the repository's."""
+    numbers = [{"n": n, "parity": ("even", "odd")[n % 2]} for n in range(60)]
+    if "classification" in path.stem:
+        rows = [{"claim": f"The number {each['n']} is here.", "kind": each["parity"]} for each in numbers]
+        columns = {"text_column": "claim", "label_column": "kind"}
+    elif "summarization" in path.stem:
+        rows = [
+            {"talk": f"A: Take {each['n']}.\nB: It is {each['parity']}.", "gist": each["parity"]} for each in numbers
+        ]
+        columns = {"text_column": "talk", "summary_column": "gist"}
+    else:
+        rows, columns = (
+            [
+                {"instruction": "Even or odd?", "input": str(each["n"]), "output": f"{each['n']} is {each['parity']}."}
+                for each in numbers
+            ],
+            {},
+        )  # Alpaca's columns
+    file = folder / "own.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return {"data": str(file), **columns}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("what_it_needs", "forked_kernels")
+@pytest.mark.parametrize("path", FOR_CPU, ids=id_of)
+def test_the_notebook_runs_on_own_data(path: Path, tmp_path: Path) -> None:
+    settings = {"num_train_epochs": 1, "max_new_tokens": 12}
+    parameters = {"results_root": str(tmp_path), "settings": {**settings, **own_data(path, tmp_path)}}
+    if "num_train_epochs = " in parameters_cell(path):
+        parameters |= {"num_train_epochs": parameters["settings"].pop("num_train_epochs")}
+    if "classification" in path.stem:
+        del parameters["settings"]["max_new_tokens"]
+    if "zero" in path.stem:
+        parameters["steps"] = -1
+    papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
+    records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
+    assert records
+    for record in records:
+        assert record["status"] == "completed"
+        assert record["config"]["data"] == str(tmp_path / "own.jsonl")
+
+
 def check_record(record: Record, path: Path) -> None:
     assert record["status"] == "completed"
     assert sum(share["samples"] for share in record["world"][: data_parallel_ranks(record)]) == ROWS

@@ -1,18 +1,23 @@
 """Runs are compared by what differs first; each number is the record's own, and what does not compare is said."""
 
+import copy
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from common import report
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
-from common.records.store import load_record
+from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.compare import Comparison, found_runs, labels_of, main, text_of
 from common.reporting.rows import called
 from common.reporting.screen import fitted
 
+LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "records" / "python-batch16-seed42.json"
+CLASSES = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2" / "records"
+SUMMARIES = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "records"
 RECORDS = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2" / "records"
 SMALL, LARGE, SEED_7 = (
     RECORDS / f"torchrun-{name}.json" for name in ("batch8-seed42", "batch16-seed42", "batch8-seed7")
@@ -81,3 +86,120 @@ def test_runs_are_named_by_patterns_and_a_wrong_name_gets_the_closest() -> None:
         called(records, ["torchrun-batch16-seed4"])
     with pytest.raises(BadInputError, match="1 run is named"):
         found_runs([str(SMALL)])
+
+
+def said_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, arguments)])
+    main()
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def run() -> Record:
+    return load_record(LORA)
+
+
+def written(results: Path, run: Record, name: str, **changes: object) -> Record:
+    """A run's results folder, with another record."""
+    other = copy.deepcopy(run) | {"run_name": name}
+    other["config"] |= changes
+    (results / name).mkdir(parents=True)
+    (results / name / RECORD_NAME).write_text(json.dumps(other))
+    return other
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seed": 7}, "seed (42 / 7)"),
+        ({"data": "/mine/rows.jsonl"}, "data (assets/exhibits / /mine/rows.jsonl)"),
+        ({"model": "other"}, "model (embedded_base / other)"),
+        ({"weights": "random"}, "random weights"),
+    ],
+)
+def test_runs_that_do_not_compare_are_named_so(run: Record, change: dict, words: str) -> None:
+    other = copy.deepcopy(run)
+    assert Comparison([run, other], ["a", "b"]).warning() == ""
+    other["config"] |= change
+    assert words in Comparison([run, other], ["a", "b"]).warning()
+
+
+def test_other_machines_and_threads_do_not_compare(run: Record) -> None:
+    for name, value in (("devices", ["another processor"]), ("threads_per_rank", 4)):
+        other = copy.deepcopy(run)
+        other["environment"][name] = value
+        assert "These runs do not compare" in Comparison([run, other], ["a", "b"]).warning()
+
+
+def test_a_setting_that_means_nothing_for_a_run_is_no_difference(run: Record) -> None:
+    full = copy.deepcopy(run) | {"technique": "full"}
+    full["config"] |= {"technique": "full", "lora_alpha": 16, "target_modules": "all-linear"}
+    names = [line.name for line in Comparison([run, full], ["a", "b"]).settings()]
+    assert "technique" in names
+    assert "lora_alpha" not in names
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("records", [CLASSES, SUMMARIES])
+def test_many_runs_of_each_task_fit_the_screen(
+    records: Path, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    files = sorted(records.glob("*.json"))
+    picture = tmp_path / "c.png"
+    said = said_of(monkeypatch, capsys, *files, "--picture", picture)
+    assert max(map(len, said.partition("losses by step")[0].splitlines())) <= width
+    assert all(file.stem in said.replace("\n", "") for file in files)
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_failed_run_is_compared_in_what_it_has(
+    run: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, run, "a")
+    reached = [*list(run)[: list(run).index("cost")], "cost"]
+    written(
+        tmp_path, {name: run[name] for name in reached} | {"status": "oom"}, "big", per_device_train_batch_size=4096
+    )
+    said = said_of(monkeypatch, capsys, tmp_path)
+    assert "oom" in said
+    assert "4096" in said
+
+
+def test_runs_are_found_by_name_and_labelled_apart(tmp_path: Path, run: Record) -> None:
+    assert next(iter(found_runs(["2.1/python-batch16-seed42", "2.4/python-batch16-seed42"]).values())) == run
+    assert labels_of([run, copy.deepcopy(run) | {"run_folder": "2.4_x/run_0"}]) == [
+        "2.1 python-batch16-seed42",
+        "2.4 python-batch16-seed42",
+    ]
+    with pytest.raises(BadInputError, match="did you mean python-batch16-seed7"):
+        found_runs(["python-batch16-seed77", "2.1"])
+    with pytest.raises(BadInputError, match="two or more"):
+        found_runs(["2.1/python-batch16-seed42"])
+    assert called([run], ["2.1*"]) == called([run], [run["run_folder"]]) == called([run], ["python-*"]) == [run]
+
+
+def test_results_hide_failed_runs_unless_they_are_asked_for(
+    run: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    off = copy.deepcopy(run) | {"run_name": "off"}
+    off["quality"]["before"]["similarity_score_minilm"] = None
+    off["config"]["learning_rate"] = 0.025
+    failed = copy.deepcopy(run) | {"run_name": "broken", "status": "failed", "error": "no"}
+    monkeypatch.setattr(report, "results_of_this_machine", lambda: [run, off, failed])
+
+    def said(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["report", "--results", *arguments])
+        report.main()
+        return capsys.readouterr().out
+
+    assert "1 runs that did not complete are hidden" in said()
+    assert "broken" not in said()
+    assert "broken" in said("--failed")
+    assert "broken" in said("broken")
+    assert "off" not in said("python-*").split("similarity score:")[0]
+    lines = {line.partition("  ")[0]: line for line in said().splitlines()}
+    assert lines["by MiniLM before"].split()[-1] == "off"
+    assert lines["learning rate"].split()[-2:] == ["0.001", "0.025"]
+    assert "learning rate" not in said("off")
+    assert max(map(len, said().splitlines())) <= 120
