@@ -182,6 +182,7 @@ def test_runs_are_found_by_name_and_labelled_apart(tmp_path: Path, run: Record) 
 def test_results_hide_failed_runs_unless_they_are_asked_for(
     run: Record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     off = copy.deepcopy(run) | {"run_name": "off"}
     off["quality"]["before"]["similarity_score_minilm"] = None
     off["config"]["learning_rate"] = 0.025

@@ -178,7 +178,10 @@ def test_a_task_that_classifies_needs_no_line_here(records: list[Record], monkey
     assert len(measured_rows(records)) == 4
 
 
-def test_the_terminals_table_has_a_line_for_each_setting(records: list[Record]) -> None:
+def test_the_terminals_table_has_a_line_for_each_setting(
+    records: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     assert results_text([]) == "no classification run is completed yet"
     lines = results_text(records).splitlines()
     assert any(line.startswith("Full fine-tuning with PP, 1 micro-batch") for line in lines)
