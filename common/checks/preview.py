@@ -28,11 +28,13 @@ class Preview:
     Attributes:
         tokens: Of each training row, not cut.
         max_length: Longer rows are cut here.
+        learns_tokens: Labels stand on a row's own tokens; else they are a class or a summary.
     """
 
     splits: Splits
     tokens: list[Tokens]
     max_length: int
+    learns_tokens: bool
 
     @property
     def lengths(self) -> list[int]:
@@ -41,13 +43,8 @@ class Preview:
 
     @property
     def learnt(self) -> list[int]:
-        """Tokens of each row that are learnt: those within `max_length`; a row's label counts as one."""
-        return [
-            sum(label != IGNORED_LABEL for label in row["labels"][: self.max_length])
-            if isinstance(row["labels"], list)
-            else 1
-            for row in self.tokens
-        ]
+        """Tokens of each row that are learnt, within `max_length`."""
+        return [sum(label != IGNORED_LABEL for label in row["labels"][: self.max_length]) for row in self.tokens]
 
     @property
     def repeated(self) -> int:
@@ -56,17 +53,19 @@ class Preview:
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
-        lengths, learnt = self.lengths, self.learnt
+        lengths, learnt = self.lengths, self.learnt if self.learns_tokens else []
         rows = (self.splits.train, self.splits.validation, self.splits.test)
         sizes = ", ".join(f"{len(split):,} {name}" for name, split in zip(SPLIT_NAMES, rows, strict=True))
         ninetieth, total = lengths[int(0.9 * (len(lengths) - 1))], sum(lengths)
+        share = f", {sum(learnt):,} of them learnt ({sum(learnt) / total:.0%})" if learnt else ""
+        nothing = f"; {learnt.count(0):,} have nothing to learn before it" if learnt else ""
+        cut = sum(length > self.max_length for length in lengths)
         return "\n".join([
             f"rows     {sizes}; {self.repeated:,} training rows repeat an earlier one",
-            f"tokens   {total:,} in training rows, {sum(learnt):,} of them learnt ({sum(learnt) / total:.0%})",
+            f"tokens   {total:,} in training rows{share}",
             f"length   {lengths[0]:,} to {lengths[-1]:,} tokens, median {statistics.median(lengths):,.0f}; nine in ten "
             f"rows have at most {ninetieth:,}",
-            f"cut      {sum(length > self.max_length for length in lengths):,} rows have more than max_length, "
-            f"{self.max_length:,}; {learnt.count(0):,} have nothing to learn before it",
+            f"cut      {cut:,} rows have more than max_length, {self.max_length:,}{nothing}",
         ])  # fmt: skip
 
 
@@ -76,8 +75,8 @@ def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) 
     Raises:
         BadInputError: the chat template cannot write a row.
     """
-    uncut = replace(run, max_length=max(run.max_length, sys.maxsize // 2))
-    return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length)
+    uncut = replace(run, max_length=sys.maxsize)
+    return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length, run.goal.chats)
 
 
 def coloured(row: Tokens, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:
@@ -113,7 +112,7 @@ def main() -> None:
     shown = preview(run, splits, tokenizer)
     print(shown)
     row = shown.tokens[options.row - 1]
-    if isinstance(row["labels"], list) and not run.goal.summarizes:
+    if shown.learns_tokens:
         in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         how = "green" if in_colour else "between [[ and ]]"
         cut = {name: values[: run.max_length] for name, values in row.items()}

@@ -19,6 +19,12 @@ from common.reporting.screen import fitted, screen_width
 NAMES = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
 """Settings that say where results go and what they are called: no cause of a difference."""
 PICTURE_NAME = "compare.png"
+TITLES = {
+    "settings": "Settings that differ",
+    "quality": "Quality, before -> after",
+    "time": "Time",
+    "memory": "Memory of the fullest device",
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,10 @@ class Comparison:
             self.line("trained parameters", lambda run: run["trained_parameters"], "{:,}".format),
         ])  # fmt: skip
 
+    def parts(self) -> dict[str, list[Line]]:
+        """Return the lines of each part, in the order in which they are shown."""
+        return {"settings": self.settings(), "quality": self.quality(), "time": self.time(), "memory": self.memory()}
+
     def warning(self) -> str:
         """Return one sentence where quality or time cannot be put down to the settings; empty where they can."""
         lines = (
@@ -216,33 +226,23 @@ def labels_of(runs: Sequence[Record]) -> list[str]:
 
 def text_of(comparison: Comparison, picture: Path) -> str:
     """Return the comparison for a terminal: what does not compare first, then tables of at most its width."""
-    tables = {
-        "Settings that differ": comparison.settings(),
-        "Quality, before -> after": comparison.quality(),
-        "Time": comparison.time(),
-        "Memory of the fullest device": comparison.memory(),
-    }
     parts = [
-        f"{title}\n{fitted(['', *comparison.labels], [line.cells for line in lines])}" if lines else f"{title}: none"
-        for title, lines in tables.items()
+        f"{TITLES[part]}\n{fitted(['', *comparison.labels], [line.cells for line in lines])}"
+        if lines
+        else f"{TITLES[part]}: none"
+        for part, lines in comparison.parts().items()
     ]
     return "\n\n".join(filter(None, [fill(comparison.warning(), screen_width()), *parts, f"losses by step: {picture}"]))
 
 
 def json_of(comparison: Comparison, picture: Path) -> str:
     """Return the same as JSON: by name a value for each run, null where it has none."""
-    lines = {
-        "settings": comparison.settings(),
-        "quality": comparison.quality(),
-        "time": comparison.time(),
-        "memory": comparison.memory(),
-    }
     curves = ("training_losses", "validation_losses", "validation_accuracies")
     return json.dumps(
         {
             "warning": comparison.warning(),
             "runs": comparison.labels,
-            **{part: {line.name: line.values for line in found} for part, found in lines.items()},
+            **{part: {line.name: line.values for line in found} for part, found in comparison.parts().items()},
             "curves": {name: comparison.line(name, lambda run, name=name: run[name]).values for name in curves},
             "picture": str(picture),
         },

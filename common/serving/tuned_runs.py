@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -53,9 +53,7 @@ def find_run(name: str, base: str = "") -> TunedRun:
     record = load_record(folder / RECORD_NAME)
     if record["status"] != "completed":
         raise BadInputError(f"The run in {name} is {record['status']}: resume or repeat it, or name another run.")
-    known = {each.name for each in fields(RunConfig)}
-    config = {key: value for key, value in record["config"].items() if key in known}
-    run = RunConfig(**config, **({"results_root": ""} if "results_root" not in config else {}))
+    run = RunConfig.of_record(record["config"])
     if not run.goal.chats:
         raise BadInputError(
             f"The run in {name} is for {run.task}, and does not chat: load its folder with transformers.pipeline, or "

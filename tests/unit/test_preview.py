@@ -66,3 +66,14 @@ def test_the_command_shows_the_row_that_is_asked_for(
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "--row is 5, but there are 4 training rows" in capsys.readouterr().err
+
+
+def test_texts_with_a_class_are_counted_without_tokens_to_learn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = ["--task", "classification", "--technique", "full", "--model", "all-minilm-l6-v2"]
+    monkeypatch.setattr(sys, "argv", ["data", "assets/visitor_messages", *task])
+    main()
+    out = capsys.readouterr().out
+    assert "1,600 train, 400 validation, 400 test" in out
+    assert "learn" not in out
