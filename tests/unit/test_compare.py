@@ -167,7 +167,9 @@ def test_a_failed_run_is_compared_in_what_it_has(
 
 
 def test_runs_are_found_by_name_and_labelled_apart(tmp_path: Path, run: Record) -> None:
-    assert next(iter(found_runs(["2.1/python-batch16-seed42", "2.4/python-batch16-seed42"]).values())) == run
+    found = found_runs(["2.1/python-batch16-seed42", "2.4/python-batch16-seed42"])  # of this machine, else those kept
+    assert [each["run_folder"].partition("_")[0] for each in found.values()] == ["2.1", "2.4"]
+    assert {each["run_name"] for each in found.values()} == {"python-batch16-seed42"}
     assert labels_of([run, copy.deepcopy(run) | {"run_folder": "2.4_x/run_0"}]) == [
         "2.1 python-batch16-seed42",
         "2.4 python-batch16-seed42",
