@@ -5,11 +5,12 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
+from charset_normalizer import from_bytes
 
 from common.base.errors import BadInputError
 from common.data.rows import Found, Row, RowKind
@@ -17,6 +18,27 @@ from common.data.rows import Found, Row, RowKind
 PARQUET = ".parquet"
 TABLES = (".jsonl", ".json", ".csv", PARQUET)
 """Files that `parse_table` and `read_rows` read."""
+COMPRESSED = (".gz", ".bz2", ".xz")
+"""After the suffix of a text file: it is decompressed as it is read."""
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
+
+
+def suffix_of(source: str) -> str:
+    """Return the suffix of a file or URL, without that of its compression: `.csv` of `https://host/rows.csv.gz?a=b`.
+
+    Raises:
+        BadInputError: it is an archive, or a Parquet file that was compressed once more.
+    """
+    suffixes = PurePosixPath(urlsplit(source).path.lower()).suffixes[-2:]
+    suffix = suffixes[-1] if suffixes else ""
+    is_compressed = suffix in COMPRESSED
+    inner = suffixes[0] if is_compressed and len(suffixes) > 1 else suffix
+    if inner in ARCHIVES or (is_compressed and inner == PARQUET):
+        raise BadInputError(
+            f"The data file {source} is an archive, which is not read: unpack it, and pass --data with the file or "
+            f"folder that was in it ({', '.join(TABLES)}; a text file may end in {', '.join(COMPRESSED)})."
+        )
+    return inner
 
 
 def read_rows(source: str, kind: RowKind) -> list[Row]:
@@ -25,7 +47,7 @@ def read_rows(source: str, kind: RowKind) -> list[Row]:
     Raises:
         BadInputError: the file is missing or empty, or a row is malformed.
     """
-    if urlsplit(source).path.endswith(PARQUET):
+    if suffix_of(source) == PARQUET:
         found = _read_parquet(source, kind.holds)
     else:
         found = kind.parse(read_text(source, kind.holds), source)
@@ -39,10 +61,10 @@ def read_text(source: str, holds: str) -> str:
     """Return the content of a file on this machine or behind a URL; `holds` says what should stand in it.
 
     Raises:
-        BadInputError: it is missing, cannot be read, or is not UTF-8.
+        BadInputError: it is missing, cannot be read, or is not UTF-8; says which encoding it probably has.
     """
     try:
-        with fsspec.open(source, "rb") as file:
+        with fsspec.open(source, "rb", compression="infer") as file:
             content = file.read()
     except FileNotFoundError:
         raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
@@ -53,8 +75,11 @@ def read_text(source: str, holds: str) -> str:
     try:
         return content.decode("utf-8-sig")  # Excel's files begin with a byte order mark
     except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise BadInputError(f"{source} is not UTF-8 (line {line}, byte {error.start}): save it as UTF-8.") from None
+        line, likely = content.count(b"\n", 0, error.start) + 1, from_bytes(content).best()
+        known = f"; it is probably {likely.encoding}" if likely else ""
+        raise BadInputError(
+            f"{source} is not UTF-8 (line {line}, byte {error.start}){known}: save it as UTF-8."
+        ) from None
 
 
 def _read_parquet(source: str, holds: str) -> Found:
@@ -76,7 +101,7 @@ def parse_table(content: str, source: str) -> Found:
     Raises:
         BadInputError: it is none of them.
     """
-    suffix, is_list = Path(urlsplit(source).path).suffix, content.lstrip().startswith("[")
+    suffix, is_list = suffix_of(source), content.lstrip().startswith("[")
     if suffix == ".csv":
         return _parse_csv(content, source)
     if not is_list and suffix != ".json":

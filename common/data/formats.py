@@ -1,5 +1,6 @@
 """Formats of rows that hold a conversation: each is recognised by its columns, and turned into `messages`."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -173,4 +174,6 @@ def _normalised(message: object, where: str) -> Message:
         )
     if content is None and kept.get("tool_calls"):
         content = ""
+    if isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content):
+        content = str(content)  # a number for an answer; what is missing in a table of pandas is nan, and is refused
     return {**kept, "role": ROLES[str(speaker)], "content": content}

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from pkgutil import resolve_name
-from urllib.parse import urlsplit
 
 import fsspec
 from transformers import PreTrainedTokenizerBase
@@ -14,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.data.files import read_rows, with_names
-from common.data.row_checks import check_ids, check_rows_apart
+from common.data.files import COMPRESSED, read_rows, suffix_of, with_names
+from common.data.row_checks import check_ids, check_rows_apart, say_once
 from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens
 from common.data.texts import label_names, without_empty
 
@@ -31,9 +30,8 @@ def row_kind(run: RunConfig) -> RowKind:
 def load_splits(run: RunConfig) -> Splits:
     """Read and check the run's rows, from wherever they are.
 
-    A folder (or the URL of one) holds train.jsonl, validation.jsonl and test.jsonl (with columns also .csv, or .json; a
-    folder's validation may be called val, as SAMSum's). Of a single file, and of a Hub dataset that lacks these splits,
-    a tenth of the training rows each is held out for validation and test.
+    A folder (or the URL of one) holds the files train, validation (or val) and test. Of a single file, and of a folder
+    or a Hub dataset that lacks validation or test, a tenth of the training rows is held out for each that is missing.
 
     Raises:
         BadInputError: a source, file or row is missing or malformed; names file and line.
@@ -64,16 +62,24 @@ def _read_splits(source: str, kind: RowKind) -> Splits:
 
 def _read_files(source: str, kind: RowKind) -> Splits:
     """Read the three files of a folder, or divide one file; `source` is a path or a URL."""
-    if urlsplit(source).path.endswith(kind.suffixes):  # a URL may go on with ?download=true
+    if suffix_of(source) in kind.suffixes:
         return hold_out({"train": read_rows(source, kind)}, source)
     folder = source.rstrip("/")
-    there = (suffix for suffix in kind.suffixes if _is_there(f"{folder}/{SPLIT_NAMES[0]}{suffix}"))
-    suffix = next(there, kind.suffixes[0])
-    files = {name: f"{folder}/{name}{suffix}" for name in SPLIT_NAMES}
-    short = f"{folder}/val{suffix}"  # SAMSum's archive calls it so
-    if _is_there(short) and not _is_there(files["validation"]):
-        files["validation"] = short
-    return Splits(*(read_rows(file, kind) for file in files.values()))
+    files = {name: _file_of(folder, name, kind) for name in SPLIT_NAMES}
+    absent = [name for name in SPLIT_NAMES[1:] if files[name] is None]
+    if absent:
+        say_once(f"{folder} has no {' and no '.join(absent)} file: a tenth of its training rows is held out for each")
+    train = files["train"] or f"{folder}/train{kind.suffixes[0]}"  # which is refused, as it does not exist
+    there = {name: file for name, file in files.items() if file}
+    return hold_out({name: read_rows(file, kind) for name, file in {"train": train, **there}.items()}, folder)
+
+
+def _file_of(folder: str, split: str, kind: RowKind) -> str | None:
+    """Return the file of a split, compressed or not; SAMSum's archive calls validation `val`."""
+    stems = ("validation", "val") if split == "validation" else (split,)
+    suffixes = [suffix + packed for packed in ("", *COMPRESSED) for suffix in kind.suffixes]
+    files = (f"{folder}/{stem}{suffix}" for stem in stems for suffix in suffixes)
+    return next(filter(_is_there, files), None)
 
 
 def _is_there(file: str) -> bool:

@@ -57,6 +57,7 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "prompt and completion": ({"prompt": "What is 2 + 3?", "completion": "5"}, ASKED),
     "prompt and completion as messages": ({"prompt": [SYSTEM, ASKED[0]], "completion": [ASKED[1]]}, [SYSTEM, *ASKED]),
     "question and answer": ({"question": "What is 2 + 3?", "answer": "5"}, ASKED),
+    "an answer that is a number": ({"question": "What is 2 + 3?", "answer": 5}, ASKED),
     "capital letters": ({"Query": "What is 2 + 3?", "Response": "5"}, ASKED),
 }
 """By name, a row as it stands in a file, and the conversation that it is."""
@@ -88,6 +89,14 @@ def test_every_format_is_read_from_a_file_and_from_a_folder(name: str, suffix: s
         write(tmp_path / f"{split}{suffix}", rows[number : number + 1])
     of_folder = load_splits(RunConfig(data=str(tmp_path), shared_rows="skip"))
     assert [each["messages"] for each in (*of_folder.validation, *of_folder.test)] == [messages, messages]
+
+
+@pytest.mark.parametrize("answer", ["NaN", "true", "null"])
+def test_an_answer_that_is_missing_or_no_text_is_refused(answer: str, tmp_path: Path) -> None:
+    good = '{"question": "2 + 3?", "answer": "5"}\n'
+    (tmp_path / "rows.jsonl").write_text(good + f'{{"question": "1 + 1?", "answer": {answer}}}\n' + good)
+    with pytest.raises(BadInputError, match=r"rows\.jsonl, line 2"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
 
 
 def test_columns_are_named_by_settings(tmp_path: Path) -> None:
@@ -122,7 +131,7 @@ def test_columns_that_are_no_conversation_are_refused(columns: list[str], settin
         ({"instruction": "a", "output": None}, "line 2 has no 'output'"),
         ("a", "line 2 is 'a', but should have columns"),
         ({"instruction": "a", "output": "b", "history": ["c"]}, r"line 2 cannot be read as Alpaca .*'history'"),
-        ({"instruction": "a", "output": 5}, "line 2 has a message without a text"),
+        ({"instruction": "a", "output": ["b"]}, "line 2 has a message without a text"),
         ({"instruction": "a", "output": "b", "history": [["c", "d"], ["e", ""]]}, "line 2 has an empty assistant"),
     ],
 )

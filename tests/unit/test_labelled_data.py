@@ -2,10 +2,12 @@
 
 import csv
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -193,10 +195,63 @@ def test_missing_and_undecodable_files_are_refused(tmp_path: Path, run: RunConfi
     with pytest.raises(BadInputError, match=r"train\.\w+ does not exist: make it, with the columns 'text' and 'label'"):
         load_splits(replace(run, data=str(tmp_path)))
     (tmp_path / "train.csv").write_bytes(b"text,label\ncaf\xe9,x\n")
-    with pytest.raises(BadInputError, match=r"train\.csv is not UTF-8 \(line 2, byte 14\): save it as UTF-8"):
+    with pytest.raises(BadInputError, match=r"train\.csv is not UTF-8 \(line 2, byte 14\).*: save it as UTF-8"):
         load_splits(replace(run, data=str(tmp_path)))
     with pytest.raises(BadInputError, match=r"with one such file"):
         load_splits(replace(run, data="./no-such-folder"))
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_another_encoding_is_refused_with_the_one_that_is_likely(encoding: str, tmp_path: Path, run: RunConfig) -> None:
+    rows = "".join(f"Café Zürich Nr. {number} für Gäste,müde\n" for number in range(20))
+    (tmp_path / "rows.csv").write_bytes(f"text,label\n{rows}".encode(encoding))
+    with pytest.raises(BadInputError, match=r"rows\.csv is not UTF-8") as refused:
+        load_splits(replace(run, data=str(tmp_path / "rows.csv")))
+    named = re.search(r"it is probably (\w+)", str(refused.value))
+    assert named, refused.value
+    assert rows in (tmp_path / "rows.csv").read_bytes().decode(named[1]), "the encoding that is named reads the rows"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_read"),
+    [("rows.csv.gz", True), ("rows.csv.bz2", True), ("rows.csv.xz", True),
+     ("rows.zip", False), ("rows.tar.gz", False), ("rows.csv.zip", False), ("rows.tgz", False),
+     ("rows.parquet.gz", False)],
+)  # fmt: skip
+def test_a_compressed_file_is_read_and_an_archive_refused(
+    name: str, is_read: bool, tmp_path: Path, run: RunConfig
+) -> None:
+    plain = "text,label\n" + "".join(f"text {number},{'ab'[number % 2]}\n" for number in range(30))
+    for path in (tmp_path / "rows.csv", tmp_path / name):
+        with fsspec.open(path, "wb", compression="infer" if is_read else None) as file:
+            file.write(plain.encode())
+    compressed = replace(run, data=str(tmp_path / name))
+    if is_read:
+        assert (tmp_path / name).read_bytes() != plain.encode()
+        assert load_splits(compressed) == load_splits(replace(run, data=str(tmp_path / "rows.csv")))
+        return
+    with pytest.raises(BadInputError, match="is an archive, which is not read: unpack it"):
+        load_splits(compressed)
+
+
+@pytest.mark.parametrize(
+    "there", [("train.csv",), ("train.csv", "test.jsonl"), ("train.csv.gz", "val.csv", "test.csv")]
+)
+def test_splits_that_a_folder_lacks_are_held_out(
+    there: tuple[str, ...], tmp_path: Path, run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in there:
+        rows = [{"text": f"{file} {number}", "label": "ab"[number % 2]} for number in range(20)]
+        as_csv = "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows)
+        with fsspec.open(tmp_path / file, "wt", compression="infer") as opened:
+            opened.write("\n".join(map(json.dumps, rows)) if "jsonl" in file else as_csv)
+    splits = load_splits(replace(run, data=str(tmp_path)))
+    absent = 3 - len(there)
+    assert len(splits.train) == 20 - 2 * absent
+    texts = [row["text"] for row in (*splits.train, *splits.validation, *splits.test)]
+    assert len(set(texts)) == len(texts) == 20 * len(there) if absent < 2 else 20
+    assert ("is held out" in capsys.readouterr().out) == bool(absent)
+    assert splits.held_out == (not any(file.startswith("test") for file in there))
 
 
 def test_a_label_that_training_does_not_know_is_refused_with_the_rows() -> None:

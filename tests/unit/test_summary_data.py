@@ -96,7 +96,9 @@ def test_the_validation_split_may_be_called_by_its_short_or_its_long_name(tmp_pa
     (tmp_path / "validation.json").unlink()
     assert len(load_splits(folder).validation) == 3
     (tmp_path / "val.json").unlink()
-    with pytest.raises(BadInputError, match=r"validation\.json does not exist: make it, with the columns 'dialogue'"):
+    assert [len(split) for split in splits_of(load_splits(folder))] == [1, 1, 4]  # held out of the two training rows
+    (tmp_path / "train.json").unlink()
+    with pytest.raises(BadInputError, match=r"train\.\w+ does not exist: make it, with the columns 'dialogue'"):
         load_splits(folder)
 
 
@@ -109,7 +111,9 @@ def test_samsums_own_files_are_read_from_a_url(tmp_path: Path, run: RunConfig) -
     splits = splits_of(load_splits(replace(run, data="memory://samsum")))
     assert [len(split) for split in splits] == [2, 3, 4]
     bucket.rm("/samsum/val.json")
-    with pytest.raises(BadInputError, match=r"memory://samsum/validation\.json does not exist"):
+    assert [len(split) for split in splits_of(load_splits(replace(run, data="memory://samsum")))] == [1, 1, 4]
+    bucket.rm("/samsum/train.json")
+    with pytest.raises(BadInputError, match=r"memory://samsum/train\.\w+ does not exist"):
         load_splits(replace(run, data="memory://samsum"))
 
 
