@@ -903,6 +903,27 @@ MODELS_AND_ROWS = (
         _unit("data", "tools_are_written_into_a_row"),
     ),
     Fault(
+        "an archive is read as if it were a compressed file",
+        "common/data/files.py",
+        "    if inner in ARCHIVES or (is_compressed and inner == PARQUET):\n",
+        "    if False:\n",
+        _unit("labelled_data", "a_compressed_file_is_read_and_an_archive_refused"),
+    ),
+    Fault(
+        "a folder's own validation and test files are passed over",
+        "common/data/splits.py",
+        "    there = {name: file for name, file in files.items() if file}\n",
+        "    there = {}\n",
+        _unit("labelled_data", "splits_that_a_folder_lacks_are_held_out"),
+    ),
+    Fault(
+        "a missing answer in a table is learnt as the word nan",
+        "common/data/formats.py",
+        " and math.isfinite(content):",
+        ":",
+        _unit("formats", "an_answer_that_is_missing_or_no_text_is_refused"),
+    ),
+    Fault(
         "QLoRA trains a model whose weights are not in 4 bits",
         "common/models/families.py",
         "LEAST_QUANTIZED_SHARE = 0.9\n",
