@@ -57,6 +57,10 @@ class DataSettings:
         "URL of either, or the id of a dataset on the Hugging Face Hub: rows of conversations in one of the README's "
         "formats, with classification of texts and labels, with summarization of texts and summaries.",
     )
+    dataset_config: str = setting("", "With a dataset of the Hub: which of its configurations, where it has several.")
+    dataset_revision: str = setting("", "With a dataset of the Hub: a branch, tag or commit; empty = its main branch.")
+    dataset_train_split: str = setting("train", "With a dataset of the Hub: the split to train on.")
+    dataset_test_split: str = setting("test", "With a dataset of the Hub: the split to report on.")
     prompt_column: str = setting(
         "", "With conversations: the column with the questions, of a table whose columns are not recognised."
     )

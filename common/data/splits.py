@@ -8,6 +8,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import fsspec
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.file_download import repo_folder_name
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
@@ -19,6 +21,7 @@ from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens
 from common.data.texts import label_names, without_empty
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 HOLD_OUT_SHARE, HOLD_OUT_SEED = 0.1, 0
 
 
@@ -37,7 +40,7 @@ def load_splits(run: RunConfig) -> Splits:
         BadInputError: a source, file or row is missing or malformed; names file and line.
     """
     kind = row_kind(run)
-    splits = _read_splits(run.data, kind)
+    splits = _read_splits(run, kind)
     if run.empty_rows == "skip":
         splits = splits.map(without_empty)
     splits = check_rows_apart(splits, run)
@@ -46,18 +49,28 @@ def load_splits(run: RunConfig) -> Splits:
     return kind.finish(replace(splits, **cut))
 
 
-def _read_splits(source: str, kind: RowKind) -> Splits:
-    if "://" in source:
-        return _read_files(source, kind)
-    for place in (Path(source).expanduser(), REPOSITORY / source):
-        if place.exists():
-            return _read_files(str(place), kind)
+def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
+    source = run.data
+    places = (Path(source).expanduser(), REPOSITORY / source)
+    local = source if "://" in source else next((str(place) for place in places if place.exists()), "")
+    if local:
+        _refuse_hub_settings(run)
+        return _read_files(local, kind)
     if HUB_ID.fullmatch(source):
-        return _read_hub_dataset(source, kind)
+        return _read_hub_dataset(run, kind)
     raise BadInputError(
         f"The data {source} do not exist: pass --data with a folder that holds the files train, validation and test "
         f"({', '.join(kind.suffixes)}), with one such file, a URL, or the id of a dataset on the Hub."
     )
+
+
+def _refuse_hub_settings(run: RunConfig) -> None:
+    for name in ("dataset_config", "dataset_revision", "dataset_train_split", "dataset_test_split"):
+        if getattr(run, name) != getattr(RunConfig, name):
+            raise BadInputError(
+                f"{name} is {getattr(run, name)!r}, but it is for datasets of the Hub, and {run.data} is a file or "
+                f"folder: leave --{name} out."
+            )
 
 
 def _read_files(source: str, kind: RowKind) -> Splits:
@@ -91,24 +104,58 @@ def _is_there(file: str) -> bool:
         return False
 
 
-def _read_hub_dataset(name: str, kind: RowKind) -> Splits:
+def _read_hub_dataset(run: RunConfig, kind: RowKind) -> Splits:
     from datasets import load_dataset  # here: only runs on a Hub dataset need it, and it takes a second to import
 
     try:
-        found = load_dataset(name)
+        found = load_dataset(run.data, run.dataset_config or None, revision=run.dataset_revision or None)
     except Exception as error:  # no such dataset, no network, no access: each has a class of its own in `datasets`
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).partition("Example")[0].split())
+        if isinstance(error, ValueError) and "onfig" in reason:  # none was chosen of several, or one that is not there
+            raise BadInputError(f"The dataset {run.data} needs another --dataset_config: {reason}") from None
+        if "gated" in reason:
+            raise BadInputError(
+                f"The dataset {run.data} is gated: ask for access on its page on the Hub, then run `hf auth login`."
+            ) from None
         raise BadInputError(
-            f"The data {name} are no folder or file here, nor a dataset on the Hub ({reason}): correct --data."
+            f"The data {run.data} are no folder or file here, nor a dataset on the Hub ({reason}): correct --data or "
+            "--dataset_revision."
         ) from None
-    source = f"dataset {name}"
+    _check_commit(run, next(iter(found.values())).cache_files)
+    names = {"train": run.dataset_train_split, "validation": "validation", "test": run.dataset_test_split}
+    for key, default in (("train", ""), ("test", "test")):
+        if names[key] not in found and names[key] != default:
+            there = ", ".join(found)
+            raise BadInputError(
+                f"The dataset {run.data} has no split {names[key]!r} (there are: {there}): pass --dataset_{key}_split."
+            )
+    source = f"dataset {run.data}"
     splits = {
         split: kind.check(
-            ((row, f"{source}, {split} row {number}") for number, row in enumerate(with_names(rows))), source
+            ((row, f"{source}, {name} row {number}") for number, row in enumerate(with_names(found[name]))), source
         )
-        for split, rows in found.items()
+        for split, name in names.items()
+        if name in found
     }
     return hold_out(splits, f"The {source}")
+
+
+def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
+    """Refuse rows of another commit than the revision's, which `datasets` may return.
+
+    Without a network it takes the newest copy in its cache, whatever revision is asked for. `cached`: the files of a
+    split, in a folder named by its commit.
+    """
+    revision = run.dataset_revision or "main"
+    ref = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=run.data, repo_type="dataset") / "refs" / revision
+    asked = ref.read_text().strip() if ref.is_file() else revision
+    for loaded in {Path(file["filename"]).parent.name for file in cached}:
+        if COMMIT.fullmatch(asked) and COMMIT.fullmatch(loaded) and loaded != asked:
+            raise BadInputError(
+                f"The cache has the rows of commit {loaded} of {run.data} as its newest, but {revision} is {asked}, "
+                "and the Hub is not asked: read that revision again with a network, or pass --dataset_revision with "
+                "the one that was read last."
+            )
 
 
 def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:

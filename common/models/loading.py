@@ -11,7 +11,7 @@ import transformers
 from accelerate import dispatch_model
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -99,6 +99,11 @@ def check_model(model: str) -> str:
 def _check_hub(model: str) -> None:
     try:
         HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
+        HfApi().auth_check(model)  # everybody may read about a gated model, but not its files
+    except GatedRepoError:
+        raise BadInputError(
+            f"The model {model} is gated: ask for access on its page on the Hub, then run `hf auth login`."
+        ) from None
     except RepositoryNotFoundError:
         raise BadInputError(
             f"The model {model} is not on the Hugging Face Hub, or not for you: correct --model."

@@ -110,12 +110,12 @@ def test_of_one_file_a_tenth_each_is_held_out(tmp_path: Path, run: RunConfig) ->
 
 def test_a_dataset_of_the_hub_is_read_by_its_columns(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": text, "label": number % 2} for number, (text, _) in enumerate(rows_of(20))]
-    monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"train": Dataset.from_list(rows)}))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: DatasetDict({"train": Dataset.from_list(rows)}))
     assert label_names(load_splits(replace(run, data="somebody/messages"))) == ["0", "1"]
     named = Dataset.from_list(rows).cast_column("label", ClassLabel(names=["praise", "blame"]))
-    monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"train": named}))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: DatasetDict({"train": named}))
     assert label_names(load_splits(replace(run, data="somebody/messages"))) == ["blame", "praise"]
-    monkeypatch.setattr("datasets.load_dataset", lambda name: DatasetDict({"train": Dataset.from_list(rows)}))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: DatasetDict({"train": Dataset.from_list(rows)}))
     with pytest.raises(
         BadInputError, match=r"somebody/messages, train row 0 has no column 'topic' \(there are: text, label"
     ):
