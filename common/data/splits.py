@@ -80,7 +80,7 @@ def _read_files(source: str, kind: RowKind) -> Splits:
     folder = source.rstrip("/")
     files = {name: _file_of(folder, name, kind) for name in SPLIT_NAMES}
     absent = [name for name in SPLIT_NAMES[1:] if files[name] is None]
-    if absent:
+    if absent and files["train"]:
         say_once(f"{folder} has no {' and no '.join(absent)} file: a tenth of its training rows is held out for each")
     train = files["train"] or f"{folder}/train{kind.suffixes[0]}"  # which is refused, as it does not exist
     there = {name: file for name, file in files.items() if file}
@@ -113,7 +113,7 @@ def _read_hub_dataset(run: RunConfig, kind: RowKind) -> Splits:
         reason = " ".join(str(error).partition("Example")[0].split())
         if isinstance(error, ValueError) and "onfig" in reason:  # none was chosen of several, or one that is not there
             raise BadInputError(f"The dataset {run.data} needs another --dataset_config: {reason}") from None
-        if "gated" in reason:
+        if "is a gated dataset" in reason:
             raise BadInputError(
                 f"The dataset {run.data} is gated: ask for access on its page on the Hub, then run `hf auth login`."
             ) from None

@@ -191,9 +191,12 @@ def test_a_malformed_line_is_refused_with_file_and_line(tmp_path: Path, line: st
     assert said in str(refused.value)
 
 
-def test_missing_and_undecodable_files_are_refused(tmp_path: Path, run: RunConfig) -> None:
+def test_missing_and_undecodable_files_are_refused(
+    tmp_path: Path, run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(BadInputError, match=r"train\.\w+ does not exist: make it, with the columns 'text' and 'label'"):
         load_splits(replace(run, data=str(tmp_path)))
+    assert "held out" not in capsys.readouterr().out
     (tmp_path / "train.csv").write_bytes(b"text,label\ncaf\xe9,x\n")
     with pytest.raises(BadInputError, match=r"train\.csv is not UTF-8 \(line 2, byte 14\).*: save it as UTF-8"):
         load_splits(replace(run, data=str(tmp_path)))
