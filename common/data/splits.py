@@ -79,9 +79,6 @@ def _read_files(source: str, kind: RowKind) -> Splits:
         return hold_out({"train": read_rows(source, kind)}, source)
     folder = source.rstrip("/")
     files = {name: _file_of(folder, name, kind) for name in SPLIT_NAMES}
-    absent = [name for name in SPLIT_NAMES[1:] if files[name] is None]
-    if absent and files["train"]:
-        say_once(f"{folder} has no {' and no '.join(absent)} file: a tenth of its training rows is held out for each")
     train = files["train"] or f"{folder}/train{kind.suffixes[0]}"  # which is refused, as it does not exist
     there = {name: file for name, file in files.items() if file}
     return hold_out({name: read_rows(file, kind) for name, file in {"train": train, **there}.items()}, folder)
@@ -172,6 +169,7 @@ def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:
         there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
         raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows.")
     if missing:
+        say_once(f"{source} has no {' and no '.join(missing)} rows: a tenth of its training rows is held out for each")
         check_ids(source, rows)
         random.Random(HOLD_OUT_SEED).shuffle(rows)
     count = max(1, round(len(rows) * HOLD_OUT_SHARE))

@@ -103,9 +103,12 @@ def test_a_folder_of_three_files_is_read_and_cut_to_the_first_rows(tmp_path: Pat
     assert splits.train[1] == {"text": "text 1", "label": "events", "class": 0}
 
 
-def test_of_one_file_a_tenth_each_is_held_out(tmp_path: Path, run: RunConfig) -> None:
+def test_of_one_file_a_tenth_each_is_held_out_and_said(
+    tmp_path: Path, run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
     splits = load_splits(replace(run, data=write_csv(tmp_path / "all.csv", rows_of(40))))
     assert [len(split) for split in (splits.train, splits.validation, splits.test)] == [32, 4, 4]
+    assert "all.csv has no validation and no test rows" in capsys.readouterr().out
 
 
 def test_a_dataset_of_the_hub_is_read_by_its_columns(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
