@@ -1,6 +1,7 @@
 """Hand a tuned model on: a whole model with its tokenizer and a card, in a folder or on the Hub.
 
 python -m common.export mine --to merged --output my_model
+python -m common.export mine --to gguf --weight_type q8_0              one file for llama.cpp
 python -m common.export mine --to hub --repo_id me/my_model            what would be uploaded
 python -m common.export mine --to hub --repo_id me/my_model --push     uploads it, private
 """
@@ -15,6 +16,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, said_by
 from common.base.parsing import OneSentenceParser
 from common.records.store import Record, fit_to_be_kept
+from common.serving.gguf_file import WEIGHT_TYPES, export_gguf
 from common.serving.tuned_runs import TunedRun, find_run
 
 SETTINGS = ("technique", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "optim", "precision",
@@ -34,13 +36,22 @@ def export_merged(tuned: TunedRun, output: Path) -> Path:
     Raises:
         BadInputError: the run has no whole model any more, or the folder exists.
     """
-    if not (tuned.whole_model / "config.json").is_file():
-        raise BadInputError(f"{tuned.folder.name} holds no folder {tuned.whole_model.name}: repeat the run.")
+    check_whole_model(tuned)
     if output.exists():
         raise BadInputError(f"--output is {output}, which exists already: name a new folder.")
     shutil.copytree(tuned.whole_model, output)
     card_of(tuned).save(output / CARD_NAME)
     return output
+
+
+def check_whole_model(tuned: TunedRun) -> None:
+    """Refuse a run whose whole model is gone.
+
+    Raises:
+        BadInputError: with the folder that is missing.
+    """
+    if not (tuned.whole_model / "config.json").is_file():
+        raise BadInputError(f"{tuned.folder.name} holds no folder {tuned.whole_model.name}: repeat the run.")
 
 
 def card_of(tuned: TunedRun) -> ModelCard:
@@ -108,8 +119,11 @@ def read_options() -> argparse.Namespace:
     """
     parser = OneSentenceParser(prog="python -m common.export", description=__doc__)
     parser.add_argument("run", help="results folder, or the name of a run")
-    parser.add_argument("--to", choices=("merged", "hub"), default="merged", help="what is made")
-    parser.add_argument("--output", type=Path, help="a new folder; without it `exported` in the run's results")
+    parser.add_argument("--to", choices=("merged", "gguf", "hub"), default="merged", help="what is made")
+    parser.add_argument(
+        "--output", type=Path, help="a new folder, or with gguf a new file; default: in the run's results"
+    )
+    parser.add_argument("--weight_type", "--weight-type", choices=WEIGHT_TYPES, default="f16", help="with gguf")
     parser.add_argument("--repo_id", "--repo-id", default="", help="with hub: NAME/MODEL")
     parser.add_argument("--push", action="store_true", help="with hub: upload; without it files are listed")
     options = parser.parse_args()
@@ -123,6 +137,12 @@ def main() -> None:
     """Run the command line."""
     options = read_options()
     tuned = find_run(options.run)
+    if options.to == "gguf":
+        check_whole_model(tuned)
+        file = options.output or tuned.folder / f"tuned-{options.weight_type}.gguf"
+        print(f"model and tokenizer: {export_gguf(tuned.whole_model, file, options.weight_type)}")
+        print(f"serve it: llama-server -m {file}")
+        return
     folder = export_merged(tuned, options.output or tuned.folder / "exported")
     print(f"model, tokenizer and card: {folder}\nserve it: vllm serve {folder}")
     if options.to == "hub":

@@ -1,0 +1,234 @@
+"""Write a tuned model as a GGUF file, which llama.cpp, Ollama and LM Studio run.
+
+llama.cpp goes by names: that of the family says how it computes, that of the pre-tokenizer how a text is divided before
+its byte pairs are merged. What is not listed here is refused, as llama.cpp would load it and answer wrongly.
+"""
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from common.base.errors import BadInputError
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """How llama.cpp computes a family.
+
+    Attributes:
+        architecture: Its name in llama.cpp.
+        interleaves: Rotary embeddings turn neighbouring features in llama.cpp; in Transformers the features of a head's
+            first and second half.
+    """
+
+    architecture: str
+    interleaves: bool = False
+
+
+FAMILIES = {
+    "llama": GgufFamily("llama", interleaves=True),
+    "qwen2": GgufFamily("qwen2"),
+    "qwen3": GgufFamily("qwen3"),
+}
+"""By `model_type`."""
+BEGINS, WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}", r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS = {
+    "": "gpt-2",  # ByteLevel's own expression
+    f"{BEGINS}{WORDS}{SPACES}": "qwen2",
+    f"{BEGINS}{{1,3}}{WORDS}{SPACES}": "llama-bpe",
+}
+"""llama.cpp's names (src/llama-vocab.cpp), by the regular expression in a tokenizer.json."""
+WEIGHT_TYPES = ("f32", "f16", "q8_0")
+
+
+def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
+    """Write the model and tokenizer in `folder` as one GGUF file with matrices of `weight_type`; return the file.
+
+    Vectors (norms and biases) stay in fp32, as llama.cpp computes with them.
+
+    Raises:
+        BadInputError: the package gguf is missing, the file exists, or llama.cpp would compute something else.
+    """
+    if importlib.util.find_spec("gguf") is None:
+        raise BadInputError("The package gguf is not installed: `python3 install.py gguf`.")
+    if file.exists():
+        raise BadInputError(f"{file} exists already: name another --output.")
+    from gguf import GGUFWriter  # here: an extra
+
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    family, pre_tokenizer = check_family(config), check_tokenizer(tokenizer)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    writer = GGUFWriter(unfinished, family.architecture, use_temp_file=True)  # else it holds all weights until the end
+    add_shape(writer, config, weight_type)
+    add_tokenizer(writer, tokenizer, pre_tokenizer, config.vocab_size)
+    add_weights(writer, AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), family, weight_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file(progress=True)
+    writer.close()
+    return unfinished.rename(file)
+
+
+def check_family(config: PretrainedConfig) -> GgufFamily:
+    """Return how llama.cpp computes a model.
+
+    Raises:
+        BadInputError: it does not, or only with settings that are not written here.
+    """
+    if config.model_type not in FAMILIES:
+        raise BadInputError(
+            f"Models of the kind {config.model_type} are not written as GGUF here ({', '.join(FAMILIES)} are): use "
+            "convert_hf_to_gguf.py of llama.cpp on the folder that --to merged makes."
+        )
+    rope = config.rope_parameters["rope_type"]
+    window = getattr(config, "sliding_window", None)
+    for what, value in (("scaled rotary embeddings", "" if rope == "default" else rope), ("a sliding window", window)):
+        if value:
+            raise BadInputError(
+                f"The model has {what} ({value}), which is not written as GGUF here: use convert_hf_to_gguf.py of "
+                "llama.cpp on the folder that --to merged makes."
+            )
+    return FAMILIES[config.model_type]
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return llama.cpp's name for how a tokenizer divides a text before it merges byte pairs.
+
+    Raises:
+        BadInputError: there is none.
+    """
+    state = _state(tokenizer)
+    step = state["pre_tokenizer"] or {}
+    steps = step.get("pretokenizers", [step])
+    kinds = [each.get("type") for each in steps]
+    expressions = [each["pattern"].get("Regex") for each in steps if each.get("type") == "Split"]
+    by_itself = kinds == ["ByteLevel"] and steps[0]["use_regex"]
+    expression = "" if by_itself else expressions[0] if kinds == ["Split", "ByteLevel"] else None
+    if state["model"]["type"] != "BPE" or expression not in PRE_TOKENIZERS:
+        raise BadInputError(
+            f"The tokenizer is {state['model']['type']} and divides texts by {' and '.join(map(str, kinds))}"
+            f"{f' ({expressions[0]})' if expressions else ''}, for which no name in llama.cpp is known here (there are "
+            f"{', '.join(PRE_TOKENIZERS.values())}): use convert_hf_to_gguf.py of llama.cpp on the folder that --to "
+            "merged makes."
+        )
+    return PRE_TOKENIZERS[expression]
+
+
+def _state(tokenizer: PreTrainedTokenizerBase) -> dict:
+    return json.loads(tokenizer.backend_tokenizer.to_str())
+
+
+def add_shape(writer: "GGUFWriter", config: PretrainedConfig, weight_type: str) -> None:
+    """Add what llama.cpp must know of a model besides its weights."""
+    from gguf import LlamaFileType
+
+    stored = {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8_0": LlamaFileType.MOSTLY_Q8_0}
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_name("tuned")
+    writer.add_file_type(stored[weight_type])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def add_tokenizer(
+    writer: "GGUFWriter", tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str, vocabulary_size: int
+) -> None:
+    """Add tokens, merges, special tokens and the chat template; embeddings without a token get a name of their own."""
+    from gguf import TokenType
+
+    added = tokenizer.added_tokens_decoder
+    names = {number: name for name, number in tokenizer.get_vocab().items()}
+    types = {number: TokenType.CONTROL if token.special else TokenType.USER_DEFINED for number, token in added.items()}
+    numbers = range(vocabulary_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list([names.get(number, f"[PAD{number}]") for number in numbers])
+    writer.add_token_types([
+        types.get(number, TokenType.NORMAL if number in names else TokenType.UNUSED) for number in numbers
+    ])  # fmt: skip
+    merges = _state(tokenizer)["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    for add, number in (
+        (writer.add_bos_token_id, tokenizer.bos_token_id),
+        (writer.add_eos_token_id, tokenizer.eos_token_id),
+        (writer.add_pad_token_id, tokenizer.pad_token_id),
+    ):
+        if number is not None:
+            add(number)
+    writer.add_add_bos_token(begins_by_itself(tokenizer))
+    writer.add_chat_template(without_marks(tokenizer.chat_template))
+
+
+def begins_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer puts its begin token before a text that has none."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+
+
+def without_marks(template: str) -> str:
+    """Return a chat template without `{% generation %}`, which only Transformers knows; comments keep its spaces."""
+    return re.sub(r"{%(-?)\s*(?:end)?generation\s*(-?)%}", r"{#\1 \2#}", template)
+
+
+def add_weights(writer: "GGUFWriter", model: PreTrainedModel, family: GgufFamily, weight_type: str) -> None:
+    """Add every weight under llama.cpp's name; a head that is the embeddings is left out.
+
+    Raises:
+        BadInputError: llama.cpp knows no such weight, or its rows cannot be divided into blocks of 32.
+    """
+    from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map, quantize
+
+    architecture = next(key for key in MODEL_ARCH if MODEL_ARCH_NAMES[key] == family.architecture)
+    names = get_tensor_name_map(architecture, model.config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if known is None:
+            raise BadInputError(f"The model has the weight {name}, which llama.cpp does not know: use --to merged.")
+        kind = GGMLQuantizationType[weight_type.upper() if weight.ndim > 1 else "F32"]
+        if kind is GGMLQuantizationType.Q8_0 and weight.shape[-1] % 32:
+            raise BadInputError(
+                f"Rows of {name} have {weight.shape[-1]} weights, but q8_0 stores blocks of 32: pass --weight_type f16."
+            )
+        if family.interleaves and re.search(r"\.[qk]_proj\.", name):
+            is_query = ".q_proj." in name
+            heads = model.config.num_attention_heads if is_query else model.config.num_key_value_heads
+            weight = interleaved(weight, heads)
+        writer.add_tensor(known, quantize(weight.float().contiguous().numpy(), kind), raw_dtype=kind)
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return a query or key projection whose features that are turned together are neighbours.
+
+    `weight`: shape (heads * head size, ...); as `permute` in llama.cpp's conversion/llama.py.
+    """
+    by_half = weight.reshape(heads, 2, -1, *weight.shape[1:])
+    return by_half.transpose(1, 2).reshape(weight.shape)

@@ -1,0 +1,94 @@
+"""A GGUF file is the model it was made of; what llama.cpp would compute otherwise is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGUFReader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from common.base.errors import BadInputError
+from common.models.loading import EMBEDDED_BASE
+from common.serving.gguf_file import PRE_TOKENIZERS, check_tokenizer, export_gguf, without_marks
+from tests.families import make_tiny
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 300, 301, 7]])
+LARGEST_DIFFERENCE = {"f32": 1e-6, "f16": 1e-2, "q8_0": 0.1}
+"""Of logits, over the largest logit."""
+
+
+@pytest.mark.parametrize("weight_type", LARGEST_DIFFERENCE)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_the_file_is_the_model(model_type: str, weight_type: str, tmp_path: Path) -> None:
+    folder = Path(make_tiny(model_type, tmp_path / "model"))
+    if model_type == "qwen3":  # Transformers reads no head_dim of this family from GGUF: 128, as all published have
+        config = AutoConfig.from_pretrained(folder)
+        config.head_dim = 128
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    file = export_gguf(folder, tmp_path / "it.gguf", weight_type)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    with torch.no_grad():
+        expected, found = model(IDS).logits, again(IDS).logits
+    assert (expected - found).abs().max() <= LARGEST_DIFFERENCE[weight_type] * expected.abs().max()
+    with pytest.raises(BadInputError, match="exists already"):
+        export_gguf(folder, file, weight_type)
+
+
+def test_the_file_has_the_tokenizer_and_its_template_without_marks(tmp_path: Path) -> None:
+    file, tokenizer = (
+        export_gguf(EMBEDDED_BASE, tmp_path / "it.gguf", "f32"),
+        AutoTokenizer.from_pretrained(EMBEDDED_BASE),
+    )
+    fields = GGUFReader(file).fields
+    assert fields["tokenizer.ggml.tokens"].contents() == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    assert fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == tokenizer.eos_token_id
+    assert not fields["tokenizer.ggml.add_bos_token"].contents()
+    template = fields["tokenizer.chat_template"].contents()
+    chat = [{"role": "user", "content": " Who? "}, {"role": "assistant", "content": "I."}]
+    assert "generation -%}" not in template
+    assert tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False) == tokenizer.apply_chat_template(
+        chat, tokenize=False
+    )
+
+
+def test_a_comment_keeps_the_spaces_that_a_mark_kept_or_removed() -> None:
+    assert without_marks("a {%- generation %} b {% endgeneration -%} c") == "a {#- #} b {# -#} c"
+
+
+@pytest.mark.parametrize("expression", [*filter(None, PRE_TOKENIZERS), "[a-z]+"])
+def test_a_pre_tokenizer_has_llama_cpps_name_or_is_refused(expression: str, tmp_path: Path) -> None:
+    AutoTokenizer.from_pretrained(EMBEDDED_BASE).save_pretrained(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    state["pre_tokenizer"] = {
+        "type": "Sequence", "pretokenizers": [split, {**state["pre_tokenizer"], "use_regex": False}]
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    if expression in PRE_TOKENIZERS:
+        assert check_tokenizer(tokenizer) == PRE_TOKENIZERS[expression]
+    else:
+        with pytest.raises(BadInputError, match=r"\[a-z\]\+"):
+            check_tokenizer(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "said"),
+    [
+        ("gpt2", {}, "gpt2"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "64"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    model_type: str, changes: dict, said: str, tmp_path: Path
+) -> None:
+    folder = Path(make_tiny(model_type, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(BadInputError, match=said):
+        export_gguf(folder, tmp_path / "it.gguf", "f32")
+    assert not (tmp_path / "it.gguf").exists()
