@@ -85,3 +85,14 @@ def test_files_are_listed_and_nothing_is_uploaded_unasked_or_without_a_token(
     with pytest.raises(SystemExit, match="2"):
         export.main()
     assert "--repo_id NAME/MODEL" in capsys.readouterr().err
+
+
+def test_the_command_writes_a_gguf_file_into_the_results(
+    tuned: TunedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["export", str(tuned.folder), "--to", "gguf", "--weight_type", "f32"])
+    export.main()
+    assert "llama-server -m" in capsys.readouterr().out
+    (file,) = tuned.folder.glob("*.gguf")
+    again = AutoModelForCausalLM.from_pretrained(tuned.folder, gguf_file=file.name)
+    assert torch.equal(again.model.norm.weight, torch.ones(128))
