@@ -9,6 +9,8 @@ The notebook runs the same steps cell by cell. Against 2.4: (1) layers are place
 device is fuller than it must be, (2) the model loads by that map, (3) a spy proves that every stage works.
 """
 
+from collections.abc import Sequence
+
 from my_utils_full_finetuning_with_mp import check_stages, custom_device_map, set_trained_layers
 from transformers import PreTrainedModel
 
@@ -52,7 +54,7 @@ RUN = RunConfig(
 )
 
 
-def place(log: RunRecorder, rows: list[Tokens]) -> Placement:
+def place(log: RunRecorder, rows: Sequence[Tokens]) -> Placement:
     """Compute the device map (1), and print it beside Accelerate's own and an even split."""
     with log.phase("place layers"):
         batch = longest_batch(rows, log.run.per_device_train_batch_size)
@@ -76,7 +78,7 @@ def build_trainer(
     placement: Placement,
     model: PreTrainedModel,
     tokenizer: Tokenizer,
-    rows: list[Tokens],
+    rows: Sequence[Tokens],
     data: Splits,
 ) -> AuditedTrainer:
     """Switch on the layers to train, and build the trainer of rows and model."""

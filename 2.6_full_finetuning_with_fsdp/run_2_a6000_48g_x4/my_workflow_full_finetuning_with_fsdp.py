@@ -10,6 +10,8 @@ Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights
 part of every rank, (5) at the end the parts become one model, (6) the machine's ceiling is measured beside it.
 """
 
+from collections.abc import Sequence
+
 from my_utils_full_finetuning_with_fsdp import held_table
 
 from common.base.command_line import run_from_command_line
@@ -45,7 +47,7 @@ RUN = RunConfig(
 )
 
 
-def build_trainer(log: RunRecorder, tokenizer: Tokenizer, rows: list[Tokens], data: Splits) -> LoopTrainer:
+def build_trainer(log: RunRecorder, tokenizer: Tokenizer, rows: Sequence[Tokens], data: Splits) -> LoopTrainer:
     """Load this rank's part of the model (2), and build the trainer of rows and model."""
     with log.phase("build trainer"):
         validation = tokens_of(data.validation, tokenizer, log.run)

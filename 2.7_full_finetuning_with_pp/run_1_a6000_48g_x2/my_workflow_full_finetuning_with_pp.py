@@ -9,6 +9,8 @@ Against 2.4: (1) layers are placed before anything is loaded, (2) a rank loads i
 a schedule of micro-batches, (4) what the pipeline brings is measured, (5) the stages are saved as one model.
 """
 
+from collections.abc import Sequence
+
 from my_utils_full_finetuning_with_pp import stage_table
 
 from common.base.command_line import run_from_command_line
@@ -44,7 +46,7 @@ RUN = RunConfig(
 )
 
 
-def place(log: RunRecorder, rows: list[Tokens]) -> Placement:
+def place(log: RunRecorder, rows: Sequence[Tokens]) -> Placement:
     """Choose which stage holds which layers (1), so that no device is fuller than it must be in training."""
     with log.phase("place layers"):
         placement = place_stages(log.run, longest_batch(rows, log.run.per_device_train_batch_size), log.gpu())
@@ -54,7 +56,7 @@ def place(log: RunRecorder, rows: list[Tokens]) -> Placement:
 
 
 def build_trainer(
-    log: RunRecorder, placement: Placement, tokenizer: Tokenizer, rows: list[Tokens], data: Splits
+    log: RunRecorder, placement: Placement, tokenizer: Tokenizer, rows: Sequence[Tokens], data: Splits
 ) -> LoopTrainer:
     """Load this rank's stage (2), and build its schedules (3) and the trainer of both."""
     with log.phase("build trainer"):

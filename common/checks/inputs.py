@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +110,7 @@ def check_threads(run: RunConfig) -> None:
         )
 
 
-def training_rows(run: RunConfig) -> list[Row]:
+def training_rows(run: RunConfig) -> Sequence[Row]:
     """Return the run's training rows, at least one for each rank.
 
     Raises:

@@ -4,6 +4,7 @@ import os
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ class Preview:
     """
 
     splits: Splits
-    tokens: list[Tokens]
+    tokens: Sequence[Tokens]
     max_length: int
     learns_tokens: bool
 

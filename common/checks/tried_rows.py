@@ -1,5 +1,7 @@
 """The rows that are tried before a run: the longest of its own, or rows of a length that is asked for."""
 
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
@@ -29,8 +31,8 @@ class Rows:
     come from.
     """
 
-    train: list[Tokens]
-    validation: list[Tokens]
+    train: Sequence[Tokens]
+    validation: Sequence[Tokens]
     count: int | None
     source: str
 
@@ -79,12 +81,12 @@ def rows_of_run(run: RunConfig) -> Rows:
     )
 
 
-def longest_rows(rows: list[Tokens], count: int, task: str) -> list[Tokens]:
+def longest_rows(rows: Sequence[Tokens], count: int, task: str) -> list[Tokens]:
     """Return the `count` rows with the most tokens, longest first.
 
     With summarization the longest texts each have one of the longest summaries: no batch can be larger.
     """
-    longest = sorted(rows, key=lambda row: -len(row["input_ids"]))[:count]
+    longest = heapq.nlargest(count, rows, key=lambda row: len(row["input_ids"]))
     if not TASKS[task].summarizes:
         return longest
     summaries = sorted((row["labels"] for row in rows), key=len, reverse=True)

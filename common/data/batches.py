@@ -1,7 +1,8 @@
 """Batches of tokens: collated, sampled so that each row is seen once per epoch, and dealt out to ranks."""
 
+import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from common.planning.job import BatchShape
 Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
 
 
-def longest_batch(rows: list[Tokens], batch_size: int) -> BatchShape:
+def longest_batch(rows: Sequence[Tokens], batch_size: int) -> BatchShape:
     """Return the shape of the largest batch that can come up: the longest rows, padded to the longest of them."""
-    longest = sorted(rows, key=lambda row: -len(row["input_ids"]))[:batch_size]
+    longest = heapq.nlargest(batch_size, rows, key=lambda row: len(row["input_ids"]))
     lengths = [len(row["input_ids"]) for row in longest]
     padded = min(lengths) < max(lengths)
     if isinstance(rows[0]["labels"], int):
@@ -40,7 +41,7 @@ def make_collator(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | N
 class TrainingRows(Dataset[Tokens]):
     """Tokenized rows that know their numbers, so that a run can prove which rank saw which row."""
 
-    def __init__(self, rows: list[Tokens]) -> None:
+    def __init__(self, rows: Sequence[Tokens]) -> None:
         """`rows`: from `tokens_of`."""
         self.rows = rows
 

@@ -1,10 +1,13 @@
 """Read a file of rows: JSONL, JSON, CSV or Parquet, on this machine or behind any URL that fsspec reads."""
 
 import csv
-import io
 import json
-from collections import Counter
-from collections.abc import Iterator
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from lzma import LZMAError
 from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +17,7 @@ from charset_normalizer import from_bytes
 
 from common.base.errors import BadInputError
 from common.data.rows import Found, Row, RowKind
+from common.data.stored_rows import stored
 
 PARQUET = ".parquet"
 TABLES = (".jsonl", ".json", ".csv", PARQUET)
@@ -21,6 +25,8 @@ TABLES = (".jsonl", ".json", ".csv", PARQUET)
 COMPRESSED = (".gz", ".bz2", ".xz")
 """After the suffix of a text file: it is decompressed as it is read."""
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
+SAMPLE_LINES = 10_000
+"""Lines before and after one that is not UTF-8, by which its encoding is guessed."""
 
 
 def suffix_of(source: str) -> str:
@@ -41,45 +47,69 @@ def suffix_of(source: str) -> str:
     return inner
 
 
-def read_rows(source: str, kind: RowKind) -> list[Row]:
+def read_rows(source: str, kind: RowKind) -> Sequence[Row]:
     """Return the rows of one file, on this machine or behind any URL that fsspec reads (`s3://`, `https://`, ...).
+
+    The file is read line by line, so that it may be larger than memory (a list in JSON is read at once).
 
     Raises:
         BadInputError: the file is missing or empty, or a row is malformed.
     """
     if suffix_of(source) == PARQUET:
-        found = _read_parquet(source, kind.holds)
+        rows = stored(kind.check(_read_parquet(source, kind.holds), source))
     else:
-        found = kind.parse(read_text(source, kind.holds), source)
-    rows = kind.check(found, source)
+        with lines_of(source, kind.holds) as lines:
+            rows = stored(kind.check(kind.parse(lines, source), source))
     if not rows:
         raise BadInputError(f"The data file {source} is empty: give it at least one {kind.advice}.")
     return rows
 
 
-def read_text(source: str, holds: str) -> str:
-    """Return the content of a file on this machine or behind a URL; `holds` says what should stand in it.
+@contextmanager
+def lines_of(source: str, holds: str) -> Iterator[Iterator[str]]:
+    """Open a text file on this machine or behind a URL, and yield its lines; `holds` says what should stand in it.
 
     Raises:
         BadInputError: it is missing, cannot be read, or is not UTF-8; says which encoding it probably has.
     """
     try:
-        with fsspec.open(source, "rb", compression="infer") as file:
-            content = file.read()
+        # utf-8-sig: Excel's files begin with a byte order mark; newline: fields of a CSV file keep theirs
+        file = fsspec.open(source, "rt", encoding="utf-8-sig", newline="", compression="infer").open()
     except FileNotFoundError:
         raise BadInputError(f"The data file {source} does not exist: make it, {holds}.") from None
     except ImportError as error:
         raise BadInputError(f"The data file {source} needs one more package ({error}): install it.") from None
     except Exception as error:  # each of fsspec's file systems has classes of its own
-        raise BadInputError(f"The data file {source} cannot be read ({error}): correct --data.") from None
-    try:
-        return content.decode("utf-8-sig")  # Excel's files begin with a byte order mark
-    except UnicodeDecodeError as error:
-        line, likely = content.count(b"\n", 0, error.start) + 1, from_bytes(content).best()
-        known = f"; it is probably {likely.encoding}" if likely else ""
-        raise BadInputError(
-            f"{source} is not UTF-8 (line {line}, byte {error.start}){known}: save it as UTF-8."
-        ) from None
+        raise _unreadable(source, error) from None
+    with file:
+        try:
+            yield iter(file)
+        except UnicodeDecodeError:
+            raise _not_utf8(source) from None
+        except (OSError, EOFError, zlib.error, LZMAError) as error:
+            raise _unreadable(source, error) from None
+
+
+def _unreadable(source: str, error: Exception) -> BadInputError:
+    return BadInputError(f"The data file {source} cannot be read ({error}): correct --data.")
+
+
+def _not_utf8(source: str) -> BadInputError:
+    """Return the refusal of a file, with its first line that is not UTF-8."""
+    before, offset = deque[bytes](maxlen=SAMPLE_LINES), 0
+    with fsspec.open(source, "rb", compression="infer") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                likely = from_bytes(b"".join([*before, line, *islice(file, SAMPLE_LINES)])).best()
+                known = f"; it is probably {likely.encoding}" if likely else ""
+                return BadInputError(
+                    f"{source} is not UTF-8 (line {number}, byte {offset + error.start}){known}: save it as UTF-8."
+                )
+            before.append(line)
+            offset += len(line)
+    return BadInputError(f"{source} is not UTF-8: save it as UTF-8.")  # it has changed since
 
 
 def _read_parquet(source: str, holds: str) -> Found:
@@ -95,30 +125,42 @@ def _read_parquet(source: str, holds: str) -> Found:
     return ((row, f"{source}, row {number}") for number, row in enumerate(with_names(rows), 1))
 
 
-def parse_table(content: str, source: str) -> Found:
+def parse_table(lines: Iterator[str], source: str) -> Found:
     """Return what each row of a file holds, and where it stands: of CSV, JSONL, or a JSON list.
 
     Raises:
         BadInputError: it is none of them.
     """
-    suffix, is_list = suffix_of(source), content.lstrip().startswith("[")
-    if suffix == ".csv":
-        return _parse_csv(content, source)
-    if not is_list and suffix != ".json":
-        return parse_lines(content, source)
+    if suffix_of(source) == ".csv":
+        return _parse_csv(lines, source)
+    head = _head(lines)
+    is_list = head[-1].lstrip().startswith("[") if head else False
+    if not is_list and suffix_of(source) != ".json":
+        return parse_lines(chain(head, lines), source)
+    content = "".join(chain(head, lines))
     try:
         found = json.loads(content)
     except json.JSONDecodeError as error:
         if not is_list:  # one object on each line
-            return parse_lines(content, source)
+            return parse_lines(content.split("\n"), source)
         raise BadInputError(
             f"{source} is no JSON ({error.msg}, line {error.lineno}): correct it, or pass one row per line as .jsonl."
         ) from None
     return [(item, f"{source}, row {number}") for number, item in enumerate(found if is_list else [found], 1)]
 
 
-def _parse_csv(content: str, source: str) -> Iterator[tuple[object, str]]:
-    rows, number = csv.DictReader(io.StringIO(content, newline=""), strict=True), 0
+def _head(lines: Iterator[str]) -> list[str]:
+    """Return the first lines, up to one that is not empty."""
+    head = []
+    for line in lines:
+        head.append(line)
+        if line.strip():
+            break
+    return head
+
+
+def _parse_csv(lines: Iterator[str], source: str) -> Iterator[tuple[object, str]]:
+    rows, number = csv.DictReader(lines, strict=True), 0
     try:
         twice = [name for name, times in Counter(rows.fieldnames or ()).items() if times > 1]
         if twice:
@@ -136,13 +178,13 @@ def _parse_csv(content: str, source: str) -> Iterator[tuple[object, str]]:
         ) from None
 
 
-def parse_lines(content: str, source: str) -> Iterator[tuple[object, str]]:
+def parse_lines(lines: Iterable[str], source: str) -> Iterator[tuple[object, str]]:
     """Yield what each line of a JSONL file holds, and where it stands; empty lines are left out.
 
     Raises:
         BadInputError: a line is no JSON.
     """
-    for number, line in enumerate(content.split("\n"), 1):  # splitlines would also split at U+2028 within a text
+    for number, line in enumerate(lines, 1):
         where = f"{source}, line {number}"
         try:
             if line.strip():

@@ -1,4 +1,7 @@
-"""Formats of rows that hold a conversation: each is recognised by its columns, and turned into `messages`."""
+"""Formats of rows that hold a conversation or plain text: each is recognised by its columns.
+
+A conversation is turned into `messages`; plain text stays as it is.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,15 +35,15 @@ class Format:
     """Columns that every row has."""
     takes: tuple[str, ...]
     """Columns that a row may have besides; others are kept as they are."""
-    messages: Callable[[Row], object]
-    """Return the conversation; `normalised` renames what is in it."""
+    messages: Callable[[Row], object] | None
+    """Return the conversation; `normalised` renames what is in it. None: the row is plain text."""
 
     def __str__(self) -> str:
         """Return the name with the columns, for a printed line."""
         return f"{self.name} ({', '.join(self.needs)})"
 
     def convert(self, row: Row, where: str) -> Row:
-        """Return the row with `messages` in the place of the format's columns.
+        """Return the row with `messages` in the place of the format's columns, or with its `text`.
 
         Raises:
             BadInputError: the row lacks a column, or holds no conversation.
@@ -55,6 +58,8 @@ class Format:
             )
         used = {name: row[names[name]] for name in (*self.needs, *self.takes) if name in names}
         rest = {name: row[name] for name in names.values() if name.lower() not in used}
+        if self.messages is None:
+            return {**rest, **used}
         try:
             messages = self.messages(used)
         except TypeError:  # a list where a text is expected, or the other way round
@@ -101,6 +106,7 @@ FORMATS = (
     Format("Alpaca", ("instruction", "output"), ("input", "system", "history"), alpaca),
     Format("prompt and completion", ("prompt", "completion"), ("system",), prompt_and_completion),
     *(_question_and_answer(question, answer) for question in QUESTIONS for answer in ANSWERS),
+    Format("plain text, of which every token is learnt", ("text",), (), None),
 )
 """The first whose columns are there is taken."""
 
@@ -140,7 +146,7 @@ def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
     if found is None:
         raise BadInputError(
             f"{source} has the columns {listed}, which are no format that is known here (messages, conversations, "
-            "instruction and output, prompt and completion, question and answer): name two of them with "
+            "instruction and output, prompt and completion, question and answer, text): name two of them with "
             "--prompt_column and --completion_column."
         )
     return found

@@ -1,17 +1,20 @@
-"""Rows of chat messages: checked, and turned into tokens with labels on the answers only."""
+"""Rows of chat messages, or of plain text: checked, and turned into tokens with labels on what is learnt."""
 
+import json
 import re
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import compress
 
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data.files import TABLES, parse_table
+from common.data.files import TABLES, parse_table, suffix_of
 from common.data.formats import Format, recognise
+from common.data.plain_texts import TEXT_FILE, continuation_of, is_plain, opening_of, parse_paragraphs, tokenize_plain
 from common.data.row_checks import say_once, shown
 from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens
+from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 
 CONVERSATION = re.compile("(system )?user( call( tool)+)* assistant( user( call( tool)+)* assistant)*")
@@ -19,25 +22,29 @@ CONVERSATION = re.compile("(system )?user( call( tool)+)* assistant( user( call(
 
 
 def row_kind(run: RunConfig) -> RowKind:
-    """Return what rows of conversations are, in any of the formats of common/data/formats.py."""
+    """Return what rows of conversations or plain text are, in any of the formats of common/data/formats.py."""
     return RowKind(
-        suffixes=TABLES,
+        suffixes=(*TABLES, TEXT_FILE),
         holds="one JSON object with `messages` per line, or rows of another format",
         advice="row of `messages`",
-        parse=parse_table,
+        parse=_parse,
         check=partial(check_messages, run=run),
         tokenize=tokenize_messages,
     )
 
 
-def check_messages(found: Found, source: str, run: RunConfig) -> list[Row]:
-    """Return the rows of `source` with `messages`, if each is a conversation that ends with an answer.
+def _parse(lines: Iterator[str], source: str) -> Found:
+    return (parse_paragraphs if suffix_of(source) == TEXT_FILE else parse_table)(lines, source)
+
+
+def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
+    """Yield the rows of `source`, if each is a conversation that ends with an answer, or if all are plain texts.
 
     Raises:
         BadInputError: the rows have no format that is known, or one is no conversation; names where it stands.
     """
     known: Format | None = None
-    rows = []
+    count, first = 0, ""
     for row, where in found:
         if not isinstance(row, dict):
             raise BadInputError(f"{where} is {str(row)[:40]!r}, but should have columns, as `messages`: correct it.")
@@ -45,11 +52,22 @@ def check_messages(found: Found, source: str, run: RunConfig) -> list[Row]:
             where = f"{where} (id {str(row['id'])[:40]!r})"
         filled = {name: value for name, value in row.items() if value is not None}
         known = known or recognise(list(filled), run, where)
-        rows.append(_check_row(known.convert(filled, where), where))
+        converted = known.convert(filled, where)
+        checked = _check_text(converted, where) if "text" in known.needs else _check_row(converted, where)
+        count, first = count + 1, first or question_of(checked)
+        yield checked
     if known and known.name != "messages":
-        question = question_of(rows[0])[-1]["content"]
-        say_once(f"{source}: read as {known}, {len(rows):,} rows; the first asks {question[:60]!r}")
-    return rows
+        begins = "begins" if "text" in known.needs else "asks"
+        say_once(f"{source}: read as {known}, {count:,} rows; the first {begins} {first[:60]!r}")
+
+
+def _check_text(row: Row, where: str) -> Row:
+    text = row["text"]
+    if not isinstance(text, str):
+        raise BadInputError(f"{where} has {str(text)[:60]!r} as its `text`, which should be a text: correct it.")
+    if len(text.strip()) < 2:
+        raise BadInputError(f"{where} has {text!r} as its `text`, of which nothing can be learnt: fill or remove it.")
+    return row
 
 
 def _check_row(row: Row, where: str) -> Row:
@@ -71,6 +89,12 @@ def _check_row(row: Row, where: str) -> Row:
             "message, if any, comes first, then user and assistant in turn, with `tool_calls` and tool messages "
             "between them, and an assistant's answer is the last; correct it."
         )
+    tools = row.get("tools")
+    if isinstance(tools, str):  # as tables hold them
+        try:
+            row = {**row, "tools": json.loads(tools)}
+        except json.JSONDecodeError as error:
+            raise BadInputError(f"{where} has `tools` that are no JSON ({error.msg}): correct them.") from None
     facts = row.get("facts", [])
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
         raise BadInputError(
@@ -84,14 +108,14 @@ def turns_of(row: Row) -> list[str]:
     return ["call" if message.get("tool_calls") else message["role"] for message in row["messages"]]
 
 
-def question_of(row: Row) -> list[dict[str, str]]:
-    """Return the messages before the last answer."""
-    return row["messages"][:-1]
+def question_of(row: Row) -> str:
+    """Return the text of the last question, or how a plain text begins."""
+    return opening_of(row["text"]) if is_plain([row]) else row["messages"][-2]["content"]
 
 
 def answer_of(row: Row) -> str:
-    """Return the last answer's text."""
-    return row["messages"][-1]["content"]
+    """Return the last answer's text, or how a plain text goes on."""
+    return continuation_of(row["text"]) if is_plain([row]) else row["messages"][-1]["content"]
 
 
 def first_tokens(row: Tokens, count: int) -> Tokens:
@@ -99,18 +123,17 @@ def first_tokens(row: Tokens, count: int) -> Tokens:
     return {name: values[:count] for name, values in row.items()}
 
 
-def tokenize_messages(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
+def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
     """Return every row as tokens; rows without a token to learn from within `max_length` are left out.
 
     Raises:
         BadInputError: these are more than `max_truncated_fraction` of all, or the chat template refuses a row or
             leaves out what a message says.
     """
-    names = [str(row.get("id", f"number {number} of its split")) for number, row in enumerate(rows, 1)]
-    check_template(rows, names, [tuple(turns_of(row)) for row in rows], tokenizer)
-    tokenized = [first_tokens(row, run.max_length) for row in encode(rows, tokenizer, run.train_on)]
-    learnt = [any(label != IGNORED_LABEL for label in tokens["labels"]) for tokens in tokenized]
-    without = [name for name, is_learnt in zip(names, learnt, strict=True) if not is_learnt]
+    if is_plain(rows):
+        return tokenize_plain(rows, tokenizer, run)
+    without: list[str] = []
+    tokenized = stored(_learnt_rows(rows, tokenizer, run, without))
     if len(without) > run.max_truncated_fraction * len(rows):
         more = f" ({len(without)} of {len(rows)} rows have none: {shown(without)})" if len(without) > 1 else ""
         raise BadInputError(
@@ -120,4 +143,26 @@ def tokenize_messages(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: 
     if without:
         left_out = f"{len(without):,} of {len(rows):,} rows"
         print(f"{left_out} have nothing to learn within {run.max_length} tokens, and are left out")
-    return list(compress(tokenized, learnt))
+    return tokenized
+
+
+def _learnt_rows(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig, without: list[str]
+) -> Iterator[Tokens]:
+    """Yield the tokens of rows, and put the names of those without a token to learn into `without`."""
+    checked: set[tuple[str, ...]] = set()
+    number = 0
+    for batch in batches_of(rows, "tokenizing"):
+        names = [str(row.get("id", f"number {place} of its split")) for place, row in enumerate(batch, number + 1)]
+        number += len(batch)
+        for row, name in zip(batch, names, strict=True):
+            turns = tuple(turns_of(row))
+            if turns not in checked:
+                check_template(row, name, turns, tokenizer)
+                checked.add(turns)
+        for whole, name in zip(encode(batch, tokenizer, run.train_on), names, strict=True):
+            tokens = first_tokens(whole, run.max_length)
+            if any(label != IGNORED_LABEL for label in tokens["labels"]):
+                yield tokens
+            else:
+                without.append(name)

@@ -1,7 +1,7 @@
 """Check rows across splits, before a model is loaded: doubles, and test rows that would be learnt; sum them up."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -10,6 +10,7 @@ from itertools import islice
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import SPLIT_NAMES, Row, Splits, Tokens, texts_of
+from common.data.stored_rows import take
 
 
 def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
@@ -24,16 +25,17 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     for name, rows in zip(SPLIT_NAMES, (splits.train, splits.validation, splits.test), strict=True):
         check_ids(name, rows)
     kept = {digest(row) for row in splits.test}
-    shared = {number for number, row in enumerate(splits.train, 1) if digest(row) in kept}
+    shared = {number for number, row in enumerate(splits.train) if digest(row) in kept}
     if not shared:
         return splits
+    places = shown(number + 1 for number in sorted(shared))
     found = f"{len(shared):,} of {len(splits.train):,} training rows are test rows, too"
     if run.shared_rows == "skip":
         say_once(f"{found}, and are left out")
-        return replace(splits, train=[row for number, row in enumerate(splits.train, 1) if number not in shared])
+        return replace(splits, train=take(splits.train, sorted(set(range(len(splits.train))) - shared)))
     if run.shared_rows == "refuse" or (run.goal.chats and not splits.held_out):
         raise BadInputError(
-            f"{found}, but for case and spacing: rows {shown(sorted(shared))} of train. Remove them from one of both, "
+            f"{found}, but for case and spacing: rows {places} of train. Remove them from one of both, "
             "or pass --shared_rows skip, which trains without them."
         )
     say_once(
@@ -42,7 +44,7 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     return splits
 
 
-def check_ids(split: str, rows: list[Row]) -> None:
+def check_ids(split: str, rows: Sequence[Row]) -> None:
     """Refuse ids that stand twice, in a split or in the file that splits are taken from.
 
     Raises:
@@ -76,7 +78,7 @@ def say_once(line: str) -> None:
         print(line)
 
 
-def summary_of(train: list[Tokens], validation: list[Tokens], run: RunConfig) -> dict[str, int]:
+def summary_of(train: Sequence[Tokens], validation: Sequence[Tokens], run: RunConfig) -> dict[str, int]:
     """Return what was read to train on and to choose by: rows, tokens, the longest row, and those at the limit."""
     lengths = [len(row["input_ids"]) for row in train]
     return {

@@ -1,6 +1,6 @@
 """Rows, tokens and splits: what they are, and what a task says about its rows."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +31,12 @@ class Splits:
         held_out: Whether the test rows were taken from the training rows.
     """
 
-    train: list[Row]
-    validation: list[Row]
-    test: list[Row]
+    train: Sequence[Row]
+    validation: Sequence[Row]
+    test: Sequence[Row]
     held_out: bool = False
 
-    def map(self, change: Callable[[list[Row]], list[Row]]) -> "Splits":
+    def map(self, change: Callable[[Sequence[Row]], Sequence[Row]]) -> "Splits":
         """Return each split changed in the same way."""
         return Splits(change(self.train), change(self.validation), change(self.test), self.held_out)
 
@@ -52,17 +52,17 @@ class RowKind:
     Attributes:
         suffixes: Of the files that can be read.
         holds: What a file holds, and what an empty one is to be given: for the refusals of `read_rows`.
-        parse: From the content and the name of a file.
-        check: Return the rows, or refuse one; the second argument names the file or dataset.
+        parse: From the lines and the name of a file.
+        check: Yield the rows, or refuse one; the second argument names the file or dataset.
         finish: What is done to all splits once they are read.
     """
 
     suffixes: tuple[str, ...]
     holds: str
     advice: str
-    parse: Callable[[str, str], Found]
-    check: Callable[[Found, str], list[Row]]
-    tokenize: Callable[[list[Row], PreTrainedTokenizerBase, RunConfig], list[Tokens]]
+    parse: Callable[[Iterator[str], str], Found]
+    check: Callable[[Found, str], Iterable[Row]]
+    tokenize: Callable[[Sequence[Row], PreTrainedTokenizerBase, RunConfig], Sequence[Tokens]]
     finish: Callable[[Splits], Splits] = lambda splits: splits
 
 

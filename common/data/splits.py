@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,11 +19,12 @@ from common.base.run_config import RunConfig
 from common.data.files import COMPRESSED, read_rows, suffix_of, with_names
 from common.data.row_checks import check_ids, check_rows_apart, say_once
 from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens
+from common.data.stored_rows import stored, take
 from common.data.texts import label_names, without_empty
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-HOLD_OUT_SHARE, HOLD_OUT_SEED = 0.1, 0
+HOLD_OUT_SHARE, HOLD_OUT_MOST, HOLD_OUT_SEED = 0.1, 1_000, 0
 
 
 def row_kind(run: RunConfig) -> RowKind:
@@ -128,8 +130,10 @@ def _read_hub_dataset(run: RunConfig, kind: RowKind) -> Splits:
             )
     source = f"dataset {run.data}"
     splits = {
-        split: kind.check(
-            ((row, f"{source}, {name} row {number}") for number, row in enumerate(with_names(found[name]))), source
+        split: stored(
+            kind.check(
+                ((row, f"{source}, {name} row {number}") for number, row in enumerate(with_names(found[name]))), source
+            )
         )
         for split, name in names.items()
         if name in found
@@ -155,31 +159,33 @@ def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
             )
 
 
-def hold_out(splits: dict[str, list[Row]], source: str) -> Splits:
-    """Return `splits` with a tenth of `train` held out for each of validation and test that is missing.
+def hold_out(splits: dict[str, Sequence[Row]], source: str) -> Splits:
+    """Return `splits` with training rows held out for each of validation and test that is missing.
 
-    These are the same rows each time.
+    They are a tenth of them, at most `HOLD_OUT_MOST`, and the same rows each time.
 
     Raises:
         BadInputError: there is no training split, or too few rows to hold one out.
     """
-    rows = list(splits.get("train", []))
+    rows = splits.get("train", [])
     missing = [name for name in SPLIT_NAMES if name != "train" and name not in splits]
     if len(rows) <= len(missing):
         there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
         raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows.")
+    others, count = dict(splits), min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)
     if missing:
-        say_once(f"{source} has no {' and no '.join(missing)} rows: a tenth of its training rows is held out for each")
+        taken = f"{count:,} of its {len(rows):,} training rows"
+        say_once(f"{source} has no {' and no '.join(missing)} rows: {taken} are held out for each")
         check_ids(source, rows)
-        random.Random(HOLD_OUT_SEED).shuffle(rows)
-    count = max(1, round(len(rows) * HOLD_OUT_SHARE))
-    others = dict(splits)
-    for name in missing:
-        others[name], rows = rows[:count], rows[count:]
+        order = list(range(len(rows)))
+        random.Random(HOLD_OUT_SEED).shuffle(order)
+        for name in missing:
+            others[name], order = take(rows, order[:count]), order[count:]
+        rows = take(rows, order)
     return Splits(rows, others["validation"], others["test"], held_out="test" in missing)
 
 
-def tokens_of(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
+def tokens_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
     """Return every row as tokens, by the run's task and settings.
 
     Raises:

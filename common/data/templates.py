@@ -1,7 +1,7 @@
 """Chat templates: how conversations become tokens, and which of these are learnt."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
+from common.data.plain_texts import is_plain, opening_ids
 from common.data.rows import IGNORED_LABEL, Row, Tokens
 
 PLAIN_TEMPLATE = (
@@ -53,8 +54,10 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
 
 
-def prompt_ids(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return what each row's last answer follows, as tokens: what generation starts from."""
+def prompt_ids(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return what each row's last answer follows, or how its plain text begins: what generation starts from."""
+    if is_plain(rows):
+        return opening_ids(rows, tokenizer)
     return _ids([_first(row, len(row["messages"]) - 1) for row in rows], tokenizer, answer_follows=True)
 
 
@@ -137,31 +140,27 @@ def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
 
-def check_template(
-    rows: list[Row], names: list[str], turns: list[tuple[str, ...]], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Refuse a template that cannot write a turn, or drops it, by the first row of each sequence of turns.
+def check_template(row: Row, name: str, turns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a template that cannot write the turns of a row, or drops one.
 
     Raises:
         BadInputError: with the row and its turns, or the message that is dropped.
     """
-    first = dict(zip(reversed(turns), zip(reversed(rows), reversed(names), strict=True), strict=True))
-    for roles, (row, name) in first.items():
-        template = f"The chat template of {tokenizer.name_or_path}"
-        try:
-            text = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
-        except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
+    template = f"The chat template of {tokenizer.name_or_path}"
+    try:
+        text = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+    except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
+        raise BadInputError(
+            f"{template} refuses row {name} with the turns {', '.join(turns)} ({error}): remove such rows, or pass "
+            "a --model whose template takes them."
+        ) from None
+    for message in row["messages"]:
+        dropped = [says for says in _said(message) if says not in text]
+        if dropped:
             raise BadInputError(
-                f"{template} refuses row {name} with the turns {', '.join(roles)} ({error}): remove such rows, or pass "
-                "a --model whose template takes them."
-            ) from None
-        for message in row["messages"]:
-            dropped = [says for says in _said(message) if says not in text]
-            if dropped:
-                raise BadInputError(
-                    f"{template} leaves out {dropped[0][:60]!r} of the {message['role']} message in row {name}: remove "
-                    "such messages, or pass a --model whose template writes them."
-                )
+                f"{template} leaves out {dropped[0][:60]!r} of the {message['role']} message in row {name}: remove "
+                "such messages, or pass a --model whose template writes them."
+            )
 
 
 def _said(message: dict[str, Any]) -> list[str]:

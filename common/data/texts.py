@@ -1,7 +1,7 @@
 """Rows of texts, each with a label or a summary: read from CSV, JSONL, JSON or the Hub, and turned into tokens."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +12,7 @@ from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table
 from common.data.row_checks import say_once, shown
 from common.data.rows import Found, Row, RowKind, Splits, Tokens
+from common.data.stored_rows import batches_of, stored, take
 
 
 def labelled_rows(run: RunConfig) -> RowKind:
@@ -39,18 +40,22 @@ def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, tokenize: Call
 # -- what is read
 
 
-def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> list[Row]:
-    """Return the rows with their columns by key; `columns` has the name of each in the data.
+def check_columns(found: Found, source: str, columns: dict[str, str], may_be_empty: bool) -> Iterator[Row]:
+    """Yield the rows with their columns by key; `columns` has the name of each in the data.
 
     Raises:
         BadInputError: a row of `source` lacks a column, or has an empty one that must not be; names where it stands.
     """
-    rows = [(_columns_of(row, where, columns), where) for row, where in found]
+    empty: dict[str, list[str]] = {key: [] for key in columns}
+    for row, where in found:
+        by_key = _columns_of(row, where, columns)
+        for key, value in by_key.items():
+            if not value.strip():
+                empty[key].append(where.removeprefix(f"{source}, "))
+        yield by_key
     for key, name in columns.items():
-        empty = [where.removeprefix(f"{source}, ") for row, where in rows if not row[key].strip()]
-        if empty and not may_be_empty:
-            raise BadInputError(f"{name!r} is empty in {source}, {shown(empty)}: fill or remove these rows.")
-    return [row for row, _ in rows]
+        if empty[key] and not may_be_empty:
+            raise BadInputError(f"{name!r} is empty in {source}, {shown(empty[key])}: fill or remove these rows.")
 
 
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
@@ -69,12 +74,13 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
     return {key: "" if row[name] is None else str(row[name]) for key, name in columns.items()}
 
 
-def without_empty(rows: list[Row]) -> list[Row]:
+def without_empty(rows: Sequence[Row]) -> Sequence[Row]:
     """Return the rows whose columns are all filled, and say once how many are left out."""
-    filled = [row for row in rows if all(value.strip() for value in row.values())]
-    if len(filled) < len(rows):
-        say_once(f"{len(rows) - len(filled):,} of {len(rows):,} rows have an empty column, and are left out")
-    return filled
+    filled = [number for number, row in enumerate(rows) if all(value.strip() for value in row.values())]
+    if len(filled) == len(rows):
+        return rows
+    say_once(f"{len(rows) - len(filled):,} of {len(rows):,} rows have an empty column, and are left out")
+    return take(rows, filled)
 
 
 # -- labels
@@ -100,7 +106,7 @@ def with_classes(splits: Splits) -> Splits:
                 f"have labels that no training row has ({shown(sorted(set(unknown.values())))}), but training knows "
                 f"{', '.join(classes)}: correct them, or add such rows to train."
             )
-    return splits.map(lambda rows: [{**row, "class": classes[row["label"]]} for row in rows])
+    return splits.map(lambda rows: stored({**row, "class": classes[row["label"]]} for row in rows))
 
 
 def label_names(splits: Splits) -> list[str]:
@@ -108,7 +114,7 @@ def label_names(splits: Splits) -> list[str]:
     return sorted({row["label"] for row in splits.train})
 
 
-def class_shares(rows: list[Row]) -> dict[str, float]:
+def class_shares(rows: Sequence[Row]) -> dict[str, float]:
     """Return the share of the rows that have each label, the largest first."""
     return {label: count / len(rows) for label, count in Counter(row["label"] for row in rows).most_common()}
 
@@ -125,43 +131,52 @@ def say_balance(splits: Splits) -> str:
 # -- tokens
 
 
-def tokenize_labelled(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
+def tokenize_labelled(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
     """Return every text as tokens, with the tokenizer's own special ones, and the number of its class as its label.
 
     Raises:
         BadInputError: texts are longer than `max_length`, and must not be cut.
     """
-    return _tokenize(rows, [row["class"] for row in rows], tokenizer, run)
+    return _tokenize(rows, lambda batch: [row["class"] for row in batch], tokenizer, run)
 
 
-def tokenize_summaries(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[Tokens]:
+def tokenize_summaries(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
     """Return every text as tokens, with the tokens of its summary as labels; both end with the tokenizer's end token.
 
     Raises:
         BadInputError: texts are longer than `max_length`, and must not be cut.
     """
-    summaries = [row["summary"] for row in rows]
-    tokenized = tokenizer(text_target=summaries, truncation=True, max_length=run.max_target_length)
-    return _tokenize(rows, tokenized["input_ids"], tokenizer, run)
+
+    def summaries_of(batch: list[Row]) -> list[list[int]]:
+        summaries = [row["summary"] for row in batch]
+        return tokenizer(text_target=summaries, truncation=True, max_length=run.max_target_length)["input_ids"]
+
+    return _tokenize(rows, summaries_of, tokenizer, run)
 
 
 def _tokenize(
-    rows: list[Row], labels: list[int] | list[list[int]], tokenizer: PreTrainedTokenizerBase, run: RunConfig
-) -> list[Tokens]:
+    rows: Sequence[Row],
+    labels_of: Callable[[list[Row]], list[int] | list[list[int]]],
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig,
+) -> Sequence[Tokens]:
     long = _too_long(rows, tokenizer, run) if run.long_texts == "refuse" else []
     if long:
         raise BadInputError(
             f"{len(long)} of {len(rows)} texts have more than {run.max_length} tokens (rows {shown(long)} of their "
             "split): raise --max_length, or pass --long_texts cut."
         )
-    texts = tokenizer([row["text"] for row in rows], truncation=True, max_length=run.max_length)["input_ids"]
-    return [
-        {"input_ids": text, "attention_mask": [1] * len(text), "labels": label}
-        for text, label in zip(texts, labels, strict=True)
-    ]
+
+    def encoded() -> Iterator[Tokens]:
+        for batch in batches_of(rows, "tokenizing"):
+            texts = tokenizer([row["text"] for row in batch], truncation=True, max_length=run.max_length)["input_ids"]
+            for text, label in zip(texts, labels_of(batch), strict=True):
+                yield {"input_ids": text, "attention_mask": [1] * len(text), "labels": label}
+
+    return stored(encoded())
 
 
-def say_long_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
+def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> str:
     """Return one line that says how many training texts have more than `max_length` tokens."""
     long = len(_too_long(rows, tokenizer, run))
     if not long:
@@ -169,7 +184,8 @@ def say_long_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: Run
     return f"{long:,} of {len(rows):,} training texts have more than {run.max_length} tokens, and are cut"
 
 
-def _too_long(rows: list[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
+def _too_long(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
     """Return the numbers of the rows, from 1, whose texts are longer than `max_length` tokens."""
-    whole = tokenizer([row["text"] for row in rows], verbose=False)["input_ids"]
+    batches = batches_of(rows, "measuring")
+    whole = (ids for batch in batches for ids in tokenizer([row["text"] for row in batch], verbose=False)["input_ids"])
     return [number for number, ids in enumerate(whole, 1) if len(ids) > run.max_length]

@@ -39,6 +39,11 @@ class Rank:
         return self.rank == 0
 
 
+def is_main_process() -> bool:
+    """Return whether this process speaks for all, also before its rank has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def detect_launcher() -> str:
     """Return how this process was started (see `Rank.launcher`)."""
     elastic = "TORCHELASTIC_RUN_ID" in os.environ

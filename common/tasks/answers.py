@@ -169,7 +169,7 @@ class Evaluation:
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    rows: list[Row],
+    rows: Sequence[Row],
     judges: Sequence[Judge],
     log: RunRecorder,
     when: str,
@@ -195,7 +195,7 @@ def evaluate(
     return evaluation
 
 
-def shuffled_answers(rows: list[Row]) -> list[str | None]:
+def shuffled_answers(rows: Sequence[Row]) -> list[str | None]:
     """Return another row's reference for each row, always the same; each is used once. None for a single row."""
     if len(rows) == 1:
         return [None]
@@ -206,7 +206,7 @@ def shuffled_answers(rows: list[Row]) -> list[str | None]:
 
 def score_answers(
     numbers: list[int],
-    rows: list[Row],
+    rows: Sequence[Row],
     answers: list[str],
     other_references: list[str | None],
     judges: Sequence[Judge],
@@ -223,7 +223,7 @@ def score_answers(
     return [
         {
             "row": number,
-            "question": question_of(row)[-1]["content"],
+            "question": question_of(row),
             "reference": references[place],
             "answer": answers[place],
             "similarity_score": scores["base"][place],
@@ -240,7 +240,7 @@ def score_answers(
 
 @torch.no_grad()
 def generate_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], max_new_tokens: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_new_tokens: int
 ) -> list[str]:
     """Return greedy answers to a batch of questions."""
     prompts = {"input_ids": prompt_ids(rows, tokenizer)}

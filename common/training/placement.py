@@ -1,5 +1,6 @@
 """Where a run's layers go, before its model loads: the device map, searched or brought along, and the plan of it."""
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -158,7 +159,7 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
             )
 
 
-def check_placement_and_memory(run: RunConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_placement_and_memory(run: RunConfig, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:
     """Place and plan the run's largest batch before its model loads.
 
     A model that the closed form does not know is not planned, and passes where no layers are to be placed.
@@ -168,11 +169,9 @@ def check_placement_and_memory(run: RunConfig, rows: list[Row], tokenizer: PreTr
     """
     gpu = gpu_here() if run.device == "cuda" else None
     # tokens grow with characters, and tokenizing a few rows is enough
-    longest = sorted(rows, key=lambda row: -sum(map(len, texts_of(row))))
+    longest = heapq.nlargest(4 * run.per_device_train_batch_size, rows, key=lambda row: sum(map(len, texts_of(row))))
     few = replace(run, long_texts="cut")  # those too long were refused before
-    batch = longest_batch(
-        tokens_of(longest[: 4 * run.per_device_train_batch_size], tokenizer, few), run.per_device_train_batch_size
-    )
+    batch = longest_batch(tokens_of(longest, tokenizer, few), run.per_device_train_batch_size)
     if run.parallelism.splits_layers:
         plan = place_stages(run, batch, gpu).plan
         if plan is None:

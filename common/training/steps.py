@@ -1,6 +1,6 @@
 """Steps that the workflows share: load, evaluate before and after, train, save, and record."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +29,7 @@ def load(log: RunRecorder, device_map: DeviceMap | None = None) -> tuple[PreTrai
         return base, load_tokenizer(log.run), load_splits(log.run)
 
 
-def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits, list[Tokens]]:
+def load_data(log: RunRecorder) -> tuple[Tokenizer, Splits, Sequence[Tokens]]:
     """Load tokenizer and rows, and turn the training rows into tokens, where no model is needed yet."""
     with log.phase("load data"):
         tokenizer, data = load_tokenizer(log.run), load_splits(log.run)

@@ -6,7 +6,7 @@ Its checkpoints are there whole or not at all, and a run resumes from them exact
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -399,8 +399,8 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
 def make_trainer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    train: list[Tokens],
-    validation: list[Tokens],
+    train: Sequence[Tokens],
+    validation: Sequence[Tokens],
     log: RunRecorder,
     plan: Plan | None = None,
     strategy: Strategy | None = None,
@@ -471,8 +471,8 @@ def trainer_of_rows(
     rank: Rank,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    train: list[Tokens],
-    validation: list[Tokens],
+    train: Sequence[Tokens],
+    validation: Sequence[Tokens],
     arguments: TrainingArguments,
     callbacks: list[TrainerCallback],
     strategy: Strategy | None = None,

@@ -139,9 +139,9 @@ def test_a_hub_dataset_is_read_and_its_missing_splits_held_out(
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: DatasetDict({"test": found["test"]}))
     with pytest.raises(BadInputError, match=r"no split 'train' \(there are: test\)"):
         load_splits(run)
-    wrong = Dataset.from_list([{"text": "a"}])
+    wrong = Dataset.from_list([{"words": "a"}])
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: DatasetDict({"train": wrong}))
-    with pytest.raises(BadInputError, match="somebody/chats, train row 0 has the columns text, which are no format"):
+    with pytest.raises(BadInputError, match="somebody/chats, train row 0 has the columns words, which are no format"):
         load_splits(run)
 
 

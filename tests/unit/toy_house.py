@@ -7,6 +7,7 @@ The parallelism, "averaging", is data parallel written by hand: gradients are su
 """
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -53,8 +54,8 @@ def number_rows(run: RunConfig) -> RowKind:
     return RowKind((".txt",), "one number per line", "number", _lines, _as_messages, tokenize_messages)
 
 
-def _lines(content: str, source: str) -> Found:
-    return ((int(line), f"{source}, line {number}") for number, line in enumerate(content.split(), 1))
+def _lines(lines: Iterator[str], source: str) -> Found:
+    return ((int(line), f"{source}, line {number}") for number, line in enumerate(lines, 1))
 
 
 def _as_messages(found: Found, source: str) -> list[Row]:

@@ -1,0 +1,69 @@
+"""Rows of plain text, for continued pre-training: every token is learnt, and long texts are divided, not cut."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, groupby
+
+from transformers import PreTrainedTokenizerBase
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.rows import Found, Row, Tokens
+from common.data.stored_rows import batches_of, stored
+
+TEXT_FILE = ".txt"
+OPENING = 200
+"""Characters of a test text, at most, that a model is given to continue; half of a text that is short."""
+
+
+def parse_paragraphs(lines: Iterator[str], source: str) -> Found:
+    """Yield the paragraphs of a text file, which are separated by empty lines, and where each begins."""
+    for is_filled, group in groupby(enumerate(lines, 1), key=lambda numbered: bool(numbered[1].strip())):
+        if is_filled:
+            numbered = list(group)
+            yield {"text": "".join(line for _, line in numbered).strip()}, f"{source}, line {numbered[0][0]}"
+
+
+def is_plain(rows: Sequence[Row]) -> bool:
+    """Return whether rows, all of one file, are plain texts."""
+    return bool(rows) and "text" in rows[0]
+
+
+def opening_of(text: str) -> str:
+    """Return how a text begins: what a model is given to continue in an evaluation."""
+    middle = min(len(text) // 2, OPENING)
+    at_word = text.rfind(" ", 1, middle + 1)  # -1 where no spaces divide words, as in Chinese
+    return text[: at_word if at_word > 0 else middle]
+
+
+def continuation_of(text: str) -> str:
+    """Return what follows the opening, as long as it."""
+    opening = opening_of(text)
+    return text[len(opening) : 2 * len(opening)].strip()
+
+
+def opening_ids(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of each text's opening."""
+    return tokenizer([opening_of(row["text"]) for row in rows])["input_ids"]
+
+
+def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+    """Return every text with its end token, in pieces of at most `max_length` tokens, all of which are learnt.
+
+    Raises:
+        BadInputError: `train_on` asks for a part of a row, which plain text does not have.
+    """
+    if run.train_on not in ("assistant", "all"):
+        raise BadInputError(
+            f"train_on is {run.train_on!r}, but the rows are plain text, of which every token is learnt: leave "
+            "--train_on out."
+        )
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    batches = (tokenizer([row["text"] for row in batch])["input_ids"] for batch in batches_of(rows, "tokenizing"))
+    return stored(piece for ids in chain.from_iterable(batches) for piece in _pieces([*ids, *end], run.max_length))
+
+
+def _pieces(ids: list[int], length: int) -> Iterator[Tokens]:
+    for start in range(0, len(ids), length):
+        piece = ids[start : start + length]
+        if len(piece) > 1:  # a single token predicts nothing
+            yield {"input_ids": piece, "attention_mask": [1] * len(piece), "labels": list(piece)}

@@ -1,0 +1,102 @@
+"""Rows that may be more than memory holds: a list while they are few, else a file on disk that `datasets` maps.
+
+A file is deleted as soon as it is mapped: it goes with the process that reads it, however that ends.
+"""
+
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from tqdm import tqdm
+
+from common.data.rows import texts_of
+from common.runtime.world import is_main_process
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+IN_MEMORY = 256 * 2**20
+"""Bytes of rows, about, that are held in memory."""
+ROW_BYTES, TOKEN_BYTES = 1_000, 48
+"""What a row's dictionaries and lists take, and a token: its number, and its place in three lists."""
+BATCH_ROWS = 1_000
+"""Rows that are read or turned into tokens at once."""
+
+
+def stored(rows: Iterable[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return all `rows` in their order, as a list, or on disk where they would take more than `IN_MEMORY`."""
+    following, held, taken = iter(rows), [], 0
+    for row in following:
+        held.append(row)
+        taken += _bytes_of(row)
+        if taken > IN_MEMORY:
+            return _on_disk(chain(held, following))
+    return held
+
+
+def _bytes_of(row: dict[str, Any]) -> int:
+    return ROW_BYTES + TOKEN_BYTES * len(row.get("input_ids", ())) + sum(map(len, texts_of(row)))
+
+
+def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
+    from datasets import Dataset, Features, Json, config  # here: it takes two seconds to import
+    from datasets.exceptions import DatasetGenerationError
+
+    cache = Path(config.HF_DATASETS_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="rows-", dir=cache) as folder:
+        try:
+            mapped = Dataset.from_generator(
+                lambda: ({"row": row} for row in rows),
+                features=Features({"row": Json()}),  # rows of one file may have other keys
+                cache_dir=folder,
+                fingerprint=uuid.uuid4().hex,
+            )
+        except DatasetGenerationError as error:
+            raise (error.__cause__ or error) from None  # what is wrong with a row
+    return RowsOnDisk(mapped)
+
+
+class RowsOnDisk(Sequence[dict[str, Any]]):
+    """Rows that are read from disk when they are asked for."""
+
+    def __init__(self, mapped: "Dataset") -> None:
+        """`mapped`: with a column `row`."""
+        self._mapped = mapped
+
+    def __len__(self) -> int:
+        return len(self._mapped)
+
+    @overload
+    def __getitem__(self, place: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, place: slice) -> "RowsOnDisk": ...
+    def __getitem__(self, place: int | slice) -> "dict[str, Any] | RowsOnDisk":
+        if isinstance(place, slice):
+            return self.taken(range(len(self))[place])
+        return self._mapped[place]["row"]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for start in range(0, len(self), BATCH_ROWS):
+            yield from self._mapped[start : start + BATCH_ROWS]["row"]
+
+    def taken(self, numbers: Sequence[int]) -> "RowsOnDisk":
+        """Return the rows of these numbers, in this order."""
+        return RowsOnDisk(self._mapped.select(numbers))
+
+
+def take(rows: Sequence[dict[str, Any]], numbers: Sequence[int]) -> Sequence[dict[str, Any]]:
+    """Return the rows of these numbers, in this order: in memory if `rows` are, else on disk."""
+    return rows.taken(numbers) if isinstance(rows, RowsOnDisk) else [rows[number] for number in numbers]
+
+
+def batches_of(rows: Sequence[dict[str, Any]], title: str) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows in lists of `BATCH_ROWS`; rank 0 shows how far it is once that takes more than two seconds."""
+    starts = range(0, len(rows), BATCH_ROWS)
+    title = f"{title} {len(rows):,} rows, in thousands"
+    for start in tqdm(starts, desc=title, delay=2, disable=not is_main_process(), file=sys.stdout):
+        yield list(rows[start : start + BATCH_ROWS])
