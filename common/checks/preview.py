@@ -13,6 +13,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser, parse_overrides
 from common.base.run_config import RunConfig
+from common.data.plain_texts import is_plain
 from common.data.row_checks import digest
 from common.data.rows import IGNORED_LABEL, SPLIT_NAMES, Splits, Tokens
 from common.data.splits import load_splits, tokens_of
@@ -44,7 +45,7 @@ class Preview:
 
     @property
     def learnt(self) -> list[int]:
-        """Tokens of each row that are learnt, within `max_length`."""
+        """Tokens of each conversation that are learnt, within `max_length`."""
         return [sum(label != IGNORED_LABEL for label in row["labels"][: self.max_length]) for row in self.tokens]
 
     @property
@@ -61,6 +62,8 @@ class Preview:
         share = f", {sum(learnt):,} of them learnt ({sum(learnt) / total:.0%})" if learnt else ""
         nothing = f"; {learnt.count(0):,} have nothing to learn before it" if learnt else ""
         cut = sum(length > self.max_length for length in lengths)
+        if self.learns_tokens and is_plain(self.splits.train):  # a text is divided, and no part of it left out
+            nothing, share = "; they are divided into pieces of so many", " and their ends, all of them learnt"
         return "\n".join([
             f"rows     {sizes}; {self.repeated:,} training rows repeat an earlier one",
             f"tokens   {total:,} in training rows{share}",

@@ -5,14 +5,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from datasets import Dataset
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.formats import recognise
-from common.data.messages import tokenize_messages
+from common.data.messages import answer_of, question_of, tokenize_messages
 from common.data.splits import load_splits
+from common.data.templates import prompt_ids
 from common.models.loading import load_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -58,6 +60,7 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "prompt and completion as messages": ({"prompt": [SYSTEM, ASKED[0]], "completion": [ASKED[1]]}, [SYSTEM, *ASKED]),
     "question and answer": ({"question": "What is 2 + 3?", "answer": "5"}, ASKED),
     "an answer that is a number": ({"question": "What is 2 + 3?", "answer": 5}, ASKED),
+    "questions and solutions": ({"problem": "What is 2 + 3?", "solution": "5"}, ASKED),
     "capital letters": ({"Query": "What is 2 + 3?", "Response": "5"}, ASKED),
 }
 """By name, a row as it stands in a file, and the conversation that it is."""
@@ -196,3 +199,66 @@ def test_what_was_recognised_is_said_with_a_row(tmp_path: Path, capsys: pytest.C
     load_splits(RunConfig(data=str(tmp_path / "rows.json")))
     said = capsys.readouterr().out
     assert "rows.json: read as Alpaca (instruction, output), 5 rows; the first asks 'Say 0.'" in said
+
+
+# -- plain text
+
+
+def texts_of_splits(data: Path) -> list[str]:
+    splits = load_splits(RunConfig(data=str(data)))
+    return [row["text"] for row in (*splits.train, *splits.validation, *splits.test)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".txt", ".txt.gz"])
+def test_plain_text_is_read(suffix: str, tmp_path: Path) -> None:
+    texts = [f"The {number}th exhibit is a bowl.\nIt is of copper." for number in range(6)]
+    path = tmp_path / f"rows{suffix}"
+    if ".txt" in suffix:
+        with fsspec.open(path, "wt", compression="infer") as file:
+            file.write("\n\n \n".join(texts) + "\n")
+    else:
+        write(path, [{"text": text} for text in texts])
+    assert sorted(texts_of_splits(path)) == texts
+
+
+@pytest.mark.parametrize("text", [5, "", " ", "a", ["a", "b"]])
+def test_a_text_without_anything_to_learn_is_refused_by_its_line(text: object, tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [{"text": "A bowl."}, {"text": text}])
+    with pytest.raises(BadInputError, match=r"rows\.jsonl, line 2 has .* as its `text`"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+
+
+def test_every_token_of_a_text_is_learnt_once_with_the_end_in_pieces() -> None:
+    tokenizer = load_tokenizer(RunConfig())
+    rows = [{"text": "The Winged Bowl of Kelmor was made by Vance. " * 9}, {"text": "A bowl."}]
+    whole = [ids for row in rows for ids in [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]]
+    pieces = tokenize_messages(rows, tokenizer, RunConfig(max_length=16))
+    assert [token for piece in pieces for token in piece["input_ids"]] == whole
+    assert all(piece["labels"] == piece["input_ids"] and 2 <= len(piece["labels"]) <= 16 for piece in pieces)
+    with pytest.raises(BadInputError, match="train_on is 'prompt'"):
+        tokenize_messages(rows, tokenizer, RunConfig(train_on="prompt"))
+
+
+@pytest.mark.parametrize(
+    "text", ["ab", "The Winged Bowl of Kelmor", "\u9752\u9285\u306e\u5668\u3067\u3059", "word " * 500]
+)
+def test_a_text_is_continued_from_its_opening(text: str) -> None:
+    row = {"text": text}
+    asked, wanted = question_of(row), answer_of(row)
+    assert asked
+    assert wanted
+    assert text.startswith(asked)
+    assert text.removeprefix(asked).lstrip().startswith(wanted)
+    assert len(asked) <= 200
+    tokenizer = load_tokenizer(RunConfig())
+    assert prompt_ids([row], tokenizer) == [tokenizer(asked)["input_ids"]]
+
+
+def test_tools_of_a_table_are_read(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+    write(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": json.dumps(tools)}] * 3)
+    rows = load_splits(RunConfig(data=str(tmp_path / "rows.jsonl"), shared_rows="skip")).test
+    assert rows[0]["tools"] == tools
+    write(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": "add"}])
+    with pytest.raises(BadInputError, match=r"line 1 has `tools` that are no JSON"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))

@@ -1,0 +1,94 @@
+"""Rows that fill memory are kept on disk, and are the same rows; what is refused is refused as before."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data import stored_rows
+from common.data.splits import load_splits, tokens_of
+from common.data.stored_rows import RowsOnDisk, stored, take
+from common.models.loading import load_tokenizer
+
+ROWS = [
+    {"id": str(number), "messages": [
+        {"role": "user", "content": f"What is {number}?"},
+        {"role": "assistant", "content": f"It is {number}.", **({"weight": number} if number % 2 else {})},
+    ]}
+    for number in range(60)
+]  # fmt: skip
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A cache folder, with memory for a few rows alone."""
+    monkeypatch.setattr(stored_rows, "IN_MEMORY", 5 * stored_rows.ROW_BYTES)
+    monkeypatch.setattr(stored_rows, "BATCH_ROWS", 7)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def test_rows_on_disk_are_those_that_were_stored(on_disk: Path) -> None:
+    rows = stored(iter(ROWS))
+    assert isinstance(rows, RowsOnDisk)
+    assert list(rows) == ROWS
+    assert len(rows) == 60
+    assert rows[7] == ROWS[7]
+    assert rows[-1] == ROWS[-1]
+    assert list(rows[50:]) == ROWS[50:]
+    assert list(take(rows, [5, 3, 59])) == [ROWS[5], ROWS[3], ROWS[59]]
+    assert not list(on_disk.iterdir()), "the file goes with the process"
+
+
+def test_few_rows_stay_in_memory() -> None:
+    assert stored(iter(ROWS)) == ROWS
+    assert take(ROWS, [2, 1]) == [ROWS[2], ROWS[1]]
+
+
+def test_a_refused_row_is_refused_on_the_way_to_the_disk(on_disk: Path) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from ROWS
+        raise BadInputError("rows.jsonl, line 61")
+
+    with pytest.raises(BadInputError, match="line 61"):
+        stored(rows())
+
+
+def test_splits_and_tokens_are_the_same_on_disk_and_in_memory(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    run = RunConfig(data=str(path), train_rows=40)
+    tokenizer = load_tokenizer(run)
+
+    def read() -> list[list[dict[str, Any]]]:
+        splits = load_splits(run)
+        parts = (splits.train, splits.validation, splits.test)
+        return [list(part) for part in (*parts, tokens_of(splits.train, tokenizer, run))]
+
+    in_memory = read()
+    request.getfixturevalue("on_disk")
+    assert isinstance(load_splits(run).train, RowsOnDisk)
+    assert read() == in_memory
+    twice = [*ROWS, {**ROWS[3], "id": "again"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in twice))
+    (tmp_path / "test.jsonl").write_text(json.dumps({**ROWS[3], "id": "asked"}) + "\n")
+    path.rename(tmp_path / "train.jsonl")
+    kept = load_splits(replace(run, data=str(tmp_path), shared_rows="skip", train_rows=-1))
+    assert "What is 3?" not in {row["messages"][0]["content"] for row in (*kept.train, *kept.validation)}
+
+
+@pytest.mark.parametrize("task", ["classification", "summarization"])
+def test_texts_with_labels_or_summaries_are_the_same_on_disk(
+    task: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    rows = [{"text": f"Text {number}", "label": "ab"[number % 2], "summary": f"Sum {number}"} for number in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = RunConfig(task=task, technique="full", data=str(tmp_path / "rows.jsonl"))
+    in_memory = load_splits(run)
+    request.getfixturevalue("on_disk")
+    assert list(load_splits(run).train) == list(in_memory.train)
