@@ -115,8 +115,8 @@ DATA = (
     Fault(
         "rows that are held out for the test are trained on as well",
         "common/data/splits.py",
-        "others[name], rows = rows[:count], rows[count:]",
-        "others[name] = rows[:count]",
+        "            others[name], order = take(rows, order[:count]), order[count:]\n",
+        "            others[name] = take(rows, order[:count])\n",
         _unit("data", "of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows"),
     ),
     Fault(
@@ -915,6 +915,27 @@ MODELS_AND_ROWS = (
         "    there = {name: file for name, file in files.items() if file}\n",
         "    there = {}\n",
         _unit("labelled_data", "splits_that_a_folder_lacks_are_held_out"),
+    ),
+    Fault(
+        "of a text that is longer than max_length only the beginning is learnt",
+        "common/data/plain_texts.py",
+        "    for start in range(0, len(ids), length):\n",
+        "    for start in (0,):\n",
+        _unit("formats", "every_token_of_a_text_is_learnt_once_with_the_end_in_pieces"),
+    ),
+    Fault(
+        "rows on disk come in the order of their file, whichever were asked for",
+        "common/data/stored_rows.py",
+        "        return RowsOnDisk(self._mapped.select(numbers))\n",
+        "        return RowsOnDisk(self._mapped.select(sorted(numbers)))\n",
+        _unit("stored_rows", "rows_on_disk_are_those_that_were_stored"),
+    ),
+    Fault(
+        "the rows that were in memory are lost when the others go to the disk",
+        "common/data/stored_rows.py",
+        "            return _on_disk(chain(held, following))\n",
+        "            return _on_disk(following)\n",
+        _unit("stored_rows", "rows_on_disk_are_those_that_were_stored"),
     ),
     Fault(
         "a missing answer in a table is learnt as the word nan",
