@@ -56,10 +56,10 @@ def read_rows(source: str, kind: RowKind) -> Sequence[Row]:
         BadInputError: the file is missing or empty, or a row is malformed.
     """
     if suffix_of(source) == PARQUET:
-        rows = stored(kind.check(_read_parquet(source, kind.holds), source))
+        rows = stored(kind.check(_read_parquet(source, kind.holds), source), f"reading {source}")
     else:
         with lines_of(source, kind.holds) as lines:
-            rows = stored(kind.check(kind.parse(lines, source), source))
+            rows = stored(kind.check(kind.parse(lines, source), source), f"reading {source}")
     if not rows:
         raise BadInputError(f"The data file {source} is empty: give it at least one {kind.advice}.")
     return rows

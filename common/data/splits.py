@@ -133,7 +133,8 @@ def _read_hub_dataset(run: RunConfig, kind: RowKind) -> Splits:
         split: stored(
             kind.check(
                 ((row, f"{source}, {name} row {number}") for number, row in enumerate(with_names(found[name]))), source
-            )
+            ),
+            f"reading {source}",
         )
         for split, name in names.items()
         if name in found

@@ -27,9 +27,13 @@ BATCH_ROWS = 1_000
 """Rows that are read or turned into tokens at once."""
 
 
-def stored(rows: Iterable[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return all `rows` in their order, as a list, or on disk where they would take more than `IN_MEMORY`."""
-    following, held, taken = iter(rows), [], 0
+def stored(rows: Iterable[dict[str, Any]], title: str = "") -> Sequence[dict[str, Any]]:
+    """Return all `rows` in their order, as a list, or on disk where they would take more than `IN_MEMORY`.
+
+    `title`: of the progress that rank 0 shows once it takes more than two seconds; empty = none.
+    """
+    following = iter(_progress(rows, title, unit=" rows") if title else rows)
+    held, taken = [], 0
     for row in following:
         held.append(row)
         taken += _bytes_of(row)
@@ -45,9 +49,12 @@ def _bytes_of(row: dict[str, Any]) -> int:
 def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
     from datasets import Dataset, Features, Json, config  # here: it takes two seconds to import
     from datasets.exceptions import DatasetGenerationError
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     cache = Path(config.HF_DATASETS_CACHE)
     cache.mkdir(parents=True, exist_ok=True)
+    were_disabled = are_progress_bars_disabled()
+    disable_progress_bars()  # the rows come with their own, and once: not on every rank
     with tempfile.TemporaryDirectory(prefix="rows-", dir=cache) as folder:
         try:
             mapped = Dataset.from_generator(
@@ -58,7 +65,14 @@ def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
             )
         except DatasetGenerationError as error:
             raise (error.__cause__ or error) from None  # what is wrong with a row
+        finally:
+            if not were_disabled:
+                enable_progress_bars()
     return RowsOnDisk(mapped)
+
+
+def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[Any]:
+    return tqdm(items, title, delay=2, mininterval=2, disable=not is_main_process(), file=sys.stdout, **settings)
 
 
 class RowsOnDisk(Sequence[dict[str, Any]]):
@@ -97,6 +111,5 @@ def take(rows: Sequence[dict[str, Any]], numbers: Sequence[int]) -> Sequence[dic
 def batches_of(rows: Sequence[dict[str, Any]], title: str) -> Iterator[list[dict[str, Any]]]:
     """Yield the rows in lists of `BATCH_ROWS`; rank 0 shows how far it is once that takes more than two seconds."""
     starts = range(0, len(rows), BATCH_ROWS)
-    title = f"{title} {len(rows):,} rows, in thousands"
-    for start in tqdm(starts, desc=title, delay=2, disable=not is_main_process(), file=sys.stdout):
+    for start in _progress(starts, f"{title} {len(rows):,} rows", unit=f" x {BATCH_ROWS:,} rows"):
         yield list(rows[start : start + BATCH_ROWS])
