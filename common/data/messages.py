@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table
-from common.data.formats import Format, recognise
+from common.data.formats import Format, recognise, refuse_pictures
 from common.data.row_checks import say_once, shown
 from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens
 from common.data.templates import check_template, encode
@@ -44,6 +44,8 @@ def check_messages(found: Found, source: str, run: RunConfig) -> list[Row]:
         if "id" in row:
             where = f"{where} (id {str(row['id'])[:40]!r})"
         filled = {name: value for name, value in row.items() if value is not None}
+        if not run.prompt_column:
+            refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
         rows.append(_check_row(known.convert(filled, where), where))
     if known and known.name != "messages":
