@@ -99,7 +99,8 @@ def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: i
     """
     given = {"model": model, "gpu": gpu, "gpus": gpus, "batch_size": batch_size, "seq_len": seq_len, "nodes": nodes}
     asked = read_options([f"--{name.replace('_', '-')}={value}" for name, value in (given | options).items()])
-    return Question(read_architecture(asked.model), job_of(asked), cluster_of(asked), asked.precision)
+    architecture = read_architecture(asked.model, asked.model_revision)
+    return Question(architecture, job_of(asked), cluster_of(asked), asked.precision)
 
 
 # -- memory

@@ -28,6 +28,7 @@ class ModelSettings:
 
     _argument_group_name = "model"  # the parser's heading in --help
     model: str = setting("assets/embedded_base", "Folder of a model, or the id of one on the Hugging Face Hub.")
+    model_revision: str = setting("", "With a model of the Hub: a branch, tag or commit; empty = its main branch.")
     weights: Literal["pretrained", "random"] = setting(
         "pretrained",
         "random = the model's shape from assets/model_configs, with random weights and the embedded tokenizer: "

@@ -117,7 +117,7 @@ def dry_run_of_device(
     run: RunConfig, batch: BatchShape, share: Share | None = None, number: int = 0, as_on_gpu: bool = True
 ) -> DryRun:
     """Return the training step of device `number`, which holds `share`; without one it holds the whole model."""
-    config = any_shape_config(run.model)
+    config = any_shape_config(run.model, run.model_revision)
     if run.precision == "fp16-mixed":  # bf16 takes the same bytes, and needs no gradient scaler on a CPU
         run = replace(run, precision="bf16" if run.method.has_plain_adapters else "bf16-mixed")
     if batch.classes:

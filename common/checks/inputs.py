@@ -234,7 +234,7 @@ def check_disk(run: RunConfig) -> None:
         BadInputError: with what it needs, what is free, and what takes less; or the model has no such target modules.
     """
     try:
-        any_shape_config(run.model)
+        any_shape_config(run.model, run.model_revision)
     except BadInputError:  # of an unknown shape: writing a checkpoint looks at the space again
         return
     need = disk_need(run)

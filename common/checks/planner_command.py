@@ -57,6 +57,7 @@ class PlannerOptions:
     """The question to the planner; a run's settings have the names and the meaning that they have for a run."""
 
     model: str = setting("", "Name in assets/model_configs, Hub id, folder, or config.json.")
+    model_revision: str = shared("model_revision", "")
     technique: str | None = shared("technique", None, "Without it, all are ranked.")
     parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
     gpu: str | None = setting(
@@ -292,6 +293,7 @@ def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) 
         parallel=options.parallel or ("ddp" if devices > 1 else "single"),
         devices=devices,
         model=options.model,
+        model_revision=options.model_revision,
         weights="random",
         precision=options.precision or usual_precision(technique, cluster),
         optim=job.optimizer,
@@ -307,7 +309,7 @@ def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster, job = cluster_of(options), job_of(options)
     try:
-        architecture = with_head_for(read_architecture(options.model), options.classes)
+        architecture = with_head_for(read_architecture(options.model, options.model_revision), options.classes)
     except UnknownArchitectureError as unknown:
         if options.classes:
             raise

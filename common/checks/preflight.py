@@ -79,7 +79,7 @@ def place_and_plan(run: RunConfig, batch: BatchShape) -> tuple[StageMap, Plan | 
     """
     device, no_plan = device_of(run), ""
     try:
-        read_architecture(run.model)
+        read_architecture(run.model, run.model_revision)
     except UnknownArchitectureError as unknown:
         no_plan = str(unknown)
     if run.optim not in OPTIMIZER_BYTES:

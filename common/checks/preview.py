@@ -13,6 +13,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser, parse_overrides
 from common.base.run_config import RunConfig
+from common.data.messages import first_tokens
 from common.data.plain_texts import is_plain
 from common.data.row_checks import digest
 from common.data.rows import IGNORED_LABEL, SPLIT_NAMES, Splits, Tokens
@@ -52,6 +53,10 @@ class Preview:
     def repeated(self) -> int:
         """Training rows that an earlier one equals, but for case and spacing."""
         return len(self.splits.train) - len(Counter(map(digest, self.splits.train)))
+
+    def row(self, number: int, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:
+        """Return a training row's text within `max_length`, as `coloured` writes it; the first is number 1."""
+        return coloured(first_tokens(self.tokens[number - 1], self.max_length), tokenizer, in_colour)
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
@@ -115,9 +120,8 @@ def main() -> None:
     tokenizer = load_tokenizer(run)
     shown = preview(run, splits, tokenizer)
     print(shown)
-    row = shown.tokens[options.row - 1]
     if shown.learns_tokens:
         in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         how = "green" if in_colour else "between [[ and ]]"
-        cut = {name: values[: run.max_length] for name, values in row.items()}
-        print(f"\ntraining row {options.row}, what is learnt {how}:\n{coloured(cut, tokenizer, in_colour)}")
+        row = shown.row(options.row, tokenizer, in_colour)
+        print(f"\ntraining row {options.row}, what is learnt {how}:\n{row}")

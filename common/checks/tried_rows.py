@@ -144,7 +144,7 @@ def check_length(run: RunConfig, rows: Rows, option: str) -> None:
         BadInputError: with both lengths; `option` is what the user can lower.
     """
     longest = max(len(row["input_ids"]) for row in (*rows.train, *rows.validation))
-    readable = longest_readable(any_shape_config(run.model))
+    readable = longest_readable(any_shape_config(run.model, run.model_revision))
     if readable and longest > readable:
         raise BadInputError(
             f"The longest row has {longest} tokens, but {run.model} reads {readable}: pass {option} {readable}."

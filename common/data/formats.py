@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from PIL.Image import Image
+
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import Row
@@ -111,14 +113,20 @@ FORMATS = (
 """The first whose columns are there is taken."""
 
 ELSEWHERE = {
-    ("chosen", "rejected"): "preferences, for which there is no technique here yet",
-    ("image",): "pictures, which no technique here reads yet",
-    ("images",): "pictures, which no technique here reads yet",
+    ("chosen", "rejected"): "preferences, for which there is no technique here yet; to learn the chosen answers alone, "
+    "rename that column to completion, or to messages where it holds whole conversations",
+    ("prompt", "completion", "label"): "answers that were found good or bad, for which there is no technique here yet; "
+    "to learn them all, rename the column label",
     ("text", "label"): "texts with labels: go to 3.1 (text classification)",
     ("text", "summary"): "texts with summaries: go to 3.2 (summarization)",
     ("dialogue", "summary"): "texts with summaries: go to 3.2 (summarization)",
 }
 """Columns of rows that are for other tasks, and where to go with them."""
+
+PICTURE_COLUMNS = ("image", "images")
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are texts, in OpenAI's two interfaces and in Transformers' chat templates."""
 
 
 def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
@@ -152,6 +160,30 @@ def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
     return found
 
 
+def refuse_pictures(row: Row, where: str) -> None:
+    """Refuse a row with a picture in any of its columns: its texts would be learnt as if they were about nothing.
+
+    Raises:
+        BadInputError: with the column.
+    """
+    for name, value in row.items():
+        column = str(name).lower()
+        is_named = column == "file_name" and str(value).lower().endswith(PICTURE_SUFFIXES)  # datasets' imagefolder
+        if is_named or _is_picture(value) or (column in PICTURE_COLUMNS and value):
+            raise BadInputError(
+                f"{where} has pictures in the column {name!r}, which no technique here reads yet: to learn from the "
+                "texts alone, leave that column out, or name two of the others with --prompt_column and "
+                "--completion_column."
+            )
+
+
+def _is_picture(value: object) -> bool:
+    """Return whether this is a picture as `datasets` reads it, as it stands in its Parquet files, or a list of them."""
+    if isinstance(value, list):
+        return any(map(_is_picture, value))
+    return isinstance(value, Image) or (isinstance(value, dict) and set(value) == {"bytes", "path"})
+
+
 def normalised(messages: object, where: str) -> list[Message]:
     """Return messages with `role` and `content`, whatever they were called.
 
@@ -182,4 +214,18 @@ def _normalised(message: object, where: str) -> Message:
         content = ""
     if isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content):
         content = str(content)  # a number for an answer; what is missing in a table of pandas is nan, and is refused
-    return {**kept, "role": ROLES[str(speaker)], "content": content}
+    return {**kept, "role": ROLES[str(speaker)], "content": _joined(content, where)}
+
+
+def _joined(content: object, where: str) -> object:
+    """Return a list of texts, as OpenAI's interface takes them, as one text with a line for each; else `content`."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
+        return content
+    other = next((part["type"] for part in content if part["type"] not in TEXT_PARTS), None)
+    if other:
+        raise BadInputError(
+            f"{where} has a message with a part of the type {other!r}, but only texts are learnt here: take the "
+            "part out, or leave the row out."
+        )
+    texts = [part.get("text") for part in content]
+    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else content

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table, suffix_of
-from common.data.formats import Format, recognise
+from common.data.formats import Format, recognise, refuse_pictures
 from common.data.plain_texts import TEXT_FILE, continuation_of, is_plain, opening_of, parse_paragraphs, tokenize_plain
 from common.data.row_checks import say_once, shown
 from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens
@@ -51,6 +51,8 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
         if "id" in row:
             where = f"{where} (id {str(row['id'])[:40]!r})"
         filled = {name: value for name, value in row.items() if value is not None}
+        if not run.prompt_column:
+            refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
         converted = known.convert(filled, where)
         checked = _check_text(converted, where) if "text" in known.needs else _check_row(converted, where)

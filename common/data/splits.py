@@ -24,6 +24,7 @@ from common.data.texts import label_names, without_empty
 
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+METADATA_SUFFIXES = ("jsonl", "csv", "parquet")
 HOLD_OUT_SHARE, HOLD_OUT_MOST, HOLD_OUT_SEED = 0.1, 1_000, 0
 
 
@@ -81,9 +82,22 @@ def _read_files(source: str, kind: RowKind) -> Splits:
         return hold_out({"train": read_rows(source, kind)}, source)
     folder = source.rstrip("/")
     files = {name: _file_of(folder, name, kind) for name in SPLIT_NAMES}
+    if not files["train"]:
+        _refuse_pictures_folder(folder)
     train = files["train"] or f"{folder}/train{kind.suffixes[0]}"  # which is refused, as it does not exist
     there = {name: file for name, file in files.items() if file}
     return hold_out({name: read_rows(file, kind) for name, file in {"train": train, **there}.items()}, folder)
+
+
+def _refuse_pictures_folder(folder: str) -> None:
+    """Refuse a folder of pictures as `datasets` reads it, with a file of what is said about each (`imagefolder`)."""
+    files = (f"{place}/metadata.{suffix}" for place in (folder, f"{folder}/train") for suffix in METADATA_SUFFIXES)
+    found = next(filter(_is_there, files), None)
+    if found:
+        raise BadInputError(
+            f"{found} makes {folder} a folder of pictures, which no technique here reads yet: to learn from texts "
+            "about them alone, write these into train.jsonl there, without the column file_name."
+        )
 
 
 def _file_of(folder: str, split: str, kind: RowKind) -> str | None:

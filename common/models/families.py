@@ -39,7 +39,11 @@ def suited_to_model(run: RunConfig) -> RunConfig:
             f"{run.model}: its experts get adapters, too, and these take no dropout: lora_dropout is 0 "
             "(--target_modules q_proj,v_proj, or other layers of attention, leaves the experts out)"
         )
-    if run.parallelism.layers_in_turn and run.device_map == "balanced" and not is_known_architecture(run.model):
+    if (
+        run.parallelism.layers_in_turn
+        and run.device_map == "balanced"
+        and not is_known_architecture(run.model, run.model_revision)
+    ):
         run = replace(run, device_map="even")
         say_once(
             f"{run.model}: device_map is even, as the closed form, which balances memory, does not know the kind "

@@ -11,7 +11,7 @@ import transformers
 from accelerate import dispatch_model
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -37,7 +37,7 @@ from common.models.quantization import (
     quantization_config,
     random_model,
 )
-from common.planning.architectures import BERT_LIKE, find_config
+from common.planning.architectures import BERT_LIKE, find_config, is_hub_id, refuse_revision
 
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
 """Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit. In fp32
@@ -75,30 +75,44 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
 """By `Task.model_kind`: which models are of this kind, and what the refusal of another one says."""
 
 
-def check_model(model: str) -> str:
+def what_to_load(run: RunConfig, source: str | Path | None = None) -> dict[str, object]:
+    """Return what each `from_pretrained` of Transformers is told to load: the run's base, or the model in `source`.
+
+    Raises:
+        BadInputError: as `check_model`.
+    """
+    model = source or check_model(run.model, run.model_revision)
+    revision = "main" if source or not run.model_revision else run.model_revision  # which no folder has
+    return {"pretrained_model_name_or_path": model, "revision": revision, "trust_remote_code": False}
+
+
+def check_model(model: str, revision: str = "") -> str:
     """Return what to load for the setting `model`: a folder (MiniLM's is in its package), or the Hub id as it is.
 
     Raises:
-        BadInputError: the folder lacks a part of a model, or the id is neither a folder nor on the Hub.
+        BadInputError: the folder lacks a part of a model, or has a revision; or the id is neither a folder nor on the
+            Hub, or the Hub has no such revision of it.
     """
+    if not is_hub_id(model):
+        refuse_revision(model, revision)
     if model == MINILM:
         check_minilm(f"model is {MINILM}", "another --model")
         return str(minilm_folder())
     for folder in (Path(model).expanduser(), REPOSITORY / model):
         if folder.is_dir():
             return str(_check_folder(folder, model))
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+    if not is_hub_id(model):
         raise BadInputError(
             f"The model {model} is no folder, nor an id such as Qwen/Qwen2.5-7B-Instruct: correct --model."
         )
-    if not isinstance(try_to_load_from_cache(model, "config.json"), str):
-        _check_hub(model)
+    if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision or None), str):
+        _check_hub(model, revision)
     return model
 
 
-def _check_hub(model: str) -> None:
+def _check_hub(model: str, revision: str) -> None:
     try:
-        HfApi().model_info(model, timeout=HUB_TIMEOUT_S)
+        HfApi().model_info(model, revision=revision or None, timeout=HUB_TIMEOUT_S)
         HfApi().auth_check(model)  # everybody may read about a gated model, but not its files
     except GatedRepoError:
         raise BadInputError(
@@ -108,10 +122,16 @@ def _check_hub(model: str) -> None:
         raise BadInputError(
             f"The model {model} is not on the Hugging Face Hub, or not for you: correct --model."
         ) from None
-    except Exception as error:  # offline, or whatever the network library of this version of huggingface_hub raises
+    except RevisionNotFoundError:
         raise BadInputError(
-            f"The model {model} is not in the cache ({HF_HUB_CACHE}) and the Hub cannot be reached ({error}): fetch it "
-            f"where there is a network, once, with `hf download {model}`."
+            f"The model {model} has no revision {revision} on the Hub: pass --model_revision with a branch, tag or "
+            "commit of it."
+        ) from None
+    except Exception as error:  # offline, or whatever the network library of this version of huggingface_hub raises
+        which, option = (f" at the revision {revision}", f" --revision {revision}") if revision else ("", "")
+        raise BadInputError(
+            f"The model {model}{which} is not in the cache ({HF_HUB_CACHE}) and the Hub cannot be reached ({error}): "
+            f"fetch it where there is a network, once, with `hf download {model}{option}`."
         ) from None
 
 
@@ -161,9 +181,9 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
         checked_config(run)
     if run.weights == "random" and run.model != MINILM:
         return AutoTokenizer.from_pretrained(ASSETS / run.goal.tokenizer)
-    source = check_model(run.model)
+    source = what_to_load(run)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
     except (OSError, ValueError) as error:
         raise _cannot_be_loaded("tokenizer", run.model, error) from error
     if run.goal.chats:
@@ -217,13 +237,12 @@ def load_pretrained(
     try:
         with silent(*expected), forked_random_numbers(*device_map.values()):
             model, loading = kind.from_pretrained(
-                source or check_model(run.model),
+                **what_to_load(run, source),
                 dtype=weight_dtype(run),
                 attn_implementation=ATTENTION[run.attention],
                 device_map=device_map,
                 output_loading_info=True,
                 ignore_mismatched_sizes=bool(labels),  # a head for other labels is started anew
-                trust_remote_code=False,
                 **labels,
                 **more,
             )
@@ -272,7 +291,8 @@ def checked_config(run: RunConfig) -> PretrainedConfig:
         BadInputError: it is of another kind, or reads or writes fewer tokens than the run's settings ask for.
     """
     is_here = run.weights == "random" or run.model == MINILM  # nothing of it is to be fetched
-    config = any_shape_config(run.model if is_here else check_model(run.model))
+    model = run.model if is_here else check_model(run.model, run.model_revision)
+    config = any_shape_config(model, run.model_revision)
     is_of_kind, refusal = MODEL_KINDS[run.goal.model_kind]
     if not is_of_kind(config):
         raise BadInputError(f"{run.model} is of the kind {config.model_type}, {refusal}.")
@@ -292,13 +312,13 @@ def longest_readable(config: PretrainedConfig) -> int | None:
     return positions - 2 if config.model_type == "roberta" else positions  # RoBERTa counts from behind its padding's
 
 
-def any_shape_config(model: str) -> PretrainedConfig:
+def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:
     """Return the architecture of `model`: a config.json, a folder with one, a name or Hub id that `find_config` finds.
 
     Raises:
         BadInputError: there is none, or Transformers does not know its kind.
     """
-    path = find_config(model)
+    path = find_config(model, revision)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -309,7 +329,7 @@ def any_shape_config(model: str) -> PretrainedConfig:
 
 def model_without_weights(run: RunConfig) -> PreTrainedModel:
     """Return the run's model on `meta`: names and shapes."""
-    config = any_shape_config(run.model)
+    config = any_shape_config(run.model, run.model_revision)
     with torch.device("meta"):
         model = model_class(run, config)._from_config(config, dtype=weight_dtype(run))
     model.tie_weights()

@@ -43,7 +43,7 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         target_modules=run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(","),
     )
     try:
-        return get_peft_model(model, config)
+        return get_peft_model(model, config, revision=run.model_revision or None)
     except ValueError as error:
         reason = str(error).splitlines()[0]
         if run.lora_dropout and "lora_dropout" in reason:  # of fused experts, which PEFT wraps as weights

@@ -141,43 +141,100 @@ class Architecture:
         return parts | {"norms": norms, "head": self.head_parameters}
 
 
-def find_config(model: str) -> Path:
+def find_config(model: str, revision: str = "") -> Path:
     """Find the config.json of `model`: a file, a folder, a Hub id in the cache, or a name in assets/model_configs.
 
     A Hub id is also found among these by its last part without `-Instruct`: Qwen/Qwen2.5-7B-Instruct is qwen2.5-7b.
+    With a `revision`, which may differ from what is published, only the cache is searched.
 
     Raises:
-        BadInputError: It is none of these.
+        BadInputError: It is none of these, or has a `revision` and is no Hub id.
     """
-    looks_like_id = model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    if revision:
+        return _find_revision(model, revision)
     name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
-    here = [Path(model).expanduser(), REPOSITORY / model]
-    cached = _cached(model) if looks_like_id else []
-    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json", *cached]
+    here = _places_here(model)
+    cached = sorted(_cache_of(model).glob("snapshots/*/config.json")) if _looks_like_id(model) else []
+    main = [_snapshot(model) / "config.json"] if cached else []
+    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json", *main, *cached]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
+        get = f"hf download {model if _looks_like_id(model) else 'ID'} config.json"
         raise BadInputError(
             f"There is no shape of {model}: pass --model with one of {known}, a config.json, a folder with one, or the "
-            f"id of a model in the Hub's cache (`hf download {model if looks_like_id else 'ID'} config.json` gets it)."
+            f"id of a model in the Hub's cache (`{get}` gets it)."
         )
     return path
 
 
-def _cached(model: str) -> list[Path]:
+def _find_revision(model: str, revision: str) -> Path:
+    if not is_hub_id(model):
+        refuse_revision(model, revision)
+    path = _snapshot(model, revision) / "config.json"
+    if not path.is_file():
+        raise BadInputError(
+            f"There is no shape of {model} at the revision {revision} in the Hub's cache: `hf download {model} "
+            f"config.json --revision {revision}` gets it."
+        )
+    return path
+
+
+def refuse_revision(model: str, revision: str) -> None:
+    """Refuse the revision of a model that is no Hub id; an empty one passes.
+
+    Raises:
+        BadInputError: with both.
+    """
+    if revision:
+        raise BadInputError(
+            f"model_revision is {revision!r}, but it is for models of the Hub, and {model} is not the id of "
+            "one: leave --model_revision out."
+        )
+
+
+def is_hub_id(model: str) -> bool:
+    """Return whether `model` is the id of a model on the Hub, as `owner/name`, and not a file or folder here."""
+    return _looks_like_id(model) and not any(place.exists() for place in _places_here(model))
+
+
+def cached_commit(model: str, revision: str = "") -> str | None:
+    """Return the commit that a revision of a Hub id (its main branch by default) has in the cache.
+
+    None where `model` is no Hub id, or that revision is not in the cache.
+    """
+    snapshot = _snapshot(model, revision)
+    return snapshot.name if is_hub_id(model) and snapshot.is_dir() else None
+
+
+def _looks_like_id(model: str) -> bool:
+    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
+
+
+def _places_here(model: str) -> list[Path]:
+    return [Path(model).expanduser(), REPOSITORY / model]
+
+
+def _snapshot(model: str, revision: str = "") -> Path:
+    """Return where the cache has a revision's files, if it has them: a branch or tag names its commit in `refs`."""
+    revision = revision or "main"
+    ref = _cache_of(model) / "refs" / revision
+    return _cache_of(model) / "snapshots" / (ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision)
+
+
+def _cache_of(model: str) -> Path:
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    return sorted(cache.glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json"))
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
 
 
-def read_architecture(model: str) -> Architecture:
+def read_architecture(model: str, revision: str = "") -> Architecture:
     """Return the architecture of `model`, as `find_config` finds it.
 
     Raises:
         BadInputError: There is no such config, or it lacks a key.
         UnknownArchitectureError: Its model_type is none of `FAMILIES`.
     """
-    path = find_config(model)
+    path = find_config(model, revision)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -201,14 +258,14 @@ def read_architecture(model: str) -> Architecture:
         ) from None
 
 
-def is_known_architecture(model: str) -> bool:
+def is_known_architecture(model: str, revision: str = "") -> bool:
     """Return whether the closed form knows `model`.
 
     Raises:
         BadInputError: There is no such config, or it lacks a key.
     """
     try:
-        read_architecture(model)
+        read_architecture(model, revision)
     except UnknownArchitectureError:
         return False
     return True

@@ -473,7 +473,7 @@ def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
     Raises:
         BadInputError: There is no shape of the model, or it is no encoder and cannot classify.
     """
-    return with_head_for(read_architecture(run.model), batch.classes)
+    return with_head_for(read_architecture(run.model, run.model_revision), batch.classes)
 
 
 def with_head_for(architecture: Architecture, classes: int) -> Architecture:

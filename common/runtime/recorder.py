@@ -23,6 +23,7 @@ from common.base.errors import (
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.hardware import devices
+from common.planning.architectures import cached_commit
 from common.planning.memory_plan import DeviceMemory
 from common.planning.plans import Plan
 from common.records.store import (
@@ -183,6 +184,7 @@ class RunRecorder:
             "command": command_of(self.run, self.rank),
             "started_at": self.started_at,
             "config": settings_anywhere(self.run),
+            "model_commit": commit_of_model(self.run),
             "environment": environment(self.run),
             "phases_s": self.phases_s,
             "cost": None,
@@ -270,6 +272,11 @@ def rent(gpu: devices.Gpu | None, count: int, hours: float) -> dict[str, object]
         "price_date": gpu.price_date,
         "price_source": gpu.price_source,
     }
+
+
+def commit_of_model(run: RunConfig) -> str | None:
+    """Return the commit of the Hub's model that a run's weights are from; None of a folder's and of random ones."""
+    return cached_commit(run.model, run.model_revision) if run.weights == "pretrained" else None
 
 
 def command_of(run: RunConfig, rank: Rank) -> str:

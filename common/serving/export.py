@@ -62,11 +62,12 @@ def card_of(tuned: TunedRun) -> ModelCard:
     about = ModelCardData(
         library_name="transformers", pipeline_tag="text-generation", tags=["fine-tuned", config["technique"]], **on_hub
     )
+    commit = f" (commit {record['model_commit']})" if record.get("model_commit") else ""
     settings = [*SETTINGS, *(ADAPTER_SETTINGS if tuned.run.method.has_adapters else ())]
     parts = [
         f"---\n{about.to_yaml()}\n---",
         f"# {base.rpartition('/')[2]}, tuned",
-        f"{tuned.run.method.title} of `{base}` on `{data}` ({record['data']['training_rows']:,} training rows, "
+        f"{tuned.run.method.title} of `{base}`{commit} on `{data}` ({record['data']['training_rows']:,} training rows, "
         f"{record['data']['training_tokens']:,} tokens). Licence: that of the base, which its own card names.",
         "## Results\n\n" + _score_table(record),
         "## Settings\n\n" + _table(("setting", "value"), [(name, config[name]) for name in settings if name in config]),

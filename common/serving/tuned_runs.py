@@ -59,7 +59,11 @@ def find_run(name: str, base: str = "") -> TunedRun:
             f"The run in {name} is for {run.task}, and does not chat: load its folder with transformers.pipeline, or "
             "name a run of 2.1 to 2.7."
         )
-    run = run.changed_to(parallel="single", devices=1, learning_rate_scaling="none", model=base or run.model)
+    # the commit that it trained: a branch may have moved since
+    revision = "" if base else record.get("model_commit") or run.model_revision
+    run = run.changed_to(
+        parallel="single", devices=1, learning_rate_scaling="none", model=base or run.model, model_revision=revision
+    )
     if run.device == "cuda" and not torch.cuda.is_available():
         print("the run was on a GPU, and there is none here: the CPU answers")
         run = run.changed_to(device="cpu", gpu="", attention="eager" if run.attention == "eager" else "sdpa")

@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
-from common.models.loading import check_model, load_base_model, load_pretrained, model_class
+from common.models.loading import load_base_model, load_pretrained, model_class, what_to_load
 from common.models.trained_weights import add_lora, train_own_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
@@ -82,7 +82,7 @@ def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedMod
         model = load_base_model(run, whole_model_on(rank.device))
         cut(model, stage_map, rank.rank)
         return model
-    whole = model_class(run, AutoConfig.from_pretrained(check_model(run.model), trust_remote_code=False))
+    whole = model_class(run, AutoConfig.from_pretrained(**what_to_load(run)))
 
     class Stage(whole):
         _keys_to_ignore_on_load_unexpected = (r".*",)  # other stages' weights

@@ -78,7 +78,7 @@ def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> P
 def is_placed_by_modules(run: RunConfig) -> bool:
     """Return whether the closed form does not know the model of a run with mp, nor is needed for its device map."""
     is_possible = run.parallelism.layers_in_turn and run.device_map != "balanced"
-    return is_possible and not is_known_architecture(run.model)
+    return is_possible and not is_known_architecture(run.model, run.model_revision)
 
 
 def _placement_by_modules(run: RunConfig, device_map: str, gpu: Gpu) -> Placement:

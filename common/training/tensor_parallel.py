@@ -64,7 +64,7 @@ class TensorParallel(Strategy):
         Raises:
             BadInputError: see `check_divisible`.
         """
-        check_divisible(any_shape_config(run.model), run.devices)
+        check_divisible(any_shape_config(run.model, run.model_revision), run.devices)
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the model with this rank's columns and rows of each layer's matrices."""

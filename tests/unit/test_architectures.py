@@ -13,6 +13,7 @@ from common.planning.architectures import (
     MODEL_CONFIGS,
     UnknownArchitectureError,
     as_classifier,
+    cached_commit,
     find_config,
     read_architecture,
     slice_of_rank,
@@ -111,6 +112,30 @@ def test_a_hub_id_is_found_among_the_shapes_and_in_the_cache(tmp_path: Path, mon
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     assert find_config("someone/theirs") == snapshot / "config.json"
+
+
+def test_a_revision_of_a_hub_id_is_found_in_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    model, cache = "Qwen/Qwen2.5-7B-Instruct", tmp_path / "models--Qwen--Qwen2.5-7B-Instruct"
+    with pytest.raises(BadInputError, match=r"hf download Qwen.* --revision v1"):
+        find_config(model, "v1")
+    for commit, ref in (("a1", "v1"), ("b2", "main")):
+        for file, text in ((cache / "snapshots" / commit / "config.json", "{}"), (cache / "refs" / ref, commit)):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    assert find_config(model, "v1") == find_config(model, "a1") == cache / "snapshots" / "a1" / "config.json"
+    assert [cached_commit(model, revision) for revision in ("v1", "a1", "", "v9")] == ["a1", "a1", "b2", None]
+    with pytest.raises(BadInputError, match=r"no shape of .* at the revision v9"):
+        find_config(model, "v9")
+    cache.rename(tmp_path / "models--someone--theirs")
+    assert find_config("someone/theirs").parent.name == "b2", "the main branch's, not the first of all"
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "assets/embedded_base", str(MODEL_CONFIGS / "qwen2.5-7b.json")])
+def test_the_revision_of_what_is_no_hub_id_is_refused(model: str) -> None:
+    with pytest.raises(BadInputError, match="model_revision is 'v1', but it is for models of the Hub"):
+        find_config(model, "v1")
+    assert cached_commit(model) is None
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,15 @@ def with_adapter(tmp_path: Path) -> Path:
     return write_record(tmp_path / "results" / "one", run)
 
 
+def test_the_base_is_the_commit_that_was_trained(tmp_path: Path) -> None:
+    folder = write_record(tmp_path, RunConfig(model="someone/theirs", model_revision="v1"))
+    assert find_run(str(folder)).run.model_revision == "v1"
+    record = json.loads((folder / RECORD_NAME).read_text())
+    (folder / RECORD_NAME).write_text(json.dumps(record | {"model_commit": "a1"}))
+    assert find_run(str(folder)).run.model_revision == "a1", "v1 may be another commit today"
+    assert find_run(str(folder), base="assets/embedded_base").run.model_revision == ""
+
+
 def answer_of(model: torch.nn.Module) -> str:
     return generate_answers(model, load_tokenizer(RunConfig()), [ROW], 20)[0]
 

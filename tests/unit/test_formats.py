@@ -1,13 +1,15 @@
 """Rows as people have them become conversations; what is unclear is refused by file, row and column."""
 
+import base64
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Image, Value
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
@@ -30,6 +32,15 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "messages": ({"messages": ASKED}, ASKED),
     "messages with a system message": ({"messages": [SYSTEM, *ASKED]}, [SYSTEM, *ASKED]),
     "messages with tools": ({"messages": WITH_TOOL}, WITH_TOOL),
+    "messages with contents in parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "2 + 3?"}]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "5"}]},
+            ]
+        },
+        [{"role": "user", "content": "What is\n2 + 3?"}, ASKED[1]],
+    ),
     "ShareGPT": (
         {
             "conversations": [
@@ -71,6 +82,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
+    elif path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
     else:
         with path.open("w", newline="") as file:
             table = csv.DictWriter(file, fieldnames=list(rows[0]))
@@ -116,7 +129,7 @@ def test_columns_are_named_by_settings(tmp_path: Path) -> None:
         (["a", "b"], {"prompt_column": "c", "completion_column": "b"}, "no column 'c' .*--prompt_column"),
         (["a", "b"], {"prompt_column": "a"}, "prompt_column is 'a', but completion_column is empty"),
         (["prompt", "chosen", "rejected"], {}, "these are preferences"),
-        (["image", "question", "answer"], {}, "these are pictures"),
+        (["prompt", "completion", "label"], {}, "good or bad"),
         (["text", "label"], {}, "go to 3.1"),
         (["dialogue", "summary"], {}, "go to 3.2"),
         ([], {}, "the columns none"),
@@ -143,6 +156,71 @@ def test_a_row_of_another_format_is_refused_with_file_and_row(second: object, sa
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(BadInputError, match=said.replace("row 2", "rows.jsonl, line 2")):
         load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+
+
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
+PARTS = [{"type": "text", "text": "What is this?"}, {"type": "image", "image": "a.png"}]
+CHATS, PAIR = {"messages": ASKED, "images": [], "file_name": "notes.txt"}, {"question": "a", "answer": "b"}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "said"),
+    [
+        (CHATS, {"messages": [{"role": "user", "content": PARTS}, ASKED[1]]}, "a part of the type 'image'"),
+        (CHATS, {"messages": [{"role": "user", "content": [{"type": "text"}]}, ASKED[1]]}, "without a text"),
+        (CHATS, {"messages": ASKED, "images": ["a.png"]}, "column 'images'"),
+        (PAIR, {**PAIR, "Image": "https://host/a"}, "column 'Image'"),
+        (PAIR, {**PAIR, "file_name": "0001.PNG"}, "column 'file_name'"),
+        (PAIR, {**PAIR, "seen": [{"bytes": None, "path": "a.png"}]}, "column 'seen'"),
+    ],
+)
+def test_a_row_with_a_picture_is_refused(good: dict[str, Any], bad: dict[str, Any], said: str, tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [good, bad])
+    with pytest.raises(BadInputError, match=rf"rows\.jsonl, line 2 has .*{said}"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+
+
+@pytest.mark.parametrize("column", ["image", "picture"])
+def test_a_parquet_file_with_pictures_is_refused_unless_the_texts_are_named(column: str, tmp_path: Path) -> None:
+    rows = [{column: {"bytes": PIXEL, "path": None}, "question": f"{number}?", "answer": "a"} for number in range(3)]
+    features = Features({column: Image(), "question": Value("string"), "answer": Value("string")})
+    Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    run = RunConfig(data=str(tmp_path / "rows.parquet"))
+    with pytest.raises(BadInputError, match=rf"rows\.parquet, row 1 has pictures in the column '{column}'"):
+        load_splits(run)
+    assert load_splits(replace(run, prompt_column="question", completion_column="answer")).train
+
+
+@pytest.mark.parametrize("folder", [".", "train"])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_folder_of_pictures_is_refused_by_its_file_of_texts(folder: str, suffix: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir(exist_ok=True)
+    write(tmp_path / folder / f"metadata.{suffix}", [{"file_name": "0.png", **PAIR}])
+    with pytest.raises(BadInputError, match=rf"metadata\.{suffix} makes .* a folder of pictures"):
+        load_splits(RunConfig(data=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("row", "renamed"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "completion"),
+        ({"prompt": [ASKED[0]], "chosen": [ASKED[1]], "rejected": [ASKED[1]]}, "completion"),
+        ({"chosen": ASKED, "rejected": ASKED}, "messages"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_preferences_are_refused_and_their_chosen_answers_are_read_as_advised(
+    row: dict[str, Any], renamed: str, suffix: str, tmp_path: Path
+) -> None:
+    if suffix == ".csv" and isinstance(row["chosen"], list):
+        pytest.skip("a CSV file holds texts")
+    run = RunConfig(data=str(tmp_path / f"rows{suffix}"), shared_rows="skip")
+    write(Path(run.data), [{**row, "id": str(number)} for number in range(3)])
+    with pytest.raises(BadInputError, match=r"(line|row) 1 .* these are preferences.* rename that column"):
+        load_splits(run)
+    row = {renamed if name == "chosen" else name: value for name, value in row.items()}
+    write(Path(run.data), [{**row, "id": str(number)} for number in range(3)])
+    assert load_splits(run).test[0]["messages"][-1]["role"] == "assistant"
 
 
 @pytest.mark.parametrize("speaker", ["alien", ["user"], None])
@@ -178,7 +256,7 @@ def test_a_template_that_drops_a_turn_is_refused() -> None:
 
 def test_parquet_is_read_and_an_absent_value_is_no_value(tmp_path: Path) -> None:
     rows = [{"question": f"What is {number}?", "answer": str(number), "system": None} for number in range(5)]
-    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    write(tmp_path / "rows.parquet", rows)
     found = load_splits(RunConfig(data=str(tmp_path / "rows.parquet")))
     assert [message["role"] for message in found.test[0]["messages"]] == ["user", "assistant"]
     (tmp_path / "rows.parquet").write_bytes(b"no parquet")

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load, save
 
 from common.base.paths import REPOSITORY
-from tests.local_hub import LocalHub, serving
+from tests.local_hub import LocalHub, commit_of, serving
 
 CARD = b"""---
 configs:
@@ -28,16 +29,22 @@ from dataclasses import replace
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.splits import load_splits
-from common.models.loading import check_model, load_base_model, load_tokenizer
+from common.models.loading import checked_config, load_base_model, load_tokenizer
+from common.models.trained_weights import add_lora
+from common.runtime.recorder import commit_of_model
 
 answers = []
 for settings in json.loads(sys.argv[1]):
     run = replace(RunConfig(), **settings)
     try:
         if "model" in settings:
-            check_model(run.model)
-            tokenizer, model = load_tokenizer(run), load_base_model(run, {"": "cpu"})
-            answers.append([len(tokenizer), model.num_parameters()])
+            tokenizer, model, shape = load_tokenizer(run), load_base_model(run, {"": "cpu"}), checked_config(run)
+            adapter = add_lora(model, run).peft_config["default"]
+            answers.append({
+                "lengths": [tokenizer.model_max_length, shape.max_position_embeddings],
+                "weight": round(model.get_input_embeddings().weight.sum().item(), 3),
+                "commit": commit_of_model(run), "adapter's base": adapter.revision,
+            })
         else:
             splits = load_splits(run)
             parts = (splits.train, splits.validation, splits.test)
@@ -55,6 +62,17 @@ def rows(name: str, count: int) -> bytes:
     return "\n".join(lines).encode()
 
 
+def earlier_model(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Return a model with other weights, of which config and tokenizer say that it reads half as many tokens."""
+    config, tokenizer = (json.loads(files[name]) for name in ("config.json", "tokenizer_config.json"))
+    weights = {name: weight + 1 for name, weight in load(files["model.safetensors"]).items()}
+    return files | {
+        "config.json": json.dumps(config | {"max_position_embeddings": 256}).encode(),
+        "tokenizer_config.json": json.dumps(tokenizer | {"model_max_length": 256}).encode(),
+        "model.safetensors": save(weights, metadata={"format": "pt"}),
+    }
+
+
 @pytest.fixture(scope="module")
 def hub() -> Iterator[LocalHub]:
     files = {
@@ -68,7 +86,7 @@ def hub() -> Iterator[LocalHub]:
     repositories = {
         "datasets/somebody/rows": {"main": files, "v1": {**files, "long.jsonl": rows("earlier", 30)}},
         "datasets/somebody/gated": {"main": files},
-        "models/somebody/tiny": {"main": model},
+        "models/somebody/tiny": {"main": model, "v1": earlier_model(model)},
         "models/somebody/gated": {"main": model},
     }
     with serving(LocalHub(repositories, kept)) as hub:
@@ -98,7 +116,7 @@ def test_the_hub_is_read_as_asked_and_then_from_the_cache(hub: LocalHub, tmp_pat
     assert [len(split) for split in of_long] == [24, 3, 3]
     assert {question.split()[0] for split in of_long for question in split} == {"long"}
     assert {question.split()[0] for split in of_earlier for question in split} == {"earlier"}
-    assert of_model[1] > 1_000_000
+    assert of_model["lengths"] == [512, 512]
     assert "somebody/none is not on the Hugging Face Hub" in no_model
     assert any(request.startswith("GET") and request.endswith("model.safetensors") for request in hub.requests)
 
@@ -134,4 +152,27 @@ def test_what_the_hub_does_not_give_is_refused_with_the_next_step(hub: LocalHub,
         assert "\n" not in answer
     allowed = answers([gated, gated_model], hub, tmp_path, HF_TOKEN="hf_of_somebody")
     assert [len(split) for split in allowed[0]] == [24, 3, 3]
-    assert allowed[1][1] > 1_000_000
+    assert allowed[1]["lengths"] == [512, 512]
+
+
+@pytest.mark.slow
+def test_a_model_is_read_at_the_revision_that_is_asked_for(hub: LocalHub, tmp_path: Path) -> None:
+    revisions = hub.repositories["models/somebody/tiny"]
+    commit = commit_of(revisions["v1"])
+    main, v1, by_commit = MODEL, {**MODEL, "model_revision": "v1"}, {**MODEL, "model_revision": commit}
+    unknown = {**MODEL, "model_revision": "v9"}
+    of_main, of_v1, refused = answers([main, v1, unknown], hub, tmp_path)
+    for answer, name, length in ((of_main, "main", 512), (of_v1, "v1", 256)):
+        assert answer["lengths"] == [length, length]
+        assert answer["commit"] == commit_of(revisions[name])
+    assert of_v1["weight"] - of_main["weight"] == pytest.approx(1536 * 128, abs=1)
+    assert [of_main["adapter's base"], of_v1["adapter's base"]] == [None, "v1"]
+    assert "no revision v9" in refused
+    assert "--model_revision" in refused
+
+    hub.requests.clear()
+    again = answers([main, v1, by_commit, unknown], hub, tmp_path, HF_HUB_OFFLINE="1")
+    assert again[:2] == [of_main, of_v1]
+    assert again[2] == {**of_v1, "adapter's base": commit}
+    assert "hf download somebody/tiny --revision v9" in again[3], "and not another revision, which is in the cache"
+    assert not hub.requests, "offline, nothing is asked"

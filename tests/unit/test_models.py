@@ -33,7 +33,7 @@ from common.models.loading import (
     load_tokenizer,
     logit_tolerance,
 )
-from common.models.minilm import minilm_folder
+from common.models.minilm import MINILM, minilm_folder
 from common.models.trained_weights import (
     add_lora,
     head_modules,
@@ -95,6 +95,12 @@ def test_a_folder_without_a_tokenizer_or_with_half_its_weights_is_refused(
 def test_what_is_neither_folder_nor_id_is_refused(model: str) -> None:
     with pytest.raises(BadInputError, match="is no folder"):
         check_model(model)
+
+
+@pytest.mark.parametrize("model", ["assets/embedded_base", MINILM])
+def test_the_revision_of_a_model_that_is_here_is_refused(model: str) -> None:
+    with pytest.raises(BadInputError, match="model_revision is 'v1', but it is for models of the Hub"):
+        check_model(model, "v1")
 
 
 def test_lora_adapts_every_linear_layer_but_the_head_and_adds_nothing_yet(run_config: RunConfig) -> None:

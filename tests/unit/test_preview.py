@@ -46,11 +46,15 @@ def test_rows_and_tokens_are_counted_before_they_are_cut(rows: Path) -> None:
 def test_a_row_is_shown_with_what_is_learnt(rows: Path) -> None:
     run = RunConfig(data=str(rows))
     tokenizer = load_tokenizer(run)
-    row = preview(run, load_splits(run), tokenizer).tokens[0]
+    found = preview(run, load_splits(run), tokenizer)
+    row = found.tokens[0]
     marked = coloured(row, tokenizer, in_colour=False)
     assert marked == "<|user|>Who?<|end|><|assistant|>[[Ann did.<|end|>]]"
     painted = coloured(row, tokenizer)
     assert painted == f"{READ}<|user|>Who?<|end|><|assistant|>{PLAIN}{LEARNT}Ann did.<|end|>{PLAIN}"
+    assert found.row(1, tokenizer) == painted
+    cut = replace(found, max_length=len(row["input_ids"]) - 1)
+    assert cut.row(1, tokenizer, in_colour=False) == "<|user|>Who?<|end|><|assistant|>[[Ann did.]]", "as it is trained"
     prompts = replace(run, train_on="prompt")
     row = preview(prompts, load_splits(run), tokenizer).tokens[0]
     assert coloured(row, tokenizer, in_colour=False) == "[[<|user|>Who?<|end|><|assistant|>]]Ann did.<|end|>"
