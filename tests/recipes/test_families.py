@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.specs import TECHNIQUES
+from common.base.specs import TASKS, TECHNIQUES
 from common.checks.dry_run import dry_run
 from common.checks.inputs import check_settings
 from common.checks.planner_command import answer, read_options
@@ -24,30 +25,50 @@ from common.models.trained_weights import idle_weights, parameter_counts, with_t
 from common.planning.architectures import is_known_architecture
 from common.planning.job import BatchShape
 from common.reporting.outcomes import FAMILIES_FILE
-from tests.families import FAMILIES, make_tiny
+from tests.families import DECODERS, ENCODER_DECODERS, ENCODERS, FAMILIES, TinyFamily, make_tiny
 
 KEEP = "KEEP_OUTCOMES"
+STEPS = 4
+SETTINGS = ("--max_steps", str(STEPS), "--eval_steps", "1", "--validation_rows", "4", "--test_rows", "2",
+            "--batch_size", "4", "--warmup_steps", "0", "--report_to", "none")  # fmt: skip
+CHAT = ("--train_rows", "16", "--max_new_tokens", "2", "--independent_judge", "none")
+LABELS = ("--train_rows", "65", "--parallel", "single", "--devices", "1")  # 65 have every label
+SUMMARIES = ("--train_rows", "16", "--max_new_tokens", "2", "--parallel", "single", "--devices", "1")
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """A run folder, or one of its workflows, and the families that it is for."""
+
+    place: str
+    families: dict[str, TinyFamily]
+    settings: tuple[str, ...]
+    learning_rate: str
+
+
 WORKFLOWS = {
-    "2.1": REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1",
-    "2.3": REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1",
-    "2.4": REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1",
-    "2.5": REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1",
+    "2.1": Workflow("2.1_lora_finetuning/run_0_cpu_x1", DECODERS, CHAT, "0.01"),
+    "2.3": Workflow("2.3_qlora_finetuning/run_0_cpu_x1", DECODERS, CHAT, "0.01"),
+    "2.4": Workflow("2.4_full_finetuning/run_0_cpu_x1", DECODERS, CHAT, "0.001"),
+    "2.5": Workflow("2.5_full_finetuning_with_mp/run_0_cpu_x1", DECODERS, CHAT, "0.001"),
+    "3.1 full": Workflow("3.1_text_classification/run_0_cpu_x2", ENCODERS, (*LABELS, "--technique", "full"), "0.001"),
+    "3.1 LoRA": Workflow("3.1_text_classification/run_0_cpu_x2", ENCODERS, (*LABELS, "--technique", "lora"), "0.01"),
+    "3.2": Workflow(
+        "3.2_summarization/run_0_cpu_x2/my_workflow_summarization_torchrun.py", ENCODER_DECODERS, SUMMARIES, "0.001"
+    ),
 }
-LEARNING_RATES = {"2.1": "0.01", "2.3": "0.01", "2.4": "0.001", "2.5": "0.001"}
 NOT_IN_4_BITS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts",
                  "falcon": "FalconLinear"}  # fmt: skip
 """Families of which QLoRA is refused, and the class that holds most of their weights."""
-IN_SHORT = ("gpt2", "mixtral")
-"""Those that `make test` sees: of each the most differs from the Llamas that all other tests use."""
-STEPS = 4
-SETTINGS = ("--max_steps", str(STEPS), "--eval_steps", "1", "--train_rows", "16", "--validation_rows", "4",
-            "--test_rows", "2", "--batch_size", "4", "--max_new_tokens", "2",
-            "--warmup_steps", "0", "--independent_judge", "none", "--report_to", "none")  # fmt: skip
+IN_SHORT = ("gpt2", "mixtral", "distilbert", "t5")
+"""Those that `make test` sees: each differs most from the Llamas, BERTs and BARTs that all other tests use."""
 
 Runs = dict[str, Any]
-each_family = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.slow) for name in FAMILIES]
-)
+
+
+def case(family: str, *more: str) -> Any:
+    """The parameters of a test, which `make test` leaves out but of a few families."""
+    return pytest.param(family, *more, marks=[] if family in IN_SHORT else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +86,16 @@ def trained(
     models: Callable[[str], str],
 ) -> Runs:
     """The runs of the selected tests, in one start."""
-    asked = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]
+    params = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]
+    asked = [(each["family"], each["workflow"], WORKFLOWS[each["workflow"]]) for each in params if "workflow" in each]
     runs = {
-        f"{params['family']}-{params['workflow']}": (
-            WORKFLOWS[params["workflow"]],
-            (*SETTINGS, "--learning_rate", LEARNING_RATES[params["workflow"]], "--model", models(params["family"])),
+        f"{family}-{name}": (
+            REPOSITORY / workflow.place,
+            (*SETTINGS, *workflow.settings, "--learning_rate", workflow.learning_rate, "--model", models(family)),
         )
-        for params in asked
-        if {"family", "workflow"} <= params.keys() and not is_refused(params["family"], params["workflow"])
-    }  # fmt: skip
+        for family, name, workflow in asked
+        if not is_refused(family, name)
+    }
     return run_several(tmp_path_factory.mktemp("runs"), runs, 1)
 
 
@@ -83,7 +105,10 @@ def outcomes() -> Iterator[dict[str, dict[str, str]]]:
     found: dict[str, dict[str, str]] = {name: {} for name in FAMILIES}
     yield found
     if KEEP in os.environ:
-        rows = [{"family": FAMILIES[name].name, "model_type": name, **ways} for name, ways in found.items()]
+        rows = [
+            {"family": FAMILIES[name].name, "model_type": FAMILIES[name].model_type, **ways}
+            for name, ways in found.items()
+        ]
         FAMILIES_FILE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
@@ -91,8 +116,9 @@ def is_refused(family: str, workflow: str) -> bool:
     return workflow == "2.3" and family in NOT_IN_4_BITS
 
 
-@each_family
-@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize(
+    ("family", "workflow"), [case(family, name) for name, workflow in WORKFLOWS.items() for family in workflow.families]
+)
 def test_a_family_is_trained_or_refused(
     family: str,
     workflow: str,
@@ -115,24 +141,35 @@ def test_a_family_is_trained_or_refused(
     outcomes[family][workflow] = "yes"
 
 
-@each_family
+@pytest.mark.parametrize("family", map(case, FAMILIES))
 def test_a_family_is_planned(
     family: str, models: Callable[[str], str], outcomes: dict[str, dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = models(family)
-    for technique in ("lora", "full"):
-        run = suited_to_model(RunConfig(technique=technique, model=model))
-        assert dry_run(run, BatchShape(2, 32, 31)).peak_gib > 0
+    model, known = models(family), is_known_architecture(models(family))
+    batch, options = shape_of(family)
+    task = TASKS[batch.task]
+    dry = [name for name in task.techniques if not TECHNIQUES[name].quantizes]
+    for technique in dry:
+        targets = {"target_modules": "all"} if technique == "full" else {}
+        run = suited_to_model(RunConfig(task=task.name, technique=technique, model=model, **targets))
+        assert dry_run(run, batch).peak_gib > 0
     capsys.readouterr()
-    options = read_options(["--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json"])
-    assert answer(options) == 0
+    options = ["--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json", *options]
+    assert answer(read_options(options)) == 0
     ranked = json.loads(capsys.readouterr().out)["ranked"]
-    known = is_known_architecture(model)
-    assert {entry["technique"] for entry in ranked} == {
-        name for name, each in TECHNIQUES.items() if known or not each.quantizes
-    }
+    closed = [name for name, each in TECHNIQUES.items() if not (batch.classes and each.quantizes)]
+    assert {entry["technique"] for entry in ranked} == set(closed if known else dry)
     assert all(entry["max_batch_size"] > 2 and entry["per_device"][0]["fits"] for entry in ranked)
     outcomes[family]["planner"] = "memory, time, cost" if known else "memory, by dry runs"
+
+
+def shape_of(family: str) -> tuple[BatchShape, list[str]]:
+    """Two rows of the family's task, and the options by which the planner knows of it."""
+    if family in ENCODERS:
+        return BatchShape(2, 32, labelled=1, classes=6), ["--classes", "6"]
+    if family in ENCODER_DECODERS:
+        return BatchShape(2, 32, labelled=8, target_length=8), ["--target-len", "8"]
+    return BatchShape(2, 32, labelled=31), []
 
 
 def test_experts_are_held_all_and_some_are_at_work(models: Callable[[str], str]) -> None:
