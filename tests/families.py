@@ -19,14 +19,16 @@ FALCON_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads"
 OPT_SIZES = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "word_embed_proj_dim": 64, "max_position_embeddings": 512}  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LARGER_START = {"initializer_range": 0.2}
+"""As `tests.recipes.conftest.TINY` has it: with 0.02 a tiny encoder's classes are the same for every text."""
 ENCODER_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                 "max_position_embeddings": 512}  # fmt: skip
-DISTILBERT_SIZES = {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4}
+                 "max_position_embeddings": 512, **LARGER_START}  # fmt: skip
+DISTILBERT_SIZES = {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4, **LARGER_START}
 DEBERTA_V3 = {"relative_attention": True, "position_buckets": 32, "pos_att_type": ["p2c", "c2p"],
               "norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False,
               "type_vocab_size": 0}  # fmt: skip
 """What sets the third version apart, by the config.json of microsoft/deberta-v3-base."""
-MODERNBERT = {"global_attn_every_n_layers": 2, "local_attention": 8}
+MODERNBERT = {"global_attn_every_n_layers": 2, "local_attention": 8, "cls_token_id": None, "sep_token_id": None}
 BART_SIZES = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
               "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
               "max_position_embeddings": 256}  # fmt: skip
