@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS, TECHNIQUES
 from common.checks.dry_run import dry_run
+from common.checks.folder_runs import setting_of_folder
 from common.checks.inputs import check_settings
 from common.checks.planner_command import answer, read_options
 from common.models.families import suited_to_model
@@ -24,7 +25,7 @@ from common.models.loading import model_without_weights
 from common.models.trained_weights import idle_weights, parameter_counts, with_trained_weights
 from common.planning.architectures import is_known_architecture
 from common.planning.job import BatchShape
-from common.reporting.outcomes import FAMILIES_FILE
+from common.reporting.outcomes import FAMILIES_FILE, read_outcomes
 from tests.families import DECODERS, ENCODER_DECODERS, ENCODERS, FAMILIES, TinyFamily, make_tiny
 
 KEEP = "KEEP_OUTCOMES"
@@ -107,10 +108,12 @@ def outcomes() -> Iterator[dict[str, dict[str, str]]]:
     found: dict[str, dict[str, str]] = {name: {} for name in FAMILIES}
     yield found
     if KEEP in os.environ:
+        kept = {row["family"]: row for row in read_outcomes(FAMILIES_FILE)}  # of what was not selected this time
         rows = [
-            {"family": FAMILIES[name].name, "model_type": FAMILIES[name].model_type, **ways}
+            {**kept.get(FAMILIES[name].name, {}), "family": FAMILIES[name].name,
+             "model_type": FAMILIES[name].model_type, **ways}
             for name, ways in found.items()
-        ]
+        ]  # fmt: skip
         FAMILIES_FILE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
@@ -137,7 +140,6 @@ def test_a_family_is_trained_or_refused(
         return
     run = trained[f"{family}-{workflow}"]
     losses = [loss for _, loss in run.record["validation_losses"]]
-    print("LOSSES", family, workflow, losses)
     assert len(losses) == STEPS
     assert all(map(math.isfinite, losses))
     assert losses[-1] < losses[0]  # at this learning rate each learns something in four steps
@@ -173,6 +175,35 @@ def shape_of(family: str) -> tuple[BatchShape, list[str]]:
     if family in ENCODER_DECODERS:
         return BatchShape(2, 32, labelled=8, target_length=8), ["--target-len", "8"]
     return BatchShape(2, 32, labelled=31), []
+
+
+def test_a_recipes_adapters_are_on_the_layers_of_the_family(
+    models: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = setting_of_folder(REPOSITORY / WORKFLOWS["3.1 LoRA"].place, "lora", "single")
+    assert recipe.target_modules == "query,value"
+    for family, expected in (("electra", "query,value"), ("deberta-v2", "query_proj,value_proj"),
+                             ("distilbert", "all-linear")):  # fmt: skip
+        run = suited_to_model(replace(recipe, model=models(family)))
+        assert run.target_modules == expected
+        assert (f"adapters are on {expected}" in capsys.readouterr().out) == (expected != recipe.target_modules)
+    asked = replace(recipe, model=models("distilbert"), target_modules="q_lin,key")
+    assert suited_to_model(asked).target_modules == "q_lin,key"
+
+
+@pytest.mark.parametrize("parallel", ["pp", "tp"])
+def test_layers_that_nobody_knows_to_divide_are_refused(models: Callable[[str], str], parallel: str) -> None:
+    recipe = setting_of_folder(REPOSITORY / WORKFLOWS["3.1 LoRA"].place, "full", parallel)
+    for family in ("bert", "xlm-roberta"):
+        check_settings(replace(recipe, model=models(family)))
+    with pytest.raises(BadInputError, match="--parallel ddp"):
+        check_settings(replace(recipe, model=models("distilbert")))
+
+
+def test_a_task_that_the_planner_was_not_told_is_asked_for(models: Callable[[str], str]) -> None:
+    options = ("--gpu", "a6000", "--model")
+    with pytest.raises(BadInputError, match="--classes or --target-len"):
+        answer(read_options([*options, models("t5")]))
 
 
 def test_experts_are_held_all_and_some_are_at_work(models: Callable[[str], str]) -> None:
