@@ -43,10 +43,11 @@ def suited_to_model(run: RunConfig) -> RunConfig:
             f"{targets} (--target_modules takes other names)"
         )
         run = replace(run, target_modules=targets)
-    if run.method.has_adapters and run.lora_dropout == defaults["lora_dropout"] and adapts_experts(run):
-        run = replace(run, lora_dropout=0.0)
+    if run.method.has_adapters and adapts_experts(run):
+        changed = ", and these take no dropout: lora_dropout is 0" * (run.lora_dropout == defaults["lora_dropout"])
+        run = replace(run, lora_dropout=0.0) if changed else run
         say_once(
-            f"{run.model}: its experts get adapters, too, and these take no dropout: lora_dropout is 0 "
+            f"{run.model}: with target_modules {run.target_modules} its experts get adapters, too{changed} "
             "(--target_modules q_proj,v_proj, or other layers of attention, leaves the experts out)"
         )
     if run.parallelism.layers_in_turn and run.device_map == "balanced" and not is_known_architecture(run.model):

@@ -20,6 +20,7 @@ from common.checks.dry_run import dry_run
 from common.checks.folder_runs import setting_of_folder
 from common.checks.inputs import check_settings
 from common.checks.planner_command import answer, read_options
+from common.data.row_checks import say_once
 from common.models.families import suited_to_model
 from common.models.loading import model_without_weights
 from common.models.trained_weights import idle_weights, parameter_counts, with_trained_weights
@@ -63,8 +64,8 @@ WORKFLOWS = {
 NOT_IN_4_BITS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts",
                  "falcon": "FalconLinear"}  # fmt: skip
 """Families of which QLoRA is refused, and the class that holds most of their weights."""
-IN_SHORT = ("gpt2", "mixtral", "distilbert", "t5")
-"""Those that `make test` sees: each differs most from the Llamas, BERTs and BARTs that all other tests use."""
+IN_SHORT = ("gpt2", "mixtral")
+"""Those that `make test` sees: of each the most differs from the Llamas that all other tests use."""
 
 Runs = dict[str, Any]
 
@@ -204,6 +205,14 @@ def test_a_task_that_the_planner_was_not_told_is_asked_for(models: Callable[[str
     options = ("--gpu", "a6000", "--model")
     with pytest.raises(BadInputError, match="--classes or --target-len"):
         answer(read_options([*options, models("t5")]))
+
+
+def test_whether_experts_are_adapted_is_said(models: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    for chosen, is_said in (({}, True), ({"lora_dropout": 0.0}, True), ({"target_modules": "q_proj,v_proj"}, False)):
+        say_once.cache_clear()
+        suited_to_model(RunConfig(model=models("mixtral"), **chosen))
+        said = capsys.readouterr().out
+        assert ("experts get adapters" in said and "--target_modules q_proj,v_proj" in said) == is_said, chosen
 
 
 def test_experts_are_held_all_and_some_are_at_work(models: Callable[[str], str]) -> None:
