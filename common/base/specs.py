@@ -133,7 +133,8 @@ class Task:
         peft_type: PEFT's name of the task.
         objective: Its `Objective`, as `module:name`.
         rows: What returns its `RowKind`, how rows are read and turned into tokens, as `module:function`.
-        heads: Modules that follow the layers, start at random, and are trained in full, also beside adapters.
+        heads: Modules that follow the layers, by the last part of their names in any family, and are trained in full,
+            also beside adapters. A base need not have them: they start at random.
         limited: Settings, in tokens, that must not exceed the positions of the model.
         tokenizer: The folder in assets whose tokenizer stands in where weights are random.
         folder_for_one: The technique folder that does it on one device; empty = its technique's.
@@ -294,7 +295,7 @@ TASKS = {
             auto_class="AutoModelForSequenceClassification",
             model_kind="encoder",
             peft_type="SEQ_CLS",
-            heads=("pooler", "classifier"),
+            heads=("pooler", "head", "pre_classifier", "classifier"),
             limited=("max_length",),
             objective="common.tasks.classification:CLASSES",
             rows="common.data.texts:labelled_rows",

@@ -39,6 +39,8 @@ from common.training.memory_tracker import Bytes, Timeline
 from common.training.placement import place_stages
 
 SMALL_DEPTHS = (2, 3)
+STACK_DEPTHS = (("encoder_layers", "decoder_layers"), ("num_layers", "num_decoder_layers"))
+"""What configs of encoder-decoders call the layers of their stacks: BART's and its kin, T5's and its kin."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,16 @@ def _depth(config: PretrainedConfig) -> int:
 
 
 def _depth_names(config: PretrainedConfig) -> tuple[str, ...]:
-    return ("encoder_layers", "decoder_layers") if config.is_encoder_decoder else ("num_hidden_layers",)
+    if not config.is_encoder_decoder:
+        return ("num_hidden_layers",)
+    known = (names for names in STACK_DEPTHS if all(hasattr(config, name) for name in names))
+    found = next(known, None)
+    if found is None:
+        raise BadInputError(
+            f"The config of this {config.model_type} does not say how many layers its stacks have, as "
+            f"{' or '.join(map(' and '.join, STACK_DEPTHS))}: take the real step with `python -m common.preflight`."
+        )
+    return found
 
 
 def with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:

@@ -20,7 +20,7 @@ from common.base.errors import BadInputError
 from common.base.parsing import SettingsParser
 from common.base.run_config import RunConfig, not_meant_for
 from common.base.settings import setting
-from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE
@@ -279,17 +279,23 @@ def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
     return tuple(TECHNIQUES)
 
 
-def techniques_by_dry_run(options: PlannerOptions) -> list[str]:
-    """Return the technique that is named, else all that fake tensors can show."""
-    return [options.technique] if options.technique else [name for name, it in TECHNIQUES.items() if not it.quantizes]
+def techniques_by_dry_run(options: PlannerOptions, task: str) -> list[str]:
+    """Return the technique that is named, else all of the task's that fake tensors can show."""
+    if options.technique:
+        return [options.technique]
+    return [name for name in TASKS[task].techniques if not TECHNIQUES[name].quantizes]
 
 
 def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) -> RunConfig:
     """Return the run that a dry run is to take in the place of the closed form."""
     has_adapters, devices = TECHNIQUES[technique].has_adapters, len(cluster.gpus)
+    lengths = {"max_length": job.batch.length}
+    if job.batch.target_length:
+        lengths["max_target_length"] = job.batch.target_length
     adapters = {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout} if has_adapters else {}
     return RunConfig(
         technique=technique,
+        task=job.batch.task,
         parallel=options.parallel or ("ddp" if devices > 1 else "single"),
         devices=devices,
         model=options.model,
@@ -302,6 +308,7 @@ def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) 
         per_device_train_batch_size=job.batch.rows,
         target_modules=options.target_modules or ("all-linear" if has_adapters else "all"),
         **adapters,
+        **lengths,
     )
 
 
@@ -311,11 +318,10 @@ def answer(options: PlannerOptions) -> int:
     try:
         architecture = with_head_for(read_architecture(options.model, options.model_revision), options.classes)
     except UnknownArchitectureError as unknown:
-        if options.classes:
-            raise
         from common.checks.dry_run_planner import answer_by_dry_runs  # here: it imports torch
 
-        runs = [run_of(options, job, cluster, technique) for technique in techniques_by_dry_run(options)]
+        techniques = techniques_by_dry_run(options, job.batch.task)
+        runs = [run_of(options, job, cluster, technique) for technique in techniques]
         gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
         return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
     calibration = calibration_from(kept_records(), job.batch.task)

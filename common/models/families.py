@@ -5,14 +5,17 @@ from dataclasses import fields, replace
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from transformers import PreTrainedModel
 
 from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.base.run_folders import literal_file_of, read_lora
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.quantization import is_quantizable
-from common.models.trained_weights import add_lora, has_fused_experts, idle_weights
+from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, is_projection
 from common.planning.architectures import is_known_architecture
 
 LEAST_QUANTIZED_SHARE = 0.9
@@ -33,10 +36,18 @@ def suited_to_model(run: RunConfig) -> RunConfig:
         say_once(
             f"{run.model}: Transformers has no SDPA attention for the kind {config.model_type}; attention is eager"
         )
-    if run.method.has_adapters and run.lora_dropout == defaults["lora_dropout"] and adapts_experts(run):
-        run = replace(run, lora_dropout=0.0)
+    if run.method.has_adapters and run.target_modules == recipe_targets(run) and not names_a_layer(run):
+        targets = ",".join(TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type, ["all-linear"]))
         say_once(
-            f"{run.model}: its experts get adapters, too, and these take no dropout: lora_dropout is 0 "
+            f"{run.model}: no layer of the kind {config.model_type} is called {run.target_modules}: adapters are on "
+            f"{targets} (--target_modules takes other names)"
+        )
+        run = replace(run, target_modules=targets)
+    if run.method.has_adapters and adapts_experts(run):
+        changed = ", and these take no dropout: lora_dropout is 0" * (run.lora_dropout == defaults["lora_dropout"])
+        run = replace(run, lora_dropout=0.0) if changed else run
+        say_once(
+            f"{run.model}: with target_modules {run.target_modules} its experts get adapters, too{changed} "
             "(--target_modules q_proj,v_proj, or other layers of attention, leaves the experts out)"
         )
     if (
@@ -50,6 +61,19 @@ def suited_to_model(run: RunConfig) -> RunConfig:
             f"{config.model_type}"
         )
     return run
+
+
+def recipe_targets(run: RunConfig) -> str:
+    """Return the layers that the run folder's recipe for adapters names; empty where it names none."""
+    recipe = read_lora(literal_file_of(REPOSITORY / run.run_folder)) if run.run_folder else {}
+    return str(recipe.get("target_modules", ""))
+
+
+def names_a_layer(run: RunConfig) -> bool:
+    """Return whether one of the run's `target_modules` is a layer of its model."""
+    endings = tuple(f".{name}" for name in run.target_modules.split(","))
+    modules = model_without_weights(run).named_modules()
+    return any(f".{name}".endswith(endings) for name, module in modules if is_projection(module))
 
 
 def adapts_experts(run: RunConfig) -> bool:

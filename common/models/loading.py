@@ -21,7 +21,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from common.base.errors import BadInputError
 from common.base.loggers import silent
@@ -37,7 +41,7 @@ from common.models.quantization import (
     quantization_config,
     random_model,
 )
-from common.planning.architectures import BERT_LIKE, find_config, is_hub_id, refuse_revision
+from common.planning.architectures import find_config, is_hub_id, refuse_revision
 
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
 """Merging rounds the sum of base and adapter once more: largest difference of logits, over the largest logit. In fp32
@@ -56,14 +60,19 @@ ASSETS = REPOSITORY / "assets"
 EMBEDDED_BASE, EMBEDDED_SUMMARIZER = ASSETS / "embedded_base", ASSETS / "embedded_summarizer"
 HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES} & {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
+"""Kinds that read a text in both directions, and have a classifier in Transformers; of these some also write."""
+COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
+"""Kinds whose positions begin behind their padding token's: two are never taken."""
 MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     "decoder": (
         lambda config: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) in (config.architectures or []),
-        "which does not continue a text: pass --model with a shape such as qwen2.5-7b",
+        "which does not continue a text: pass --model with a shape such as qwen2.5-7b, or go to 3.1 with an encoder or "
+        "3.2 with an encoder-decoder, which the planner plans with --classes or --target-len",
     ),
     "encoder": (
-        lambda config: config.model_type in BERT_LIKE,
-        f"but labels are predicted by encoders, of the kinds {' and '.join(BERT_LIKE)}: pass --model {MINILM} or "
+        lambda config: config.model_type in ENCODERS and not config.is_encoder_decoder,
+        f"but labels are predicted by encoders, such as BERT, RoBERTa and DeBERTa: pass --model {MINILM} or "
         "roberta-large",
     ),
     "encoder-decoder": (
@@ -264,17 +273,17 @@ def class_names(run: RunConfig) -> dict[str, object]:
 def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> None:
     """Give weights that a checkpoint lacks their start: the same on every rank, and with any number of ranks.
 
-    Normal with the config's `initializer_range`, biases zero, as the models' own start (Devlin et al. 2019). `loading`
-    is what `from_pretrained` returns of it.
+    Matrices are normal with the config's `initializer_range`, as the models' own start (Devlin et al. 2019). Vectors
+    are as Transformers has started them, which draws nothing: biases are zero, and scales of norms one. `loading` is
+    what `from_pretrained` returns of it.
     """
     generator = torch.Generator().manual_seed(seed)
     for name in sorted([*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])]):
         weight = model.get_parameter(name)
-        start = torch.zeros(weight.shape)
         if weight.ndim > 1:
-            start.normal_(0, model.config.initializer_range, generator=generator)
-        with torch.no_grad():
-            weight.copy_(start)
+            start = torch.empty(weight.shape).normal_(0, model.config.initializer_range, generator=generator)
+            with torch.no_grad():
+                weight.copy_(start)
 
 
 def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -309,7 +318,7 @@ def checked_config(run: RunConfig) -> PretrainedConfig:
 def longest_readable(config: PretrainedConfig) -> int | None:
     """Return how many tokens a model can read at once, or None if there is no limit."""
     positions = getattr(config, "max_position_embeddings", None)
-    return positions - 2 if config.model_type == "roberta" else positions  # RoBERTa counts from behind its padding's
+    return positions - 2 if positions and config.model_type in COUNTED_FROM_PADDING else positions
 
 
 def any_shape_config(model: str, revision: str = "") -> PretrainedConfig:

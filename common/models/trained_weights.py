@@ -23,7 +23,8 @@ def is_projection(module: torch.nn.Module) -> bool:
 
 def head_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
     """Return the names of the model's modules that are trained in full, also beside adapters: the task's heads."""
-    return [head for head in run.goal.heads if any(name.endswith(head) for name, _ in model.named_modules())]
+    here = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return [head for head in run.goal.heads if head in here]
 
 
 def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:

@@ -443,6 +443,10 @@ def _bart(name: str, config: dict[str, Any]) -> Architecture:
     )
 
 
+_ROBERTA = Family(
+    _bert_like, False, reserved_positions=2, embeddings="roberta.embeddings", layers="roberta.encoder.layer",
+    classifier=("classifier",),
+)  # fmt: skip
 FAMILIES = {
     "llama": Family(_llama_like),
     "mistral": Family(_llama_like),
@@ -452,10 +456,7 @@ FAMILIES = {
         _bert_like, False, has_pooler=True, embeddings="bert.embeddings", layers="bert.encoder.layer",
         heads=("cls",), classifier=("bert.pooler", "classifier"),
     ),
-    "roberta": Family(
-        _bert_like, False, reserved_positions=2, embeddings="roberta.embeddings", layers="roberta.encoder.layer",
-        classifier=("classifier",),
-    ),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
     "bart": Family(_bart, False),
 }  # fmt: skip
-BERT_LIKE = tuple(name for name, family in FAMILIES.items() if family.classifier)

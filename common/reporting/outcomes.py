@@ -124,10 +124,20 @@ def _cell(cases: pd.DataFrame) -> str:
 
 
 def families(_: list[Record]) -> pd.DataFrame:
-    """Return one line per family of models: which workflows train it, and how it is planned."""
-    headers = {"family": "Family", "model_type": "`model_type`", "2.1": "2.1 LoRA", "2.3": "2.3 QLoRA",
-               "2.4": "2.4 full", "2.5": "2.5 MP", "planner": "Planner"}  # fmt: skip
-    return pd.DataFrame(read_outcomes(FAMILIES_FILE), columns=list(headers)).fillna(NOT_RUN).rename(columns=headers)
+    """Return one line per family of decoders: which workflows train it, and how it is planned."""
+    return _families({"2.1": "2.1 LoRA", "2.3": "2.3 QLoRA", "2.4": "2.4 full", "2.5": "2.5 MP"})
+
+
+def families_of_tasks(_: list[Record]) -> pd.DataFrame:
+    """Return the same of encoders, which 3.1 trains, and of encoder-decoders, which 3.2 does."""
+    return _families({"3.1 full": "3.1 full", "3.1 LoRA": "3.1 LoRA", "3.2": "3.2 full"}, elsewhere="")
+
+
+def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> pd.DataFrame:
+    """Return a line for each family that one of `ways` was tried with; `elsewhere` fills the cells of the others."""
+    headers = {"family": "Family", "model_type": "`model_type`", **ways, "planner": "Planner"}
+    rows = [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()]
+    return pd.DataFrame(rows, columns=list(headers)).fillna(elsewhere).rename(columns=headers)
 
 
 def faults(_: list[Record]) -> pd.DataFrame:

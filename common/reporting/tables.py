@@ -263,6 +263,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "summarization-machines": summarization.machines_table,
     "equivalence": outcomes.equivalence,
     "families": outcomes.families,
+    "families-of-tasks": outcomes.families_of_tasks,
     "faults": outcomes.faults,
 }
 

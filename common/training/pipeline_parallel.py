@@ -15,7 +15,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
+from common.planning.architectures import FAMILIES, is_known_architecture
 from common.runtime.world import Rank
 from common.training.module_maps import StageMap
 from common.training.pipeline import Pipeline, StageModule, trained_stage
@@ -29,6 +32,19 @@ class PipelineParallel(Strategy):
 
     measures_usage = reloads_as_computed = False
     divides_checkpoints = True
+
+    @classmethod
+    def check(cls, run: RunConfig) -> None:
+        """Check that it is known where the model's layers are, and what they take.
+
+        Raises:
+            BadInputError: with the kinds of which it is.
+        """
+        if not is_known_architecture(run.model):
+            raise BadInputError(
+                f"parallel is {run.parallel}, but the layers of {run.model} are none that the closed form can place "
+                f"(it knows {', '.join(FAMILIES)}): pass --parallel ddp, or with a decoder go to 2.5 (mp)."
+            )
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return this rank's layers."""

@@ -46,7 +46,7 @@ PLAN: dict[str, type[ParallelStyle]] = {
 """Of every encoder layer: divided by outputs, column-wise (the weight's first dimension, and the bias), or by inputs,
 row-wise (its second; the bias is whole). All else is whole on every rank: embeddings, layer norms, pooler and
 classifier."""
-FAMILIES = {"bert": ("encoder.layer", PLAN), "roberta": ("encoder.layer", PLAN)}
+FAMILIES = dict.fromkeys(("bert", "roberta", "xlm-roberta"), ("encoder.layer", PLAN))
 """By model type, where its layers are, and their plan."""
 AGREEMENT = 1e-7
 """By which a whole weight may differ between ranks."""

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,40 +15,64 @@ import pytest
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.specs import TECHNIQUES
+from common.base.specs import TASKS, TECHNIQUES
 from common.checks.dry_run import dry_run
+from common.checks.folder_runs import setting_of_folder
 from common.checks.inputs import check_settings
 from common.checks.planner_command import answer, read_options
+from common.data.row_checks import say_once
 from common.models.families import suited_to_model
 from common.models.loading import model_without_weights
 from common.models.trained_weights import idle_weights, parameter_counts, with_trained_weights
 from common.planning.architectures import is_known_architecture
 from common.planning.job import BatchShape
-from common.reporting.outcomes import FAMILIES_FILE
-from tests.families import FAMILIES, make_tiny
+from common.reporting.outcomes import FAMILIES_FILE, read_outcomes
+from tests.families import DECODERS, ENCODER_DECODERS, ENCODERS, FAMILIES, TinyFamily, make_tiny
 
 KEEP = "KEEP_OUTCOMES"
+STEPS = 4
+SETTINGS = ("--max_steps", str(STEPS), "--eval_steps", "1", "--test_rows", "2",
+            "--warmup_steps", "0", "--report_to", "none")  # fmt: skip
+FEW = ("--train_rows", "16", "--validation_rows", "4", "--batch_size", "4", "--max_new_tokens", "2")
+CHAT = (*FEW, "--independent_judge", "none")
+ALONE = ("--parallel", "single", "--devices", "1")
+LABELS = ("--train_rows", "128", "--validation_rows", "64", "--batch_size", "32", *ALONE)  # fewer lack some label
+SUMMARIES = (*FEW, *ALONE)
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """A run folder, or one of its workflows, and the families that it is for."""
+
+    place: str
+    families: dict[str, TinyFamily]
+    settings: tuple[str, ...]
+    learning_rate: str
+
+
 WORKFLOWS = {
-    "2.1": REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1",
-    "2.3": REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1",
-    "2.4": REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1",
-    "2.5": REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1",
+    "2.1": Workflow("2.1_lora_finetuning/run_0_cpu_x1", DECODERS, CHAT, "0.01"),
+    "2.3": Workflow("2.3_qlora_finetuning/run_0_cpu_x1", DECODERS, CHAT, "0.01"),
+    "2.4": Workflow("2.4_full_finetuning/run_0_cpu_x1", DECODERS, CHAT, "0.001"),
+    "2.5": Workflow("2.5_full_finetuning_with_mp/run_0_cpu_x1", DECODERS, CHAT, "0.001"),
+    "3.1 full": Workflow("3.1_text_classification/run_0_cpu_x2", ENCODERS, (*LABELS, "--technique", "full"), "0.003"),
+    "3.1 LoRA": Workflow("3.1_text_classification/run_0_cpu_x2", ENCODERS, (*LABELS, "--technique", "lora"), "0.003"),
+    "3.2": Workflow(
+        "3.2_summarization/run_0_cpu_x2/my_workflow_summarization_torchrun.py", ENCODER_DECODERS, SUMMARIES, "0.001"
+    ),
 }
-LEARNING_RATES = {"2.1": "0.01", "2.3": "0.01", "2.4": "0.001", "2.5": "0.001"}
 NOT_IN_4_BITS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "gpt_oss": "GptOssExperts",
                  "falcon": "FalconLinear"}  # fmt: skip
 """Families of which QLoRA is refused, and the class that holds most of their weights."""
 IN_SHORT = ("gpt2", "mixtral")
 """Those that `make test` sees: of each the most differs from the Llamas that all other tests use."""
-STEPS = 4
-SETTINGS = ("--max_steps", str(STEPS), "--eval_steps", "1", "--train_rows", "16", "--validation_rows", "4",
-            "--test_rows", "2", "--batch_size", "4", "--max_new_tokens", "2",
-            "--warmup_steps", "0", "--independent_judge", "none", "--report_to", "none")  # fmt: skip
 
 Runs = dict[str, Any]
-each_family = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in IN_SHORT else pytest.mark.slow) for name in FAMILIES]
-)
+
+
+def case(family: str, *more: str) -> Any:
+    """The parameters of a test, which `make test` leaves out but of a few families."""
+    return pytest.param(family, *more, marks=[] if family in IN_SHORT else pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +90,16 @@ def trained(
     models: Callable[[str], str],
 ) -> Runs:
     """The runs of the selected tests, in one start."""
-    asked = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]
+    params = [item.callspec.params for item in request.session.items if getattr(item, "callspec", None)]
+    asked = [(each["family"], each["workflow"], WORKFLOWS[each["workflow"]]) for each in params if "workflow" in each]
     runs = {
-        f"{params['family']}-{params['workflow']}": (
-            WORKFLOWS[params["workflow"]],
-            (*SETTINGS, "--learning_rate", LEARNING_RATES[params["workflow"]], "--model", models(params["family"])),
+        f"{family}-{name}": (
+            REPOSITORY / workflow.place,
+            (*SETTINGS, *workflow.settings, "--learning_rate", workflow.learning_rate, "--model", models(family)),
         )
-        for params in asked
-        if {"family", "workflow"} <= params.keys() and not is_refused(params["family"], params["workflow"])
-    }  # fmt: skip
+        for family, name, workflow in asked
+        if not is_refused(family, name)
+    }
     return run_several(tmp_path_factory.mktemp("runs"), runs, 1)
 
 
@@ -83,7 +109,12 @@ def outcomes() -> Iterator[dict[str, dict[str, str]]]:
     found: dict[str, dict[str, str]] = {name: {} for name in FAMILIES}
     yield found
     if KEEP in os.environ:
-        rows = [{"family": FAMILIES[name].name, "model_type": name, **ways} for name, ways in found.items()]
+        kept = {row["family"]: row for row in read_outcomes(FAMILIES_FILE)}  # of what was not selected this time
+        rows = [
+            {**kept.get(FAMILIES[name].name, {}), "family": FAMILIES[name].name,
+             "model_type": FAMILIES[name].model_type, **ways}
+            for name, ways in found.items()
+        ]  # fmt: skip
         FAMILIES_FILE.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
@@ -91,8 +122,9 @@ def is_refused(family: str, workflow: str) -> bool:
     return workflow == "2.3" and family in NOT_IN_4_BITS
 
 
-@each_family
-@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize(
+    ("family", "workflow"), [case(family, name) for name, workflow in WORKFLOWS.items() for family in workflow.families]
+)
 def test_a_family_is_trained_or_refused(
     family: str,
     workflow: str,
@@ -115,24 +147,72 @@ def test_a_family_is_trained_or_refused(
     outcomes[family][workflow] = "yes"
 
 
-@each_family
+@pytest.mark.parametrize("family", [case(family) for family in FAMILIES])
 def test_a_family_is_planned(
     family: str, models: Callable[[str], str], outcomes: dict[str, dict[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = models(family)
-    for technique in ("lora", "full"):
-        run = suited_to_model(RunConfig(technique=technique, model=model))
-        assert dry_run(run, BatchShape(2, 32, 31)).peak_gib > 0
+    model, known = models(family), is_known_architecture(models(family))
+    batch, options = shape_of(family)
+    task = TASKS[batch.task]
+    dry = [name for name in task.techniques if not TECHNIQUES[name].quantizes]
+    for technique in dry:
+        targets = {"target_modules": "all"} if technique == "full" else {}
+        run = suited_to_model(RunConfig(task=task.name, technique=technique, model=model, **targets))
+        assert dry_run(run, batch).peak_gib > 0
     capsys.readouterr()
-    options = read_options(["--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json"])
-    assert answer(options) == 0
+    options = ["--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json", *options]
+    assert answer(read_options(options)) == 0
     ranked = json.loads(capsys.readouterr().out)["ranked"]
-    known = is_known_architecture(model)
-    assert {entry["technique"] for entry in ranked} == {
-        name for name, each in TECHNIQUES.items() if known or not each.quantizes
-    }
+    closed = [name for name, each in TECHNIQUES.items() if not (batch.classes and each.quantizes)]
+    assert {entry["technique"] for entry in ranked} == set(closed if known else dry)
     assert all(entry["max_batch_size"] > 2 and entry["per_device"][0]["fits"] for entry in ranked)
     outcomes[family]["planner"] = "memory, time, cost" if known else "memory, by dry runs"
+
+
+def shape_of(family: str) -> tuple[BatchShape, list[str]]:
+    """Two rows of the family's task, and the options by which the planner knows of it."""
+    if family in ENCODERS:
+        return BatchShape(2, 32, labelled=1, classes=6), ["--classes", "6"]
+    if family in ENCODER_DECODERS:
+        return BatchShape(2, 32, labelled=8, target_length=8), ["--target-len", "8"]
+    return BatchShape(2, 32, labelled=31), []
+
+
+def test_a_recipes_adapters_are_on_the_layers_of_the_family(
+    models: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = setting_of_folder(REPOSITORY / WORKFLOWS["3.1 LoRA"].place, "lora", "single")
+    assert recipe.target_modules == "query,value"
+    for family, expected in (("electra", "query,value"), ("deberta-v2", "query_proj,value_proj"),
+                             ("distilbert", "all-linear")):  # fmt: skip
+        run = suited_to_model(replace(recipe, model=models(family)))
+        assert run.target_modules == expected
+        assert (f"adapters are on {expected}" in capsys.readouterr().out) == (expected != recipe.target_modules)
+    asked = replace(recipe, model=models("distilbert"), target_modules="q_lin,key")
+    assert suited_to_model(asked).target_modules == "q_lin,key"
+
+
+@pytest.mark.parametrize("parallel", ["pp", "tp"])
+def test_layers_that_nobody_knows_to_divide_are_refused(models: Callable[[str], str], parallel: str) -> None:
+    recipe = setting_of_folder(REPOSITORY / WORKFLOWS["3.1 LoRA"].place, "full", parallel)
+    for family in ("bert", "xlm-roberta"):
+        check_settings(replace(recipe, model=models(family)))
+    with pytest.raises(BadInputError, match="--parallel ddp"):
+        check_settings(replace(recipe, model=models("distilbert")))
+
+
+def test_a_task_that_the_planner_was_not_told_is_asked_for(models: Callable[[str], str]) -> None:
+    options = ("--gpu", "a6000", "--model")
+    with pytest.raises(BadInputError, match="--classes or --target-len"):
+        answer(read_options([*options, models("t5")]))
+
+
+def test_whether_experts_are_adapted_is_said(models: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    for chosen, is_said in (({}, True), ({"lora_dropout": 0.0}, True), ({"target_modules": "q_proj,v_proj"}, False)):
+        say_once.cache_clear()
+        suited_to_model(RunConfig(model=models("mixtral"), **chosen))
+        said = capsys.readouterr().out
+        assert ("experts get adapters" in said and "--target_modules q_proj,v_proj" in said) == is_said, chosen
 
 
 def test_experts_are_held_all_and_some_are_at_work(models: Callable[[str], str]) -> None:

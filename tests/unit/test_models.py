@@ -16,6 +16,8 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     LlamaConfig,
+    ModernBertConfig,
+    ModernBertModel,
     PreTrainedModel,
     RobertaConfig,
     RobertaModel,
@@ -308,6 +310,14 @@ def test_heads_are_trained_in_full_with_and_without_adapters(request: pytest.Fix
     assert all("modules_to_save" in name or "lora_" in name for name in trained)
 
 
+def test_norms_of_a_head_start_at_one_and_biases_at_zero(tmp_path: Path) -> None:
+    run = encoder(tmp_path / "modernbert", ModernBertModel(ModernBertConfig(**TINY)))
+    head = head_of(load_base_model(run, CPU))
+    assert head.keys() == {"head.dense.weight", "head.norm.weight", "classifier.weight", "classifier.bias"}
+    assert head["head.norm.weight"].eq(1).all()
+    assert head["classifier.bias"].eq(0).all()
+
+
 def test_a_head_for_other_labels_is_started_anew(bert: RunConfig) -> None:
     config = BertConfig(vocab_size=30522, num_labels=3, **TINY)
     BertForSequenceClassification(config).save_pretrained(bert.model)
@@ -327,7 +337,7 @@ def test_a_head_for_the_same_labels_is_kept(bert: RunConfig) -> None:
 
 
 def test_a_model_that_is_no_encoder_is_refused() -> None:
-    with pytest.raises(BadInputError, match="is of the kind llama, but labels are predicted by encoders, of the kinds"):
+    with pytest.raises(BadInputError, match="is of the kind llama, but labels are predicted by encoders, such as BERT"):
         checked_config(RunConfig(task="classification", model="assets/embedded_base"))
 
 
