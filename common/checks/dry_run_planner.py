@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 
 from tabulate import tabulate
@@ -78,7 +79,8 @@ def answer_by_dry_runs(
     for run in asked:
         if run.method.quantizes or not (run.parallelism.is_single or run.parallelism.replicates):
             raise BadInputError(f"{unknown} Dry runs stand in for lora and full, with single and ddp: pass these.")
-    runs = [suited_to_model(run) for run in asked]
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what it says is no part of the JSON
+        runs = [suited_to_model(run) for run in asked]
     tried = sorted((_try(run, job, gpu, checkpointing) for run in runs), key=_rank)
     said = [
         f"{unknown} Dry runs stand in: they show memory, not time, and neither QLoRA nor sharding.",
