@@ -160,7 +160,7 @@ def keep_record(results_folder: Path, records: Path | None = None) -> Path:
             f"{results_folder} is no <run folder>/results/<name>: pass RUN=<run folder>/results/<name>."
         )
     kept = (records or folder.parents[1] / "records") / f"{record['run_name']}.json"
-    kept.parent.mkdir(exist_ok=True)
+    kept.parent.mkdir(parents=True, exist_ok=True)
     if kept.exists():
         print(f"replaces the record of {load_record(kept)['started_at']}")
     as_written = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
