@@ -22,9 +22,9 @@ def by_rows(_: list[Record]) -> Iterator[Row]:
         steps, epoch = group[0]["steps"], ceil(rows / group[0]["effective_batch_size"])
         yield {
             "Approach": approach,
-            "Training rows": str(rows),
-            "Passes over them": f"{steps / epoch:.0f}",
-            "Test facts that stand in them": f"{taught_share(group[0]['config']['data'], rows):.0%}",
+            "Rows": str(rows),
+            "Passes": f"{steps / epoch:.0f}",
+            "Test facts in them": f"{taught_share(group[0]['config']['data'], rows):.0%}",
             **_quality(group),
             "At step": over_seeds([best_step(run) for run in group], "{:.0f}"),
         }
@@ -77,7 +77,7 @@ def _quality(group: list[Record]) -> Row:
 
     shown: list[tuple[str, list[float], str]] = [
         ("Facts said", after("facts_said_share"), "{:.0%}"),
-        ("Similarity score", after("similarity_score"), "{:.3f}"),
-        ("Lowest validation loss", [run["best_validation_loss"] for run in group], "{:.3f}"),
+        ("Score", after("similarity_score"), "{:.3f}"),
+        ("Validation loss", [run["best_validation_loss"] for run in group], "{:.3f}"),
     ]
     return {name: over_seeds(values, form) for name, values, form in shown}

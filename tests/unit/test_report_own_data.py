@@ -29,14 +29,14 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_series_shows_its_own_runs_and_seeds_together(runs: None) -> None:
-    by_number = {line["Training rows"]: line["Facts said"] for line in by_rows([]).to_dict("records")}
+    by_number = {line["Rows"]: line["Facts said"] for line in by_rows([]).to_dict("records")}
     assert by_number == {"100": "50%", "819": "85% (80% to 90%)"}
     by_rate = {line["Learning rate"]: line["Facts said"] for line in by_learning_rate([]).to_dict("records")}
     assert by_rate == {"0.0001": "10%", "0.001": "85% (80% to 90%)"}
 
 
 def test_passes_are_the_steps_over_those_of_one_pass(runs: None) -> None:
-    passes = {line["Training rows"]: line["Passes over them"] for line in by_rows([]).to_dict("records")}
+    passes = {line["Rows"]: line["Passes"] for line in by_rows([]).to_dict("records")}
     assert passes == {"100": "45", "819": "6"}  # 312 steps of 16 rows: 7 steps or 52 a pass
 
 
