@@ -7,6 +7,7 @@ two cores: no table shows their times.
 
 import os
 import sys
+from contextlib import suppress
 from itertools import product
 from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
@@ -37,18 +38,15 @@ class Trial(NamedTuple):
         return f"{self.technique}-rows{self.rows}-lr{self.learning_rate:g}-seed{self.seed}"
 
     def run(self) -> None:
-        """Train and keep the record, unless there is one.
-
-        Raises:
-            RuntimeError: the run failed; its last lines say why.
-        """
+        """Train and keep the record, unless there is one; also of a run that fails, as one may at too high a rate."""
         if (REPOSITORY / STUDY / f"{self.name}.json").exists():
             return
         settings = {"train_rows": self.rows, "learning_rate": self.learning_rate, "seed": self.seed,
                     "max_steps": STEPS, "report_to": "none", "run_name": self.name}  # fmt: skip
         options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         folder = REPOSITORY / FOLDERS[self.technique]
-        stream_command([sys.executable, "-m", "common.launch", str(folder), *options], cwd=REPOSITORY)
+        with suppress(RuntimeError):
+            stream_command([sys.executable, "-m", "common.launch", str(folder), *options], cwd=REPOSITORY)
         keep_record(folder / "results" / self.name, REPOSITORY / STUDY)
 
 
