@@ -55,8 +55,9 @@ class DataSettings:
     data: str = setting(
         "assets/exhibits",
         "A folder with the files train, validation and test, or one file (.jsonl, .json, .csv, .parquet), an fsspec "
-        "URL of either, or the id of a dataset on the Hugging Face Hub: rows of conversations in one of the README's "
-        "formats, with classification of texts and labels, with summarization of texts and summaries.",
+        "URL of either, or the id of a dataset on the Hugging Face Hub: rows of conversations in one of the "
+        "formats of docs/your_own_data.md, with classification of texts and labels, with summarization of texts and "
+        "summaries.",
     )
     dataset_config: str = setting("", "With a dataset of the Hub: which of its configurations, where it has several.")
     dataset_revision: str = setting("", "With a dataset of the Hub: a branch, tag or commit; empty = its main branch.")

@@ -19,6 +19,8 @@ from common.hardware import devices
 
 SCHEMA_VERSION = 2
 RECORD_NAME = "run_record.json"
+KEPT, STUDY = "*/run_*/records", "docs/records"
+"""Folders of kept records: those of the run folders, from which the planner learns, and those of docs/measure.py."""
 PREVIOUS, UNFINISHED = ".previous", ".unfinished"
 PLACES = ("model", "data", "device_map", "resume_from_checkpoint")  # settings that may be paths of this machine
 PLAN_TOLERANCE = 0.1  # share by which a device's peak may differ from its plan before the run warns
@@ -131,15 +133,16 @@ def load_record(path: Path) -> Record:
     }
 
 
-def kept_records() -> list[Record]:
-    """Return every record that was kept, in the order of folders and names."""
-    return [load_record(path) for path in sorted(REPOSITORY.glob("*/run_*/records/*.json"))]
+def kept_records(folders: str = KEPT) -> list[Record]:
+    """Return every record that was kept in `folders`, a pattern, in the order of folders and names."""
+    return [load_record(path) for path in sorted(REPOSITORY.glob(f"{folders}/*.json"))]
 
 
-def keep_record(results_folder: Path) -> Path:
-    """Copy a run's record from `<run folder>/results/<name>` to `<run folder>/records/<name>.json`, to be committed.
+def keep_record(results_folder: Path, records: Path | None = None) -> Path:
+    """Copy a run's record from `<run folder>/results/<name>` to `records/<name>.json`, to be committed.
 
-    Paths of this machine stay behind: of a model or data elsewhere the name is kept.
+    Without `records` that is `<run folder>/records`. Paths of this machine stay behind: of a model or data elsewhere
+    the name is kept.
 
     Raises:
         BadInputError: There is no record, it is not in a run folder's results, or its CPU devices had several threads.
@@ -156,8 +159,8 @@ def keep_record(results_folder: Path) -> Path:
         raise BadInputError(
             f"{results_folder} is no <run folder>/results/<name>: pass RUN=<run folder>/results/<name>."
         )
-    kept = folder.parents[1] / "records" / f"{record['run_name']}.json"
-    kept.parent.mkdir(exist_ok=True)
+    kept = (records or folder.parents[1] / "records") / f"{record['run_name']}.json"
+    kept.parent.mkdir(parents=True, exist_ok=True)
     if kept.exists():
         print(f"replaces the record of {load_record(kept)['started_at']}")
     as_written = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))

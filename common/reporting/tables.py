@@ -17,7 +17,7 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
-from common.reporting import classification, full, outcomes, qlora, summarization
+from common.reporting import classification, full, outcomes, own_data, qlora, summarization
 from common.reporting.rows import (
     FACTORS,
     FULL,
@@ -261,6 +261,8 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "summarization-front": summarization.front,
     "summarization-cost": summarization.cost_table,
     "summarization-machines": summarization.machines_table,
+    "own-data-rows": own_data.by_rows,
+    "own-data-learning-rates": own_data.by_learning_rate,
     "equivalence": outcomes.equivalence,
     "families": outcomes.families,
     "families-of-tasks": outcomes.families_of_tasks,
@@ -368,6 +370,6 @@ def with_tables(text: str, records: list[Record]) -> str:
 
 
 def readmes() -> list[Path]:
-    """Return the READMEs with tables: the root's, the benchmark's and the technique folders'."""
-    of_folders = sorted(REPOSITORY.glob("[0-9].[0-9]_*/*_readme.md"))
-    return [REPOSITORY / "README.md", REPOSITORY / "bench" / "README.md", *of_folders]
+    """Return the pages with tables: the root's README, the benchmark's, those of docs and the technique folders'."""
+    others = [page for where in ("docs/*.md", "[0-9].[0-9]_*/*_readme.md") for page in sorted(REPOSITORY.glob(where))]
+    return [REPOSITORY / "README.md", REPOSITORY / "bench" / "README.md", *others]

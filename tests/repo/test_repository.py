@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from common.base.paths import REPOSITORY
-from common.records.store import kept_records
+from common.records.store import KEPT, STUDY, kept_records
 from common.reporting.tables import readmes, with_tables
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=\"([^\"]+)\"")
@@ -69,7 +69,9 @@ def test_links_and_anchors_lead_somewhere(path: Path, text: str) -> None:
             assert anchor in anchors(place.read_text(encoding="utf-8")), f"{path.name}: no heading for #{anchor}"
 
 
-@pytest.mark.parametrize("path", [path for path in readmes() if path.name != "README.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in readmes() if path.name.endswith("_readme.md")], ids=lambda path: path.name
+)
 def test_technique_readmes_have_the_seven_sections_in_order(path: Path) -> None:
     titles = [title.lower() for title in re.findall(r"^## \d\. (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)]
     assert len(titles) == 7
@@ -86,8 +88,10 @@ def test_every_table_is_what_the_records_say() -> None:
 
 
 def test_committed_records_name_no_path_of_a_machine() -> None:
-    paths = list(REPOSITORY.glob("*/run_*/records/*.json"))
-    assert paths
+    of_runs, of_docs = (list(REPOSITORY.glob(f"{folders}/*.json")) for folders in (KEPT, STUDY))
+    assert of_runs
+    assert of_docs
+    paths = of_runs + of_docs
     absolute = re.compile(r'["\s=](/|~|[A-Z]:\\\\)')
     assert absolute.search('"command": "python x.py --data /home/me"')  # the control
     for path in paths:

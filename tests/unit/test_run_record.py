@@ -15,7 +15,7 @@ from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.hardware.devices import MemoryReading
 from common.planning.job import BatchShape
-from common.records.store import RECORD_NAME, keep_record, kept_records, load_record
+from common.records.store import RECORD_NAME, STUDY, keep_record, kept_records, load_record
 from common.runtime.recorder import RunRecorder, beyond_plan, command_of
 from common.runtime.world import Rank
 from common.training.placement import place_stages
@@ -138,6 +138,16 @@ def test_a_record_is_kept_under_its_run_name(run_config: RunConfig, tmp_path: Pa
     assert load_record(kept)["memory"][0]["peak_rss_gib"] > 0
 
 
+def test_a_record_of_the_docs_is_no_run_folders_record(run_config: RunConfig, tmp_path: Path) -> None:
+    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
+    log.complete()
+    assert keep_record(log.folder, tmp_path / "docs" / "records").parent == tmp_path / "docs" / "records"
+    assert not (tmp_path / "records").exists()
+    studied = {(run["run_name"], run["run_folder"]) for run in kept_records(STUDY)}
+    assert studied
+    assert not studied & {(run["run_name"], run["run_folder"]) for run in kept_records()}
+
+
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="is no record"):
         keep_record(tmp_path)
@@ -228,7 +238,7 @@ def test_a_signal_between_a_phase_and_its_bookkeeping_is_an_interruption(run_con
 
 
 def test_every_kept_record_is_a_run_of_today() -> None:
-    records = kept_records()
+    records = kept_records() + kept_records(STUDY)
     assert len(records) > 50
     for record in records:
         run = RunConfig.of_record(record["config"])

@@ -1,0 +1,50 @@
+"""The tables of docs/your_own_data.md say what the runs of docs/measure.py recorded."""
+
+import copy
+
+import pytest
+
+from common.records.store import Record
+from common.reporting import own_data
+from common.reporting.own_data import best_step, by_learning_rate, by_rows, study_runs, taught_share
+
+
+def study_run(one: Record, seed: int, facts: float, **settings: object) -> Record:
+    run = copy.deepcopy(one)
+    run["config"] |= {"seed": seed, "train_rows": 819, "learning_rate": 1e-3, **settings}
+    run["quality"]["after"]["facts_said_share"] = facts
+    return run
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = next(run for run in study_runs() if run["technique"] == "lora")
+    made = [
+        study_run(one, 42, 0.9),
+        study_run(one, 7, 0.8),
+        study_run(one, 42, 0.5, train_rows=100),
+        study_run(one, 42, 0.1, learning_rate=1e-4),
+    ]
+    monkeypatch.setattr(own_data, "study_runs", lambda: made)
+
+
+def test_each_series_shows_its_own_runs_and_seeds_together(runs: None) -> None:
+    by_number = {line["Rows"]: line["Facts said"] for line in by_rows([]).to_dict("records")}
+    assert by_number == {"100": "50%", "819": "85% (80% to 90%)"}
+    by_rate = {line["Learning rate"]: line["Facts said"] for line in by_learning_rate([]).to_dict("records")}
+    assert by_rate == {"0.0001": "10%", "0.001": "85% (80% to 90%)"}
+
+
+def test_passes_are_the_steps_over_those_of_one_pass(runs: None) -> None:
+    passes = {line["Rows"]: line["Passes"] for line in by_rows([]).to_dict("records")}
+    assert passes == {"100": "45", "819": "6"}  # 312 steps of 16 rows: 7 steps or 52 a pass
+
+
+def test_a_fact_counts_as_taught_once_a_row_has_it() -> None:
+    assert taught_share("assets/exhibits", 0) == 0
+    assert 0 < taught_share("assets/exhibits", 50) < taught_share("assets/exhibits", 200) < 1
+    assert taught_share("assets/exhibits", 819) == 1
+
+
+def test_the_best_step_has_the_lowest_validation_loss() -> None:
+    assert best_step({"validation_losses": [[10, 2.0], [20, 1.0], [30, 1.5]]}) == 20
