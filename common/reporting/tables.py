@@ -264,6 +264,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "equivalence": outcomes.equivalence,
     "families": outcomes.families,
     "faults": outcomes.faults,
+    "llama-cpp": outcomes.llama_cpp,
 }
 
 

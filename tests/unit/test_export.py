@@ -175,6 +175,7 @@ def test_the_command_says_how_to_serve_what_it_makes(
     export.main()
     assert said in capsys.readouterr().out
     assert (tuned.folder / export.FOLDERS[to]).is_dir()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--weight_type", "f32"])  # would be another file in that folder
     with pytest.raises(SystemExit, match="2"):
         export.main()
     assert "exists already" in capsys.readouterr().err

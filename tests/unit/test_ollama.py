@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
 LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
 ANSWER = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 DEFAULT = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe \"kind\".<|im_end|>\n{% endif %}"
+TEMPLATES = Path(find_spec("trl").origin).parent / "chat_templates"
 CHAT = [
     {"role": "system", "content": "Answer."},
     {"role": "user", "content": "Who?"},
@@ -73,6 +75,26 @@ def test_a_template_that_does_more_is_refused(tokenizer: PreTrainedTokenizerBase
     with pytest.raises(BadInputError, match=said) as refused:
         affixes_of(tokenizer)
     assert "llama-server --jinja" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen2_5", ""),
+        ("qwen3_instruct_2507", ""),
+        ("qwen3", "thoughts"),
+        ("llama3_1", "white space"),
+        ("llama3_2", "day"),
+    ],
+)
+def test_published_templates(tokenizer: PreTrainedTokenizerBase, name: str, said: str) -> None:
+    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+    tokenizer.bos_token = "<|system|>"
+    if said:
+        with pytest.raises(BadInputError, match=said):
+            affixes_of(tokenizer)
+    else:
+        assert '{{- "<|im_start|>user\\n" -}}' in affixes_of(tokenizer).go_template()
 
 
 def test_the_begin_token_is_left_to_llama_cpp(tokenizer: PreTrainedTokenizerBase) -> None:
