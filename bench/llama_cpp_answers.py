@@ -12,8 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import product, repeat
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -167,7 +169,8 @@ def main() -> None:
         full = ("--learning_rate", "2e-3", "--max_steps", "300")
         runs = [tuned_on("assets/embedded_base", LORA, place / "results", "--max_steps", "120")]
         runs += [tuned_on(base, FULL, place / "results", *full) for base in bases.values()]
-        found = [compare(tuned, weight_type, place) for tuned, weight_type in product(runs, WEIGHT_TYPES)]
+        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as one_by_one:  # llama.cpp may crash
+            found = list(one_by_one.map(compare, *zip(*product(runs, WEIGHT_TYPES), strict=True), repeat(place)))
     packages = {name: package_version(name) for name in PACKAGES}
     write_json({"packages": packages, "compared": [asdict(each) for each in found]}, RECORD)
     print(json.dumps([asdict(each) for each in found], indent=2))
