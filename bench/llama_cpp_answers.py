@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from itertools import product, repeat
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
-from llama_cpp import Llama
+from llama_cpp import Llama, llama_cpp
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -123,7 +124,7 @@ def compare(tuned: TunedRun, weight_type: str, folder: Path) -> Compared:
     model = AutoModelForCausalLM.from_pretrained(tuned.whole_model, dtype=torch.float32).eval()
     rows = load_splits(tuned.run).test
     file = export_gguf(tuned.whole_model, folder / f"{tuned.folder.name}-{weight_type}.gguf", weight_type)
-    llama = Llama(str(file), n_ctx=CONTEXT, n_threads=1, logits_all=True, verbose=False)
+    llama = load_llama(file)
     prompts, answers, differences = zip(
         *(_question(row, tokenizer, model, llama, tuned.run.max_new_tokens) for row in rows), strict=True
     )
@@ -132,6 +133,17 @@ def compare(tuned: TunedRun, weight_type: str, folder: Path) -> Compared:
         Path(tuned.run.model).name, model.config.model_type, check_tokenizer(tokenizer), weight_type,
         len(rows), sum(prompts), len(texts), sum(texts), sum(answers), max(differences),
     )  # fmt: skip
+
+
+def load_llama(file: Path) -> Llama:
+    """Load a file into llama.cpp, on one thread, with its weights as they are (`--no-repack` of llama-server).
+
+    Where Q8_0 was packed again for a processor's AMX units, llama.cpp crashed on a virtual machine.
+    """
+    settings = llama_cpp.llama_model_default_params()
+    settings.use_extra_bufts = False
+    with patch.object(llama_cpp, "llama_model_default_params", return_value=settings):  # no argument of Llama's
+        return Llama(str(file), n_ctx=CONTEXT, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False)
 
 
 def _question(
