@@ -105,10 +105,11 @@ def validation_loss(model: torch.nn.Module, trainer: AuditedTrainer) -> float:
 
 
 def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, place: dict[str, str]) -> float:
-    """Merge both ways, save, and return the relative error of the quantized weights."""
+    """Merge both ways, save with the tokenizer, and return the relative error of the quantized weights."""
     plain = dequantized(load_base_model(run, place), weight_dtype(run))
     original = load_base_model(run, place, quantized=False)
     error = relative_error(original, plain)
+    tokenizer.save_pretrained(folder / "adapter")
     for base, name in ((plain, "merged"), (original, "merged_into_original")):
         PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)

@@ -19,6 +19,8 @@ ENDED_FAULTS = REPOSITORY / "tests" / "faults" / "outcomes.json"
 FAMILIES_FILE = REPOSITORY / "tests" / "recipes" / "families.json"
 """What tests/recipes/test_families.py found: a list of `family`, `model_type`, and for each way to train what came of
 it."""
+LLAMA_CPP_FILE = REPOSITORY / "bench" / "llama_cpp.json"
+"""What bench/llama_cpp_answers.py found: `packages`, and `compared`, a list with the fields of its `Compared`."""
 FAULTS = {
     1: "a rank is killed (SIGKILL)",
     2: "killed while a checkpoint is written, at any write or rename",
@@ -138,6 +140,24 @@ def _families(ways: dict[str, str], elsewhere: str = NOT_RUN) -> pd.DataFrame:
     headers = {"family": "Family", "model_type": "`model_type`", **ways, "planner": "Planner"}
     rows = [row for row in read_outcomes(FAMILIES_FILE) if row.keys() & ways.keys()]
     return pd.DataFrame(rows, columns=list(headers)).fillna(elsewhere).rename(columns=headers)
+
+
+def llama_cpp(_: list[Record]) -> pd.DataFrame:
+    """Return one line per tuned model and type of weights: what llama.cpp makes as Transformers does."""
+    found = json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"] if LLAMA_CPP_FILE.exists() else []
+    return pd.DataFrame(
+        {
+            "Base": row["base"],
+            "`model_type`": row["model_type"],
+            "Pre-tokenizer": row["pre_tokenizer"],
+            "Weights": row["weight_type"],
+            "Same answers": f"{row['equal_answers']} of {row['questions']}",
+            "Questions of the same tokens": f"{row['equal_prompts']} of {row['questions']}",
+            "Odd texts of the same tokens": f"{row['equal_texts']} of {row['texts']}",
+            "Largest difference of logits": f"{row['logit_difference']:.0e}",
+        }
+        for row in found
+    )
 
 
 def faults(_: list[Record]) -> pd.DataFrame:

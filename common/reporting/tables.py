@@ -267,6 +267,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "families": outcomes.families,
     "families-of-tasks": outcomes.families_of_tasks,
     "faults": outcomes.faults,
+    "llama-cpp": outcomes.llama_cpp,
 }
 
 

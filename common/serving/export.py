@@ -1,33 +1,33 @@
-"""Hand a tuned model on: a whole model with its tokenizer and a card, in a folder or on the Hub.
+"""Hand a tuned model on, with its tokenizer and a card: in a folder, as a file for llama.cpp or Ollama, or on the Hub.
 
 python -m common.export mine --to merged --output my_model
+python -m common.export mine --to adapter --output my_adapter          of LoRA and QLoRA: the adapter alone
 python -m common.export mine --to gguf --weight_type q8_0              one file for llama.cpp
+python -m common.export mine --to ollama                               that file, and a Modelfile
 python -m common.export mine --to hub --repo_id me/my_model            what would be uploaded
 python -m common.export mine --to hub --repo_id me/my_model --push     uploads it, private
 """
 
 import argparse
+import json
+import shlex
 import shutil
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub import HfApi, get_token
+from peft.utils import CONFIG_NAME
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, said_by
 from common.base.parsing import OneSentenceParser
-from common.records.store import Record, fit_to_be_kept
+from common.serving.cards import CARD_NAME, base_name, card_of
 from common.serving.gguf_file import WEIGHT_TYPES, export_gguf
+from common.serving.ollama_file import MODELFILE, export_ollama
 from common.serving.tuned_runs import TunedRun, find_run
 
-SETTINGS = ("technique", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "optim", "precision",
-            "max_length", "train_on", "seed")  # fmt: skip
-ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "target_modules")
-SCORES = {
-    "similarity_score": "similarity score (1 - cosine, lower is better)",
-    "similarity_score_minilm": "the same by MiniLM",
-    "facts_said_share": "share of the facts said",
-}
-CARD_NAME = "README.md"
+FOLDERS = {"merged": "exported", "hub": "exported", "adapter": "exported_adapter", "ollama": "ollama"}
+"""Folders in the run's results, by `--to`, where no `--output` is named."""
+VLLM_LEAST_RANK = 8
 
 
 def export_merged(tuned: TunedRun, output: Path) -> Path:
@@ -36,61 +36,53 @@ def export_merged(tuned: TunedRun, output: Path) -> Path:
     Raises:
         BadInputError: the run has no whole model any more, or the folder exists.
     """
-    check_whole_model(tuned)
-    if output.exists():
-        raise BadInputError(f"--output is {output}, which exists already: name a new folder.")
+    check_holds(tuned, tuned.whole_model, "config.json")
+    check_new(output)
     shutil.copytree(tuned.whole_model, output)
     card_of(tuned).save(output / CARD_NAME)
     return output
 
 
-def check_whole_model(tuned: TunedRun) -> None:
-    """Refuse a run whose whole model is gone.
+def export_adapter(tuned: TunedRun, output: Path) -> Path:
+    """Copy the adapter with its tokenizer into a new folder, with a card beside it; return the folder.
+
+    Its settings name the base by its id on the Hub, or else by the bare name of its folder.
 
     Raises:
-        BadInputError: with the folder that is missing.
+        BadInputError: the run has no adapter, or none with a tokenizer, or the folder exists.
     """
-    if not (tuned.whole_model / "config.json").is_file():
-        raise BadInputError(f"{tuned.folder.name} holds no folder {tuned.whole_model.name}: repeat the run.")
+    if not tuned.run.method.has_adapters:
+        raise BadInputError(f"{tuned.folder.name} is of {tuned.run.technique}, without adapters: use --to merged.")
+    adapter = tuned.folder / "adapter"
+    for name in (CONFIG_NAME, "tokenizer_config.json"):  # runs of an older version saved no tokenizer there
+        check_holds(tuned, adapter, name)
+    check_new(output)
+    shutil.copytree(adapter, output)
+    settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))
+    settings["base_model_name_or_path"] = base_name(tuned)
+    (output / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    card_of(tuned, is_adapter=True).save(output / CARD_NAME)
+    return output
 
 
-def card_of(tuned: TunedRun) -> ModelCard:
-    """Return the model's card: base, data, settings, scores and command, without a path of this machine."""
-    record = fit_to_be_kept(tuned.record)
-    config, base, data = record["config"], record["config"]["model"], record["config"]["data"]
-    on_hub = {"base_model": base} if "/" in base and not base.startswith("assets/") else {}
-    about = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", tags=["fine-tuned", config["technique"]], **on_hub
-    )
-    commit = f" (commit {record['model_commit']})" if record.get("model_commit") else ""
-    settings = [*SETTINGS, *(ADAPTER_SETTINGS if tuned.run.method.has_adapters else ())]
-    parts = [
-        f"---\n{about.to_yaml()}\n---",
-        f"# {base.rpartition('/')[2]}, tuned",
-        f"{tuned.run.method.title} of `{base}`{commit} on `{data}` ({record['data']['training_rows']:,} training rows, "
-        f"{record['data']['training_tokens']:,} tokens). Licence: that of the base, which its own card names.",
-        "## Results\n\n" + _score_table(record),
-        "## Settings\n\n" + _table(("setting", "value"), [(name, config[name]) for name in settings if name in config]),
-        f"## Command\n\n```\n{record['command']}\n```",
-    ]
-    return ModelCard("\n\n".join(parts) + "\n")
+def check_holds(tuned: TunedRun, folder: Path, name: str) -> None:
+    """Refuse a run in whose `folder` a file is missing.
+
+    Raises:
+        BadInputError: with the file.
+    """
+    if not (folder / name).is_file():
+        raise BadInputError(f"{tuned.folder.name} holds no {folder.name}/{name}: repeat the run.")
 
 
-def _score_table(record: Record) -> str:
-    before, after = record["quality"]["before"], record["quality"]["after"]
-    rows = [
-        (label, *(f"{scores[name]:.3f}" for scores in (before, after)))
-        for name, label in SCORES.items()
-        if before.get(name) is not None
-    ]
-    return f"Of {after['questions']} questions that had no part in training:\n\n" + _table(
-        ("", "before", "after"), rows
-    )
+def check_new(output: Path) -> None:
+    """Refuse a folder that exists.
 
-
-def _table(headers: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
-    lines = [headers, ("---",) * len(headers), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    Raises:
+        BadInputError: with the folder.
+    """
+    if output.exists():
+        raise BadInputError(f"--output is {output}, which exists already: name a new folder.")
 
 
 def upload(folder: Path, repo_id: str) -> str:
@@ -120,11 +112,15 @@ def read_options() -> argparse.Namespace:
     """
     parser = OneSentenceParser(prog="python -m common.export", description=__doc__)
     parser.add_argument("run", help="results folder, or the name of a run")
-    parser.add_argument("--to", choices=("merged", "gguf", "hub"), default="merged", help="what is made")
+    parser.add_argument(
+        "--to", choices=("merged", "adapter", "gguf", "ollama", "hub"), default="merged", help="what is made"
+    )
     parser.add_argument(
         "--output", type=Path, help="a new folder, or with gguf a new file; default: in the run's results"
     )
-    parser.add_argument("--weight_type", "--weight-type", choices=WEIGHT_TYPES, default="f16", help="with gguf")
+    parser.add_argument(
+        "--weight_type", "--weight-type", choices=WEIGHT_TYPES, default="f16", help="with gguf and ollama"
+    )
     parser.add_argument("--repo_id", "--repo-id", default="", help="with hub: NAME/MODEL")
     parser.add_argument("--push", action="store_true", help="with hub: upload; without it files are listed")
     options = parser.parse_args()
@@ -139,14 +135,45 @@ def main() -> None:
     options = read_options()
     tuned = find_run(options.run)
     if options.to == "gguf":
-        check_whole_model(tuned)
+        check_holds(tuned, tuned.whole_model, "config.json")
         file = options.output or tuned.folder / f"tuned-{options.weight_type}.gguf"
         print(f"model and tokenizer: {export_gguf(tuned.whole_model, file, options.weight_type)}")
-        print(f"serve it: llama-server -m {file}")
+        print(f"serve it: {shlex.join(['llama-server', '--jinja', '-m', str(file)])}")
         return
-    folder = export_merged(tuned, options.output or tuned.folder / "exported")
-    print(f"model, tokenizer and card: {folder}\nserve it: vllm serve {folder}")
+    folder = options.output or tuned.folder / FOLDERS[options.to]
+    if options.to == "ollama":
+        _to_ollama(tuned, folder, options.weight_type)
+    elif options.to == "adapter":
+        _to_adapter(tuned, folder)
+    else:
+        _to_merged(tuned, folder)
     if options.to == "hub":
         for file in sorted(folder.iterdir()):
             print(f"{file.stat().st_size / 2**20:>10,.1f} MiB  {file.name}")
         print(f"uploaded: {upload(folder, options.repo_id)}" if options.push else "not uploaded: pass --push")
+
+
+def _to_merged(tuned: TunedRun, folder: Path) -> None:
+    print(f"model, tokenizer and card: {export_merged(tuned, folder)}")
+    print(f"serve it: {shlex.join(['vllm', 'serve', str(folder)])}")
+
+
+def _to_adapter(tuned: TunedRun, folder: Path) -> None:
+    print(f"adapter, tokenizer and card: {export_adapter(tuned, folder)}")
+    base = base_name(tuned)
+    if "/" not in base:
+        print(
+            f"the base {base} is no model of the Hub: write where it is into base_model_name_or_path of {CONFIG_NAME}"
+        )
+    rank = 1 << (max(tuned.run.lora_r, VLLM_LEAST_RANK) - 1).bit_length()  # vLLM takes powers of two
+    served = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank)]
+    print(f"serve it: {shlex.join([*served, '--lora-modules', f'tuned={folder}'])}")
+
+
+def _to_ollama(tuned: TunedRun, folder: Path, weight_type: str) -> None:
+    check_holds(tuned, tuned.whole_model, "config.json")
+    check_new(folder)
+    print(f"model and {MODELFILE}: {export_ollama(tuned.whole_model, folder, weight_type)}")
+    name = tuned.folder.name
+    print(f"create it: {shlex.join(['ollama', 'create', name, '-f', str(folder / MODELFILE)])}")
+    print(f"run it: {shlex.join(['ollama', 'run', name])}")

@@ -27,8 +27,8 @@ def save_and_reload(
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model (with LoRA the adapter, and the merged model), load it as any user would, and compare the logits.
 
-    The results folder gets `model`, or `adapter` and `merged`, on each disk. The trainer's own model is freed on the
-    way, so that a device holds no more than two models at a time. Called on every rank.
+    The results folder gets `model`, or `adapter` and `merged`, on each disk and with the tokenizer. The trainer's own
+    model is freed on the way, so that a device holds no more than two models at a time. Called on every rank.
 
     Returns:
         The model as plain Transformers loads it, on every rank by `device_map` (by default whole on its device), and
@@ -48,6 +48,7 @@ def save_and_reload(
         if compares:
             differences["adapter"] = reloaded_difference(run, adapter, device_map, batch, expected)
         if log.rank.is_main:
+            tokenizer.save_pretrained(adapter)
             merged(run, adapter, device_map).save_pretrained(folder)
     if log.rank.is_main:
         tokenizer.save_pretrained(folder)
@@ -73,6 +74,8 @@ def save_and_free(
     batch = trainer.collated(rows)
     expected = trainer.strategy.logits(batch)
     trainer.strategy.export(folder)
+    if trainer.strategy.rank.is_main:
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's: an empty card, with the base's path on this machine
     trainer.free()
     wait_for_everyone()
     first = gather_object([expected is not None]).index(True)

@@ -106,6 +106,8 @@ def test_one_device_runs_and_what_it_saved_loads_with_plain_libraries(run_workfl
     for name in ("predictions_before.csv", "predictions_after.csv"):
         assert len((done.results / name).read_text().splitlines()) == 10
     assert list((done.results / "tensorboard").iterdir())
+    assert AutoTokenizer.from_pretrained(done.results / "adapter").chat_template
+    assert not (done.results / "adapter" / "README.md").exists()  # PEFT's, which names a path
     for place in (tmp_path, REPOSITORY):
         assert str(place) not in json.dumps(fit_to_be_kept(record)), "a kept record names no path of a machine"
 

@@ -62,7 +62,8 @@ def check_merges(results: Path, record: dict) -> None:
     base = AutoModelForCausalLM.from_pretrained(BASE, quantization_config=config, device_map={"": "cpu"})
     for module in base.modules():
         module.support_avx512bf16_for_cpu = False
-    trained = logits_of(PeftModel.from_pretrained(base, results / "adapter"), BASE)
+    trained = logits_of(PeftModel.from_pretrained(base, results / "adapter"), results / "adapter")
+    assert not (results / "adapter" / "README.md").exists()  # PEFT's, which names a path
     for name in ("merged", "merged_into_original"):
         assert "quantization_config" not in json.loads((results / name / "config.json").read_text())
         assert {weight.dtype for weight in load_file(results / name / "model.safetensors").values()} == {torch.float32}

@@ -2,11 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.base.errors import BadInputError
@@ -14,7 +16,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.models.loading import EMBEDDED_BASE
 from common.records.store import RECORD_NAME, SCHEMA_VERSION, settings_anywhere
-from common.serving import export
+from common.serving import cards, export
 from common.serving.tuned_runs import TunedRun, find_run
 
 
@@ -26,7 +28,10 @@ def tuned(tmp_path: Path) -> TunedRun:
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED_BASE)
     torch.nn.init.ones_(model.model.norm.weight)
     model.save_pretrained(folder / "merged")
-    AutoTokenizer.from_pretrained(EMBEDDED_BASE).save_pretrained(folder / "merged")
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_BASE)
+    tokenizer.save_pretrained(folder / "merged")
+    get_peft_model(model, LoraConfig(init_lora_weights=False)).save_pretrained(folder / "adapter")
+    tokenizer.save_pretrained(folder / "adapter")
     run = RunConfig(data=str(rows), learning_rate=0.25)
     scores = {"similarity_score": 0.5, "similarity_score_minilm": None, "facts_said_share": 0.125, "questions": 8}
     record = {
@@ -68,6 +73,68 @@ def test_the_card_says_what_was_done_and_names_no_path(tuned: TunedRun, tmp_path
     assert not [place for place in (str(tmp_path), str(REPOSITORY), str(Path.home())) if place in text]
 
 
+def test_the_adapter_has_its_tokenizer_and_a_card_and_names_no_path(tuned: TunedRun, tmp_path: Path) -> None:
+    folder = export.export_adapter(tuned, tmp_path / "out")
+    card = ModelCard.load(folder / export.CARD_NAME)
+    assert card.data.library_name == "peft"
+    assert "base_model_name_or_path" in card.text  # of a base that is a folder
+    settings = folder / "adapter_config.json"
+    said = json.loads(settings.read_text())
+    assert said["base_model_name_or_path"] == "embedded_base"
+    assert not [file for file in folder.glob("*.[jm]*") if str(REPOSITORY) in file.read_text()]
+    settings.write_text(json.dumps({**said, "base_model_name_or_path": str(EMBEDDED_BASE)}))
+    ids = AutoTokenizer.from_pretrained(folder)("Who?", return_tensors="pt")
+    with torch.no_grad():
+        logits = [
+            AutoPeftModelForCausalLM.from_pretrained(each)(**ids).logits for each in (folder, f"{tuned.folder}/adapter")
+        ]
+    assert torch.equal(*logits)
+    (tuned.folder / "adapter" / "tokenizer_config.json").unlink()
+    with pytest.raises(BadInputError, match=r"adapter/tokenizer_config\.json"):
+        export.export_adapter(tuned, tmp_path / "other")
+    with pytest.raises(BadInputError, match="--to merged"):
+        export.export_adapter(replace(tuned, run=tuned.run.changed_to(technique="full")), tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("assets/embedded_base", "embedded_base"),
+        ("/some/where/mine", "mine"),
+        ("me/mine", "me/mine"),
+        ("./mine", "mine"),
+    ],
+)
+def test_a_base_is_called_by_its_id_on_the_hub_or_by_its_folder(tuned: TunedRun, model: str, name: str) -> None:
+    other = replace(tuned, record={**tuned.record, "config": {**tuned.record["config"], "model": model}})
+    assert cards.base_name(other) == name
+    about = cards.card_of(other).data
+    assert about.base_model == (name if "/" in name else None)
+
+
+def test_the_card_names_the_licence_of_the_bases_own_card_or_says_that_there_is_none(
+    tuned: TunedRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def card_with(model: str) -> ModelCard:
+        return cards.card_of(
+            replace(tuned, record={**tuned.record, "config": {**tuned.record["config"], "model": model}})
+        )
+
+    assert cards.card_of(tuned).data.license == "apache-2.0"  # the embedded base's
+    assert "apache-2.0, which" in cards.card_of(tuned).text
+    assert card_with(str(tmp_path)).data.license is None
+    assert "No licence is named" in card_with(str(tmp_path)).text
+    of_base = tmp_path / "README.md"
+    of_base.write_text("---\nlicense: other\nlicense_name: house-rules\nlicense_link: LICENSE\n---\nIts card.")
+    assert (
+        card_with(str(tmp_path)).data.to_dict().items() >= {"license": "other", "license_name": "house-rules"}.items()
+    )
+    assert card_with(str(tmp_path)).data.license_link is None  # a file of the base's, which does not come along
+    monkeypatch.setattr(cards, "try_to_load_from_cache", lambda repo_id, name: {"me/mine": str(of_base)}.get(repo_id))
+    assert "house-rules, which" in card_with("me/mine").text
+    assert card_with("me/other").data.license is None
+
+
 def test_files_are_listed_and_nothing_is_uploaded_unasked_or_without_a_token(
     tuned: TunedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -92,7 +159,23 @@ def test_the_command_writes_a_gguf_file_into_the_results(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["export", str(tuned.folder), "--to", "gguf", "--weight_type", "f32"])
     export.main()
-    assert "llama-server -m" in capsys.readouterr().out
+    assert "llama-server --jinja -m" in capsys.readouterr().out
     (file,) = tuned.folder.glob("*.gguf")
     again = AutoModelForCausalLM.from_pretrained(tuned.folder, gguf_file=file.name)
     assert torch.equal(again.model.norm.weight, torch.ones(128))
+
+
+@pytest.mark.parametrize(
+    ("to", "said"), [("adapter", "--lora-modules"), ("ollama", "ollama run one"), ("merged", "vllm")]
+)
+def test_the_command_says_how_to_serve_what_it_makes(
+    to: str, said: str, tuned: TunedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["export", str(tuned.folder), "--to", to])
+    export.main()
+    assert said in capsys.readouterr().out
+    assert (tuned.folder / export.FOLDERS[to]).is_dir()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--weight_type", "f32"])  # would be another file in that folder
+    with pytest.raises(SystemExit, match="2"):
+        export.main()
+    assert "exists already" in capsys.readouterr().err

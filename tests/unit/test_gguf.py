@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.base.errors import BadInputError
 from common.models.loading import EMBEDDED_BASE
-from common.serving.gguf_file import PRE_TOKENIZERS, check_tokenizer, export_gguf, without_marks
+from common.reporting.outcomes import LLAMA_CPP_FILE
+from common.serving.gguf_file import FAMILIES, PRE_TOKENIZERS, WEIGHT_TYPES, check_tokenizer, export_gguf, without_marks
 from tests.families import make_tiny
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 300, 301, 7]])
@@ -92,3 +93,15 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     with pytest.raises(BadInputError, match=said):
         export_gguf(folder, tmp_path / "it.gguf", "f32")
     assert not (tmp_path / "it.gguf").exists()
+
+
+def test_llama_cpp_read_the_prompts_of_each_family_and_pre_tokenizer_as_transformers_does() -> None:
+    """As the readme says of the kept record."""
+    found = json.loads(LLAMA_CPP_FILE.read_text())["compared"]
+    assert {row["model_type"] for row in found} == set(FAMILIES)
+    assert {row["pre_tokenizer"] for row in found} == set(PRE_TOKENIZERS.values())
+    assert {row["weight_type"] for row in found} == set(WEIGHT_TYPES)
+    for row in found:
+        assert row["equal_prompts"] == row["questions"] == 74
+        if row["weight_type"] == "f32":
+            assert row["equal_answers"] >= 73

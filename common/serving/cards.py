@@ -1,0 +1,120 @@
+"""The card of what is handed on: base, licence, data, settings, scores and command, and no path of this machine."""
+
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+
+from common.base.paths import REPOSITORY
+from common.records.store import Record, fit_to_be_kept
+from common.serving.tuned_runs import TunedRun
+
+CARD_NAME = "README.md"
+SETTINGS = ("technique", "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "optim", "precision",
+            "max_length", "train_on", "seed")  # fmt: skip
+ADAPTER_SETTINGS = ("lora_r", "lora_alpha", "lora_dropout", "target_modules")
+SCORES = {
+    "similarity_score": "similarity score (1 - cosine, lower is better)",
+    "similarity_score_minilm": "the same by MiniLM",
+    "facts_said_share": "share of the facts said",
+}
+LICENCE_FIELDS = ("license", "license_name", "license_link")
+
+
+def card_of(tuned: TunedRun, is_adapter: bool = False) -> ModelCard:
+    """Return the card of the whole tuned model, or of its adapter alone."""
+    record = fit_to_be_kept(tuned.record)
+    config, data, licence = record["config"], record["config"]["data"], licence_of_base(tuned)
+    base = base_name(tuned)
+    about = ModelCardData(
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["fine-tuned", config["technique"]],
+        base_model=base if "/" in base and tuned.run.weights == "pretrained" else None,
+        **licence,
+    )
+    commit = f" (commit {record['model_commit']})" if record.get("model_commit") else ""
+    settings = [*SETTINGS, *(ADAPTER_SETTINGS if tuned.run.method.has_adapters else ())]
+    parts = [
+        f"---\n{about.to_yaml()}\n---",
+        f"# {base.rpartition('/')[2]}, tuned{' (adapter)' if is_adapter else ''}",
+        f"{tuned.run.method.title} of `{config['model']}`{commit} on `{data}` "
+        f"({record['data']['training_rows']:,} training rows, {record['data']['training_tokens']:,} tokens).",
+        "## Licence\n\n" + _licence_sentence(licence),
+        *(["## Use\n\n" + _use_of_adapter(base)] if is_adapter else []),
+        "## Results\n\n" + _score_table(record),
+        "## Settings\n\n" + _table(("setting", "value"), [(name, config[name]) for name in settings if name in config]),
+        f"## Command\n\n```\n{record['command']}\n```",
+    ]
+    return ModelCard("\n\n".join(parts) + "\n")
+
+
+def base_name(tuned: TunedRun) -> str:
+    """Return the base's id on the Hub (`NAME/MODEL`), or the bare name of its folder."""
+    model = tuned.record["config"]["model"]
+    is_folder = model.startswith(("/", "~", ".")) or (REPOSITORY / model).exists()
+    return Path(model).name if is_folder or model.count("/") != 1 else model
+
+
+def licence_of_base(tuned: TunedRun) -> dict[str, str]:
+    """Return the fields about the licence in the card of the base, in its folder or the Hub's cache; none without one.
+
+    A link is kept where it leads to the web, as a file of the base's does not come along.
+    """
+    model = tuned.record["config"]["model"]
+    base = base_name(tuned)
+    cached = try_to_load_from_cache(base, CARD_NAME) if "/" in base else None
+    places = [Path(model).expanduser() / CARD_NAME, REPOSITORY / model / CARD_NAME, cached]
+    for place in places:
+        if isinstance(place, str | Path) and Path(place).is_file():
+            said = ModelCard.load(place, ignore_metadata_errors=True).data.to_dict()
+            found = {name: said[name] for name in LICENCE_FIELDS if isinstance(said.get(name), str)}
+            if not found.get("license_link", "https:").startswith("http"):
+                del found["license_link"]
+            return found if "license" in found else {}
+    return {}
+
+
+def _licence_sentence(licence: dict[str, str]) -> str:
+    if not licence:
+        return (
+            "No licence is named here, because no card of the base that names one was found: look it up at the base's "
+            "source. The data may have a licence of their own."
+        )
+    name = licence.get("license_name", licence["license"])
+    return f"{name}, which the base's own card names. The data may have a licence of their own."
+
+
+def _use_of_adapter(base: str) -> str:
+    is_on_hub = "/" in base
+    edit = (
+        f"The base was a folder called `{base}`, and no model of the Hub: write where it is into "
+        "`base_model_name_or_path` of `adapter_config.json` first.\n\n"
+    )
+    return f"""{"" if is_on_hub else edit}```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+folder = "this folder, or its id on the Hub"
+model, tokenizer = AutoPeftModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+question = [{{"role": "user", "content": "your question"}}]
+batch = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+answer = model.generate(**batch, max_new_tokens=256, do_sample=False)
+print(tokenizer.decode(answer[0, batch["input_ids"].shape[1] :], skip_special_tokens=True))
+```"""
+
+
+def _score_table(record: Record) -> str:
+    before, after = record["quality"]["before"], record["quality"]["after"]
+    rows = [
+        (label, *(f"{scores[name]:.3f}" for scores in (before, after)))
+        for name, label in SCORES.items()
+        if before.get(name) is not None
+    ]
+    return f"Of {after['questions']} questions that had no part in training:\n\n" + _table(
+        ("", "before", "after"), rows
+    )
+
+
+def _table(headers: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    lines = [headers, ("---",) * len(headers), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
