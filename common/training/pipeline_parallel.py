@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
-from common.planning.architectures import FAMILIES, is_known_architecture
+from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.runtime.world import Rank
 from common.training.module_maps import StageMap
 from common.training.pipeline import Pipeline, StageModule, trained_stage
@@ -40,11 +40,13 @@ class PipelineParallel(Strategy):
         Raises:
             BadInputError: with the kinds of which it is.
         """
-        if not is_known_architecture(run.model):
+        try:
+            read_architecture(run.model, run.model_revision)
+        except UnknownArchitectureError as unknown:
             raise BadInputError(
-                f"parallel is {run.parallel}, but the layers of {run.model} are none that the closed form can place "
-                f"(it knows {', '.join(FAMILIES)}): pass --parallel ddp, or with a decoder go to 2.5 (mp)."
-            )
+                f"Layers are placed by their planned memory, but: {unknown} Pass --parallel ddp, or with a decoder go to "
+                "2.5 (mp)."
+            ) from None
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return this rank's layers."""

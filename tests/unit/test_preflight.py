@@ -295,7 +295,7 @@ def test_layers_that_the_planner_cannot_place_are_refused(tmp_path: Path, capsys
     GPTNeoXConfig(**shape, vocab_size=1536, architectures=["GPTNeoXForCausalLM"]).save_pretrained(tmp_path)
     assert exit_code(PP, "--model", str(tmp_path), "--seq-len", "16") == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: Layers are placed by their planned memory, but ")
+    assert said.startswith("error: Layers are placed by their planned memory, but")
     assert "gpt_neox" in said
     assert len(said.splitlines()) == 1
 
