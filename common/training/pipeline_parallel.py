@@ -44,8 +44,8 @@ class PipelineParallel(Strategy):
             read_architecture(run.model, run.model_revision)
         except UnknownArchitectureError as unknown:
             raise BadInputError(
-                f"Layers are placed by their planned memory, but: {unknown} Pass --parallel ddp, or with a decoder go to "
-                "2.5 (mp)."
+                f"Layers are placed by their planned memory, but: {unknown} Pass --parallel ddp, or with a decoder "
+                "go to 2.5 (mp)."
             ) from None
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
