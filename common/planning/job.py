@@ -20,6 +20,8 @@ OPTIMIZER_BYTES = {
     "paged_adamw_32bit": 8,
     "sgd": 0,
 }
+LOGITS_AT_ONCE = 2**25
+"""Where a decoder's loss is computed in chunks of tokens: logits of a chunk, at most (128 MiB in fp32)."""
 # target modules: every linear layer but the head
 ALL_LINEAR = ("all-linear",)
 # bytes per quantized weight (Dettmers et al. 2023, "QLoRA", sections 2 and 3)

@@ -30,6 +30,7 @@ from common.models.trained_weights import parameter_counts, with_trained_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
+from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
 from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
@@ -87,6 +88,9 @@ class Strategy:
     def attach(self, model: torch.nn.Module) -> None:
         """Train `model`, which comes from `load_model`."""
         self.model, self.takes_logits_to_keep = model, takes_logits_to_keep(model)
+        self.takes_chunks = self.run.goal.chats and self.takes_logits_to_keep and takes_chunks(model.config)
+        if self.takes_chunks:
+            compute_loss_in_chunks(model)
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Return the optimizer as training takes it, and make `model` ready; called on every rank before the steps."""
@@ -187,6 +191,10 @@ class Strategy:
         vocabulary is large.
         """
         batch = self.inputs_for_loss(inputs)
+        if self.takes_chunks:
+            losses = model(**{name: tensor for name, tensor in batch.items() if name != "row"}).token_losses
+            answers = (batch["shift_labels"] != IGNORED_LABEL).sum(1)
+            return torch.stack([losses.sum(1), answers.to(losses.device)], dim=1)
         given = {name: tensor for name, tensor in batch.items() if name not in ("row", "labels", "shift_labels")}
         without_cache = {"use_cache": False} if self.takes_logits_to_keep else {}
         logits, labels = model(**given, **without_cache).logits, batch["labels"]

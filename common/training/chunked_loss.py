@@ -1,0 +1,151 @@
+"""A decoder's loss without its whole logits: the head and the cross-entropy go over chunks of answer tokens.
+
+Logits are the largest tensor of a step where the vocabulary is large: 2 x 4,096 tokens x 152,000 words are 4.6 GiB in
+fp32, and the loss holds several such. As a chunk's gradients are computed right after its loss, its logits are gone
+before those of the next chunk come, and none is computed twice (as in Liger-Kernel's fused linear cross-entropy).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from common.data.rows import IGNORED_LABEL
+from common.planning.job import LOGITS_AT_ONCE
+
+SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
+"""Settings by which a family changes what comes out of its head (those that TRL's `add_fused_lm_head` knows)."""
+
+
+@dataclass
+class ChunkedOutput(ModelOutput):
+    """What a decoder returns that was given labels.
+
+    Attributes:
+        loss: Sum of the answer tokens' losses over `num_items_in_batch`; a number.
+        token_losses: Each position's loss, 0 without a label, fp32, shape (rows, positions). None where gradients are
+            wanted.
+    """
+
+    loss: torch.Tensor | None = None
+    token_losses: torch.Tensor | None = None
+
+
+def takes_chunks(config: PretrainedConfig) -> bool:
+    """Return whether a decoder's logits are what its head gives, and its loss is theirs alone."""
+    config = config.get_text_config()
+    is_scaled = any(getattr(config, name, None) not in (None, 1, 1.0) for name in SCALED_LOGITS)
+    return not is_scaled and not getattr(config, "output_router_logits", False)
+
+
+def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
+    """Let a decoder that is given `shift_labels` compute its loss in chunks, at the positions of `logits_to_keep`.
+
+    Without them it computes logits as before. It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
+    """
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    whole = base.forward
+
+    @wraps(type(base).forward)  # `generate` looks at the arguments
+    def forward(
+        self: PreTrainedModel,
+        *args: Any,
+        shift_labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        if shift_labels is None:
+            return whole(*args, **kwargs)
+        kwargs.pop("labels", None)
+        positions = kwargs.pop("logits_to_keep")
+        hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state[:, positions]
+        head = self.get_output_embeddings()
+        if not torch.is_grad_enabled():
+            losses = torch.cat([chunk_losses(head, *chunk) for chunk in chunks(self.config, hidden, shift_labels)])
+            return ChunkedOutput(losses.sum(), losses.view(shift_labels.shape))
+        loss = summed_loss(self.config, head, hidden, shift_labels)
+        divisor = (shift_labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+        return ChunkedOutput((loss / divisor).to(shift_labels.device))
+
+    base.forward = MethodType(forward, base)
+
+
+def chunks(
+    config: PretrainedConfig, hidden: torch.Tensor, labels: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield equal parts of the tokens, so large that `LOGITS_AT_ONCE` logits come of each.
+
+    `hidden`: shape (..., hidden size); `labels`: (...). A chunk has the shapes (tokens, hidden size) and (tokens,).
+    """
+    tokens, targets = hidden.flatten(0, -2), labels.flatten()
+    count = max(1, math.ceil(len(targets) * config.get_text_config().vocab_size / LOGITS_AT_ONCE))
+    yield from zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True)
+
+
+def chunk_losses(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return each token's loss in fp32, shape (tokens,), 0 without a label; on the head's device."""
+    logits = head(hidden).float()
+    return cross_entropy(logits, labels.to(logits.device), ignore_index=IGNORED_LABEL, reduction="none")
+
+
+def summed_loss(
+    config: PretrainedConfig, head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of all tokens' losses, for whose gradients no logits are kept."""
+    trained = [weight for weight in head.parameters() if weight.requires_grad]
+    return _SummedLoss.apply(config, head, labels, hidden, *trained)
+
+
+class _SummedLoss(torch.autograd.Function):
+    """The sum of the losses, whose gradients are there with it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        config: PretrainedConfig,
+        head: torch.nn.Module,
+        labels: torch.Tensor,
+        hidden: torch.Tensor,
+        *trained: torch.Tensor,
+    ) -> torch.Tensor:
+        total = torch.zeros((), device=hidden.device)
+        of_hidden: list[torch.Tensor] = []
+        of_trained: list[torch.Tensor] = []
+        for tokens, targets in chunks(config, hidden, labels):
+            with torch.enable_grad():
+                tokens = tokens.detach().requires_grad_()
+                loss = chunk_losses(head, tokens, targets).sum()
+            gradient, *gradients = torch.autograd.grad(loss, [tokens, *trained])
+            total += loss.detach().to(total.device)
+            of_hidden.append(gradient)
+            of_trained = _added(of_trained, gradients)
+        ctx.gradients = [torch.cat(of_hidden).view_as(hidden), *of_trained]
+        ctx.dtypes = [hidden.dtype, *(weight.dtype for weight in trained)]
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # scaled only now: a loss's share of a large step is too small for fp16
+        gradients = [
+            gradient.mul_(of_loss.to(gradient.device)).to(dtype)
+            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+        ]
+        del ctx.gradients
+        return None, None, None, *gradients
+
+
+def _added(total: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sums, in fp32 where there are several: in 16 bits they would lose the smaller ones."""
+    if not total:
+        return more
+    return [before.float().add_(after) for before, after in zip(total, more, strict=True)]

@@ -1,0 +1,125 @@
+"""The loss in chunks is the whole loss, and its gradients are the whole loss's, whatever head the model has."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, OPTConfig, PhiConfig, PreTrainedModel
+
+from common.data.rows import IGNORED_LABEL
+from common.training import chunked_loss
+from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
+
+SIZES = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "max_position_embeddings": 32}  # fmt: skip
+
+
+def llama(tied: bool) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=tied))
+
+
+def with_lora(*targets: str) -> Callable[[], torch.nn.Module]:
+    def make() -> torch.nn.Module:
+        adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=list(targets), init_lora_weights=False)
+        return get_peft_model(llama(tied=False), adapters)
+
+    return make
+
+
+MODELS = {
+    "tied": lambda: llama(tied=True),
+    "untied": lambda: llama(tied=False),
+    "head with a bias": lambda: AutoModelForCausalLM.from_config(PhiConfig(**SIZES)),
+    "projected": lambda: AutoModelForCausalLM.from_config(OPTConfig(vocab_size=101, hidden_size=32, ffn_dim=48,
+        num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16, max_position_embeddings=32)),
+    "LoRA": with_lora("q_proj", "v_proj"),
+    "LoRA on the head": with_lora("q_proj", "lm_head"),
+}  # fmt: skip
+
+
+def batch_with_answers() -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 101, (3, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[2, 8:] = 0
+    targets = ids[:, 1:].masked_fill(mask[:, 1:] == 0, IGNORED_LABEL)
+    targets[0, :5] = IGNORED_LABEL
+    positions = torch.arange(2, 11)
+    targets = targets[:, positions]
+    return {"input_ids": ids, "attention_mask": mask, "shift_labels": targets, "labels": targets,
+            "logits_to_keep": positions}  # fmt: skip
+
+
+def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(**batch, num_items_in_batch=40, use_cache=False).loss
+    loss.backward()
+    return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("tokens_at_once", [1, 10, 1000])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_whole_logits(
+    name: str, tokens_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", tokens_at_once * 101)
+    model, batch = MODELS[name]().eval(), batch_with_answers()
+    wanted, gradients = loss_and_gradients(model, batch)
+    chunked = copy.deepcopy(model)
+    compute_loss_in_chunks(chunked)
+    loss, found = loss_and_gradients(chunked, batch)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert found.keys() == gradients.keys()
+    of_all = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for each, gradient in found.items():
+        # a bias of keys moves all scores alike: its gradient is rounding alone
+        allowed = 1e-5 * max(gradients[each].norm(), 1e-4 * of_all)
+        assert (gradient - gradients[each]).norm() <= allowed, each
+
+
+@torch.no_grad()
+def test_validation_has_each_tokens_loss_and_generation_the_models_own_logits() -> None:
+    torch.manual_seed(0)
+    model, batch = llama(tied=True).eval(), batch_with_answers()
+    plain = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    logits = model(**plain).logits
+    written = model.generate(**plain, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    compute_loss_in_chunks(model)
+    losses = model(**batch).token_losses
+    kept = logits[:, batch["logits_to_keep"]].flatten(0, 1)
+    wanted = torch.nn.functional.cross_entropy(
+        kept, batch["shift_labels"].flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    assert torch.allclose(losses.flatten(), wanted, rtol=1e-6)
+    assert torch.equal(model(**plain).logits, logits)
+    assert torch.equal(model.generate(**plain, max_new_tokens=4, do_sample=False, pad_token_id=0), written)
+
+
+def test_a_batch_without_a_label_has_gradients_of_zero() -> None:
+    model, batch = llama(tied=False), batch_with_answers()
+    compute_loss_in_chunks(model)
+    nothing = torch.full_like(batch["labels"], IGNORED_LABEL)
+    loss, gradients = loss_and_gradients(model, {**batch, "labels": nothing, "shift_labels": nothing})
+    assert loss == 0
+    assert len(gradients) == len(list(model.parameters()))
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_no_more_logits_are_alive_than_those_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    whole = chunked_loss.chunk_losses
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", 10 * 101)
+    monkeypatch.setattr(
+        chunked_loss, "chunk_losses", lambda head, *chunk: sizes.append(len(chunk[0])) or whole(head, *chunk)
+    )
+    model = llama(tied=True)
+    compute_loss_in_chunks(model)
+    loss_and_gradients(model, batch_with_answers())
+    assert sizes == [9, 9, 9]
+
+
+def test_families_that_scale_their_logits_keep_their_own_loss() -> None:
+    assert takes_chunks(LlamaConfig())
+    assert not takes_chunks(CohereConfig())
