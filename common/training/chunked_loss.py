@@ -6,7 +6,7 @@ before those of the next chunk come, and none is computed twice (as in Liger-Ker
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
@@ -22,6 +22,8 @@ from transformers.utils import ModelOutput
 from common.data.rows import IGNORED_LABEL
 from common.planning.job import LOGITS_AT_ONCE
 
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""From hidden states, shape (..., hidden size), to logits, (..., vocabulary)."""
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
 """Settings by which a family changes what comes out of its head (those that TRL's `add_fused_lm_head` knows)."""
 
@@ -53,7 +55,8 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
     Without them it computes logits as before. It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    whole = base.forward
+    head, whole = base.get_output_embeddings(), base.forward
+    vocabulary = base.config.get_text_config().vocab_size
 
     @wraps(type(base).forward)  # `generate` looks at the arguments
     def forward(
@@ -68,74 +71,71 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
         kwargs.pop("labels", None)
         positions = kwargs.pop("logits_to_keep")
         hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state[:, positions]
-        head = self.get_output_embeddings()
+        losses = head(hidden, shift_labels)
         if not torch.is_grad_enabled():
-            losses = torch.cat([chunk_losses(head, *chunk) for chunk in chunks(self.config, hidden, shift_labels)])
-            return ChunkedOutput(losses.sum(), losses.view(shift_labels.shape))
-        loss = summed_loss(self.config, head, hidden, shift_labels)
+            return ChunkedOutput(losses.sum(), losses)
         divisor = (shift_labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
-        return ChunkedOutput((loss / divisor).to(shift_labels.device))
+        return ChunkedOutput((losses / divisor).to(shift_labels.device))
 
     base.forward = MethodType(forward, base)
+    head.forward = _losses_or_logits(head, vocabulary)
 
 
-def chunks(
-    config: PretrainedConfig, hidden: torch.Tensor, labels: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield equal parts of the tokens, so large that `LOGITS_AT_ONCE` logits come of each.
+def _losses_or_logits(head: torch.nn.Module, vocabulary: int) -> Callable[..., torch.Tensor]:
+    """Return the forward pass of a head that, given labels, computes losses in chunks.
 
-    `hidden`: shape (..., hidden size); `labels`: (...). A chunk has the shapes (tokens, hidden size) and (tokens,).
+    All chunks are within one call of the head: what gathers its weights around a call (FSDP, ZeRO-3) does so as often
+    on every rank, however many tokens each has.
     """
-    tokens, targets = hidden.flatten(0, -2), labels.flatten()
-    count = max(1, math.ceil(len(targets) * config.get_text_config().vocab_size / LOGITS_AT_ONCE))
-    yield from zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True)
+
+    logits_of = head.forward
+
+    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if labels is None:
+            return logits_of(hidden)
+        tokens, targets = hidden.flatten(0, -2), labels.flatten()
+        count = max(1, math.ceil(len(targets) * vocabulary / LOGITS_AT_ONCE))
+        if torch.is_grad_enabled():
+            trained = [weight for weight in head.parameters() if weight.requires_grad]  # FSDP has others here
+            return _SummedLoss.apply(logits_of, count, targets, tokens, *trained)
+        chunks = zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True)
+        return torch.cat([chunk_losses(logits_of, *chunk) for chunk in chunks]).view(labels.shape)
+
+    return forward
 
 
-def chunk_losses(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def chunk_losses(logits_of: Head, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return each token's loss in fp32, shape (tokens,), 0 without a label; on the head's device."""
-    logits = head(hidden).float()
+    logits = logits_of(hidden).float()
     return cross_entropy(logits, labels.to(logits.device), ignore_index=IGNORED_LABEL, reduction="none")
 
 
-def summed_loss(
-    config: PretrainedConfig, head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor
-) -> torch.Tensor:
-    """Return the sum of all tokens' losses, for whose gradients no logits are kept."""
-    trained = [weight for weight in head.parameters() if weight.requires_grad]
-    return _SummedLoss.apply(config, head, labels, hidden, *trained)
-
-
 class _SummedLoss(torch.autograd.Function):
-    """The sum of the losses, whose gradients are there with it."""
+    """The sum of all tokens' losses, whose gradients are there with it: no logits are kept for them."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        config: PretrainedConfig,
-        head: torch.nn.Module,
-        labels: torch.Tensor,
-        hidden: torch.Tensor,
-        *trained: torch.Tensor,
+        ctx: Any, logits_of: Head, count: int, labels: torch.Tensor, hidden: torch.Tensor, *trained: torch.Tensor
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
         of_hidden: list[torch.Tensor] = []
         of_trained: list[torch.Tensor] = []
-        for tokens, targets in chunks(config, hidden, labels):
+        for tokens, targets in zip(hidden.tensor_split(count), labels.tensor_split(count), strict=True):
             with torch.enable_grad():
                 tokens = tokens.detach().requires_grad_()
-                loss = chunk_losses(head, tokens, targets).sum()
+                loss = chunk_losses(logits_of, tokens, targets).sum()
             gradient, *gradients = torch.autograd.grad(loss, [tokens, *trained])
             total += loss.detach().to(total.device)
             of_hidden.append(gradient)
             of_trained = _added(of_trained, gradients)
-        ctx.gradients = [torch.cat(of_hidden).view_as(hidden), *of_trained]
+        ctx.gradients = [torch.cat(of_hidden), *of_trained]
         ctx.dtypes = [hidden.dtype, *(weight.dtype for weight in trained)]
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # scaled only now: a loss's share of a large step is too small for fp16
+        # scaled only now: a token's share of a large step would be too small for fp16
         gradients = [
             gradient.mul_(of_loss.to(gradient.device)).to(dtype)
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
