@@ -38,6 +38,7 @@ from common.planning.shares import Share
 from common.runtime.rank import name_deepspeeds_device
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
+from common.training.chunked_loss import compute_loss_in_chunks
 from common.training.memory_tracker import (
     HANDING_ON,
     MemoryTracker,
@@ -49,7 +50,7 @@ from common.training.memory_tracker import (
 )
 from common.training.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
 from common.training.pipeline_parallel import PipelineParallel
-from common.training.strategy import keep_answer_logits, takes_logits_to_keep
+from common.training.strategy import keep_answer_logits, loss_is_chunked, takes_logits_to_keep
 from common.training.trainer import training_arguments
 
 STEPS = 2  # the second has optimizer states from its start, and is the one that counts
@@ -78,6 +79,8 @@ def fake_step(
     _base_of(model).tie_weights()  # each is a tensor of its own now
     if share:
         keep_share(model, run, batch, share)
+    if (not share or share.has_head) and not run.parallelism.pipelines and loss_is_chunked(run, model):
+        compute_loss_in_chunks(model)
     inputs = {name: mode.from_tensor(tensor) for name, tensor in batch_inputs(batch, model).items()}
     # whether a row holds several texts cannot be read from fake position numbers
     no_row_is_packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)

@@ -14,11 +14,19 @@ are those of one rank. In an encoder-decoder's decoder S are the tokens of a sum
 cross attention reads, and TE = B x E.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 from common.planning.architectures import Architecture, Stack
-from common.planning.job import LEVEL_TABLE_BYTES, OPTIMIZER_BYTES, QUANTIZED_BYTES, QUANTIZED_NUMBER_BYTES, Job
+from common.planning.job import (
+    LEVEL_TABLE_BYTES,
+    LOGITS_AT_ONCE,
+    OPTIMIZER_BYTES,
+    QUANTIZED_BYTES,
+    QUANTIZED_NUMBER_BYTES,
+    Job,
+)
 from common.planning.layer_activations import LayerActivations
 from common.planning.shares import Share, parameters_of, part_of_rank, trained_of_layer, trained_parameters, trains_head
 from common.planning.terms import PARTS, Term, activations, numbers, times_each, where
@@ -113,7 +121,7 @@ class _DeviceSums:
                 *self.adapter_casts(last),
                 *self.hidden_states(last),
             ],
-            "forward of the loss": [*self.before_backward(), *self.loss_forward()],
+            **({} if self.chunks_loss else {"forward of the loss": [*self.before_backward(), *self.loss_forward()]}),
             **self.backward_moments(),
             "sum of the tied gradients": [*self.gradients(), *self.tied_gradient_received()],
             "optimizer step": [*self.gradients(), *self.optimizer_step()],
@@ -135,8 +143,11 @@ class _DeviceSums:
         without_embeddings = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
         of_embeddings = self.parameters - without_embeddings if self.job.trains_all else 0
         return {
-            "loss": [*before_backward, *self.loss()],
-            "backward of the head": [*before_backward, *self.head_backward()],
+            "loss": [*before_backward, *(self.chunk_of_loss() if self.chunks_loss else self.loss())],
+            "backward of the head": [
+                *before_backward,
+                *(self.chunk_of_head_backward() if self.chunks_loss else self.head_backward()),
+            ],
             "backward of the last layer": [
                 *self._gradients_so_far(of_last_layer, "gradients of the head and a layer"),
                 *self.layers_saved(),
@@ -367,7 +378,10 @@ class _DeviceSums:
         return where(
             (has_head and self.is_llama_like, activations("final norm", f"T H {norm_each}", t * h * norm_each)),
             (transforms, activations("head before its matrix", "T H (5 + 3 a)", t * h * (5 + 3 * a))),
-            (has_head and full, activations("input of the head", "P H a", self.positions * h * a)),
+            (
+                has_head and full and not self.chunks_loss,
+                activations("input of the head", "P H a", self.positions * h * a),
+            ),
             (normalizes, activations("embeddings' norm and dropout", formula, embedded * h * (x + 5))),
         )
 
@@ -409,6 +423,54 @@ class _DeviceSums:
         last = self.architecture.stacks[-1]
         chooses = last.kind == "decoder" or self.architecture.classes
         return self.batch.rows * self.batch.labelled if chooses else self.batch.tokens_in(last)
+
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether a decoder's logits come in chunks (common/training/chunked_loss.py)."""
+        is_decoder = self.architecture.stacks[-1].kind == "decoder" and not self.architecture.classes
+        return is_decoder and not (self.job.plain_loop or self.job.parallelism.pipelines)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks, of about equal size."""
+        return max(1, math.ceil(self.positions * self.architecture.vocab / LOGITS_AT_ONCE))
+
+    @property
+    def positions_at_once(self) -> int:
+        """`C`: positions of a chunk."""
+        return math.ceil(self.positions / self.chunks)
+
+    def chunk_of_loss(self) -> list[Term]:
+        """Return what the loss of the last chunk holds."""
+        size = 12 * self.positions_at_once * self.architecture.vocab
+        what = "a chunk's log-probabilities, their and the logits' gradients, in fp32"
+        return where(
+            (self.share.has_head, [Term("logits", what, "3 C V 4", size), *self._head_copy(), *self._of_chunks()])
+        )
+
+    def chunk_of_head_backward(self) -> list[Term]:
+        """Return what the backward pass of the last chunk holds when it comes to the head's matrix."""
+        vocab, a = self.architecture.vocab, self.job.arithmetic_bytes
+        logits = Term("logits", "gradient of a chunk's logits", "C V a", a * self.positions_at_once * vocab)
+        matrix = vocab * self.architecture.hidden
+        cast = Term("gradients", "the same in the arithmetic's format", "V H a", matrix * a)
+        return where(
+            (self.share.has_head, [logits, *self._head_copy(), *self._of_chunks()]),
+            (self.trains_head, self._gradients(matrix, "gradient of the head's matrix")),
+            (self.trains_head and self.job.autocasts, cast),
+        )
+
+    def _of_chunks(self) -> list[Term]:
+        """Return what all chunks together hold: the head's inputs with their gradients, and a sum of its own."""
+        inputs = 2 * self.positions * self.architecture.hidden * self.hidden_bytes
+        matrix = 4 * self.architecture.vocab * self.architecture.hidden
+        return where(
+            (True, activations("inputs of the head, and their gradients", "2 P H x", inputs)),
+            (
+                self.trains_head and self.chunks > 1,
+                Term("gradients", "head's gradient of the chunks before", "V H 4", matrix),
+            ),
+        )
 
     def loss(self) -> list[Term]:
         """Return, in fp32, log-probabilities, their gradient, and the logits' gradient."""

@@ -118,17 +118,23 @@ class _SummedLoss(torch.autograd.Function):
         ctx: Any, logits_of: Head, count: int, labels: torch.Tensor, hidden: torch.Tensor, *trained: torch.Tensor
     ) -> torch.Tensor:
         total = torch.zeros((), device=hidden.device)
-        of_hidden: list[torch.Tensor] = []
+        of_hidden = torch.empty_like(hidden)
         of_trained: list[torch.Tensor] = []
-        for tokens, targets in zip(hidden.tensor_split(count), labels.tensor_split(count), strict=True):
+        parts = [each.tensor_split(count) for each in (hidden, labels, of_hidden)]
+        for tokens, targets, of_tokens in zip(*parts, strict=True):
             with torch.enable_grad():
                 tokens = tokens.detach().requires_grad_()
                 loss = chunk_losses(logits_of, tokens, targets).sum()
-            gradient, *gradients = torch.autograd.grad(loss, [tokens, *trained])
+            gradients = list(torch.autograd.grad(loss, [tokens, *trained]))
             total += loss.detach().to(total.device)
-            of_hidden.append(gradient)
-            of_trained = _added(of_trained, gradients)
-        ctx.gradients = [torch.cat(of_hidden), *of_trained]
+            of_tokens.copy_(gradients.pop(0))
+            if not of_trained:  # the sum is in fp32: in 16 bits it would lose what small chunks add
+                of_trained = [gradient.float() if count > 1 else gradient for gradient in gradients]
+            else:
+                for before, gradient in zip(of_trained, gradients, strict=True):
+                    before += gradient
+            del gradients  # else they wait beside those of the next chunk
+        ctx.gradients = [of_hidden, *of_trained]
         ctx.dtypes = [hidden.dtype, *(weight.dtype for weight in trained)]
         return total
 
@@ -142,10 +148,3 @@ class _SummedLoss(torch.autograd.Function):
         ]
         del ctx.gradients
         return None, None, None, *gradients
-
-
-def _added(total: list[torch.Tensor], more: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the sums, in fp32 where there are several: in 16 bits they would lose the smaller ones."""
-    if not total:
-        return more
-    return [before.float().add_(after) for before, after in zip(total, more, strict=True)]

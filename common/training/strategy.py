@@ -88,7 +88,7 @@ class Strategy:
     def attach(self, model: torch.nn.Module) -> None:
         """Train `model`, which comes from `load_model`."""
         self.model, self.takes_logits_to_keep = model, takes_logits_to_keep(model)
-        self.takes_chunks = self.run.goal.chats and self.takes_logits_to_keep and takes_chunks(model.config)
+        self.takes_chunks = loss_is_chunked(self.run, model)
         if self.takes_chunks:
             compute_loss_in_chunks(model)
 
@@ -345,6 +345,12 @@ def takes_logits_to_keep(model: torch.nn.Module) -> bool:
     """Return whether the model can be told where to compute logits."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return "logits_to_keep" in signature(base.forward).parameters
+
+
+def loss_is_chunked(run: RunConfig, model: torch.nn.Module) -> bool:
+    """Return whether the loss comes without whole logits; a pipeline's last stage hands them to its schedule."""
+    is_decoder = run.goal.chats and not run.parallelism.pipelines and takes_logits_to_keep(model)
+    return is_decoder and takes_chunks(model.config)
 
 
 def keep_answer_logits(inputs: dict[str, Any]) -> dict[str, Any]:
