@@ -125,15 +125,8 @@ class _SummedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 tokens = tokens.detach().requires_grad_()
                 loss = chunk_losses(logits_of, tokens, targets).sum()
-            gradients = list(torch.autograd.grad(loss, [tokens, *trained]))
+            of_trained = _sums(of_trained, of_tokens, torch.autograd.grad(loss, [tokens, *trained]), count)
             total += loss.detach().to(total.device)
-            of_tokens.copy_(gradients.pop(0))
-            if not of_trained:  # the sum is in fp32: in 16 bits it would lose what small chunks add
-                of_trained = [gradient.float() if count > 1 else gradient for gradient in gradients]
-            else:
-                for before, gradient in zip(of_trained, gradients, strict=True):
-                    before += gradient
-            del gradients  # else they wait beside those of the next chunk
         ctx.gradients = [of_hidden, *of_trained]
         ctx.dtypes = [hidden.dtype, *(weight.dtype for weight in trained)]
         return total
@@ -148,3 +141,17 @@ class _SummedLoss(torch.autograd.Function):
         ]
         del ctx.gradients
         return None, None, None, *gradients
+
+
+def _sums(
+    of_trained: list[torch.Tensor], of_tokens: torch.Tensor, gradients: tuple[torch.Tensor, ...], chunks: int
+) -> list[torch.Tensor]:
+    """Put a chunk's first gradient into `of_tokens`, add the others to the sums, and return these.
+
+    Sums of several chunks are in fp32: in 16 bits they would lose what is small beside them. (A function of its own, as
+    names of a loop would hold the gradients while those of the next chunk come.)
+    """
+    of_tokens.copy_(gradients[0])
+    if not of_trained:
+        return [gradient.float() if chunks > 1 else gradient for gradient in gradients[1:]]
+    return [before.add_(gradient) for before, gradient in zip(of_trained, gradients[1:], strict=True)]
