@@ -46,7 +46,7 @@ LARGE_QLORA_MODEL = "llama-3.1-70b"
 """In 4 bits it has room on one card of 141 GB."""
 SMALL_CARDS = ("a4000", "a5000", "a6000")
 """Of 16, 24 and 48 GB."""
-SMALL_CARD_SHAPES = tuple(product((1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (512, 1024, 2048)))
+SMALL_CARD_SHAPES = tuple(product((1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32), (512, 1024, 2048)))
 FULLNESS = (0.5, 0.65, 0.75, 0.85, 0.9, 0.94, 0.98, 1.02, 1.06, 1.1, 1.15, 1.25, 1.4, 1.6)
 """Planned memory over a small card's, of the points to look for: seven that fit and seven that do not."""
 TOO_LARGE = 1.3

@@ -79,8 +79,6 @@ def fake_step(
     _base_of(model).tie_weights()  # each is a tensor of its own now
     if share:
         keep_share(model, run, batch, share)
-    if (not share or share.has_head) and not run.parallelism.pipelines and loss_is_chunked(run, model):
-        compute_loss_in_chunks(model)
     inputs = {name: mode.from_tensor(tensor) for name, tensor in batch_inputs(batch, model).items()}
     # whether a row holds several texts cannot be read from fake position numbers
     no_row_is_packed = mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
@@ -110,10 +108,13 @@ def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchS
 
 
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | PeftModel:
-    """Return the run's model, with what it trains switched on, on the device of the context."""
+    """Return the run's model, with what it trains switched on and its loss in chunks, on the device of the context."""
     architecture = model_class(run, config)
     model = architecture._from_config(config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention])
-    return with_trained_weights(model, run)
+    model = with_trained_weights(model, run)
+    if loss_is_chunked(run, model):
+        compute_loss_in_chunks(model)
+    return model
 
 
 def _base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

@@ -24,7 +24,7 @@ class LayerActivations:
 
     def saved(self, stack: Stack) -> list[Term]:
         """Return what autograd keeps of one layer's forward pass."""
-        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self._mlp(stack)]
+        terms = [*self._norms(stack), *self._linear_inputs(stack), *self._attention(stack), *self.mlp(stack)]
         return [*terms, *self._dropouts(stack), *self._adapters(stack), *self.weight_copies(stack.linears)]
 
     def _norms(self, stack: Stack) -> list[Term]:
@@ -112,7 +112,8 @@ class LayerActivations:
             (keeps_result, activations("result of attention", "T Q a", t * q * a)),
         )
 
-    def _mlp(self, stack: Stack) -> list[Term]:
+    def mlp(self, stack: Stack) -> list[Term]:
+        """Return what the MLP keeps between its matrices."""
         architecture, job, t = self.architecture, self.job, self.batch.tokens_in(stack)
         keeps_result = any(
             job.trains(linear) for linear in stack.linears if linear.ends_block and linear.block == "mlp"

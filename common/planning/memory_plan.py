@@ -528,21 +528,29 @@ class _DeviceSums:
 
     def layer_backward(self, stack: Stack) -> list[Term]:
         """Return what is alive only while one layer is back-propagated."""
-        architecture, again = self.architecture, self.job.gradient_checkpointing
-        count = 3 if self.is_llama_like else 1
-        size = count * self.batch.tokens_in(stack) * architecture.intermediate * self.job.arithmetic_bytes
+        architecture, again, a = self.architecture, self.job.gradient_checkpointing, self.job.arithmetic_bytes
+        # what the MLP saved goes as its gradients come; adapters compute theirs in fp32, beside 16 bits
+        count = 3 if self.is_llama_like and self.job.method.has_adapters and a == 2 else 1
+        size = count * self.batch.tokens_in(stack) * architecture.intermediate * a
         passing = [activations("gradients within the MLP", f"{count} T I a", size)]
         if again:  # the forward pass comes again
             passing = max(passing, self.adapter_casts(stack), key=lambda terms: sum(term.count for term in terms))
-        scores = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * architecture.heads
-        return where(
-            (again, times_each(self._layer_saved(stack) if again else [], 1, "computed again: ")),
-            (True, [*passing, *self.hidden_states(stack)]),
-            (
-                self.job.attention == "eager",
-                activations("gradients of the attention scores", "B heads S S 4", 4 * self.batch.rows * scores),
-            ),
-        )
+        saved = self._layer_saved(stack) if again else []
+        moments = [[*times_each(saved, 1, "computed again: "), *passing, *self._score_gradients(stack, 4)]]
+        if again and self.job.attention == "eager":  # the MLP is done
+            before_mlp = [term for term in saved if term not in self.layer.mlp(stack)]
+            moments.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
+        return [*max(moments, key=lambda terms: sum(term.count for term in terms)), *self.hidden_states(stack)]
+
+    def _score_gradients(self, stack: Stack, each: int) -> list[Term]:
+        """Return the gradients of the attention scores, of the eager attention.
+
+        They are in fp32, and while softmax is back-propagated those of its result wait beside them: `each` bytes.
+        """
+        scores = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * self.architecture.heads
+        size = each * self.batch.rows * scores
+        what = activations("gradients of the attention scores", f"B heads S S {each}", size)
+        return where((self.job.attention == "eager", what))
 
     def hidden_states(self, stack: Stack) -> list[Term]:
         """Return what goes from layer to layer, or the gradients of it."""
