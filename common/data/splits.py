@@ -17,6 +17,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.files import COMPRESSED, read_rows, suffix_of, with_names
+from common.data.plain_texts import TEXT_FILE
 from common.data.row_checks import check_ids, check_rows_apart, say_once
 from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens
 from common.data.stored_rows import stored, take
@@ -186,7 +187,8 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str) -> Splits:
     missing = [name for name in SPLIT_NAMES if name != "train" and name not in splits]
     if len(rows) <= len(missing):
         there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
-        raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows.")
+        divided = " (empty lines divide the texts of a .txt)" if suffix_of(source) == TEXT_FILE else ""
+        raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows{divided}.")
     others, count = dict(splits), min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)
     if missing:
         taken = f"{count:,} of its {len(rows):,} training rows"
