@@ -37,12 +37,16 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
             f"The tokenizer of {model} has neither a chat template nor an end token, so that no answer could end: "
             "give it a chat_template or an eos_token, or pass another --model."
         )
-    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-    tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
+    tokenizer.chat_template = ("{{ bos_token }}" if begins_by_itself(tokenizer) else "") + PLAIN_TEMPLATE
     return (
         f"{model} has no chat template: rows are written as plain text, each message on a line of its own and "
         f"{tokenizer.eos_token} after each answer"
     )
+
+
+def begins_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer puts its begin token before a text that has none."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
