@@ -15,7 +15,7 @@ from datasets import Dataset
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data import stored_rows
-from common.data.splits import load_splits, tokens_of
+from common.data.splits import load_splits, read_splits, tokens_of
 from common.data.stored_rows import RowsOnDisk, stored, take
 from common.models.loading import load_tokenizer
 
@@ -31,6 +31,7 @@ ROWS = [
 @pytest.fixture
 def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder, with memory for a few rows alone."""
+    read_splits.cache_clear()
     monkeypatch.setattr(stored_rows, "IN_MEMORY", 5 * stored_rows.ROW_BYTES)
     monkeypatch.setattr(stored_rows, "BATCH_ROWS", 7)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
