@@ -105,7 +105,7 @@ def test_the_embedded_base_is_found_by_its_folder() -> None:
 
 def test_a_hub_id_is_found_among_the_shapes_and_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_config("Qwen/Qwen2.5-7B-Instruct") == MODEL_CONFIGS / "qwen2.5-7b.json"
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(BadInputError, match="There is no shape of someone/theirs"):
         find_config("someone/theirs")
     snapshot = tmp_path / "models--someone--theirs" / "snapshots" / "abc"
@@ -115,7 +115,7 @@ def test_a_hub_id_is_found_among_the_shapes_and_in_the_cache(tmp_path: Path, mon
 
 
 def test_a_revision_of_a_hub_id_is_found_in_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     model, cache = "Qwen/Qwen2.5-7B-Instruct", tmp_path / "models--Qwen--Qwen2.5-7B-Instruct"
     with pytest.raises(BadInputError, match=r"hf download Qwen.* --revision v1"):
         find_config(model, "v1")
