@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -210,7 +212,11 @@ def cached_commit(model: str, revision: str = "") -> str | None:
 
 
 def _looks_like_id(model: str) -> bool:
-    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return "/" in model  # models without an owner are under names of their own by now
 
 
 def _places_here(model: str) -> list[Path]:

@@ -15,6 +15,7 @@ from common.planning.architectures import (
     as_classifier,
     cached_commit,
     find_config,
+    is_hub_id,
     read_architecture,
     slice_of_rank,
 )
@@ -135,6 +136,12 @@ def test_a_revision_of_a_hub_id_is_found_in_the_cache_alone(tmp_path: Path, monk
 def test_the_revision_of_what_is_no_hub_id_is_refused(model: str) -> None:
     with pytest.raises(BadInputError, match="model_revision is 'v1', but it is for models of the Hub"):
         find_config(model, "v1")
+    assert cached_commit(model) is None
+
+
+@pytest.mark.parametrize("model", ["not a/name", "../model", "a/b/c", "~/model"])
+def test_what_cannot_be_an_id_is_none(model: str) -> None:
+    assert not is_hub_id(model)
     assert cached_commit(model) is None
 
 

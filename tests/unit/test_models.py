@@ -28,6 +28,7 @@ from transformers import (
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.models import families
 from common.models.families import check_heads
 from common.models.loading import (
     any_shape_config,
@@ -381,6 +382,15 @@ def test_an_encoder_whose_head_is_not_known_is_refused_unless_all_of_it_is_train
     for changed in ({"technique": "lora", "target_modules": "all-linear"}, {"target_modules": "q_lin"}):
         with pytest.raises(BadInputError, match="dense" if kind == "eurobert" else "sequence_summary"):
             check_heads(replace(run, **changed))
+
+
+def test_adapters_are_on_all_linear_layers_where_peft_has_no_list_of_names(
+    bert: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "recipe_targets", lambda run: "qkv")
+    monkeypatch.setitem(families.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, "bert", r".*\.(query|value)")
+    run = families.suited_to_model(replace(bert, technique="lora", target_modules="qkv"))
+    assert run.target_modules == "all-linear"
 
 
 def test_encoders_whose_heads_are_known_may_have_adapters(bert: RunConfig, roberta: RunConfig) -> None:
