@@ -12,10 +12,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import product, repeat
-from multiprocessing import get_context
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,7 +23,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from common.base.paths import REPOSITORY
-from common.data.messages import question_of
 from common.data.rows import Row
 from common.data.splits import load_splits
 from common.models.loading import EMBEDDED_BASE
@@ -150,7 +147,7 @@ def _question(
     row: Row, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel, llama: Llama, max_new_tokens: int
 ) -> tuple[bool, bool, float]:
     """Return whether a question's tokens and its answer are the same, and the difference of the first logits."""
-    question = question_of(row)
+    question = row["messages"][:-1]
     tokens = _tokens(text_of(question, tokenizer), llama)
     batch = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with torch.no_grad():
@@ -181,8 +178,7 @@ def main() -> None:
         full = ("--learning_rate", "2e-3", "--max_steps", "300")
         runs = [tuned_on("assets/embedded_base", LORA, place / "results", "--max_steps", "120")]
         runs += [tuned_on(base, FULL, place / "results", *full) for base in bases.values()]
-        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as one_by_one:  # llama.cpp may crash
-            found = list(one_by_one.map(compare, *zip(*product(runs, WEIGHT_TYPES), strict=True), repeat(place)))
+        found = [compare(tuned, weight_type, place) for tuned, weight_type in product(runs, WEIGHT_TYPES)]
     packages = {name: package_version(name) for name in PACKAGES}
     write_json({"packages": packages, "compared": [asdict(each) for each in found]}, RECORD)
     print(json.dumps([asdict(each) for each in found], indent=2))

@@ -25,6 +25,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.row_checks import say_once
+from common.data.splits import read_splits
 from common.models.loading import EMBEDDED_SUMMARIZER
 from common.models.minilm import minilm_folder
 from common.records.store import RECORD_NAME, Record, load_record
@@ -153,8 +154,9 @@ def run_several() -> Callable[..., dict[str, Trained]]:
 
 @pytest.fixture(autouse=True)
 def nothing_was_said_before() -> None:
-    """What is said once in a process is said in each test, whichever ran before it."""
+    """What is said once in a process, or while rows are read, is said in each test, whichever ran before it."""
     say_once.cache_clear()
+    read_splits.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -898,8 +898,8 @@ MODELS_AND_ROWS = (
     Fault(
         "a row's tools are left out",
         "common/data/templates.py",
-        "            conversations, tools=tools, add_generation_prompt=answer_follows, return_dict=True\n",
-        "            conversations, add_generation_prompt=answer_follows, return_dict=True\n",
+        "            tools=tools,\n            add_generation_prompt=answer_follows,\n",
+        "            add_generation_prompt=answer_follows,\n",
         _unit("data", "tools_are_written_into_a_row"),
     ),
     Fault(

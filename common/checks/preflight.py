@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +47,7 @@ from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
 from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.rank import rank_started
-from common.runtime.world import Rank, detect_launcher
+from common.runtime.world import Rank, detect_launcher, is_main_process
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
 from common.training.module_maps import StageMap
@@ -286,7 +287,7 @@ def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    batch, expected, compares = save_and_free(trainer, list(trainer.eval_dataset)[:1], folder)
+    batch, expected, compares = save_and_free(trainer, list(islice(trainer.eval_dataset, 1)), folder)
     if not compares:
         return 0.0
     return reloaded_difference(run, folder, device_map_of_rank(stage_map, rank), batch, expected)
@@ -454,7 +455,7 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
             command = ranks_command(run, "-m", ["common.preflight", *arguments])
             os.execv(command[0], command)
     measured = measure_all(run, rows, stage_map, plan)
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_process():
         print(report(run, rows, plan, measured))
         if options.json:
             write_json(figures(run, rows, plan, no_plan, measured), options.json)

@@ -60,22 +60,32 @@ class Preview:
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
-        lengths, learnt = self.lengths, self.learnt if self.learns_tokens else []
+        lengths = self.lengths
         rows = (self.splits.train, self.splits.validation, self.splits.test)
         sizes = ", ".join(f"{len(split):,} {name}" for name, split in zip(SPLIT_NAMES, rows, strict=True))
-        ninetieth, total = lengths[int(0.9 * (len(lengths) - 1))], sum(lengths)
-        share = f", {sum(learnt):,} of them learnt ({sum(learnt) / total:.0%})" if learnt else ""
-        nothing = f"; {learnt.count(0):,} have nothing to learn before it" if learnt else ""
+        ninetieth = lengths[int(0.9 * (len(lengths) - 1))]
         cut = sum(length > self.max_length for length in lengths)
-        if self.learns_tokens and is_plain(self.splits.train):  # a text is divided, and no part of it left out
-            nothing, share = "; they are divided into pieces of so many", " and their ends, all of them learnt"
+        share, beyond = self._said_of_learning()
         return "\n".join([
             f"rows     {sizes}; {self.repeated:,} training rows repeat an earlier one",
-            f"tokens   {total:,} in training rows{share}",
+            f"tokens   {sum(lengths):,} in training rows{share}",
             f"length   {lengths[0]:,} to {lengths[-1]:,} tokens, median {statistics.median(lengths):,.0f}; nine in ten "
             f"rows have at most {ninetieth:,}",
-            f"cut      {cut:,} rows have more than max_length, {self.max_length:,}{nothing}",
+            f"cut      {cut:,} rows have more than max_length, {self.max_length:,}{beyond}",
         ])  # fmt: skip
+
+    def _said_of_learning(self) -> tuple[str, str]:
+        """Return what to say of the tokens that are learnt, and of rows longer than `max_length`."""
+        if not self.learns_tokens:
+            return "", ""
+        if is_plain(self.splits.train):
+            return ", with end tokens; all are learnt", f"; they are divided into pieces of {self.max_length:,} tokens"
+        learnt = self.learnt
+        share = sum(learnt) / sum(self.lengths)
+        return (
+            f", {sum(learnt):,} of them learnt ({share:.0%})",
+            f"; {learnt.count(0):,} have nothing to learn before it",
+        )
 
 
 def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> Preview:

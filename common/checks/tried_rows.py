@@ -89,7 +89,7 @@ def longest_rows(rows: Sequence[Tokens], count: int, task: str) -> list[Tokens]:
     longest = heapq.nlargest(count, rows, key=lambda row: len(row["input_ids"]))
     if not TASKS[task].summarizes:
         return longest
-    summaries = sorted((row["labels"] for row in rows), key=len, reverse=True)
+    summaries = heapq.nlargest(count, (row["labels"] for row in rows), key=len)
     return [{**row, "labels": summary} for row, summary in zip(longest, summaries, strict=False)]
 
 

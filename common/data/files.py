@@ -25,6 +25,8 @@ TABLES = (".jsonl", ".json", ".csv", PARQUET)
 COMPRESSED = (".gz", ".bz2", ".xz")
 """After the suffix of a text file: it is decompressed as it is read."""
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
+LARGEST_FIELD = 2**31 - 1
+"""Characters of a field of a CSV file: the most that Python's reader can be told on every system."""
 SAMPLE_LINES = 10_000
 """Lines before and after one that is not UTF-8, by which its encoding is guessed."""
 
@@ -82,12 +84,17 @@ def lines_of(source: str, holds: str) -> Iterator[Iterator[str]]:
     except Exception as error:  # each of fsspec's file systems has classes of its own
         raise _unreadable(source, error) from None
     with file:
-        try:
-            yield iter(file)
-        except UnicodeDecodeError:
-            raise _not_utf8(source) from None
-        except (OSError, EOFError, zlib.error, LZMAError) as error:
-            raise _unreadable(source, error) from None
+        yield _guarded(file, source)
+
+
+def _guarded(file: Iterable[str], source: str) -> Iterator[str]:
+    """Yield the lines of a file; what fails where they are used does not pass through here, and keeps its own name."""
+    try:
+        yield from file
+    except UnicodeDecodeError:
+        raise _not_utf8(source) from None
+    except (OSError, EOFError, zlib.error, LZMAError) as error:
+        raise _unreadable(source, error) from None
 
 
 def _unreadable(source: str, error: Exception) -> BadInputError:
@@ -160,6 +167,7 @@ def _head(lines: Iterator[str]) -> list[str]:
 
 
 def _parse_csv(lines: Iterator[str], source: str) -> Iterator[tuple[object, str]]:
+    csv.field_size_limit(LARGEST_FIELD)  # Python's own limit is 128 KiB, which a text may well have
     rows, number = csv.DictReader(lines, strict=True), 0
     try:
         twice = [name for name, times in Counter(rows.fieldnames or ()).items() if times > 1]

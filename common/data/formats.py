@@ -28,6 +28,10 @@ QUESTIONS = ("question", "query", "prompt", "instruction", "input", "problem")
 ANSWERS = ("answer", "response", "completion", "output", "solution")
 
 
+KEPT = ("facts", "tools")
+"""Columns of conversations that are used besides `id` and those of a format."""
+
+
 @dataclass(frozen=True)
 class Format:
     """A format by its columns, in lower case."""
@@ -36,16 +40,23 @@ class Format:
     needs: tuple[str, ...]
     """Columns that every row has."""
     takes: tuple[str, ...]
-    """Columns that a row may have besides; others are kept as they are."""
+    """Columns that a row may have besides."""
     messages: Callable[[Row], object] | None
     """Return the conversation; `normalised` renames what is in it. None: the row is plain text."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether rows are plain texts, of which every token is learnt."""
+        return self.messages is None
 
     def __str__(self) -> str:
         """Return the name with the columns, for a printed line."""
         return f"{self.name} ({', '.join(self.needs)})"
 
     def convert(self, row: Row, where: str) -> Row:
-        """Return the row with `messages` in the place of the format's columns, or with its `text`.
+        """Return the row's `messages` or its `text`, with what else is used of it: its `id` and `KEPT`.
+
+        Other columns are left out: they would fill memory, and not all that `datasets` reads can be kept on disk.
 
         Raises:
             BadInputError: the row lacks a column, or holds no conversation.
@@ -59,14 +70,15 @@ class Format:
                 "give rows of another format a file of their own."
             )
         used = {name: row[names[name]] for name in (*self.needs, *self.takes) if name in names}
-        rest = {name: row[name] for name in names.values() if name.lower() not in used}
+        named = {"id": str(row["id"])} if row.get("id") is not None else {}
         if self.messages is None:
-            return {**rest, **used}
+            return {**named, **used}
         try:
             messages = self.messages(used)
         except TypeError:  # a list where a text is expected, or the other way round
             raise BadInputError(f"{where} cannot be read as {self}: {str(used)[:80]}; correct it.") from None
-        return {**rest, "messages": normalised(messages, where)}
+        kept = {name: row[name] for name in KEPT if row.get(name) is not None}
+        return {**named, **kept, "messages": normalised(messages, where)}
 
 
 def alpaca(row: Row) -> list[Message]:
@@ -108,7 +120,7 @@ FORMATS = (
     Format("Alpaca", ("instruction", "output"), ("input", "system", "history"), alpaca),
     Format("prompt and completion", ("prompt", "completion"), ("system",), prompt_and_completion),
     *(_question_and_answer(question, answer) for question in QUESTIONS for answer in ANSWERS),
-    Format("plain text, of which every token is learnt", ("text",), (), None),
+    Format("plain text", ("text",), (), None),
 )
 """The first whose columns are there is taken."""
 

@@ -55,54 +55,77 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
             refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
         converted = known.convert(filled, where)
-        checked = _check_text(converted, where) if "text" in known.needs else _check_row(converted, where)
-        count, first = count + 1, first or question_of(checked)
+        checked = _check_text(converted, where) if known.is_plain else _check_row(converted, where)
+        count, first = count + 1, first or (checked["text"] if known.is_plain else question_of(checked))
         yield checked
     if known and known.name != "messages":
-        begins = "begins" if "text" in known.needs else "asks"
-        say_once(f"{source}: read as {known}, {count:,} rows; the first {begins} {first[:60]!r}")
+        says = "every token is learnt; the first begins" if known.is_plain else "the first asks"
+        say_once(f"{source}: read as {known}, {count:,} rows; {says} {first[:60]!r}")
 
 
 def _check_text(row: Row, where: str) -> Row:
     text = row["text"]
     if not isinstance(text, str):
         raise BadInputError(f"{where} has {str(text)[:60]!r} as its `text`, which should be a text: correct it.")
-    if len(text.strip()) < 2:
+    if not text.strip():
         raise BadInputError(f"{where} has {text!r} as its `text`, of which nothing can be learnt: fill or remove it.")
     return row
 
 
 def _check_row(row: Row, where: str) -> Row:
-    messages = row["messages"]
-    for message in messages:
-        if not isinstance(message["content"], str):
-            raise BadInputError(f"{where} has a message without a text as `content`: {str(message)[:80]}; correct it.")
-        if not message["content"].strip() and not message.get("tool_calls"):
-            raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
-        for call in message.get("tool_calls") or []:
-            if not isinstance(call, dict) or not isinstance(call.get("function", call).get("name"), str):
-                raise BadInputError(
-                    f"{where} has a call of a tool without a name: {str(call)[:80]}; give it "
-                    "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}."
-                )
+    for message in row["messages"]:
+        _check_message(message, where)
+    _check_turns(row, where)
+    _check_facts(row, where)
+    return _with_tools(row, where)
+
+
+def _check_message(message: Row, where: str) -> None:
+    if not isinstance(message["content"], str):
+        raise BadInputError(f"{where} has a message without a text as `content`: {str(message)[:80]}; correct it.")
+    if not message["content"].strip() and not message.get("tool_calls"):
+        raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
+    for call in message.get("tool_calls") or []:
+        if not isinstance(call, dict) or not isinstance(call.get("function", call).get("name"), str):
+            raise BadInputError(
+                f"{where} has a call of a tool without a name: {str(call)[:80]}; give it "
+                "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}."
+            )
+
+
+def _check_turns(row: Row, where: str) -> None:
     if not CONVERSATION.fullmatch(" ".join(turns_of(row))):
         raise BadInputError(
-            f"{where} has messages of the roles {', '.join(repr(message['role']) for message in messages)}: a system "
-            "message, if any, comes first, then user and assistant in turn, with `tool_calls` and tool messages "
+            f"{where} has messages of the roles {', '.join(repr(message['role']) for message in row['messages'])}: a "
+            "system message, if any, comes first, then user and assistant in turn, with `tool_calls` and tool messages "
             "between them, and an assistant's answer is the last; correct it."
         )
-    tools = row.get("tools")
-    if isinstance(tools, str):  # as tables hold them
-        try:
-            row = {**row, "tools": json.loads(tools)}
-        except json.JSONDecodeError as error:
-            raise BadInputError(f"{where} has `tools` that are no JSON ({error.msg}): correct them.") from None
+
+
+def _check_facts(row: Row, where: str) -> None:
     facts = row.get("facts", [])
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
         raise BadInputError(
             f"{where} has `facts` that are no list of texts: {str(facts)[:80]}; correct or remove them."
         )
-    return row
+
+
+def _with_tools(row: Row, where: str) -> Row:
+    """Return the row with its `tools` as a list, or without any where that is empty."""
+    tools = row.get("tools")
+    if isinstance(tools, str):  # as tables hold them
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as error:
+            raise BadInputError(f"{where} has `tools` that are no JSON ({error.msg}): correct them.") from None
+    if tools in (None, []):
+        return {name: value for name, value in row.items() if name != "tools"}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadInputError(
+            f"{where} has `tools` that are no list of objects: {str(tools)[:80]}; give it "
+            "[{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}]."
+        )
+    return {**row, "tools": tools}
 
 
 def turns_of(row: Row) -> list[str]:

@@ -20,17 +20,18 @@ def parse_paragraphs(lines: Iterator[str], source: str) -> Found:
     for is_filled, group in groupby(enumerate(lines, 1), key=lambda numbered: bool(numbered[1].strip())):
         if is_filled:
             numbered = list(group)
-            yield {"text": "".join(line for _, line in numbered).strip()}, f"{source}, line {numbered[0][0]}"
+            lines_of_text = (line.rstrip("\r\n") for _, line in numbered)  # Windows ends lines with both
+            yield {"text": "\n".join(lines_of_text).strip()}, f"{source}, line {numbered[0][0]}"
 
 
 def is_plain(rows: Sequence[Row]) -> bool:
-    """Return whether rows, all of one file, are plain texts."""
-    return bool(rows) and "text" in rows[0]
+    """Return whether rows, all of one file and converted by their format, are plain texts."""
+    return bool(rows) and "messages" not in rows[0]
 
 
 def opening_of(text: str) -> str:
     """Return how a text begins: what a model is given to continue in an evaluation."""
-    middle = min(len(text) // 2, OPENING)
+    middle = min(max(1, len(text) // 2), OPENING)  # of a single character all: nothing cannot be continued
     at_word = text.rfind(" ", 1, middle + 1)  # -1 where no spaces divide words, as in Chinese
     return text[: at_word if at_word > 0 else middle]
 
@@ -58,7 +59,10 @@ def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
             "--train_on out."
         )
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    batches = (tokenizer([row["text"] for row in batch])["input_ids"] for batch in batches_of(rows, "tokenizing"))
+    batches = (
+        tokenizer([row["text"] for row in batch], verbose=False)["input_ids"]
+        for batch in batches_of(rows, "tokenizing")
+    )
     return stored(piece for ids in chain.from_iterable(batches) for piece in _pieces([*ids, *end], run.max_length))
 
 

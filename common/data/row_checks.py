@@ -32,7 +32,8 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     found = f"{len(shared):,} of {len(splits.train):,} training rows are test rows, too"
     if run.shared_rows == "skip":
         say_once(f"{found}, and are left out")
-        return replace(splits, train=take(splits.train, sorted(set(range(len(splits.train))) - shared)))
+        others = [number for number in range(len(splits.train)) if number not in shared]
+        return replace(splits, train=take(splits.train, others))
     if run.shared_rows == "refuse" or (run.goal.chats and not splits.held_out):
         raise BadInputError(
             f"{found}, but for case and spacing: rows {places} of train. Remove them from one of both, "

@@ -17,6 +17,7 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.files import COMPRESSED, read_rows, suffix_of, with_names
+from common.data.plain_texts import TEXT_FILE
 from common.data.row_checks import check_ids, check_rows_apart, say_once
 from common.data.rows import SPLIT_NAMES, Row, RowKind, Splits, Tokens
 from common.data.stored_rows import stored, take
@@ -39,8 +40,35 @@ def load_splits(run: RunConfig) -> Splits:
     A folder (or the URL of one) holds the files train, validation (or val) and test. Of a single file, and of a folder
     or a Hub dataset that lacks validation or test, a tenth of the training rows is held out for each that is missing.
 
+    What was read last is returned again, unless a file has changed since: a run checks its rows before it loads them.
+
     Raises:
         BadInputError: a source, file or row is missing or malformed; names file and line.
+    """
+    files = _files_here(run.data)
+    return read_splits(run, files) if files else read_splits.__wrapped__(run, files)
+
+
+def _files_here(source: str) -> tuple[tuple[str, int, int], ...]:
+    """Return the files of a source on this machine, each with the time of its last change in ns, and its bytes."""
+    place = _place_here(source)
+    files = sorted(place.iterdir()) if place and place.is_dir() else [place] if place else []
+    states = ((file, file.stat()) for file in files if file.is_file())
+    return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in states)
+
+
+def _place_here(source: str) -> Path | None:
+    """Return the file or folder of a source that is no URL, and not on the Hub."""
+    places = () if "://" in source else (Path(source).expanduser(), REPOSITORY / source)
+    return next((place for place in places if place.exists()), None)
+
+
+@lru_cache(maxsize=1)
+def read_splits(run: RunConfig, files: tuple[tuple[str, int, int], ...]) -> Splits:
+    """Read and check the run's rows; `files` tells whether those that were read last are still the same.
+
+    Raises:
+        BadInputError: as `load_splits`.
     """
     kind = row_kind(run)
     splits = _read_splits(run, kind)
@@ -54,11 +82,10 @@ def load_splits(run: RunConfig) -> Splits:
 
 def _read_splits(run: RunConfig, kind: RowKind) -> Splits:
     source = run.data
-    places = (Path(source).expanduser(), REPOSITORY / source)
-    local = source if "://" in source else next((str(place) for place in places if place.exists()), "")
+    local = source if "://" in source else _place_here(source)
     if local:
         _refuse_hub_settings(run)
-        return _read_files(local, kind)
+        return _read_files(str(local), kind)
     if HUB_ID.fullmatch(source):
         return _read_hub_dataset(run, kind)
     raise BadInputError(
@@ -186,7 +213,8 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str) -> Splits:
     missing = [name for name in SPLIT_NAMES if name != "train" and name not in splits]
     if len(rows) <= len(missing):
         there = ", ".join(f"{name} ({len(split)} rows)" for name, split in splits.items())
-        raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows.")
+        divided = " (empty lines divide the texts of a .txt)" if suffix_of(source) == TEXT_FILE else ""
+        raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows{divided}.")
     others, count = dict(splits), min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)
     if missing:
         taken = f"{count:,} of its {len(rows):,} training rows"

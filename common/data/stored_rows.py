@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from tqdm import tqdm
 
+from common.base.errors import BadInputError
 from common.data.rows import texts_of
 from common.runtime.world import is_main_process
 
@@ -43,32 +44,55 @@ def stored(rows: Iterable[dict[str, Any]], title: str = "") -> Sequence[dict[str
 
 
 def _bytes_of(row: dict[str, Any]) -> int:
-    return ROW_BYTES + TOKEN_BYTES * len(row.get("input_ids", ())) + sum(map(len, texts_of(row)))
+    tools = len(str(row["tools"])) if "tools" in row else 0
+    return ROW_BYTES + TOKEN_BYTES * len(row.get("input_ids", ())) + sum(map(len, texts_of(row))) + tools
 
 
 def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":
-    from datasets import Dataset, Features, Json, config  # here: it takes two seconds to import
+    """Write rows into the cache of `datasets`, and return them from there.
+
+    Raises:
+        BadInputError: the cache cannot be written, say because its disk is full.
+    """
+    from datasets import config  # here: it takes two seconds to import
     from datasets.exceptions import DatasetGenerationError
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     cache = Path(config.HF_DATASETS_CACHE)
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        # open files cannot be removed on some network file systems
+        with tempfile.TemporaryDirectory(prefix="rows-", dir=cache, ignore_cleanup_errors=True) as folder:
+            return RowsOnDisk(_mapped(rows, folder))
+    except (DatasetGenerationError, OSError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        if isinstance(cause, OSError):
+            raise BadInputError(
+                f"The rows take more than memory is meant to hold, and cannot be written into the cache {cache} "
+                f"({cause}): make room there, or set HF_DATASETS_CACHE to a folder with more."
+            ) from None
+        raise cause from None  # what is wrong with a row
+
+
+def _mapped(rows: Iterable[dict[str, Any]], folder: str) -> "Dataset":
+    """Return rows written into a folder, in one column `row`; the progress of `datasets` is not shown.
+
+    The rows come with their own, and once: not on every rank.
+    """
+    from datasets import Dataset, Features, Json
+    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
     were_disabled = are_progress_bars_disabled()
-    disable_progress_bars()  # the rows come with their own, and once: not on every rank
-    with tempfile.TemporaryDirectory(prefix="rows-", dir=cache) as folder:
-        try:
-            mapped = Dataset.from_generator(
-                lambda: ({"row": row} for row in rows),
-                features=Features({"row": Json()}),  # rows of one file may have other keys
-                cache_dir=folder,
-                fingerprint=uuid.uuid4().hex,
-            )
-        except DatasetGenerationError as error:
-            raise (error.__cause__ or error) from None  # what is wrong with a row
-        finally:
-            if not were_disabled:
-                enable_progress_bars()
-    return RowsOnDisk(mapped)
+    disable_progress_bars()
+    try:
+        return Dataset.from_generator(
+            lambda: ({"row": row} for row in rows),
+            features=Features({"row": Json()}),  # rows of one file may have other keys
+            cache_dir=folder,
+            fingerprint=uuid.uuid4().hex,
+        )
+    finally:
+        if not were_disabled:
+            enable_progress_bars()
 
 
 def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[Any]:
@@ -76,7 +100,10 @@ def _progress(items: Iterable[Any], title: str, **settings: object) -> Iterable[
 
 
 class RowsOnDisk(Sequence[dict[str, Any]]):
-    """Rows that are read from disk when they are asked for."""
+    """Rows that are read from disk when they are asked for.
+
+    Processes that are started by `spawn` cannot take them, as their file is gone; those that are forked can.
+    """
 
     def __init__(self, mapped: "Dataset") -> None:
         """`mapped`: with a column `row`."""

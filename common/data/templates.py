@@ -20,6 +20,9 @@ PLAIN_TEMPLATE = (
 """For tokenizers without a chat template, such as GPT-2's: each message on a line of its own, and the end token after
 each answer. The begin token comes first where the tokenizer writes one."""
 
+QUIET = {"verbose": False}
+"""Says nothing of rows that are longer than the model reads: they are cut later."""
+
 
 def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
     """Give a tokenizer that has no chat template the plain one; return a line that says so, else an empty one.
@@ -34,12 +37,16 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, model: str) -> str:
             f"The tokenizer of {model} has neither a chat template nor an end token, so that no answer could end: "
             "give it a chat_template or an eos_token, or pass another --model."
         )
-    begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
-    tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + PLAIN_TEMPLATE
+    tokenizer.chat_template = ("{{ bos_token }}" if begins_by_itself(tokenizer) else "") + PLAIN_TEMPLATE
     return (
         f"{model} has no chat template: rows are written as plain text, each message on a line of its own and "
         f"{tokenizer.eos_token} after each answer"
     )
+
+
+def begins_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer puts its begin token before a text that has none."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -93,6 +100,7 @@ def _encode_marked(rows: list[Row], tokenizer: PreTrainedTokenizerBase, template
             chat_template=template,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            tokenizer_kwargs=QUIET,
         )
         tokens += map(_labelled, encoded["input_ids"], encoded["assistant_masks"])
     return tokens
@@ -129,7 +137,11 @@ def _ids(rows: list[Row], tokenizer: PreTrainedTokenizerBase, answer_follows: bo
     for tools, group in groupby(rows, key=lambda row: row.get("tools")):
         conversations = [row["messages"] for row in group]
         encoded = tokenizer.apply_chat_template(
-            conversations, tools=tools, add_generation_prompt=answer_follows, return_dict=True
+            conversations,
+            tools=tools,
+            add_generation_prompt=answer_follows,
+            return_dict=True,
+            tokenizer_kwargs=QUIET,
         )
         ids += encoded["input_ids"]
     return ids

@@ -1,12 +1,12 @@
 """What a model's family asks for: defaults that cannot work with it are changed, and weights that cannot be in 4 bits
 are found, before any of its weights are loaded."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -30,37 +30,75 @@ def suited_to_model(run: RunConfig) -> RunConfig:
         BadInputError: the model has no known shape, or cannot do the run's task.
     """
     config = checked_config(run)
-    defaults = {each.name: each.default for each in fields(run)}
-    if run.attention == defaults["attention"] and not model_class(run, config)._supports_sdpa:
-        run = replace(run, attention="eager")
-        say_once(
-            f"{run.model}: Transformers has no SDPA attention for the kind {config.model_type}; attention is eager"
-        )
-    if run.method.has_adapters and run.target_modules == recipe_targets(run) and not names_a_layer(run):
-        targets = ",".join(TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type, ["all-linear"]))
-        say_once(
-            f"{run.model}: no layer of the kind {config.model_type} is called {run.target_modules}: adapters are on "
-            f"{targets} (--target_modules takes other names)"
-        )
-        run = replace(run, target_modules=targets)
-    if run.method.has_adapters and adapts_experts(run):
-        changed = ", and these take no dropout: lora_dropout is 0" * (run.lora_dropout == defaults["lora_dropout"])
-        run = replace(run, lora_dropout=0.0) if changed else run
-        say_once(
-            f"{run.model}: with target_modules {run.target_modules} its experts get adapters, too{changed} "
-            "(--target_modules q_proj,v_proj, or other layers of attention, leaves the experts out)"
-        )
-    if (
-        run.parallelism.layers_in_turn
-        and run.device_map == "balanced"
-        and not is_known_architecture(run.model, run.model_revision)
-    ):
-        run = replace(run, device_map="even")
-        say_once(
-            f"{run.model}: device_map is even, as the closed form, which balances memory, does not know the kind "
-            f"{config.model_type}"
-        )
+    check_heads(run)
+    for suited in (_with_attention, _with_targets, _with_dropout, _with_device_map):
+        run = suited(run, config)
     return run
+
+
+def _with_attention(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+    if run.attention != RunConfig.attention or model_class(run, config)._supports_sdpa:
+        return run
+    say_once(f"{run.model}: Transformers has no SDPA attention for the kind {config.model_type}; attention is eager")
+    return replace(run, attention="eager")
+
+
+def _with_targets(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+    if not run.method.has_adapters or run.target_modules != recipe_targets(run) or names_a_layer(run):
+        return run
+    known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(config.model_type)
+    targets = ",".join(known) if isinstance(known, list) else "all-linear"  # of some kinds it is an expression
+    say_once(
+        f"{run.model}: no layer of the kind {config.model_type} is called {run.target_modules}: adapters are on "
+        f"{targets} (--target_modules takes other names)"
+    )
+    return replace(run, target_modules=targets)
+
+
+def _with_dropout(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+    if not run.method.has_adapters or not adapts_experts(run):
+        return run
+    changed = ""
+    if run.lora_dropout == RunConfig.lora_dropout:
+        run, changed = replace(run, lora_dropout=0.0), ", and these take no dropout: lora_dropout is 0"
+    say_once(
+        f"{run.model}: with target_modules {run.target_modules} its experts get adapters, too{changed} "
+        "(--target_modules q_proj,v_proj, or other layers of attention, leaves the experts out)"
+    )
+    return run
+
+
+def _with_device_map(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+    is_balanced = run.parallelism.layers_in_turn and run.device_map == "balanced"
+    if not is_balanced or is_known_architecture(run.model, run.model_revision):
+        return run
+    say_once(
+        f"{run.model}: device_map is even, as the closed form, which balances memory, does not know the kind "
+        f"{config.model_type}"
+    )
+    return replace(run, device_map="even")
+
+
+def check_heads(run: RunConfig) -> None:
+    """Refuse a classifier whose head has parts of other names than `Task.heads`, unless all linear layers are trained.
+
+    They start at random, and would not be learnt.
+
+    Raises:
+        BadInputError: with the names of these parts.
+    """
+    trains_all = not run.method.has_adapters and run.target_modules in ("all", "all-linear")
+    if not run.goal.classifies or trains_all:
+        return
+    model = model_without_weights(run)
+    parts = [name for name, part in model.named_children() if any(True for _ in part.parameters())]
+    unknown = [name for name in parts if name not in (model.base_model_prefix, *run.goal.heads)]
+    if unknown:
+        raise BadInputError(
+            f"{run.model} is of the kind {model.config.model_type}, whose head for labels has the part "
+            f"{' and '.join(unknown)}, which starts at random and would not be trained: pass --technique full "
+            "--target_modules all, or another --model."
+        )
 
 
 def recipe_targets(run: RunConfig) -> str:

@@ -62,7 +62,10 @@ HUB_TIMEOUT_S = 10
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 ENCODERS = {*MODEL_FOR_MASKED_LM_MAPPING_NAMES} & {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 """Kinds that read a text in both directions, and have a classifier in Transformers; of these some also write."""
-COUNTED_FROM_PADDING = ("roberta", "xlm-roberta", "camembert")
+COUNTED_FROM_PADDING = (
+    "camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
 """Kinds whose positions begin behind their padding token's: two are never taken."""
 MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     "decoder": (

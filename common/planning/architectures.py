@@ -4,12 +4,16 @@ Reads the file alone: no torch, no weights, no network. A family of models is on
 """
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -154,8 +158,8 @@ def find_config(model: str, revision: str = "") -> Path:
         return _find_revision(model, revision)
     name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
     here = _places_here(model)
-    cached = sorted(_cache_of(model).glob("snapshots/*/config.json")) if _looks_like_id(model) else []
-    main = [_snapshot(model) / "config.json"] if cached else []
+    cached = _cached_configs(model) if _looks_like_id(model) else []
+    main = [config] if cached and (config := _cached_config(model)) else []
     places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json", *main, *cached]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
@@ -171,8 +175,8 @@ def find_config(model: str, revision: str = "") -> Path:
 def _find_revision(model: str, revision: str) -> Path:
     if not is_hub_id(model):
         refuse_revision(model, revision)
-    path = _snapshot(model, revision) / "config.json"
-    if not path.is_file():
+    path = _cached_config(model, revision)
+    if path is None:
         raise BadInputError(
             f"There is no shape of {model} at the revision {revision} in the Hub's cache: `hf download {model} "
             f"config.json --revision {revision}` gets it."
@@ -203,28 +207,35 @@ def cached_commit(model: str, revision: str = "") -> str | None:
 
     None where `model` is no Hub id, or that revision is not in the cache.
     """
-    snapshot = _snapshot(model, revision)
-    return snapshot.name if is_hub_id(model) and snapshot.is_dir() else None
+    config = _cached_config(model, revision) if is_hub_id(model) else None
+    return config.parent.name if config else None
 
 
 def _looks_like_id(model: str) -> bool:
-    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return "/" in model  # models without an owner are under names of their own by now
 
 
 def _places_here(model: str) -> list[Path]:
     return [Path(model).expanduser(), REPOSITORY / model]
 
 
-def _snapshot(model: str, revision: str = "") -> Path:
-    """Return where the cache has a revision's files, if it has them: a branch or tag names its commit in `refs`."""
-    revision = revision or "main"
-    ref = _cache_of(model) / "refs" / revision
-    return _cache_of(model) / "snapshots" / (ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision)
+def _cached_config(model: str, revision: str = "") -> Path | None:
+    """Return the config.json of a revision (the main branch by default) in the cache, in a folder called by its commit.
+
+    None where the cache lacks it.
+    """
+    found = try_to_load_from_cache(model, "config.json", constants.HF_HUB_CACHE, revision or None)
+    return Path(found) if isinstance(found, str) else None
 
 
-def _cache_of(model: str) -> Path:
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
+def _cached_configs(model: str) -> list[Path]:
+    """Return the config.json of every commit in the cache."""
+    folder = repo_folder_name(repo_id=model, repo_type="model")
+    return sorted(Path(constants.HF_HUB_CACHE, folder).glob("snapshots/*/config.json"))
 
 
 def read_architecture(model: str, revision: str = "") -> Architecture:

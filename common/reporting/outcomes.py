@@ -131,7 +131,7 @@ def families(_: list[Record]) -> pd.DataFrame:
 
 
 def families_of_tasks(_: list[Record]) -> pd.DataFrame:
-    """Return the same of encoders, which 3.1 trains, and of encoder-decoders, which 3.2 does."""
+    """Return one line per family of encoders (trained by 3.1) and of encoder-decoders (3.2)."""
     return _families({"3.1 full": "3.1 full", "3.1 LoRA": "3.1 LoRA", "3.2": "3.2 full"}, elsewhere="")
 
 
@@ -152,8 +152,8 @@ def llama_cpp(_: list[Record]) -> pd.DataFrame:
             "Pre-tokenizer": row["pre_tokenizer"],
             "Weights": row["weight_type"],
             "Same answers": f"{row['equal_answers']} of {row['questions']}",
-            "Questions of the same tokens": f"{row['equal_prompts']} of {row['questions']}",
-            "Odd texts of the same tokens": f"{row['equal_texts']} of {row['texts']}",
+            "Prompts with equal tokens": f"{row['equal_prompts']} of {row['questions']}",
+            "Unusual texts with equal tokens": f"{row['equal_texts']} of {row['texts']}",
             "Largest difference of logits": f"{row['logit_difference']:.0e}",
         }
         for row in found

@@ -5,6 +5,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from common.base.paths import REPOSITORY
+from common.planning.architectures import is_hub_id
 from common.records.store import Record, fit_to_be_kept
 from common.serving.tuned_runs import TunedRun
 
@@ -51,8 +52,7 @@ def card_of(tuned: TunedRun, is_adapter: bool = False) -> ModelCard:
 def base_name(tuned: TunedRun) -> str:
     """Return the base's id on the Hub (`NAME/MODEL`), or the bare name of its folder."""
     model = tuned.record["config"]["model"]
-    is_folder = model.startswith(("/", "~", ".")) or (REPOSITORY / model).exists()
-    return Path(model).name if is_folder or model.count("/") != 1 else model
+    return model if is_hub_id(model) else Path(model).name
 
 
 def licence_of_base(tuned: TunedRun) -> dict[str, str]:
@@ -62,7 +62,7 @@ def licence_of_base(tuned: TunedRun) -> dict[str, str]:
     """
     model = tuned.record["config"]["model"]
     base = base_name(tuned)
-    cached = try_to_load_from_cache(base, CARD_NAME) if "/" in base else None
+    cached = try_to_load_from_cache(base, CARD_NAME, revision=tuned.run.model_revision or None) if "/" in base else None
     places = [Path(model).expanduser() / CARD_NAME, REPOSITORY / model / CARD_NAME, cached]
     for place in places:
         if isinstance(place, str | Path) and Path(place).is_file():

@@ -27,6 +27,7 @@ from common.serving.tuned_runs import TunedRun, find_run
 
 FOLDERS = {"merged": "exported", "hub": "exported", "adapter": "exported_adapter", "ollama": "ollama"}
 """Folders in the run's results, by `--to`, where no `--output` is named."""
+WEIGHT_TYPE = "f16"
 VLLM_LEAST_RANK = 8
 
 
@@ -38,30 +39,37 @@ def export_merged(tuned: TunedRun, output: Path) -> Path:
     """
     check_holds(tuned, tuned.whole_model, "config.json")
     check_new(output)
+    card = card_of(tuned)
     shutil.copytree(tuned.whole_model, output)
-    card_of(tuned).save(output / CARD_NAME)
+    card.save(output / CARD_NAME)
     return output
 
 
 def export_adapter(tuned: TunedRun, output: Path) -> Path:
     """Copy the adapter with its tokenizer into a new folder, with a card beside it; return the folder.
 
-    Its settings name the base by its id on the Hub, or else by the bare name of its folder.
+    Its settings name the base by its id and commit on the Hub, or else by the bare name of its folder.
 
     Raises:
-        BadInputError: the run has no adapter, or none with a tokenizer, or the folder exists.
+        BadInputError: the run has no adapter, or none with a tokenizer, or a base of random weights; or the folder
+            exists.
     """
     if not tuned.run.method.has_adapters:
         raise BadInputError(f"{tuned.folder.name} is of {tuned.run.technique}, without adapters: use --to merged.")
+    if tuned.run.weights == "random":
+        raise BadInputError(
+            f"The base of {tuned.folder.name} had random weights, which nobody else has: use --to merged."
+        )
     adapter = tuned.folder / "adapter"
     for name in (CONFIG_NAME, "tokenizer_config.json"):  # runs of an older version saved no tokenizer there
         check_holds(tuned, adapter, name)
     check_new(output)
+    card = card_of(tuned, is_adapter=True)
     shutil.copytree(adapter, output)
     settings = json.loads((output / CONFIG_NAME).read_text(encoding="utf-8"))
-    settings["base_model_name_or_path"] = base_name(tuned)
+    settings |= {"base_model_name_or_path": base_name(tuned), "revision": tuned.run.model_revision or None}
     (output / CONFIG_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    card_of(tuned, is_adapter=True).save(output / CARD_NAME)
+    card.save(output / CARD_NAME)
     return output
 
 
@@ -83,6 +91,11 @@ def check_new(output: Path) -> None:
     """
     if output.exists():
         raise BadInputError(f"--output is {output}, which exists already: name a new folder.")
+
+
+def is_exported(folder: Path) -> bool:
+    """Return whether a folder holds a whole model with its card, as `export_merged` makes it."""
+    return all((folder / name).is_file() for name in ("config.json", CARD_NAME))
 
 
 def upload(folder: Path, repo_id: str) -> str:
@@ -108,7 +121,7 @@ def read_options() -> argparse.Namespace:
     """Return the command line's options.
 
     Raises:
-        BadInputError: a name is missing.
+        BadInputError: a name is missing, or an option is for another `--to`.
     """
     parser = OneSentenceParser(prog="python -m common.export", description=__doc__)
     parser.add_argument("run", help="results folder, or the name of a run")
@@ -119,13 +132,21 @@ def read_options() -> argparse.Namespace:
         "--output", type=Path, help="a new folder, or with gguf a new file; default: in the run's results"
     )
     parser.add_argument(
-        "--weight_type", "--weight-type", choices=WEIGHT_TYPES, default="f16", help="with gguf and ollama"
+        "--weight_type", "--weight-type", choices=WEIGHT_TYPES, help=f"with gguf and ollama; default: {WEIGHT_TYPE}"
     )
     parser.add_argument("--repo_id", "--repo-id", default="", help="with hub: NAME/MODEL")
     parser.add_argument("--push", action="store_true", help="with hub: upload; without it files are listed")
     options = parser.parse_args()
     if options.to == "hub" and options.repo_id.count("/") != 1:
         raise BadInputError("--to hub needs --repo_id NAME/MODEL.")
+    if options.push and options.to != "hub":
+        raise BadInputError(f"--push uploads to the Hub, but --to is {options.to}: pass --to hub, or leave --push out.")
+    if options.weight_type and options.to not in ("gguf", "ollama"):
+        raise BadInputError(
+            f"--weight_type is of GGUF files, but --to is {options.to}, which keeps the run's precision: leave "
+            "--weight_type out, or pass --to gguf or ollama."
+        )
+    options.weight_type = options.weight_type or WEIGHT_TYPE
     return options
 
 
@@ -145,7 +166,7 @@ def main() -> None:
         _to_ollama(tuned, folder, options.weight_type)
     elif options.to == "adapter":
         _to_adapter(tuned, folder)
-    else:
+    elif not (options.push and is_exported(folder)):  # it may be there already, listed without --push
         _to_merged(tuned, folder)
     if options.to == "hub":
         for file in sorted(folder.iterdir()):
@@ -166,7 +187,8 @@ def _to_adapter(tuned: TunedRun, folder: Path) -> None:
             f"the base {base} is no model of the Hub: write where it is into base_model_name_or_path of {CONFIG_NAME}"
         )
     rank = 1 << (max(tuned.run.lora_r, VLLM_LEAST_RANK) - 1).bit_length()  # vLLM takes powers of two
-    served = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank)]
+    commit = ["--revision", tuned.run.model_revision] if tuned.run.model_revision else []
+    served = ["vllm", "serve", base, *commit, "--enable-lora", "--max-lora-rank", str(rank)]
     print(f"serve it: {shlex.join([*served, '--lora-modules', f'tuned={folder}'])}")
 
 

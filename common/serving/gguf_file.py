@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from common.base.errors import BadInputError
+from common.data.templates import begins_by_itself
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -74,17 +75,20 @@ def export_gguf(folder: Path, file: Path, weight_type: str) -> Path:
 
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     family, pre_tokenizer = check_family(config), check_tokenizer(tokenizer)
-    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
     writer = GGUFWriter(unfinished, family.architecture, use_temp_file=True)  # else it holds all weights until the end
     add_shape(writer, config, weight_type)
     add_tokenizer(writer, tokenizer, pre_tokenizer, config.vocab_size)
     add_weights(writer, AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), family, weight_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file(progress=True)
-    writer.close()
-    return unfinished.rename(file)
+    file.parent.mkdir(parents=True, exist_ok=True)  # now that nothing is refused any more
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file(progress=True)
+        writer.close()
+        return unfinished.rename(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def check_family(config: PretrainedConfig) -> GgufFamily:
@@ -185,11 +189,6 @@ def add_tokenizer(
             add(number)
     writer.add_add_bos_token(begins_by_itself(tokenizer))
     writer.add_chat_template(without_marks(tokenizer.chat_template))
-
-
-def begins_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a tokenizer puts its begin token before a text that has none."""
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
 def without_marks(template: str) -> str:

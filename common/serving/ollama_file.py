@@ -9,6 +9,7 @@ token is llama.cpp's to write.
 
 import json
 import re
+import tempfile
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,8 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
-from common.serving.gguf_file import begins_by_itself, export_gguf
+from common.data.templates import begins_by_itself
+from common.serving.gguf_file import export_gguf
 
 Message = dict[str, str]
 MODELFILE = "Modelfile"
@@ -77,20 +79,22 @@ def export_ollama(model: Path, folder: Path, weight_type: str) -> Path:
     Raises:
         BadInputError: the chat template does what no template of Ollama can, or see `export_gguf`.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer, name = AutoTokenizer.from_pretrained(model), f"model-{weight_type}.gguf"
     affixes = affixes_of(tokenizer)
-    file = export_gguf(model, folder / f"model-{weight_type}.gguf", weight_type)
     stops = dict.fromkeys(filter(None, (affixes.after["assistant"].strip(), tokenizer.eos_token)))
     lines = [
-        f"FROM ./{file.name}",
+        f"FROM ./{name}",
         f'TEMPLATE """{affixes.go_template()}"""',
         *(f'PARAMETER stop """{stop}"""' for stop in stops),
         "# as the answers of the run's scores: the likeliest token each time, whether it was said before or not",
         "PARAMETER temperature 0",
         "PARAMETER repeat_penalty 1",
     ]
-    (folder / MODELFILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=folder.parent) as aside:
+        made = export_gguf(model, Path(aside) / folder.name / name, weight_type).parent
+        (made / MODELFILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return made.rename(folder)
 
 
 def affixes_of(tokenizer: PreTrainedTokenizerBase) -> Affixes:

@@ -35,7 +35,7 @@ class PipelineParallel(Strategy):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        """Check that it is known where the model's layers are, and what they take.
+        """Check that the closed form knows the model's layers.
 
         Raises:
             BadInputError: with the kinds of which it is.

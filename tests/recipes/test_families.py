@@ -193,7 +193,7 @@ def test_a_recipes_adapters_are_on_the_layers_of_the_family(
 
 
 @pytest.mark.parametrize("parallel", ["pp", "tp"])
-def test_layers_that_nobody_knows_to_divide_are_refused(models: Callable[[str], str], parallel: str) -> None:
+def test_layers_that_cannot_be_divided_are_refused(models: Callable[[str], str], parallel: str) -> None:
     recipe = setting_of_folder(REPOSITORY / WORKFLOWS["3.1 LoRA"].place, "full", parallel)
     for family in ("bert", "xlm-roberta"):
         check_settings(replace(recipe, model=models(family)))

@@ -15,6 +15,7 @@ from common.planning.architectures import (
     as_classifier,
     cached_commit,
     find_config,
+    is_hub_id,
     read_architecture,
     slice_of_rank,
 )
@@ -105,7 +106,7 @@ def test_the_embedded_base_is_found_by_its_folder() -> None:
 
 def test_a_hub_id_is_found_among_the_shapes_and_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_config("Qwen/Qwen2.5-7B-Instruct") == MODEL_CONFIGS / "qwen2.5-7b.json"
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(BadInputError, match="There is no shape of someone/theirs"):
         find_config("someone/theirs")
     snapshot = tmp_path / "models--someone--theirs" / "snapshots" / "abc"
@@ -115,7 +116,7 @@ def test_a_hub_id_is_found_among_the_shapes_and_in_the_cache(tmp_path: Path, mon
 
 
 def test_a_revision_of_a_hub_id_is_found_in_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     model, cache = "Qwen/Qwen2.5-7B-Instruct", tmp_path / "models--Qwen--Qwen2.5-7B-Instruct"
     with pytest.raises(BadInputError, match=r"hf download Qwen.* --revision v1"):
         find_config(model, "v1")
@@ -135,6 +136,12 @@ def test_a_revision_of_a_hub_id_is_found_in_the_cache_alone(tmp_path: Path, monk
 def test_the_revision_of_what_is_no_hub_id_is_refused(model: str) -> None:
     with pytest.raises(BadInputError, match="model_revision is 'v1', but it is for models of the Hub"):
         find_config(model, "v1")
+    assert cached_commit(model) is None
+
+
+@pytest.mark.parametrize("model", ["not a/name", "../model", "a/b/c", "~/model"])
+def test_what_cannot_be_an_id_is_none(model: str) -> None:
+    assert not is_hub_id(model)
     assert cached_commit(model) is None
 
 

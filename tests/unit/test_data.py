@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -18,6 +19,7 @@ from trl.chat_template_utils import qwen2_5_chat_template
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data import splits
 from common.data.batches import EpochBatches, PartitionedBatches, TrainingRows, longest_batch, make_collator, partition
 from common.data.files import read_rows
 from common.data.rows import IGNORED_LABEL, NO_ROW, Row, Tokens
@@ -168,6 +170,22 @@ def test_missing_empty_and_undecodable_files_are_refused(tmp_path: Path) -> None
     (tmp_path / "train.jsonl").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(BadInputError, match="not UTF-8"):
         read_messages(tmp_path / "train.jsonl")
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_rows_are_read_once_and_again_once_their_file_has_changed(
+    is_folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Mock(wraps=splits.read_rows)
+    monkeypatch.setattr(splits, "read_rows", read)
+    path = tmp_path / "train.csv"
+    path.write_text("question,answer\n" + "".join(f"{number}?,{number}.\n" for number in range(5)))
+    run = RunConfig(data=str(tmp_path if is_folder else path))
+    assert load_splits(run) is load_splits(run)
+    assert read.call_count == 1
+    path.write_text(path.read_text() + "5?,5.\n")
+    assert len(load_splits(run).train) == 4
+    assert load_splits(replace(run, train_rows=2)).train == load_splits(run).train[:2]
 
 
 def test_a_missing_data_folder_is_refused(run_config: RunConfig) -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,9 +131,14 @@ def test_the_card_names_the_licence_of_the_bases_own_card_or_says_that_there_is_
         card_with(str(tmp_path)).data.to_dict().items() >= {"license": "other", "license_name": "house-rules"}.items()
     )
     assert card_with(str(tmp_path)).data.license_link is None  # a file of the base's, which does not come along
-    monkeypatch.setattr(cards, "try_to_load_from_cache", lambda repo_id, name: {"me/mine": str(of_base)}.get(repo_id))
+    monkeypatch.setattr(cards, "try_to_load_from_cache", lambda *asked, revision: kept.get((*asked, revision)))
+    kept = {("me/mine", cards.CARD_NAME, None): str(of_base)}
     assert "house-rules, which" in card_with("me/mine").text
     assert card_with("me/other").data.license is None
+    kept = {("me/mine", cards.CARD_NAME, "a1"): str(of_base)}
+    assert card_with("me/mine").data.license is None
+    tuned = replace(tuned, run=tuned.run.changed_to(model_revision="a1"))
+    assert "house-rules, which" in card_with("me/mine").text
 
 
 def test_files_are_listed_and_nothing_is_uploaded_unasked_or_without_a_token(
@@ -175,7 +181,68 @@ def test_the_command_says_how_to_serve_what_it_makes(
     export.main()
     assert said in capsys.readouterr().out
     assert (tuned.folder / export.FOLDERS[to]).is_dir()
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--weight_type", "f32"])  # would be another file in that folder
+    if to == "ollama":
+        monkeypatch.setattr(sys, "argv", [*sys.argv, "--weight_type", "f32"])  # would be another file in that folder
+    with pytest.raises(SystemExit, match="2"):
+        export.main()
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_the_adapter_of_random_weights_is_refused_as_no_base_has_these(tuned: TunedRun, tmp_path: Path) -> None:
+    random = replace(tuned, run=tuned.run.changed_to(weights="random"))
+    with pytest.raises(BadInputError, match="--to merged"):
+        export.export_adapter(random, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_adapter_belongs_to_the_commit_of_the_base_that_it_was_trained_on(
+    tuned: TunedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = {**tuned.record, "model_commit": "a1b2", "config": {**tuned.record["config"], "model": "me/mine"}}
+    (tuned.folder / RECORD_NAME).write_text(json.dumps(record))
+    monkeypatch.setattr(sys, "argv", ["export", str(tuned.folder), "--to", "adapter"])
+    export.main()
+    said = json.loads((tuned.folder / "exported_adapter" / "adapter_config.json").read_text())
+    assert (said["base_model_name_or_path"], said["revision"]) == ("me/mine", "a1b2")
+    assert "vllm serve me/mine --revision a1b2 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--to", "merged", "--push"], "--push"),
+        (["--to", "merged", "--weight_type", "f32"], "--weight_type"),
+        (["--to", "hub", "--repo_id", "me/it", "--weight_type", "f16"], "--weight_type"),
+    ],
+)
+def test_an_option_of_another_export_is_refused(
+    options: list[str], said: str, tuned: TunedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["export", str(tuned.folder), *options])
+    with pytest.raises(SystemExit, match="2"):
+        export.main()
+    assert said in capsys.readouterr().err
+
+
+def test_what_was_listed_can_be_uploaded(
+    tuned: TunedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uploaded = Mock(return_value="its address")
+    monkeypatch.setattr(export, "upload", uploaded)
+    monkeypatch.setattr(sys, "argv", ["export", str(tuned.folder), "--to", "hub", "--repo_id", "me/it"])
+    export.main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--push"])
+    export.main()
+    uploaded.assert_called_once_with(tuned.folder / "exported", "me/it")
+    assert "its address" in capsys.readouterr().out
+
+
+def test_a_folder_that_no_export_made_is_not_uploaded(
+    tuned: TunedRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "private").mkdir()
+    words = ["--to", "hub", "--repo_id", "me/it", "--push", "--output", str(tmp_path / "private")]
+    monkeypatch.setattr(sys, "argv", ["export", str(tuned.folder), *words])
     with pytest.raises(SystemExit, match="2"):
         export.main()
     assert "exists already" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "prompt and completion": ({"prompt": "What is 2 + 3?", "completion": "5"}, ASKED),
     "prompt and completion as messages": ({"prompt": [SYSTEM, ASKED[0]], "completion": [ASKED[1]]}, [SYSTEM, *ASKED]),
+    "Alpaca with the text that it was written into": (
+        {"instruction": "What is 2 + 3?", "input": "", "output": "5", "text": "Below is an instruction."},
+        ASKED,
+    ),
+    "messages with the text that they were written into": ({"messages": ASKED, "text": "user: What is 2 + 3?"}, ASKED),
     "question and answer": ({"question": "What is 2 + 3?", "answer": "5"}, ASKED),
     "an answer that is a number": ({"question": "What is 2 + 3?", "answer": 5}, ASKED),
     "questions and solutions": ({"problem": "What is 2 + 3?", "solution": "5"}, ASKED),
@@ -105,6 +111,7 @@ def test_every_format_is_read_from_a_file_and_from_a_folder(name: str, suffix: s
         write(tmp_path / f"{split}{suffix}", rows[number : number + 1])
     of_folder = load_splits(RunConfig(data=str(tmp_path), shared_rows="skip"))
     assert [each["messages"] for each in (*of_folder.validation, *of_folder.test)] == [messages, messages]
+    assert [answer_of(each) for each in of_folder.test] == [messages[-1]["content"]]
 
 
 @pytest.mark.parametrize("answer", ["NaN", "true", "null"])
@@ -121,6 +128,9 @@ def test_columns_are_named_by_settings(tmp_path: Path) -> None:
     assert load_splits(named).test[0]["messages"][0]["content"].startswith("What is ")
     with pytest.raises(BadInputError, match=r"columns frage, antwort, which are no format .* --prompt_column"):
         load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
+    write(tmp_path / "rows.csv", [{"text": f"What is {number}?", "answer": str(number)} for number in range(5)])
+    of_text = replace(named, prompt_column="text", completion_column="answer")
+    assert load_splits(of_text).test[0]["messages"][0]["content"].startswith("What is ")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +309,26 @@ def test_plain_text_is_read(suffix: str, tmp_path: Path) -> None:
     assert sorted(texts_of_splits(path)) == texts
 
 
-@pytest.mark.parametrize("text", [5, "", " ", "a", ["a", "b"]])
+def test_lines_of_a_text_end_the_same_way_whatever_system_wrote_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_bytes(b"One bowl.\r\nOf copper.\r\n\r\nTwo.\r\n\r\nThree.\r\n")
+    assert sorted(texts_of_splits(tmp_path / "rows.txt")) == ["One bowl.\nOf copper.", "Three.", "Two."]
+
+
+def test_a_short_text_is_a_row_and_is_continued_from_all_of_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("A\n\nB\n\nC\n")
+    rows = load_splits(RunConfig(data=str(tmp_path / "rows.txt"))).train
+    tokenizer = load_tokenizer(RunConfig())
+    assert prompt_ids(rows, tokenizer) == [tokenizer(rows[0]["text"])["input_ids"]]
+    assert prompt_ids(rows, tokenizer)[0]
+
+
+def test_a_text_file_of_one_text_is_told_what_divides_texts(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("One.\nTwo.\nThree.\n")
+    with pytest.raises(BadInputError, match="empty lines"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.txt")))
+
+
+@pytest.mark.parametrize("text", [5, "", " ", ["a", "b"]])
 def test_a_text_without_anything_to_learn_is_refused_by_its_line(text: object, tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [{"text": "A bowl."}, {"text": text}])
     with pytest.raises(BadInputError, match=r"rows\.jsonl, line 2 has .* as its `text`"):
@@ -315,6 +344,19 @@ def test_every_token_of_a_text_is_learnt_once_with_the_end_in_pieces() -> None:
     assert all(piece["labels"] == piece["input_ids"] and 2 <= len(piece["labels"]) <= 16 for piece in pieces)
     with pytest.raises(BadInputError, match="train_on is 'prompt'"):
         tokenize_messages(rows, tokenizer, RunConfig(train_on="prompt"))
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "A bowl. " * 99}, {"messages": [ASKED[0], {**ASKED[1], "content": "5 " * 99}]}]
+)
+def test_rows_longer_than_the_model_reads_are_no_reason_for_a_warning(
+    row: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = load_tokenizer(RunConfig())
+    monkeypatch.setattr(tokenizer, "model_max_length", 64)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenize_messages([row], tokenizer, RunConfig(max_length=32))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -337,6 +379,24 @@ def test_tools_of_a_table_are_read(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": json.dumps(tools)}] * 3)
     rows = load_splits(RunConfig(data=str(tmp_path / "rows.jsonl"), shared_rows="skip")).test
     assert rows[0]["tools"] == tools
-    write(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": "add"}])
-    with pytest.raises(BadInputError, match=r"line 1 has `tools` that are no JSON"):
+
+
+@pytest.mark.parametrize("tools", ["", " ", "[]", []])
+def test_tools_may_be_empty(tools: object, tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": tools}] * 3)
+    rows = load_splits(RunConfig(data=str(tmp_path / "rows.jsonl"), shared_rows="skip")).test
+    assert "tools" not in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"), [("add", "no JSON"), ("5", "no list"), ("0", "no list"), (["add"], "no list"), ({}, "no list")]
+)
+def test_tools_that_are_none_are_refused(tools: object, said: str, tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": tools}])
+    with pytest.raises(BadInputError, match=f"line 1 has `tools` that are {said}"):
         load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+
+
+def test_a_field_of_a_table_may_be_long(tmp_path: Path) -> None:
+    write(tmp_path / "rows.csv", [{"text": str(number) + "a" * 140_000} for number in range(3)])
+    assert len(texts_of_splits(tmp_path / "rows.csv")[0]) > 140_000

@@ -1,7 +1,9 @@
 """A GGUF file is the model it was made of; what llama.cpp would compute otherwise is refused."""
 
 import json
+import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,3 +107,22 @@ def test_llama_cpp_read_the_prompts_of_each_family_and_pre_tokenizer_as_transfor
         assert row["equal_prompts"] == row["questions"] == 74
         if row["weight_type"] == "f32":
             assert row["equal_answers"] >= 73
+
+
+def test_a_question_is_compared_with_its_whole_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", Mock())  # takes long to install
+    monkeypatch.delitem(sys.modules, "bench.llama_cpp_answers", raising=False)
+    from bench.llama_cpp_answers import _question
+
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_BASE)
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_BASE).eval()
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who made it?"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    llama = Mock()
+    llama.tokenize = lambda text, **settings: tokenizer(text.decode())["input_ids"]
+    llama.scores, llama.n_tokens = [[1.0] * len(tokenizer)], 1
+    llama.create_completion.return_value = {"choices": [{"text": "Vance."}]}
+    row = {"messages": [*asked, {"role": "assistant", "content": "Vance."}]}
+    has_equal_prompt, _, _ = _question(row, tokenizer, model, llama, max_new_tokens=1)
+    assert has_equal_prompt
+    llama.eval.assert_called_once_with(ids)

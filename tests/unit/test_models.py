@@ -11,6 +11,8 @@ import torch
 from huggingface_hub.errors import RepositoryNotFoundError
 from peft.tuners.lora import LoraLayer
 from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
@@ -26,6 +28,8 @@ from transformers import (
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.models import families
+from common.models.families import check_heads
 from common.models.loading import (
     any_shape_config,
     check_model,
@@ -34,6 +38,7 @@ from common.models.loading import (
     load_base_model,
     load_tokenizer,
     logit_tolerance,
+    longest_readable,
 )
 from common.models.minilm import MINILM, minilm_folder
 from common.models.trained_weights import (
@@ -348,3 +353,46 @@ def test_texts_longer_than_the_model_reads_are_refused(bert: RunConfig, roberta:
     checked_config(roberta)  # two of its 66 positions are for padding
     with pytest.raises(BadInputError, match="has positions for 64 tokens"):
         checked_config(replace(roberta, max_length=65))
+
+
+FROM_PADDING = ("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta",
+                "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bert", "convbert", "deberta-v2", *FROM_PADDING])
+def test_a_text_may_be_as_long_as_the_model_reads_and_no_longer(kind: str) -> None:
+    settings = {"vocab_size": 40, "pad_token_id": 1, "max_position_embeddings": 18, "embedding_size": 32}
+    settings |= {"longformer": {"attention_window": 4}, "xmod": {"default_language": "en_XX"}}.get(kind, {})
+    config = AutoConfig.for_model(kind, **TINY, **settings)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    longest = longest_readable(config)
+    assert longest == (16 if kind in FROM_PADDING else 18)
+    with torch.no_grad():
+        model(torch.full((1, longest), 5), torch.ones(1, longest, dtype=torch.long))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, longest + 1), 5), torch.ones(1, longest + 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("kind", ["flaubert", "xlm", "eurobert"])
+def test_an_encoder_whose_head_is_not_known_is_refused_unless_all_of_it_is_trained(kind: str, tmp_path: Path) -> None:
+    sizes = {"emb_dim": 32, "n_layers": 2, "n_heads": 4} if kind != "eurobert" else TINY
+    config = AutoConfig.for_model(kind, vocab_size=99, pad_token_id=1, **sizes)
+    run = encoder(tmp_path / kind, AutoModelForSequenceClassification.from_config(config))
+    check_heads(run)
+    for changed in ({"technique": "lora", "target_modules": "all-linear"}, {"target_modules": "q_lin"}):
+        with pytest.raises(BadInputError, match="dense" if kind == "eurobert" else "sequence_summary"):
+            check_heads(replace(run, **changed))
+
+
+def test_adapters_are_on_all_linear_layers_where_peft_has_no_list_of_names(
+    bert: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "recipe_targets", lambda run: "qkv")
+    monkeypatch.setitem(families.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, "bert", r".*\.(query|value)")
+    run = families.suited_to_model(replace(bert, technique="lora", target_modules="qkv"))
+    assert run.target_modules == "all-linear"
+
+
+def test_encoders_whose_heads_are_known_may_have_adapters(bert: RunConfig, roberta: RunConfig) -> None:
+    for run in (bert, roberta):
+        check_heads(replace(run, technique="lora", target_modules="query"))

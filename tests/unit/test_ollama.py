@@ -4,14 +4,17 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.models.loading import EMBEDDED_BASE
+from common.serving.gguf_file import export_gguf
 from common.serving.ollama_file import MODELFILE, affixes_of, export_ollama, go_text, text_of
+from tests.families import make_tiny
 
 TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
 LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
@@ -124,3 +127,22 @@ def test_the_folder_has_the_model_and_a_modelfile_that_names_it(tmp_path: Path) 
     assert 'PARAMETER stop """<|end|>"""\n' in said
     assert '{{- "<|user|>" -}}{{- .Content -}}{{- "<|end|>" -}}' in said.partition('TEMPLATE """')[2]
     assert str(tmp_path) not in said
+
+
+@pytest.mark.parametrize("fails_at", ["its weights", "writing"])
+def test_a_refused_export_leaves_nothing_that_stands_in_the_way(
+    fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(make_tiny("llama", tmp_path / "model"))
+    config = AutoConfig.from_pretrained(model)
+    config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 40, 2, 2, 20
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)  # q8_0 stores blocks of 32
+    if fails_at == "writing":
+        monkeypatch.setattr("gguf.GGUFWriter.write_tensors_to_file", Mock(side_effect=OSError("No space left")))
+    for export, made in ((export_gguf, tmp_path / "made" / "it.gguf"), (export_ollama, tmp_path / "made" / "it")):
+        with pytest.raises((BadInputError, OSError), match="f16" if fails_at == "its weights" else "No space"):
+            export(model, made, "q8_0" if fails_at == "its weights" else "f16")
+        assert not list(tmp_path.glob("made/*"))
+    monkeypatch.undo()
+    assert (export_ollama(model, tmp_path / "made" / "it", "f16") / MODELFILE).is_file()
+    assert len(list(tmp_path.glob("made/*"))) == 1

@@ -43,6 +43,15 @@ def test_rows_and_tokens_are_counted_before_they_are_cut(rows: Path) -> None:
     assert f"{len([length for length in seen.lengths if length > 12])} rows have more than max_length, 12" in str(seen)
 
 
+def test_all_tokens_of_plain_text_are_counted_as_learnt_in_pieces(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("\n\n".join(f"Bowl {number} is of copper, and large." for number in range(5)))
+    run = RunConfig(data=str(tmp_path / "rows.txt"), max_length=4)
+    seen = str(preview(run, load_splits(run), load_tokenizer(run)))
+    assert "with end tokens; all are learnt" in seen
+    assert "divided into pieces of 4 tokens" in seen
+    assert "nothing to learn" not in seen
+
+
 def test_a_row_is_shown_with_what_is_learnt(rows: Path) -> None:
     run = RunConfig(data=str(rows))
     tokenizer = load_tokenizer(run)

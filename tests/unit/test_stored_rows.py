@@ -1,17 +1,21 @@
 """Rows that fill memory are kept on disk, and are the same rows; what is refused is refused as before."""
 
+import errno
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from datasets import Dataset
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data import stored_rows
-from common.data.splits import load_splits, tokens_of
+from common.data.splits import load_splits, read_splits, tokens_of
 from common.data.stored_rows import RowsOnDisk, stored, take
 from common.models.loading import load_tokenizer
 
@@ -27,6 +31,7 @@ ROWS = [
 @pytest.fixture
 def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder, with memory for a few rows alone."""
+    read_splits.cache_clear()
     monkeypatch.setattr(stored_rows, "IN_MEMORY", 5 * stored_rows.ROW_BYTES)
     monkeypatch.setattr(stored_rows, "BATCH_ROWS", 7)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -91,4 +96,38 @@ def test_texts_with_labels_or_summaries_are_the_same_on_disk(
     run = RunConfig(task=task, technique="full", data=str(tmp_path / "rows.jsonl"))
     in_memory = load_splits(run)
     request.getfixturevalue("on_disk")
-    assert list(load_splits(run).train) == list(in_memory.train)
+    on_disk = load_splits(run).train
+    assert isinstance(on_disk, RowsOnDisk)
+    assert list(on_disk) == list(in_memory.train)
+
+
+def test_columns_that_are_not_used_need_not_be_fit_for_the_disk(tmp_path: Path, on_disk: Path) -> None:
+    made = {"made": datetime(2024, 1, 1), "score": float("nan"), "raw": b"\0"}
+    Dataset.from_list([{**row, **made} for row in ROWS]).to_parquet(tmp_path / "rows.parquet")
+    train = load_splits(RunConfig(data=str(tmp_path / "rows.parquet"))).train
+    assert isinstance(train, RowsOnDisk)
+    assert set(train[0]) == {"id", "messages"}
+
+
+def test_tools_count_towards_memory(on_disk: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "a" * 5 * stored_rows.ROW_BYTES}}]
+    assert isinstance(stored(iter([ROWS[0]])), list)
+    assert isinstance(stored(iter([{**ROWS[0], "tools": tools}])), RowsOnDisk)
+
+
+@pytest.mark.parametrize("full", ["folder", "file"])
+def test_a_cache_that_cannot_be_written_is_named_and_not_the_data(
+    full: str, tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    if full == "folder":
+        on_disk.write_text("no folder")
+    else:
+        no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write", no_room)
+        monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_batch", no_room)
+    with pytest.raises(BadInputError, match="HF_DATASETS_CACHE") as refused:
+        load_splits(RunConfig(data=str(path)))
+    assert str(on_disk) in str(refused.value)
+    assert str(path) not in str(refused.value)
