@@ -237,6 +237,46 @@ def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
         load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
 
 
+PAIRS = [("Wo ist sie, die Vase?", "Im Saal; links"), ('Sie heißt "Rot"', "1,5 m\thoch"), ("Was?", "Wer")]
+
+
+@pytest.mark.parametrize(
+    ("name", "delimiter"),
+    [("rows.csv", ";"), ("rows.csv", "\t"), ("rows.csv", ","), ("rows.tsv", "\t"), ("rows.tsv.gz", "\t")],
+)
+def test_a_table_is_read_with_the_delimiter_of_its_header(
+    name: str, delimiter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    with fsspec.open(path, "wt", newline="", compression="infer") as file:
+        csv.writer(file, delimiter=delimiter).writerows([("question", "answer"), *PAIRS])
+    splits = load_splits(RunConfig(data=str(path)))
+    rows = [row["messages"] for row in (*splits.train, *splits.validation, *splits.test)]
+    assert sorted((asked["content"], said["content"]) for asked, said in rows) == sorted(PAIRS)
+    assert ("between the columns" in capsys.readouterr().out) == (name == "rows.csv" and delimiter != ",")
+
+
+def test_a_delimiter_inside_quotes_of_the_header_divides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('"a;b;c;d",question,answer\n' + "x,Where?,Here\n" * 3)
+    assert load_splits(RunConfig(data=str(tmp_path / "rows.csv"), shared_rows="skip")).test[0]["a;b;c;d"] == "x"
+    (tmp_path / "rows.csv").write_text("question;answer\na;b;c\n")
+    with pytest.raises(BadInputError, match=r"row 1 has more fields than columns .* semicolons in quotes"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
+
+
+@pytest.mark.parametrize("name", ["faq.xlsx", "faq"])
+def test_a_file_of_another_kind_is_refused_with_those_that_are_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(BadInputError, match=rf"{name} is no kind of file that is read \(.jsonl, .*\.csv"):
+        load_splits(RunConfig(data=str(tmp_path / name)))
+
+
+def test_a_line_that_breaks_off_is_refused_with_the_place_and_its_end(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "Where?", "answer":\n')
+    with pytest.raises(BadInputError, match=r"line 1 is no JSON \(.* column 33; the line ends with .*\"answer\":'"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+
+
 def test_a_row_that_the_chat_template_refuses_is_named() -> None:
     """The default's template knows no tools."""
     with pytest.raises(BadInputError, match=r"refuses row a7 with the turns user, call, tool, assistant .unknown role"):
