@@ -48,7 +48,7 @@ def row_with(*messages: dict[str, object]) -> str:
             row_with({"role": "user", "content": "a"}, {"role": "assistant", "content": " "}),
             "line 2 has an empty assistant",
         ),
-        (row_with({"role": "user", "content": "a"}), "line 2 has messages of the roles 'user'"),
+        (row_with({"role": "user", "content": "a"}), "line 2 ends with a user message"),
         (row_with({"role": "tool", "content": "a"}, GOOD["messages"][1]), "line 2 has messages of the roles 'tool', "),
         (row_with(GOOD["messages"][1], GOOD["messages"][1]), "line 2 has messages of the roles 'assistant'"),
         (
@@ -139,9 +139,9 @@ def test_a_hub_dataset_is_read_and_its_missing_splits_held_out(
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: DatasetDict({"test": found["test"]}))
     with pytest.raises(BadInputError, match=r"no split 'train' \(there are: test\)"):
         load_splits(run)
-    wrong = Dataset.from_list([{"words": "a"}])
+    wrong = Dataset.from_list([{"words": "a", "said": "b"}])
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: DatasetDict({"train": wrong}))
-    with pytest.raises(BadInputError, match="somebody/chats, train row 0 has the columns words, which are no format"):
+    with pytest.raises(BadInputError, match="somebody/chats, train row 0 has the columns words, said, which are no format"):
         load_splits(run)
 
 

@@ -133,6 +133,7 @@ def test_columns_are_named_by_settings(tmp_path: Path) -> None:
         (["text", "label"], {}, "go to 3.1"),
         (["dialogue", "summary"], {}, "go to 3.2"),
         ([], {}, "the columns none"),
+        (["Frage"], {}, "column Frage alone: there is no column of answers"),
     ],
 )
 def test_columns_that_are_no_conversation_are_refused(columns: list[str], settings: dict[str, str], said: str) -> None:
@@ -317,6 +318,26 @@ def test_what_was_recognised_is_said_with_a_row(tmp_path: Path, capsys: pytest.C
     load_splits(RunConfig(data=str(tmp_path / "rows.json")))
     said = capsys.readouterr().out
     assert "rows.json: read as Alpaca (instruction, output), 5 rows; the first asks 'Say 0.'" in said
+
+
+def test_the_first_question_of_a_conversation_is_said_with_its_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path / "rows.jsonl",
+        [{"messages": [SYSTEM, {**ASKED[0], "content": f"{n} " * 50}, ASKED[1], *ASKED]} for n in range(3)],
+    )
+    load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+    assert f"has 5 messages, and first asks '{'0 ' * 29}0…'" in capsys.readouterr().out
+    load_splits(RunConfig())
+    assert "read as" not in capsys.readouterr().out, "nothing is said about the embedded rows"
+
+
+@pytest.mark.parametrize("turns", [[*ASKED, ASKED[0]], WITH_TOOL[:3]])
+def test_a_conversation_without_its_last_answer_is_refused(turns: list[dict[str, Any]], tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [{"messages": turns}])
+    with pytest.raises(BadInputError, match=rf"line 1 ends with a {turns[-1]['role']} message: an assistant's answer"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
 
 
 # -- plain text
