@@ -4,12 +4,11 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table, suffix_of
 from common.data.formats import Format, recognise, refuse_pictures
@@ -62,7 +61,7 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
         checked = _check_text(converted, where) if "text" in known.needs else _check_row(converted, where)
         count, first = count + 1, first or _begin_said(checked)
         yield checked
-    if known and not Path(source).resolve().is_relative_to(REPOSITORY / "assets"):  # those are known
+    if known and not is_embedded(source):
         say_once(f"{source}: read as {known}, {count:,} rows; {first}")
 
 

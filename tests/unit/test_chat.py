@@ -138,3 +138,4 @@ def test_samples_stand_beside_each_other(tmp_path: Path) -> None:
     assert lines[:3] == ["question: Who?", "expected: r", "  before: Nobody"]
     assert lines[6] == "  before: (nothing)"
     assert all(len(line) <= 110 for line in lines)
+    assert samples(tmp_path / "before.csv", after, "begins").startswith("  begins: Who?\nexpected: r\n")
