@@ -196,12 +196,10 @@ def _head(lines: Iterator[str]) -> list[str]:
 
 
 def _parse_csv(lines: Iterator[str], source: str) -> Iterator[tuple[object, str]]:
-    head = _head(lines)
-    delimiter = "\t" if suffix_of(source) == TAB_SEPARATED else _delimiter_of(head[-1] if head else "")
-    if delimiter != "," and suffix_of(source) != TAB_SEPARATED:
-        say_once(f"{source}: read with {DELIMITERS[delimiter]} between the columns")
-    rows, number = csv.DictReader(chain(head, lines), strict=True, delimiter=delimiter), 0
+    head, number = _head(lines), 0
     try:
+        delimiter = "\t" if suffix_of(source) == TAB_SEPARATED else _delimiter_of("".join(head[-1:]), source)
+        rows = csv.DictReader(chain(head, lines), strict=True, delimiter=delimiter)
         twice = [name for name, times in Counter(rows.fieldnames or ()).items() if times > 1]
         if twice:
             raise BadInputError(f"{source} has the column {twice[0]!r} more than once: rename or remove one of them.")
@@ -218,9 +216,12 @@ def _parse_csv(lines: Iterator[str], source: str) -> Iterator[tuple[object, str]
         ) from None
 
 
-def _delimiter_of(header: str) -> str:
-    """Return what divides the first line of a CSV file into most columns; the comma where several do."""
-    return max(DELIMITERS, key=lambda delimiter: len(next(csv.reader([header], delimiter=delimiter), ())))
+def _delimiter_of(header: str, source: str) -> str:
+    """Return what divides the first line of a CSV file into most columns; the comma, where it does, is not said."""
+    found = max(DELIMITERS, key=lambda delimiter: len(next(csv.reader([header], delimiter=delimiter), ())))
+    if found != ",":
+        say_once(f"{source}: read with {DELIMITERS[found]} between the columns")
+    return found
 
 
 def parse_lines(lines: Iterable[str], source: str) -> Iterator[tuple[object, str]]:

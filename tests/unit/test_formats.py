@@ -260,6 +260,9 @@ def test_a_table_is_read_with_the_delimiter_of_its_header(
 def test_a_delimiter_inside_quotes_of_the_header_divides_nothing(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text('"a;b;c;d",question,answer\n' + "x,Where?,Here\n" * 3)
     assert load_splits(RunConfig(data=str(tmp_path / "rows.csv"), shared_rows="skip")).test[0]["a;b;c;d"] == "x"
+    (tmp_path / "rows.csv").write_text("a" * 200_000)
+    with pytest.raises(BadInputError, match=r"row 1 is no CSV .field larger"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
     (tmp_path / "rows.csv").write_text("question;answer\na;b;c\n")
     with pytest.raises(BadInputError, match=r"row 1 has more fields than columns .* semicolons in quotes"):
         load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
