@@ -1,6 +1,7 @@
 """How a command ends: wrong usage and mistakes in one sentence, errors without secrets, each with its exit code."""
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from common.base.secrets import hide_secrets
 
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+CLOSED_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
 TOLD_ALONE = (
     f"error: this run was told to end (SIGTERM); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
 )
@@ -55,12 +57,28 @@ def ended_by_one_sentence() -> Iterator[None]:
 
 @contextmanager
 def refused_in_one_sentence() -> Iterator[None]:
-    """End what refuses its input with one sentence, once for each machine, and exit code 2; it decorates a `main`."""
+    """End what refuses its input with one sentence, once for each machine, and exit code 2; it decorates a `main`.
+
+    Where what is printed is read by a command that ends earlier, such as `head`, it ends silently.
+    """
     try:
         yield
+        sys.stdout.flush()  # what is still buffered is refused here, and not when Python ends
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at its end fails again
+        sys.exit(CLOSED_PIPE_EXIT_CODE)
     except BadInputError as mistake:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {mistake}", file=sys.stderr)
         else:
             time.sleep(SPEAK_FIRST_S)
         sys.exit(BAD_INPUT_EXIT_CODE)
+
+
+def _reader_is_gone() -> bool:
+    """Return whether nobody reads what is printed any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

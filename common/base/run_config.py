@@ -205,6 +205,10 @@ class RunConfig(
         """Rows per optimizer step over all data-parallel ranks."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.partition_count
 
+    def total_steps(self, rows: int) -> int:
+        """Return the optimizer steps of the whole run with so many training rows."""
+        return self.max_steps if self.max_steps > 0 else self.num_train_epochs * -(-rows // self.effective_batch_size)
+
     @property
     def compute_dtype(self) -> str:
         """The number format that matrix products are computed in: `fp32`, `bf16` or `fp16`."""

@@ -54,10 +54,10 @@ class DataSettings:
     _argument_group_name = "data"
     data: str = setting(
         "assets/exhibits",
-        "A folder with the files train, validation and test, or one file (.jsonl, .json, .csv, .parquet), an fsspec "
-        "URL of either, or the id of a dataset on the Hugging Face Hub: rows of conversations in one of the "
-        "formats of docs/your_own_data.md, with classification of texts and labels, with summarization of texts and "
-        "summaries.",
+        "A folder with the files train, validation and test, or one file (.jsonl, .json, .csv, .tsv, .parquet, or "
+        "plain text in .txt; compressed, too: .gz, .bz2, .xz), an fsspec URL of either, or the id of a dataset on the "
+        "Hugging Face Hub: rows of conversations in one of the formats of docs/your_own_data.md, with classification "
+        "of texts and labels, with summarization of texts and summaries.",
     )
     dataset_config: str = setting("", "With a dataset of the Hub: which of its configurations, where it has several.")
     dataset_revision: str = setting("", "With a dataset of the Hub: a branch, tag or commit; empty = its main branch.")

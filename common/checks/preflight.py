@@ -99,10 +99,7 @@ def total_steps(run: RunConfig, row_count: int | None) -> int | None:
     """Return the number of optimizer steps of the whole run; None: it depends on `row_count`, which is not known."""
     if run.max_steps > 0:
         return run.max_steps
-    if row_count is None:
-        return None
-    batches = -(-row_count // (run.per_device_train_batch_size * run.data_parallel_ranks))
-    return run.num_train_epochs * -(-batches // run.gradient_accumulation_steps)
+    return None if row_count is None else run.total_steps(row_count)
 
 
 # -- on the devices

@@ -1,4 +1,4 @@
-"""What a run will learn from: its rows counted, and one of them token by token, before anything is trained."""
+"""What a run will learn from: its rows counted, and one of them as the model sees it, before anything is trained."""
 
 import os
 import statistics
@@ -119,9 +119,18 @@ def main() -> None:
     Raises:
         BadInputError: there is no such row.
     """
-    parser = OneSentenceParser(prog="python -m common.data", description=__doc__, allow_abbrev=False)
+    parser = OneSentenceParser(
+        prog="python -m common.data",
+        description=__doc__,
+        epilog="Every setting of a run may follow, such as --model, --prompt_column, --max_length or --train_on.",
+    )
     parser.add_argument("data", help="a file, a folder, a URL, or the id of a dataset on the Hub")
-    parser.add_argument("--row", type=int, default=1, help="the training row to show, from 1 (%(default)s)")
+    parser.add_argument(
+        "--row",
+        type=int,
+        default=1,
+        help="the training row to show; where rows are held out, the rest is in a shuffled order",
+    )
     options, overrides = parser.parse_known_args()
     run = replace(parse_overrides(RunConfig(), overrides), data=options.data)
     splits = load_splits(run)
@@ -134,4 +143,4 @@ def main() -> None:
         in_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         how = "green" if in_colour else "between [[ and ]]"
         row = shown.row(options.row, tokenizer, in_colour)
-        print(f"\ntraining row {options.row}, what is learnt {how}:\n{row}")
+        print(f"\ntraining row {options.row} (--row N shows another), what is learnt {how}:\n{row}")

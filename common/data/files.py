@@ -1,7 +1,9 @@
-"""Read a file of rows: JSONL, JSON, CSV or Parquet, on this machine or behind any URL that fsspec reads."""
+"""Read a file of rows: JSONL, JSON, CSV, TSV or Parquet, on this machine or behind any URL that fsspec reads."""
 
+import codecs
 import csv
 import json
+import re
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,22 +15,30 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec
-from charset_normalizer import from_bytes
+from charset_normalizer import CharsetMatches, from_bytes
 
 from common.base.errors import BadInputError
+from common.data.row_checks import say_once
 from common.data.rows import Found, Row, RowKind
 from common.data.stored_rows import stored
 
 PARQUET = ".parquet"
-TABLES = (".jsonl", ".json", ".csv", PARQUET)
+TAB_SEPARATED = ".tsv"
+TABLES = (".jsonl", ".json", ".csv", TAB_SEPARATED, PARQUET)
 """Files that `parse_table` and `read_rows` read."""
 COMPRESSED = (".gz", ".bz2", ".xz")
 """After the suffix of a text file: it is decompressed as it is read."""
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
 LARGEST_FIELD = 2**31 - 1
 """Characters of a field of a CSV file: the most that Python's reader can be told on every system."""
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+"""Of CSV files; spreadsheets write semicolons where the comma divides a number."""
 SAMPLE_LINES = 10_000
 """Lines before and after one that is not UTF-8, by which its encoding is guessed."""
+WESTERN = "cp1252"
+OTHER_LATIN = re.compile(r"cp125[078]|iso8859_\d+|latin_1|hp_roman8|mac_(iceland|latin2|roman|turkish)")
+"""Code pages that share most letters with Windows' Western one, and are much rarer where both are possible."""
+SHOWN_AROUND = 30
 
 
 def suffix_of(source: str) -> str:
@@ -109,14 +119,40 @@ def _not_utf8(source: str) -> BadInputError:
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                likely = from_bytes(b"".join([*before, line, *islice(file, SAMPLE_LINES)])).best()
-                known = f"; it is probably {likely.encoding}" if likely else ""
+                likely = _likely(from_bytes(b"".join([*before, line, *islice(file, SAMPLE_LINES)])))
                 return BadInputError(
-                    f"{source} is not UTF-8 (line {number}, byte {offset + error.start}){known}: save it as UTF-8."
+                    f"{source} is not UTF-8 (line {number}, byte {offset + error.start})"
+                    f"{_read_as(likely, line, error.start)}: save it as UTF-8{_by_iconv(likely)}."
                 )
             before.append(line)
             offset += len(line)
     return BadInputError(f"{source} is not UTF-8: save it as UTF-8.")  # it has changed since
+
+
+def _likely(matches: CharsetMatches) -> str:
+    """Return the encoding that a text probably has; empty where none is possible."""
+    best = matches.best()
+    if best is None:
+        return ""
+    is_western = any(WESTERN in match.could_be_from_charset for match in matches)
+    return WESTERN if is_western and OTHER_LATIN.fullmatch(best.encoding) else best.encoding
+
+
+def _read_as(encoding: str, line: bytes, place: int) -> str:
+    """Return how the part of a line around a byte reads in an encoding, so that a wrong guess is seen."""
+    if not encoding:
+        return ""
+    before = line[:place].decode(encoding, "ignore")
+    begin = max(0, len(before) - SHOWN_AROUND)
+    part = line.decode(encoding, "ignore")[begin : len(before) + SHOWN_AROUND]
+    return f"; it is probably {encoding}, in which the line reads {part.strip()!r}"
+
+
+def _by_iconv(encoding: str) -> str:
+    if not encoding:
+        return ""
+    name = codecs.lookup(encoding).name.replace("_", "-")
+    return f", as by `iconv -f {name} -t utf-8 old > new`"
 
 
 def _read_parquet(source: str, holds: str) -> Found:
@@ -133,12 +169,12 @@ def _read_parquet(source: str, holds: str) -> Found:
 
 
 def parse_table(lines: Iterator[str], source: str) -> Found:
-    """Return what each row of a file holds, and where it stands: of CSV, JSONL, or a JSON list.
+    """Return what each row of a file holds, and where it stands: of CSV, TSV, JSONL, or a JSON list.
 
     Raises:
         BadInputError: it is none of them.
     """
-    if suffix_of(source) == ".csv":
+    if suffix_of(source) in (".csv", TAB_SEPARATED):
         return _parse_csv(lines, source)
     head = _head(lines)
     is_list = head[-1].lstrip().startswith("[") if head else False
@@ -168,22 +204,32 @@ def _head(lines: Iterator[str]) -> list[str]:
 
 def _parse_csv(lines: Iterator[str], source: str) -> Iterator[tuple[object, str]]:
     csv.field_size_limit(LARGEST_FIELD)  # Python's own limit is 128 KiB, which a text may well have
-    rows, number = csv.DictReader(lines, strict=True), 0
+    head, number = _head(lines), 0
     try:
+        delimiter = "\t" if suffix_of(source) == TAB_SEPARATED else _delimiter_of("".join(head[-1:]), source)
+        rows = csv.DictReader(chain(head, lines), strict=True, delimiter=delimiter)
         twice = [name for name, times in Counter(rows.fieldnames or ()).items() if times > 1]
         if twice:
             raise BadInputError(f"{source} has the column {twice[0]!r} more than once: rename or remove one of them.")
         for number, row in enumerate(rows, 1):
-            if None in row:  # a text with commas has no quotes
+            if None in row:  # a text with a delimiter in it has no quotes
                 raise BadInputError(
                     f"{source}, row {number} has more fields than columns ({', '.join(rows.fieldnames or ())}): put "
-                    "texts with commas in quotes."
+                    f"texts with {DELIMITERS[delimiter]} in quotes."
                 )
             yield row, f"{source}, row {number}"
     except csv.Error as error:
         raise BadInputError(
             f"{source}, row {number + 1} is no CSV ({error}): correct its quotes, or pass the rows as .jsonl."
         ) from None
+
+
+def _delimiter_of(header: str, source: str) -> str:
+    """Return what divides the first line of a CSV file into most columns; the comma, where it does, is not said."""
+    found = max(DELIMITERS, key=lambda delimiter: len(next(csv.reader([header], delimiter=delimiter), ())))
+    if found != ",":
+        say_once(f"{source}: read with {DELIMITERS[found]} between the columns")
+    return found
 
 
 def parse_lines(lines: Iterable[str], source: str) -> Iterator[tuple[object, str]]:
@@ -193,13 +239,14 @@ def parse_lines(lines: Iterable[str], source: str) -> Iterator[tuple[object, str
         BadInputError: a line is no JSON.
     """
     for number, line in enumerate(lines, 1):
-        where = f"{source}, line {number}"
+        where, content = f"{source}, line {number}", line.rstrip()  # a fault at its end is then in this line
         try:
-            if line.strip():
-                yield json.loads(line), where
+            if content:
+                yield json.loads(content), where
         except json.JSONDecodeError as error:
             raise BadInputError(
-                f"{where} is no JSON ({error.msg} at column {error.colno}): correct or remove it."
+                f"{where} is no JSON ({error.msg} at column {error.colno}; the line ends with {content[-30:]!r}): "
+                "correct or remove it."
             ) from None
 
 

@@ -11,7 +11,7 @@ from PIL.Image import Image
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data.rows import Row
+from common.data.rows import Row, begin_of
 
 Message = dict[str, object]
 """`role` and `content`; an assistant's may have `tool_calls` instead of a content."""
@@ -50,8 +50,8 @@ class Format:
         return self.messages is None
 
     def __str__(self) -> str:
-        """Return the name with the columns, for a printed line."""
-        return f"{self.name} ({', '.join(self.needs)})"
+        """Return the name with the columns unless it is theirs, for a printed line."""
+        return self.name if self.needs == (self.name,) else f"{self.name} ({', '.join(self.needs)})"
 
     def convert(self, row: Row, where: str) -> Row:
         """Return the row's `messages` or its `text`, with what else is used of it: its `id` and `KEPT`.
@@ -76,7 +76,7 @@ class Format:
         try:
             messages = self.messages(used)
         except TypeError:  # a list where a text is expected, or the other way round
-            raise BadInputError(f"{where} cannot be read as {self}: {str(used)[:80]}; correct it.") from None
+            raise BadInputError(f"{where} cannot be read as {self}: {begin_of(used)}; correct it.") from None
         kept = {name: row[name] for name in KEPT if row.get(name) is not None}
         return {**named, **kept, "messages": normalised(messages, where)}
 
@@ -163,6 +163,11 @@ def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
         if set(names) <= set(there) and "messages" not in there:
             raise BadInputError(f"{source} has the columns {listed}: these are {task}.")
     found = next((each for each in FORMATS if set(each.needs) <= set(there)), None)
+    if found is None and len(columns) == 1:
+        raise BadInputError(
+            f"{source} has the column {listed} alone: there is no column of answers; add one, or call the column text "
+            "to learn its texts whole."
+        )
     if found is None:
         raise BadInputError(
             f"{source} has the columns {listed}, which are no format that is known here (messages, conversations, "
@@ -204,7 +209,7 @@ def normalised(messages: object, where: str) -> list[Message]:
     """
     if not isinstance(messages, list) or not messages:
         raise BadInputError(
-            f"{where} has no list of messages, but {str(messages)[:80]!r}: give it at least a user's and an "
+            f"{where} has no list of messages, but {begin_of(messages)!r}: give it at least a user's and an "
             "assistant's message."
         )
     return [_normalised(message, where) for message in messages]
@@ -213,7 +218,7 @@ def normalised(messages: object, where: str) -> list[Message]:
 def _normalised(message: object, where: str) -> Message:
     if not isinstance(message, dict):
         raise BadInputError(
-            f"{where} has {str(message)[:80]!r} for a message, which should have `role` and `content`: correct it."
+            f"{where} has {begin_of(message)!r} for a message, which should have `role` and `content`: correct it."
         )
     kept = {key: value for key, value in message.items() if value is not None and key not in ("from", "value")}
     speaker, content = message.get("role", message.get("from")), message.get("content", message.get("value"))

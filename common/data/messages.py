@@ -8,12 +8,13 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
+from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table, suffix_of
 from common.data.formats import Format, recognise, refuse_pictures
 from common.data.plain_texts import TEXT_FILE, continuation_of, is_plain, opening_of, parse_paragraphs, tokenize_plain
 from common.data.row_checks import say_once, shown
-from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens
+from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of
 from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 
@@ -47,26 +48,35 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
     count, first = 0, ""
     for row, where in found:
         if not isinstance(row, dict):
-            raise BadInputError(f"{where} is {str(row)[:40]!r}, but should have columns, as `messages`: correct it.")
+            raise BadInputError(
+                f"{where} is {begin_of(row, 40)!r}, but should have columns, as `messages`: correct it."
+            )
         if "id" in row:
-            where = f"{where} (id {str(row['id'])[:40]!r})"
+            where = f"{where} (id {begin_of(row['id'], 40)!r})"
         filled = {name: value for name, value in row.items() if value is not None}
         if not run.prompt_column:
             refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
         converted = known.convert(filled, where)
         checked = _check_text(converted, where) if known.is_plain else _check_row(converted, where)
-        count, first = count + 1, first or (checked["text"] if known.is_plain else question_of(checked))
+        count, first = count + 1, first or _begin_said(checked)
         yield checked
-    if known and known.name != "messages":
-        says = "every token is learnt; the first begins" if known.is_plain else "the first asks"
-        say_once(f"{source}: read as {known}, {count:,} rows; {says} {first[:60]!r}")
+    if known and not is_embedded(source):
+        say_once(f"{source}: read as {known}, {count:,} rows; {first}")
+
+
+def _begin_said(row: Row) -> str:
+    if is_plain([row]):
+        return f"every token is learnt; the first begins {begin_of(row['text'], 60)!r}"
+    asked = [message["content"] for message in row["messages"] if message["role"] == "user"]
+    begins = f"has {len(row['messages'])} messages, and first asks" if len(asked) > 1 else "asks"
+    return f"the first {begins} {begin_of(asked[0], 60)!r}"
 
 
 def _check_text(row: Row, where: str) -> Row:
     text = row["text"]
     if not isinstance(text, str):
-        raise BadInputError(f"{where} has {str(text)[:60]!r} as its `text`, which should be a text: correct it.")
+        raise BadInputError(f"{where} has {begin_of(text, 60)!r} as its `text`, which should be a text: correct it.")
     if not text.strip():
         raise BadInputError(f"{where} has {text!r} as its `text`, of which nothing can be learnt: fill or remove it.")
     return row
@@ -82,19 +92,25 @@ def _check_row(row: Row, where: str) -> Row:
 
 def _check_message(message: Row, where: str) -> None:
     if not isinstance(message["content"], str):
-        raise BadInputError(f"{where} has a message without a text as `content`: {str(message)[:80]}; correct it.")
+        raise BadInputError(f"{where} has a message without a text as `content`: {begin_of(message)}; correct it.")
     if not message["content"].strip() and not message.get("tool_calls"):
         raise BadInputError(f"{where} has an empty {message['role']} message: fill or remove it.")
     for call in message.get("tool_calls") or []:
         if not isinstance(call, dict) or not isinstance(call.get("function", call).get("name"), str):
             raise BadInputError(
-                f"{where} has a call of a tool without a name: {str(call)[:80]}; give it "
+                f"{where} has a call of a tool without a name: {begin_of(call)}; give it "
                 "{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}."
             )
 
 
 def _check_turns(row: Row, where: str) -> None:
-    if not CONVERSATION.fullmatch(" ".join(turns_of(row))):
+    turns = turns_of(row)
+    if CONVERSATION.fullmatch(" ".join([*turns, "assistant"])):
+        raise BadInputError(
+            f"{where} ends with a {turns[-1]} message: an assistant's answer must be last; add it, or leave the "
+            "message out."
+        )
+    if not CONVERSATION.fullmatch(" ".join(turns)):
         raise BadInputError(
             f"{where} has messages of the roles {', '.join(repr(message['role']) for message in row['messages'])}: a "
             "system message, if any, comes first, then user and assistant in turn, with `tool_calls` and tool messages "
@@ -106,7 +122,7 @@ def _check_facts(row: Row, where: str) -> None:
     facts = row.get("facts", [])
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
         raise BadInputError(
-            f"{where} has `facts` that are no list of texts: {str(facts)[:80]}; correct or remove them."
+            f"{where} has `facts` that are no list of texts: {begin_of(facts)}; correct or remove them."
         )
 
 

@@ -8,9 +8,13 @@ from hashlib import sha256
 from itertools import islice
 
 from common.base.errors import BadInputError
+from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.data.rows import SPLIT_NAMES, Row, Splits, Tokens, texts_of
 from common.data.stored_rows import take
+
+ENOUGH_STEPS = 100
+"""Optimizer steps below which a new user's rows have probably not been learnt yet."""
 
 
 def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
@@ -98,4 +102,16 @@ def say_summary(read: dict[str, int], run: RunConfig) -> str:
     return (
         f"data: {read['training_rows']:,} training rows of {read['training_tokens']:,} tokens, the longest has "
         f"{read['longest_tokens']:,}, {limit}; {read['validation_rows']:,} validation rows"
+    )
+
+
+def say_few_steps(read: dict[str, int], run: RunConfig) -> str:
+    """Return one line that says how to take more steps where rows of one's own make few; else an empty one."""
+    steps = run.total_steps(read["training_rows"])
+    if run.max_steps > 0 or steps >= ENOUGH_STEPS or is_embedded(run.data):
+        return ""
+    epochs = -(-ENOUGH_STEPS * run.num_train_epochs // steps)
+    return (
+        f"{steps} steps are few for {read['training_rows']:,} rows to be learnt: --num_train_epochs {epochs} makes "
+        f"about {ENOUGH_STEPS}"
     )

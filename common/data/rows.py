@@ -66,6 +66,12 @@ class RowKind:
     finish: Callable[[Splits], Splits] = lambda splits: splits
 
 
+def begin_of(value: object, length: int = 80) -> str:
+    """Return a value as text of at most `length` characters, with an ellipsis where it goes on."""
+    text = str(value)
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
 def texts_of(row: Row) -> list[str]:
     """Return the texts that a row holds."""
     if "messages" in row:

@@ -107,6 +107,11 @@ def _read_files(source: str, kind: RowKind) -> Splits:
     """Read the three files of a folder, or divide one file; `source` is a path or a URL."""
     if suffix_of(source) in kind.suffixes:
         return hold_out({"train": read_rows(source, kind)}, source)
+    if Path(source).is_file():
+        raise BadInputError(
+            f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as one of these, a "
+            "spreadsheet as .csv."
+        )
     folder = source.rstrip("/")
     files = {name: _file_of(folder, name, kind) for name in SPLIT_NAMES}
     if not files["train"]:

@@ -11,7 +11,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table
 from common.data.row_checks import say_once, shown
-from common.data.rows import Found, Row, RowKind, Splits, Tokens
+from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of
 from common.data.stored_rows import batches_of, stored, take
 
 
@@ -61,7 +61,7 @@ def check_columns(found: Found, source: str, columns: dict[str, str], may_be_emp
 def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
     if not isinstance(row, dict):
         raise BadInputError(
-            f"{where} is {str(row)[:40]!r}, but should have the columns {', '.join(columns.values())}: correct it."
+            f"{where} is {begin_of(row, 40)!r}, but should have the columns {', '.join(columns.values())}: correct it."
         )
     for key, name in columns.items():
         if name not in row:
@@ -70,7 +70,9 @@ def _columns_of(row: object, where: str, columns: dict[str, str]) -> Row:
                 f"pass --{key}_column with another name."
             )
         if isinstance(row[name], list | dict):
-            raise BadInputError(f"{where} has {str(row[name])[:40]!r} as {name!r}, but should have a text: correct it.")
+            raise BadInputError(
+                f"{where} has {begin_of(row[name], 40)!r} as {name!r}, but should have a text: correct it."
+            )
     return {key: "" if row[name] is None else str(row[name]) for key, name in columns.items()}
 
 

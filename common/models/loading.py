@@ -12,6 +12,7 @@ from accelerate import dispatch_model
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -149,6 +150,10 @@ def _check_hub(model: str, revision: str) -> None:
 
 def _check_folder(folder: Path, model: str) -> Path:
     """Refuse a folder that lacks a part, or whose model only code of its own could load: no such code is run."""
+    if not (folder / "config.json").is_file() and (folder / ADAPTER_CONFIG_NAME).is_file():
+        raise BadInputError(
+            f"The model folder {model} is a PEFT adapter, and no whole model: pass the folder merged of its run."
+        )
     if not (folder / "config.json").is_file():
         raise BadInputError(f"The model folder {model} has no config.json: pass a folder that save_pretrained wrote.")
     if not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):

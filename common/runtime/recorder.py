@@ -20,6 +20,7 @@ from common.base.errors import (
     status_of,
     told_later,
 )
+from common.base.paths import REPOSITORY
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
 from common.hardware import devices
@@ -168,9 +169,15 @@ class RunRecorder:
             write_json(record, self.folder / RECORD_NAME)
         if self.rank.is_main:
             where = self.folder.relative_to(self.folder.parents[1])
-            print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", sep="\n")
+            print(*beyond_plan(memory), f"record: {RECORD_NAME} in {where}", *self._next_command(), sep="\n")
         self.stop()
         return record
+
+    def _next_command(self) -> list[str]:
+        """Return a line with the command that talks to the tuned model, of a run whose model chats."""
+        is_inside = self.folder.is_relative_to(REPOSITORY)
+        place = self.folder.relative_to(REPOSITORY) if is_inside else self.folder
+        return [f"talk to it: python -m common.chat {shlex.quote(str(place))}"] if self.run.goal.chats else []
 
     def _record(self, status: str, figures: dict[str, object]) -> Record:
         return {

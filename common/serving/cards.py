@@ -18,6 +18,7 @@ SCORES = {
     "similarity_score_minilm": "the same by MiniLM",
     "facts_said_share": "share of the facts said",
 }
+ENOUGH_QUESTIONS = 30
 LICENCE_FIELDS = ("license", "license_name", "license_link")
 
 
@@ -44,14 +45,14 @@ def card_of(tuned: TunedRun, is_adapter: bool = False) -> ModelCard:
         *(["## Use\n\n" + _use_of_adapter(base)] if is_adapter else []),
         "## Results\n\n" + _score_table(record),
         "## Settings\n\n" + _table(("setting", "value"), [(name, config[name]) for name in settings if name in config]),
-        f"## Command\n\n```\n{record['command']}\n```",
+        f"## Command\n\nIn the folder `{record['run_folder']}` of the repository:\n\n```\n{record['command']}\n```",
     ]
     return ModelCard("\n\n".join(parts) + "\n")
 
 
 def base_name(tuned: TunedRun) -> str:
     """Return the base's id on the Hub (`NAME/MODEL`), or the bare name of its folder."""
-    model = tuned.record["config"]["model"]
+    model = tuned.recorded_base
     return model if is_hub_id(model) else Path(model).name
 
 
@@ -60,7 +61,7 @@ def licence_of_base(tuned: TunedRun) -> dict[str, str]:
 
     A link is kept where it leads to the web, as a file of the base's does not come along.
     """
-    model = tuned.record["config"]["model"]
+    model = tuned.recorded_base
     base = base_name(tuned)
     cached = try_to_load_from_cache(base, CARD_NAME, revision=tuned.run.model_revision or None) if "/" in base else None
     places = [Path(model).expanduser() / CARD_NAME, REPOSITORY / model / CARD_NAME, cached]
@@ -110,9 +111,9 @@ def _score_table(record: Record) -> str:
         for name, label in SCORES.items()
         if before.get(name) is not None
     ]
-    return f"Of {after['questions']} questions that had no part in training:\n\n" + _table(
-        ("", "before", "after"), rows
-    )
+    few = " (too few to judge by)" if after["questions"] < ENOUGH_QUESTIONS else ""
+    asked = f"Of {after['questions']} questions{few} that had no part in training:\n\n"
+    return asked + _table(("", "before", "after"), rows)
 
 
 def _table(headers: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:

@@ -20,6 +20,7 @@ from peft.utils import CONFIG_NAME
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError, said_by
 from common.base.parsing import OneSentenceParser
+from common.base.paths import REPOSITORY
 from common.serving.cards import CARD_NAME, base_name, card_of
 from common.serving.gguf_file import WEIGHT_TYPES, export_gguf
 from common.serving.ollama_file import MODELFILE, export_ollama
@@ -188,7 +189,8 @@ def _to_adapter(tuned: TunedRun, folder: Path) -> None:
         )
     rank = 1 << (max(tuned.run.lora_r, VLLM_LEAST_RANK) - 1).bit_length()  # vLLM takes powers of two
     commit = ["--revision", tuned.run.model_revision] if tuned.run.model_revision else []
-    served = ["vllm", "serve", base, *commit, "--enable-lora", "--max-lora-rank", str(rank)]
+    place = base if "/" in base else str(REPOSITORY / Path(tuned.recorded_base).expanduser())
+    served = ["vllm", "serve", place, *commit, "--enable-lora", "--max-lora-rank", str(rank)]
     print(f"serve it: {shlex.join([*served, '--lora-modules', f'tuned={folder}'])}")
 
 

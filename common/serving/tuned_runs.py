@@ -1,5 +1,6 @@
 """A finished run, found by its name, and its models, loaded as it trained them."""
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.models.loading import load_base_model, load_tokenizer
+from common.planning.architectures import is_hub_id
 from common.planning.device_maps import whole_model_on
 from common.records.store import RECORD_NAME, Record, load_record
 
@@ -34,6 +36,11 @@ class TunedRun:
     def device(self) -> str:
         """Where models are loaded: where the run trained them, if there is such a device here."""
         return "cuda:0" if self.run.device == "cuda" else "cpu"
+
+    @property
+    def recorded_base(self) -> str:
+        """The base as the record names it, wherever it is now."""
+        return self.record["config"]["model"]
 
     @property
     def whole_model(self) -> Path:
@@ -106,8 +113,9 @@ def load_models(tuned: TunedRun) -> TunedModels:
     """Load base and tuned model of a run.
 
     Raises:
-        BadInputError: the base cannot be loaded, or the adapter belongs to another one.
+        BadInputError: the base is not there or cannot be loaded, or the adapter belongs to another one.
     """
+    _check_base(tuned)
     run, device = tuned.run, whole_model_on(tuned.device)
     tokenizer, base = load_tokenizer(run), load_base_model(run, device)
     if not run.method.has_adapters:
@@ -116,9 +124,31 @@ def load_models(tuned: TunedRun) -> TunedModels:
     adapter = tuned.folder / "adapter"
     try:
         model = PeftModel.from_pretrained(base, adapter).eval()
-    except (RuntimeError, ValueError) as error:  # of other shapes, or with layers that the base lacks
+    except (RuntimeError, ValueError):  # of other shapes, or with layers that the base lacks
+        trained = tuned.whole_model / "config.json"
+        of_run = json.loads(trained.read_text(encoding="utf-8")) if trained.is_file() else {}
         raise BadInputError(
-            f"The adapter of {tuned.folder.name} does not fit {run.model} ({str(error).strip().splitlines()[0]}): it "
-            "was trained on another base, which --base names."
+            f"The adapter of {tuned.folder.name} does not fit {run.model}{_shape(base.config.to_dict())}: it was "
+            f"trained on {tuned.recorded_base}{_shape(of_run)}; pass --base with the folder where that is now."
         ) from None
     return TunedModels(model, model, model.disable_adapter, tokenizer)
+
+
+def _check_base(tuned: TunedRun) -> None:
+    base = tuned.run.model
+    is_here = any(place.is_dir() for place in (Path(base).expanduser(), REPOSITORY / base))
+    if is_here or is_hub_id(base) or tuned.run.weights == "random":
+        return
+    if base == tuned.recorded_base:
+        raise BadInputError(
+            f"The base of {tuned.folder.name} was {base}, which is not there: pass --base with its place."
+        )
+    raise BadInputError(
+        f"--base is {base}, which is no folder, nor an id of the Hub: correct --base (the run had "
+        f"{tuned.recorded_base})."
+    )
+
+
+def _shape(config: dict[str, object]) -> str:
+    known = "hidden_size" in config and "num_hidden_layers" in config
+    return f" (hidden size {config['hidden_size']}, {config['num_hidden_layers']} layers)" if known else ""

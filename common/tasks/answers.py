@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
+from common.data.plain_texts import is_plain
 from common.data.rows import IGNORED_LABEL, Row
 from common.data.templates import prompt_ids
 from common.models.minilm import MAX_TOKENS, check_minilm, minilm_folder
@@ -191,7 +192,7 @@ def evaluate(
     report_predictions(log, when, evaluation.answers, evaluation)
     answers_before = log.folder / "predictions_before.csv"
     if log.rank.is_main and when == "after" and answers_before.exists():
-        print(samples(answers_before, evaluation.answers))
+        print(samples(answers_before, evaluation.answers, "begins" if is_plain(rows) else "question"))
     return evaluation
 
 

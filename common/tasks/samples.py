@@ -9,14 +9,14 @@ import pandas as pd
 SAMPLES, COLUMNS = 3, 100
 
 
-def samples(before: Path, after: Sequence[dict[str, object]]) -> str:
-    """Return the first questions with the answers of both models, each on a line.
+def samples(before: Path, after: Sequence[dict[str, object]], asked: str = "question") -> str:
+    """Return the first questions with the answers of both models, each on a line; `asked` is what a question is called.
 
     `before`: the predictions' file of the base; `after`: the tuned model's scored answers, in the same order.
     """
     said_before = pd.read_csv(before, dtype=str, keep_default_na=False)["answer"]
     blocks = [
-        {"question": row["question"], "expected": row["reference"], "before": earlier, "after": row["answer"]}
+        {asked: row["question"], "expected": row["reference"], "before": earlier, "after": row["answer"]}
         for earlier, row in zip(said_before[:SAMPLES], after, strict=False)
     ]
     return "\n".join(f"{name:>8}: {_short(text)}" for block in blocks for name, text in block.items())

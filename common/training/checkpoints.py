@@ -294,7 +294,7 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
         return
     folder = Path(run.resume_from_checkpoint).expanduser()
     _check_listed(folder, run, rows)
-    steps = run.max_steps if run.max_steps > 0 else run.num_train_epochs * -(-rows // run.effective_batch_size)
+    steps = run.total_steps(rows)
     if steps_at(folder) >= steps:
         raise BadInputError(
             f"resume_from_checkpoint is {folder}, a checkpoint after step {steps_at(folder)}, and this run has "

@@ -44,7 +44,7 @@ from common.data.batches import (
     TrainingRows,
     longest_batch,
 )
-from common.data.row_checks import say_summary, summary_of
+from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
 from common.data.rows import Tokens
 from common.models.quantization import drop_quantized
 from common.models.shards import byte_count, local_part
@@ -414,6 +414,7 @@ def make_trainer(
     log.data = summary_of(train, validation, run)
     if rank.is_main:
         print(say_summary(log.data, run))
+        say_once(say_few_steps(log.data, run))
     log.training_starts(plan or plan_training(log, longest_batch(train, run.rows_per_rank)))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     arguments = training_arguments(run, log.folder / "checkpoints")

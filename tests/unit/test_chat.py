@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
+from common.models.loading import EMBEDDED_BASE, check_model, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora
 from common.records.store import RECORD_NAME, SCHEMA_VERSION, settings_anywhere
 from common.serving import chat
@@ -110,8 +110,24 @@ def test_a_run_is_found_by_path_or_name_and_others_are_refused(
 
 def test_an_adapter_of_another_base_is_refused(with_adapter: Path, tmp_path: Path) -> None:
     other = make_tiny("llama", tmp_path / "other")
-    with pytest.raises(BadInputError, match=r"adapter of one does not fit .*other.*--base"):
+    (with_adapter / "merged").mkdir()
+    (with_adapter / "merged" / "config.json").write_text('{"hidden_size": 128, "num_hidden_layers": 4}')
+    refusal = r"one does not fit .*other \(hidden size 64, .*embedded_base \(hidden size 128, 4 layers\).*--base"
+    with pytest.raises(BadInputError, match=refusal):
         load_models(find_run(str(with_adapter), base=other))
+
+
+def test_a_base_that_is_not_there_is_refused_by_the_option_that_names_it(with_adapter: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"--base is \S+/nobase, which is no folder.*the run had \S+embedded_base"):
+        load_models(find_run(str(with_adapter), base=str(tmp_path / "nobase")))
+    moved = write_record(tmp_path / "moved", RunConfig(model=str(tmp_path / "nobase")))
+    with pytest.raises(BadInputError, match=r"base of moved was \S+/nobase, which is not there: pass --base"):
+        load_models(find_run(str(moved)))
+
+
+def test_an_adapter_is_no_model_to_tune(with_adapter: Path) -> None:
+    with pytest.raises(BadInputError, match=r"adapter is a PEFT adapter, .*: pass the folder merged"):
+        check_model(str(with_adapter / "adapter"))
 
 
 def test_one_question_by_argument_or_many_from_the_input(
@@ -138,3 +154,4 @@ def test_samples_stand_beside_each_other(tmp_path: Path) -> None:
     assert lines[:3] == ["question: Who?", "expected: r", "  before: Nobody"]
     assert lines[6] == "  before: (nothing)"
     assert all(len(line) <= 110 for line in lines)
+    assert samples(tmp_path / "before.csv", after, "begins").startswith("  begins: Who?\nexpected: r\n")

@@ -22,6 +22,7 @@ from common.base.run_config import RunConfig
 from common.data import splits
 from common.data.batches import EpochBatches, PartitionedBatches, TrainingRows, longest_batch, make_collator, partition
 from common.data.files import read_rows
+from common.data.row_checks import say_few_steps
 from common.data.rows import IGNORED_LABEL, NO_ROW, Row, Tokens
 from common.data.splits import load_splits, row_kind, tokens_of
 from common.data.templates import encode, prompt_ids, training_template, with_chat_template
@@ -50,7 +51,7 @@ def row_with(*messages: dict[str, object]) -> str:
             row_with({"role": "user", "content": "a"}, {"role": "assistant", "content": " "}),
             "line 2 has an empty assistant",
         ),
-        (row_with({"role": "user", "content": "a"}), "line 2 has messages of the roles 'user'"),
+        (row_with({"role": "user", "content": "a"}), "line 2 ends with a user message"),
         (row_with({"role": "tool", "content": "a"}, GOOD["messages"][1]), "line 2 has messages of the roles 'tool', "),
         (row_with(GOOD["messages"][1], GOOD["messages"][1]), "line 2 has messages of the roles 'assistant'"),
         (
@@ -141,9 +142,11 @@ def test_a_hub_dataset_is_read_and_its_missing_splits_held_out(
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: DatasetDict({"test": found["test"]}))
     with pytest.raises(BadInputError, match=r"no split 'train' \(there are: test\)"):
         load_splits(run)
-    wrong = Dataset.from_list([{"words": "a"}])
+    wrong = Dataset.from_list([{"words": "a", "said": "b"}])
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: DatasetDict({"train": wrong}))
-    with pytest.raises(BadInputError, match="somebody/chats, train row 0 has the columns words, which are no format"):
+    with pytest.raises(
+        BadInputError, match="somebody/chats, train row 0 has the columns words, said, which are no format"
+    ):
         load_splits(run)
 
 
@@ -409,3 +412,22 @@ def test_epochs_and_seeds_change_the_order() -> None:
     first.set_epoch(1)
     assert list(first) != order
     assert list(other_seed) != order
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "epochs"),
+    [
+        (48, {}, 34),
+        (48, {"max_steps": 30}, None),
+        (48, {"data": RunConfig.data}, None),
+        (48, {"num_train_epochs": 34}, None),
+    ],
+)
+def test_few_steps_are_said_with_the_epochs_that_make_enough(
+    rows: int, settings: dict[str, object], epochs: int | None
+) -> None:
+    run = replace(RunConfig(data="mine.csv"), **settings)
+    said = say_few_steps({"training_rows": rows}, run)
+    assert re.findall(r"--num_train_epochs (\d+)", said) == ([str(epochs)] if epochs else [])
+    if epochs:
+        assert run.total_steps(rows) < 100 <= replace(run, num_train_epochs=epochs).total_steps(rows)

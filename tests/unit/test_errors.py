@@ -2,12 +2,14 @@
 
 import errno
 import os
+import sys
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
+from common.base.command_line import refused_in_one_sentence
 from common.base.errors import LeftBehindError, is_full_disk, is_of_the_network, status_of
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
@@ -47,3 +49,20 @@ def test_a_lost_rank_is_told_from_an_error_of_this_one(error: BaseException, is_
 )
 def test_a_full_disk_is_known_by_the_systems_number(error: BaseException, is_full: bool) -> None:
     assert is_full_disk(error) == is_full
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_nobody_reads_any_more_ends_silently_and_another_broken_pipe_does_not(
+    is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        if not is_read:
+            os.close(reader)
+            with pytest.raises(SystemExit, match="141"), refused_in_one_sentence():
+                print("not flushed before the end")
+            return
+        with pytest.raises(BrokenPipeError), refused_in_one_sentence():
+            raise BrokenPipeError
+    os.close(reader)

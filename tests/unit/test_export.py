@@ -37,6 +37,7 @@ def tuned(tmp_path: Path) -> TunedRun:
     scores = {"similarity_score": 0.5, "similarity_score_minilm": None, "facts_said_share": 0.125, "questions": 8}
     record = {
         "schema_version": SCHEMA_VERSION, "status": "completed", "config": settings_anywhere(run),
+        "run_folder": "2.1/run_0",
         "command": f"python my_workflow.py --data {rows}", "data": {"training_rows": 60, "training_tokens": 1234},
         "quality": {"before": scores, "after": {**scores, "facts_said_share": 0.75}},
     }  # fmt: skip
@@ -66,6 +67,8 @@ def test_the_card_says_what_was_done_and_names_no_path(tuned: TunedRun, tmp_path
         "60 training rows",
         "| 0.125 | 0.750 |",
         "assets/embedded_base",
+        "2.1/run_0",
+        "8 questions (too few to judge by)",
     ):
         assert said in text
     assert "MiniLM" not in text  # it judged nothing
@@ -172,7 +175,8 @@ def test_the_command_writes_a_gguf_file_into_the_results(
 
 
 @pytest.mark.parametrize(
-    ("to", "said"), [("adapter", "--lora-modules"), ("ollama", "ollama run one"), ("merged", "vllm")]
+    ("to", "said"),
+    [("adapter", f"vllm serve {EMBEDDED_BASE} --enable-lora"), ("ollama", "ollama run one"), ("merged", "vllm")],
 )
 def test_the_command_says_how_to_serve_what_it_makes(
     to: str, said: str, tuned: TunedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -143,6 +143,7 @@ def test_columns_are_named_by_settings(tmp_path: Path) -> None:
         (["text", "label"], {}, "go to 3.1"),
         (["dialogue", "summary"], {}, "go to 3.2"),
         ([], {}, "the columns none"),
+        (["Frage"], {}, "column Frage alone: there is no column of answers"),
     ],
 )
 def test_columns_that_are_no_conversation_are_refused(columns: list[str], settings: dict[str, str], said: str) -> None:
@@ -247,6 +248,47 @@ def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
         load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
 
 
+PAIRS = [("Wo ist sie, die Vase?", "Im Saal; links"), ('Sie heißt "Rot"', "1,5 m\thoch"), ("Was?", "Wer")]
+
+
+@pytest.mark.parametrize(
+    ("name", "delimiter"),
+    [("rows.csv", ";"), ("rows.csv", "\t"), ("rows.csv", ","), ("rows.tsv", "\t"), ("rows.tsv.gz", "\t")],
+)
+def test_a_table_is_read_with_the_delimiter_of_its_header(
+    name: str, delimiter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    with fsspec.open(path, "wt", newline="", compression="infer") as file:
+        csv.writer(file, delimiter=delimiter).writerows([("question", "answer"), *PAIRS])
+    splits = load_splits(RunConfig(data=str(path)))
+    rows = [row["messages"] for row in (*splits.train, *splits.validation, *splits.test)]
+    assert sorted((asked["content"], said["content"]) for asked, said in rows) == sorted(PAIRS)
+    assert ("between the columns" in capsys.readouterr().out) == (name == "rows.csv" and delimiter != ",")
+
+
+def test_a_delimiter_inside_quotes_of_the_header_divides_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('"a;b;c;d",question,answer\n' + "x,Where?,Here\n" * 3)
+    row = load_splits(RunConfig(data=str(tmp_path / "rows.csv"), shared_rows="skip")).test[0]
+    assert [message["content"] for message in row["messages"]] == ["Where?", "Here"]
+    (tmp_path / "rows.csv").write_text("question;answer\na;b;c\n")
+    with pytest.raises(BadInputError, match=r"row 1 has more fields than columns .* semicolons in quotes"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
+
+
+@pytest.mark.parametrize("name", ["faq.xlsx", "faq"])
+def test_a_file_of_another_kind_is_refused_with_those_that_are_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"PK")
+    with pytest.raises(BadInputError, match=rf"{name} is no kind of file that is read \(.jsonl, .*\.csv"):
+        load_splits(RunConfig(data=str(tmp_path / name)))
+
+
+def test_a_line_that_breaks_off_is_refused_with_the_place_and_its_end(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "Where?", "answer":\n')
+    with pytest.raises(BadInputError, match=r"line 1 is no JSON \(.* column 33; the line ends with .*\"answer\":'"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+
+
 def test_a_row_that_the_chat_template_refuses_is_named() -> None:
     """The default's template knows no tools."""
     with pytest.raises(BadInputError, match=r"refuses row a7 with the turns user, call, tool, assistant .unknown role"):
@@ -287,6 +329,26 @@ def test_what_was_recognised_is_said_with_a_row(tmp_path: Path, capsys: pytest.C
     load_splits(RunConfig(data=str(tmp_path / "rows.json")))
     said = capsys.readouterr().out
     assert "rows.json: read as Alpaca (instruction, output), 5 rows; the first asks 'Say 0.'" in said
+
+
+def test_the_first_question_of_a_conversation_is_said_with_its_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(
+        tmp_path / "rows.jsonl",
+        [{"messages": [SYSTEM, {**ASKED[0], "content": f"{n} " * 50}, ASKED[1], *ASKED]} for n in range(3)],
+    )
+    load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+    assert f"has 5 messages, and first asks '{'0 ' * 29}0…'" in capsys.readouterr().out
+    load_splits(RunConfig())
+    assert "read as" not in capsys.readouterr().out, "nothing is said about the embedded rows"
+
+
+@pytest.mark.parametrize("turns", [[*ASKED, ASKED[0]], WITH_TOOL[:3]])
+def test_a_conversation_without_its_last_answer_is_refused(turns: list[dict[str, Any]], tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [{"messages": turns}])
+    with pytest.raises(BadInputError, match=rf"line 1 ends with a {turns[-1]['role']} message: an assistant's answer"):
+        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
 
 
 # -- plain text

@@ -212,9 +212,25 @@ def test_another_encoding_is_refused_with_the_one_that_is_likely(encoding: str, 
     (tmp_path / "rows.csv").write_bytes(f"text,label\n{rows}".encode(encoding))
     with pytest.raises(BadInputError, match=r"rows\.csv is not UTF-8") as refused:
         load_splits(replace(run, data=str(tmp_path / "rows.csv")))
-    named = re.search(r"it is probably (\w+)", str(refused.value))
+    named = re.search(r"it is probably (\w+), in which the line reads '(.*)'", str(refused.value))
     assert named, refused.value
+    assert named[2] in f"text,label\n{rows}"
     assert rows in (tmp_path / "rows.csv").read_bytes().decode(named[1]), "the encoding that is named reads the rows"
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding"),
+    [
+        ("Où est le musée à côté de la forêt?,Derrière l'hôtel\n", "cp1252"),
+        ("Was kostet das?,50 €\nWie groß?,schön hoch\n", "cp1252"),
+        ("Dov'è il vaso della città?,È più in là, perché sì\n", "cp1252"),
+        ("Gdzie jest źródło świętej rzeki?,Książka leży na stole, żółw śpi\nKto?,Zażółć gęślą jaźń\n", "cp1250"),
+    ],
+)
+def test_the_western_code_page_is_preferred_where_it_is_possible(text: str, encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_bytes(f"text,label\n{text * 40}".encode(encoding))
+    with pytest.raises(BadInputError, match=rf"it is probably {encoding}, .*: save it .*iconv -f {encoding} "):
+        read(str(tmp_path / "rows.csv"))
 
 
 @pytest.mark.parametrize(

@@ -243,3 +243,18 @@ def test_every_kept_record_is_a_run_of_today() -> None:
     for record in records:
         run = RunConfig.of_record(record["config"])
         assert (run.technique, run.parallel) == (record["technique"], record["parallel"])
+
+
+def test_the_last_line_of_a_run_that_chats_is_the_command_that_talks_to_it(
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for task in ({}, {"task": "classification", "technique": "full"}):
+        run = run_config.changed_to(results_root=str(tmp_path / "my place"), run_name=f"mine{len(task)}", **task)
+        log = RunRecorder(run, RANK)
+        log.complete()
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == (
+            f"talk to it: python -m common.chat '{log.folder}'"
+            if run.goal.chats
+            else f"record: {RECORD_NAME} in results/mine2"
+        )

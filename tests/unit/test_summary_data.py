@@ -176,7 +176,8 @@ GOOD = samsum_rows(chats(2))
         ),
         (
             json.dumps(GOOD[0])[:-1],
-            "{path}, line 1 is no JSON (Expecting ',' delimiter at column 78): correct or remove it.",
+            f"{{path}}, line 1 is no JSON (Expecting ',' delimiter at column 78; the line ends with "
+            f"{json.dumps(GOOD[0])[:-1][-30:]!r}): correct or remove it.",
         ),
     ],
 )
