@@ -57,7 +57,14 @@ def whole_row_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return answer_results(logits[:, :-1], labels[:, 1:])
 
 
-ANSWERS = Objective(lambda tokenizer, _: make_collator(tokenizer), answer_results, mean_loss, VALIDATION_LOSS, False)
+ANSWERS = Objective(
+    lambda tokenizer, _: make_collator(tokenizer),
+    answer_results,
+    mean_loss,
+    VALIDATION_LOSS,
+    higher_is_better=False,
+    needs_losses_alone=True,
+)
 
 
 # -- at the end

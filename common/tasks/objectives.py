@@ -29,6 +29,8 @@ class Objective:
             metrics.
         metrics: From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them.
         loss: Instead of the model's own: from outputs, labels and `num_items_in_batch`, the labels of the whole step.
+        needs_losses_alone: Whether `results` are the sum of a row's losses and their number, for which no logits are
+            needed.
     """
 
     collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel], Collate]
@@ -37,6 +39,7 @@ class Objective:
     best_metric: str
     higher_is_better: bool
     loss: Callable[..., torch.Tensor] | None = None
+    needs_losses_alone: bool = False
 
 
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:

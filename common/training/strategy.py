@@ -349,8 +349,8 @@ def takes_logits_to_keep(model: torch.nn.Module) -> bool:
 
 def loss_is_chunked(run: RunConfig, model: torch.nn.Module) -> bool:
     """Return whether the loss comes without whole logits; a pipeline's last stage hands them to its schedule."""
-    is_decoder = run.goal.chats and not run.parallelism.pipelines and takes_logits_to_keep(model)
-    return is_decoder and takes_chunks(model.config)
+    needs_no_logits = objective_of(run).needs_losses_alone and not run.parallelism.pipelines
+    return needs_no_logits and takes_logits_to_keep(model) and takes_chunks(model.config)
 
 
 def keep_answer_logits(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -334,7 +334,7 @@ def model_for(free_gib: float, card: str = H100["name"], technique: str = "2.1 L
 
 
 def test_the_shape_is_the_largest_that_has_room_in_what_is_free() -> None:
-    assert [model_for(free_gib) for free_gib in (78.0, 12.0)] == ["qwen2.5-7b", "llama-3.2-1b"]
+    assert [model_for(free_gib) for free_gib in (78.0, 12.0)] == ["qwen2.5-7b", "llama-3.2-3b"]
     assert model_for(78.0, "NVIDIA Unheard Of") == "qwen2.5-7b"
     assert model_for(78.0, technique="2.4 full") == "llama-3.2-3b"
     with pytest.raises(gpu_check.NoRoomError, match=r"even llama-3.2-1b needs \d+\.\d GiB, and 2.0 are free"):
