@@ -129,8 +129,8 @@ DATA = (
     Fault(
         "an id that stands twice is not noticed",
         "common/data/row_checks.py",
-        'numbers.setdefault(str(row["id"]), number) != number',
-        'numbers.setdefault(str(row["id"]), number) > number',
+        'first.setdefault(str(row["id"]), number) != number',
+        'first.setdefault(str(row["id"]), number) > number',
         _faults("bad_input", "an_id_that_stands_twice_is_refused"),
     ),
     Fault(

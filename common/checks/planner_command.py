@@ -27,6 +27,7 @@ from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE
 from common.planning.job import OPTIMIZER_BYTES, WHY_NOT_QUANTIZED_FULL, BatchShape, Job, Precision, Quantization
 from common.planning.plans import (
     DEFAULT_ROWS_PER_EPOCH,
+    SORTED_BY,
     Plan,
     as_json,
     explanation,
@@ -347,7 +348,7 @@ def answer(options: PlannerOptions) -> int:
     size = f"{architecture.parameters / 1e9:.2f}B parameters"
     parts = [
         f"{options.model}: {size}, {names}{machines}; every figure is projected",
-        table(plans, options.rows_per_epoch),
+        f"{table(plans, options.rows_per_epoch)}\nsorted by {SORTED_BY}",
         recommendation(plans),
         explanation(plans[0]) if options.explain else "",
         compared,

@@ -13,8 +13,8 @@ from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table, suffix_of
 from common.data.formats import Format, recognise, refuse_pictures
 from common.data.plain_texts import TEXT_FILE, continuation_of, is_plain, opening_of, parse_paragraphs, tokenize_plain
-from common.data.row_checks import say_once, shown
-from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of
+from common.data.row_checks import say_once
+from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of, place_of, places_of
 from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 
@@ -46,13 +46,12 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
     """
     known: Format | None = None
     count, first = 0, ""
-    for row, where in found:
+    for row, place in found:
         if not isinstance(row, dict):
             raise BadInputError(
-                f"{where} is {begin_of(row, 40)!r}, but should have columns, as `messages`: correct it."
+                f"{place} is {begin_of(row, 40)!r}, but should have columns, as `messages`: correct it."
             )
-        if "id" in row:
-            where = f"{where} (id {begin_of(row['id'], 40)!r})"
+        where = place_of({**row, "where": place})
         filled = {name: value for name, value in row.items() if value is not None}
         if not run.prompt_column:
             refuse_pictures(filled, where)
@@ -60,7 +59,7 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
         converted = known.convert(filled, where)
         checked = _check_text(converted, where) if known.is_plain else _check_row(converted, where)
         count, first = count + 1, first or _begin_said(checked)
-        yield checked
+        yield {**checked, "where": place}
     if known and not is_embedded(source):
         say_once(f"{source}: read as {known}, {count:,} rows; {first}")
 
@@ -173,12 +172,12 @@ def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, r
     """
     if is_plain(rows):
         return tokenize_plain(rows, tokenizer, run)
-    without: list[str] = []
+    without: list[Row] = []
     tokenized = stored(_learnt_rows(rows, tokenizer, run, without))
     if len(without) > run.max_truncated_fraction * len(rows):
-        more = f" ({len(without)} of {len(rows)} rows have none: {shown(without)})" if len(without) > 1 else ""
+        more = f" ({len(without)} of {len(rows)} rows have none: {places_of(without)})" if len(without) > 1 else ""
         raise BadInputError(
-            f"Row {without[0]} has no token to learn within its first {run.max_length} tokens{more}: shorten its "
+            f"{place_of(without[0])} has no token to learn within its first {run.max_length} tokens{more}: shorten its "
             "question, raise --max_length, or pass a --max_truncated_fraction of the rows that may be left out."
         )
     if without:
@@ -188,22 +187,19 @@ def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, r
 
 
 def _learnt_rows(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig, without: list[str]
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig, without: list[Row]
 ) -> Iterator[Tokens]:
-    """Yield the tokens of rows, and put the names of those without a token to learn into `without`."""
+    """Yield the tokens of rows, and put those without a token to learn into `without`."""
     checked: set[tuple[str, ...]] = set()
-    number = 0
     for batch in batches_of(rows, "tokenizing"):
-        names = [str(row.get("id", f"number {place} of its split")) for place, row in enumerate(batch, number + 1)]
-        number += len(batch)
-        for row, name in zip(batch, names, strict=True):
+        for row in batch:
             turns = tuple(turns_of(row))
             if turns not in checked:
-                check_template(row, name, turns, tokenizer)
+                check_template(row, turns, tokenizer)
                 checked.add(turns)
-        for whole, name in zip(encode(batch, tokenizer, run.train_on), names, strict=True):
+        for row, whole in zip(batch, encode(batch, tokenizer, run.train_on), strict=True):
             tokens = first_tokens(whole, run.max_length)
             if any(label != IGNORED_LABEL for label in tokens["labels"]):
                 yield tokens
             else:
-                without.append(name)
+                without.append(row)

@@ -1,16 +1,15 @@
 """Check rows across splits, before a model is loaded: doubles, and test rows that would be learnt; sum them up."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
-from itertools import islice
 
 from common.base.errors import BadInputError
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
-from common.data.rows import SPLIT_NAMES, Row, Splits, Tokens, texts_of
+from common.data.rows import Row, Splits, Tokens, places_of, texts_of
 from common.data.stored_rows import take
 
 ENOUGH_STEPS = 100
@@ -24,56 +23,50 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
     have some twice, a warning is printed instead of a refusal.
 
     Raises:
-        BadInputError: with the ids, or the numbers of the rows.
+        BadInputError: with the ids, or where the rows stand.
     """
-    for name, rows in zip(SPLIT_NAMES, (splits.train, splits.validation, splits.test), strict=True):
-        check_ids(name, rows)
+    for rows in (splits.train, splits.validation, splits.test):
+        check_ids(rows)
     kept = {digest(row) for row in splits.test}
     shared = {number for number, row in enumerate(splits.train) if digest(row) in kept}
     if not shared:
         return splits
-    places = shown(number + 1 for number in sorted(shared))
-    found = f"{len(shared):,} of {len(splits.train):,} training rows are test rows, too"
+    places = places_of(take(splits.train, sorted(shared)))
+    found = (
+        f"{len(shared):,} of {len(splits.train):,} training rows are also test rows, if case and spacing are ignored "
+        f"({places})"
+    )
     if run.shared_rows == "skip":
-        say_once(f"{found}, and are left out")
+        say_once(f"{found}: they are left out")
         others = [number for number in range(len(splits.train)) if number not in shared]
         return replace(splits, train=take(splits.train, others))
     if run.shared_rows == "refuse" or (run.goal.chats and not splits.held_out):
         raise BadInputError(
-            f"{found}, but for case and spacing: rows {places} of train. Remove them from one of both, "
-            "or pass --shared_rows skip, which trains without them."
+            f"{found}: remove them from one of the two, or pass --shared_rows skip, which trains without them."
         )
     say_once(
-        f"WARNING: {found}, and make the test look better than it is: --shared_rows skip leaves them out of training"
+        f"WARNING: {found}: they make the test look better than it is; --shared_rows skip leaves them out of training"
     )
     return splits
 
 
-def check_ids(split: str, rows: Sequence[Row]) -> None:
+def check_ids(rows: Sequence[Row]) -> None:
     """Refuse ids that stand twice, in a split or in the file that splits are taken from.
 
     Raises:
-        BadInputError: with the rows, counted from 1.
+        BadInputError: with where both stand.
     """
-    numbers: dict[str, int] = {}
-    for number, row in enumerate(rows, 1):
-        if "id" in row and numbers.setdefault(str(row["id"]), number) != number:
-            raise BadInputError(
-                f"The id {row['id']!r} stands twice in {split}, in its rows {numbers[str(row['id'])]} and {number}: "
-                "remove one, or give each its own."
-            )
+    first: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        if "id" in row and first.setdefault(str(row["id"]), number) != number:
+            twice = places_of([rows[first[str(row["id"])]], row])
+            raise BadInputError(f"The id {row['id']!r} stands twice ({twice}): remove one, or give each its own.")
 
 
 def digest(row: Row) -> bytes:
     """Return a digest of a row's texts and its label, whatever their case and spacing."""
     texts = [*texts_of(row), str(row.get("label", ""))]
     return sha256("\0".join(re.sub(r"\s+", " ", text).strip().casefold() for text in texts).encode()).digest()
-
-
-def shown(rows: Iterable[object]) -> str:
-    """Return the first five numbers or names of rows, for a sentence that complains about them."""
-    first = list(map(str, islice(rows, 6)))
-    return ", ".join([*first[:5], "..."] if len(first) > 5 else first)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ SPLIT_NAMES = ("train", "validation", "test")
 
 Row = dict[str, Any]
 """One line of a data file: `id`, `messages`, and for questions with known facts `facts`; or `text` and `label`, or
-`text` and `summary`."""
+`text` and `summary`. `where` is its place, such as `rows.csv, row 3`."""
 
 Tokens = dict[str, Any]
 """`input_ids`, `attention_mask` and `labels` of one row, without padding: lists of numbers; with classification
@@ -70,6 +71,24 @@ def begin_of(value: object, length: int = 80) -> str:
     """Return a value as text of at most `length` characters, with an ellipsis where it goes on."""
     text = str(value)
     return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def place_of(row: Row) -> str:
+    """Return where a row stands, with its id if it has one; "a row" if it was not read from anywhere."""
+    name = f" (id {begin_of(row['id'], 40)!r})" if "id" in row else ""
+    return f"{row.get('where', 'a row')}{name}"
+
+
+def places_of(rows: Iterable[Row]) -> str:
+    """Return where rows of one file stand, in its order and at most five of them: `rows.csv, row 3, 9, 12`."""
+    places = sorted((row["where"].rpartition(" ") for row in rows), key=lambda place: int(place[2]))
+    return f"{places[0][0]} {shown(number for _, _, number in places)}"
+
+
+def shown(names: Iterable[object]) -> str:
+    """Return the first five names, for a sentence that complains about them."""
+    first = list(map(str, islice(names, 6)))
+    return ", ".join([*first[:5], "..."] if len(first) > 5 else first)
 
 
 def texts_of(row: Row) -> list[str]:

@@ -224,7 +224,7 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str) -> Splits:
     if missing:
         taken = f"{count:,} of its {len(rows):,} training rows"
         say_once(f"{source} has no {' and no '.join(missing)} rows: {taken} are held out for each")
-        check_ids(source, rows)
+        check_ids(rows)
         order = list(range(len(rows)))
         random.Random(HOLD_OUT_SEED).shuffle(order)
         for name in missing:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.data.plain_texts import is_plain, opening_ids
-from common.data.rows import IGNORED_LABEL, Row, Tokens
+from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
@@ -152,26 +152,26 @@ def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
 
 
-def check_template(row: Row, name: str, turns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> None:
+def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a template that cannot write the turns of a row, or drops one.
 
     Raises:
-        BadInputError: with the row and its turns, or the message that is dropped.
+        BadInputError: with where the row stands and its turns, or the message that is dropped.
     """
     template = f"The chat template of {tokenizer.name_or_path}"
     try:
         text = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
     except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
         raise BadInputError(
-            f"{template} refuses row {name} with the turns {', '.join(turns)} ({error}): remove such rows, or pass "
-            "a --model whose template takes them."
+            f"{template} refuses {place_of(row)}, with the turns {', '.join(turns)} ({error}): remove such rows, or "
+            "pass a --model whose template takes them."
         ) from None
     for message in row["messages"]:
         dropped = [says for says in _said(message) if says not in text]
         if dropped:
             raise BadInputError(
-                f"{template} leaves out {dropped[0][:60]!r} of the {message['role']} message in row {name}: remove "
-                "such messages, or pass a --model whose template writes them."
+                f"{template} leaves out {dropped[0][:60]!r} of the {message['role']} message in {place_of(row)}: "
+                "remove such messages, or pass a --model whose template writes them."
             )
 
 

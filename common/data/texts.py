@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table
-from common.data.row_checks import say_once, shown
-from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of
+from common.data.row_checks import say_once
+from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of, places_of, shown
 from common.data.stored_rows import batches_of, stored, take
 
 
@@ -52,7 +52,7 @@ def check_columns(found: Found, source: str, columns: dict[str, str], may_be_emp
         for key, value in by_key.items():
             if not value.strip():
                 empty[key].append(where.removeprefix(f"{source}, "))
-        yield by_key
+        yield {**by_key, "where": where}
     for key, name in columns.items():
         if empty[key] and not may_be_empty:
             raise BadInputError(f"{name!r} is empty in {source}, {shown(empty[key])}: fill or remove these rows.")
@@ -101,12 +101,12 @@ def with_classes(splits: Splits) -> Splits:
             "choose from; look at --data and --label_column."
         )
     for name, rows in (("validation", splits.validation), ("test", splits.test)):
-        unknown = {number: row["label"] for number, row in enumerate(rows, 1) if row["label"] not in classes}
+        unknown = [row for row in rows if row["label"] not in classes]
         if unknown:
+            labels = shown(sorted({row["label"] for row in unknown}))
             raise BadInputError(
-                f"{len(unknown)} of {len(rows)} {name} rows ({'rows' if len(unknown) > 1 else 'row'} {shown(unknown)}) "
-                f"have labels that no training row has ({shown(sorted(set(unknown.values())))}), but training knows "
-                f"{', '.join(classes)}: correct them, or add such rows to train."
+                f"{len(unknown)} of {len(rows)} {name} rows ({places_of(unknown)}) have labels that no training row "
+                f"has ({labels}), but training knows {', '.join(classes)}: correct them, or add such rows to train."
             )
     return splits.map(lambda rows: stored({**row, "class": classes[row["label"]]} for row in rows))
 
@@ -165,8 +165,8 @@ def _tokenize(
     long = _too_long(rows, tokenizer, run) if run.long_texts == "refuse" else []
     if long:
         raise BadInputError(
-            f"{len(long)} of {len(rows)} texts have more than {run.max_length} tokens (rows {shown(long)} of their "
-            "split): raise --max_length, or pass --long_texts cut."
+            f"{len(long)} of {len(rows)} texts have more than {run.max_length} tokens ({places_of(take(rows, long))}): "
+            "raise --max_length, or pass --long_texts cut."
         )
 
     def encoded() -> Iterator[Tokens]:
@@ -187,7 +187,7 @@ def say_long_texts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
 
 
 def _too_long(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> list[int]:
-    """Return the numbers of the rows, from 1, whose texts are longer than `max_length` tokens."""
+    """Return the numbers of the rows whose texts are longer than `max_length` tokens."""
     batches = batches_of(rows, "measuring")
     whole = (ids for batch in batches for ids in tokenizer([row["text"] for row in batch], verbose=False)["input_ids"])
-    return [number for number, ids in enumerate(whole, 1) if len(ids) > run.max_length]
+    return [number for number, ids in enumerate(whole) if len(ids) > run.max_length]

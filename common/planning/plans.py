@@ -28,6 +28,10 @@ LARGEST_BATCH = 4096  # beyond it nobody asks
 DEFAULT_ROWS_PER_EPOCH = 10_000
 # projected times are not good to a tenth: nearer than that, the simpler parallelism is better
 ABOUT_AS_FAST = 0.9
+SORTED_BY = (
+    "what fits; full fine-tuning, LoRA, QLoRA; speed, where within "
+    f"{1 - ABOUT_AS_FAST:.0%} of the fastest the plans that are not tight come first, the simplest of them on top"
+)
 
 
 @dataclass(frozen=True)
@@ -183,8 +187,8 @@ def ranked_plans(
 ) -> list[Plan]:
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
-    Of plans that are about as fast as the fastest of their technique the simplest comes first. What does not fit is
-    sorted by how much it lacks.
+    Of plans that are about as fast as the fastest of their technique, those that are not tight come first, and of
+    these the simplest. What does not fit is sorted by how much it lacks.
 
     `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
     does not fit without. `micro_batches` None: with pp as many as make sense. `dp_replicate_size` None: with fsdp one
@@ -247,10 +251,10 @@ def _best_first(plans: list[Plan]) -> list[Plan]:
     techniques, simplest_first = list(TECHNIQUES), list(PARALLELISMS)
     fastest = {plan.job.technique: plan.tokens_per_s for plan in sorted(plans, key=lambda plan: plan.tokens_per_s)}
 
-    def rank(plan: Plan) -> tuple[int, bool, float, float]:
+    def rank(plan: Plan) -> tuple[int, bool, bool, float, float]:
         is_slow = plan.tokens_per_s < ABOUT_AS_FAST * fastest[plan.job.technique]
         simplicity = 0 if is_slow else simplest_first.index(plan.job.parallel)
-        return techniques.index(plan.job.technique), is_slow, simplicity, -plan.tokens_per_s
+        return techniques.index(plan.job.technique), is_slow, plan.is_tight, simplicity, -plan.tokens_per_s
 
     return sorted(plans, key=rank)
 
@@ -322,6 +326,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
     return {
         "model": model,
         "figures": "projected",
+        "sorted_by": SORTED_BY,
         "ranked": [
             {
                 "technique": plan.job.technique,

@@ -87,9 +87,11 @@ def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
     capsys: pytest.CaptureFixture[str], outcomes: object
 ) -> None:
     rows = [row("Where is it? " * 40, id="long-1"), row("Where is it? " * 50, id="long-2"), row("Where?"), row("Who?")]
+    rows = [{**row, "where": f"train.jsonl, line {number}"} for number, row in enumerate(rows, 1)]
     tokenizer, run = load_tokenizer(RUN), replace(RUN, max_length=60)
     with pytest.raises(
-        BadInputError, match=r"Row long-1 has no token to learn .*\(2 of 4 rows have none: long-1, long-2"
+        BadInputError,
+        match=r"line 1 \(id 'long-1'\) has no token to learn .*\(2 of 4 rows have none: train\.jsonl, line 1, 2\)",
     ):
         tokens_of(rows, tokenizer, replace(run, max_truncated_fraction=0.4))
     assert len(tokens_of(rows, tokenizer, replace(run, max_truncated_fraction=0.5))) == 2
@@ -98,19 +100,19 @@ def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
 
 
 def test_an_id_that_stands_twice_is_refused(write: Callable, outcomes: object) -> None:
-    with pytest.raises(BadInputError, match="The id 'a' stands twice in train, in its rows 1 and 3"):
+    with pytest.raises(BadInputError, match=r"The id 'a' stands twice \(.*train\.jsonl, line 1, 3\)"):
         load_splits(write([row("1", id="a"), row("2", id="b"), row("3", id="a")]))
     load_splits(write([row("1", id="a")], test=[row("2", id="a")]))  # splits may count alike
-    outcomes.keep(21, "all", "refused by id and rows")
+    outcomes.keep(21, "all", "refused by id, file and lines")
 
 
 def test_a_test_row_that_is_learnt_is_refused_whatever_its_case_and_spacing(write: Callable, outcomes: object) -> None:
     run = write([row("Who?"), row("Where  IS it?"), row("Why?")], test=[row("where is it? ")])
-    with pytest.raises(BadInputError, match=r"1 of 3 training rows are test rows, too, .*: rows 2 of train"):
+    with pytest.raises(BadInputError, match=r"1 of 3 training rows are also test rows, .*train\.jsonl, line 2\)"):
         load_splits(run)
     assert len(load_splits(replace(run, shared_rows="skip")).train) == 2
     load_splits(write([row("Where is it?", "In the yard.")], test=[row("Where is it?")]))  # the negative control
-    outcomes.keep(22, "all", "refused by row; of texts with labels or summaries it is said")
+    outcomes.keep(22, "all", "refused by file and line; of texts with labels or summaries it is said")
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent for path in REPOSITORY.glob("*/run_0_*/my_workflow_*.py")))

@@ -79,7 +79,7 @@ def test_a_run_trains_without_the_rows_that_it_may_leave_out(
     assert done.record["data"]["training_rows"] == 4
     refused = run_workflow("python", *settings, "--max_truncated_fraction", "0.3", folder=FULL)
     assert refused.exit_code == 2, refused.output
-    assert "Row number 1 of its split has no token to learn within its first 60 tokens" in refused.output
+    assert "train.jsonl, line 1 has no token to learn within its first 60 tokens" in refused.output
 
 
 def test_all_weights_are_trained_where_that_is_asked(run_workflow: Callable) -> None:

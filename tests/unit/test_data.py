@@ -95,13 +95,13 @@ def test_of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows(run_confi
     assert ids(first.train) | ids(first.validation) | ids(first.test) == ids(rows_of(40))
 
 
-def test_an_id_that_stands_twice_in_one_file_is_refused_by_its_rows_there(
+def test_an_id_that_stands_twice_in_one_file_is_refused_by_its_lines_there(
     run_config: RunConfig, tmp_path: Path
 ) -> None:
     path, rows = tmp_path / "all.jsonl", rows_of(40)
     rows[29]["id"] = rows[3]["id"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(BadInputError, match=r"stands twice in .*all\.jsonl, in its rows 4 and 30"):
+    with pytest.raises(BadInputError, match=r"stands twice \(.*all\.jsonl, line 4, 30\)"):
         load_splits(replace(run_config, data=str(path)))
 
 
@@ -161,7 +161,7 @@ def test_a_line_separator_within_a_text_does_not_end_the_row(tmp_path: Path) -> 
     answer = "one\u2028two"
     row = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": answer}]}
     (tmp_path / "train.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding="utf-8")
-    assert read_messages(tmp_path / "train.jsonl") == [row]
+    assert read_messages(tmp_path / "train.jsonl") == [{**row, "where": f"{tmp_path / 'train.jsonl'}, line 1"}]
 
 
 def test_missing_empty_and_undecodable_files_are_refused(tmp_path: Path) -> None:

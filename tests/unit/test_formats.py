@@ -291,8 +291,11 @@ def test_a_line_that_breaks_off_is_refused_with_the_place_and_its_end(tmp_path: 
 
 def test_a_row_that_the_chat_template_refuses_is_named() -> None:
     """The default's template knows no tools."""
-    with pytest.raises(BadInputError, match=r"refuses row a7 with the turns user, call, tool, assistant .unknown role"):
-        tokenize_messages([{"messages": WITH_TOOL, "id": "a7"}], load_tokenizer(RunConfig()), RunConfig())
+    row = {"messages": WITH_TOOL, "id": "a7", "where": "rows.jsonl, line 3"}
+    with pytest.raises(
+        BadInputError, match=r"rows\.jsonl, line 3 \(id 'a7'\), with the turns user, call"
+    ):
+        tokenize_messages([row], load_tokenizer(RunConfig()), RunConfig())
 
 
 def test_a_template_that_drops_a_turn_is_refused() -> None:
@@ -300,8 +303,9 @@ def test_a_template_that_drops_a_turn_is_refused() -> None:
     tokenizer.chat_template = (
         "{% for message in messages if message.role != 'system' %}{{ message.content }}{% endfor %}"
     )
-    with pytest.raises(BadInputError, match=r"leaves out 'Be brief\.' of the system message in row number 2"):
-        tokenize_messages([{"messages": ASKED}, {"messages": [SYSTEM, *ASKED]}], tokenizer, RunConfig())
+    rows = [{"messages": ASKED}, {"messages": [SYSTEM, *ASKED], "where": "rows.csv, row 2"}]
+    with pytest.raises(BadInputError, match=r"leaves out 'Be brief\.' of the system message in rows\.csv, row 2:"):
+        tokenize_messages(rows, tokenizer, RunConfig())
     with pytest.raises(BadInputError, match="leaves out 'add' of the assistant message"):
         tokenize_messages([{"messages": WITH_TOOL}], tokenizer, RunConfig())
 

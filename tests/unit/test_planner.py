@@ -418,3 +418,17 @@ def test_a_full_card_is_tight(asked) -> None:  # noqa: ANN001
         entry = json.loads(out)["ranked"][0]
         assert entry["per_device"][0]["fits"]
         assert ("tight" in entry["why"]) == is_tight
+
+
+def test_of_plans_that_are_about_as_fast_a_tight_one_is_not_the_first(asked) -> None:  # noqa: ANN001
+    command = "--model llama-3.2-1b --technique lora --gpus 2 --gpu mine --gpu-tflops 100 --no-gradient-checkpointing"
+    _, out, _ = asked(f"{command} --gpu-memory-gib 100 --json")
+    roomy = json.loads(out)
+    ddp = next(entry for entry in roomy["ranked"] if entry["parallel"] == "ddp")
+    tight_gib = ddp["per_device"][0]["peak_gib"] * 1.02
+    _, out, _ = asked(f"{command} --gpu-memory-gib {tight_gib} --json")
+    first, *others = json.loads(out)["ranked"]
+    assert roomy["ranked"][0]["parallel"] == "ddp"
+    assert (first["parallel"], "tight" in first["why"]) == ("fsdp", False)
+    assert any(entry["parallel"] == "ddp" and "tight" in entry["why"] for entry in others)
+    assert "tight" in roomy["sorted_by"]

@@ -106,7 +106,7 @@ def test_columns_that_are_not_used_need_not_be_fit_for_the_disk(tmp_path: Path, 
     Dataset.from_list([{**row, **made} for row in ROWS]).to_parquet(tmp_path / "rows.parquet")
     train = load_splits(RunConfig(data=str(tmp_path / "rows.parquet"))).train
     assert isinstance(train, RowsOnDisk)
-    assert set(train[0]) == {"id", "messages"}
+    assert set(train[0]) == {"id", "messages", "where"}
 
 
 def test_tools_count_towards_memory(on_disk: Path) -> None:

@@ -78,8 +78,8 @@ def test_the_three_forms_hold_the_same_rows(tmp_path: Path, run: RunConfig, suff
         WRITERS[suffix](tmp_path / f"{name}.{suffix}", [*chats(4 + number), (ODD_CHAT, " Ann declines. ")])
     found = splits_of(load_splits(replace(run, data=str(tmp_path))))
     assert [len(split) for split in found] == [5, 6, 7]
-    assert found[1][0] == {"text": "Ann: 0?\r\nBob: Yes.", "summary": "Bob agrees to 0."}
-    assert found[2][-1] == {"text": ODD_CHAT, "summary": " Ann declines. "}
+    assert texts_of(found[1][0]) == ["Ann: 0?\r\nBob: Yes.", "Bob agrees to 0."]
+    assert texts_of(found[2][-1]) == [ODD_CHAT, " Ann declines. "]
 
 
 def test_one_object_per_line_may_be_called_json(tmp_path: Path, run: RunConfig) -> None:
@@ -122,7 +122,7 @@ def test_columns_may_have_other_names(tmp_path: Path, run: RunConfig) -> None:
     path.write_text(json.dumps([{"article": text, "highlights": summary} for text, summary in chats(20)]))
     splits = load_splits(replace(run, data=str(path), text_column="article", summary_column="highlights"))
     assert [len(split) for split in splits_of(splits)] == [16, 2, 2]
-    assert set(splits.train[0]) == {"text", "summary"}
+    assert set(splits.train[0]) == {"text", "summary", "where"}
 
 
 def test_a_row_has_its_text_and_its_summary_to_read() -> None:
@@ -220,7 +220,7 @@ def test_dialogues_over_the_limit_are_cut_and_counted_or_refused_with_their_rows
     run: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     short, long = {"text": "Ann: Yes.", "summary": "Yes."}, {"text": "Ann: Yes. " * 20, "summary": "Yes."}
-    rows = [short, long, short, long]
+    rows = [{**row, "where": f"a.csv, row {number}"} for number, row in enumerate([short, long, short, long], 1)]
     cutting = replace(run, max_length=20)
     assert say_long_texts(rows, tokenizer, cutting) == "2 of 4 training texts have more than 20 tokens, and are cut"
     assert say_long_texts([short], tokenizer, cutting) == "no training text has more than 20 tokens"
@@ -228,8 +228,7 @@ def test_dialogues_over_the_limit_are_cut_and_counted_or_refused_with_their_rows
     with pytest.raises(BadInputError) as refused:
         tokens_of(rows, tokenizer, replace(cutting, long_texts="refuse"))
     assert str(refused.value) == (
-        "2 of 4 texts have more than 20 tokens (rows 2, 4 of their split): raise --max_length, or pass --long_texts "
-        "cut."
+        "2 of 4 texts have more than 20 tokens (a.csv, row 2, 4): raise --max_length, or pass --long_texts cut."
     )
     assert len(tokens_of([short, short], tokenizer, replace(cutting, long_texts="refuse"))) == 2
 
