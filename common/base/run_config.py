@@ -43,7 +43,7 @@ class Range:
 RANGES = (
     Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.",
           ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
-           "warmup_steps")),
+           "warmup_steps", "max_batch_tokens")),
     Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
           ("devices", "threads", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
            "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size",
@@ -81,6 +81,8 @@ ONLY_FOR = (
     OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded, ("offload",)),
     OnlyFor("rows of messages", lambda run: run.goal.chats,
             ("max_truncated_fraction", "prompt_column", "completion_column", "train_on")),
+    OnlyFor("rows of messages, without pp", lambda run: run.goal.chats and not run.parallelism.pipelines,
+            ("padding_free", "max_batch_tokens")),
     OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.chats,
             ("text_column", "long_texts", "empty_rows")),
     OnlyFor("classification (3.1)", lambda run: run.goal.classifies, ("label_column",)),
@@ -201,6 +203,11 @@ class RunConfig(
         return self.per_device_train_batch_size * -(-self.partition_count // self.data_parallel_ranks)
 
     @property
+    def is_padding_free(self) -> bool:
+        """Whether training rows lie end to end; `suited_to_model` finds what auto means for a model."""
+        return self.padding_free == "yes"
+
+    @property
     def effective_batch_size(self) -> int:
         """Rows per optimizer step over all data-parallel ranks."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.partition_count
@@ -268,6 +275,7 @@ def contradictions(run: RunConfig) -> Iterator[str]:
         *(_about_micro_batches(run) if run.parallelism.pipelines else ()),
         *(_about_sharding(run) if run.is_sharded else ()),
         *_about_task(run),
+        *_about_padding(run),
         *(_about_tensor_parallel(run) if run.parallelism.splits_matrices else ()),
         *(_about_flash_attention(run) if run.attention.startswith("flash") else ()),
         *_about_weights_and_names(run),
@@ -377,6 +385,20 @@ def _about_task(run: RunConfig) -> tuple[Rule, ...]:
             run.partitions and run.partitions < run.data_parallel_ranks,
             f"partitions is {run.partitions}, but there are {run.data_parallel_ranks} ranks: pass at least one "
             "for each, or 0.",
+        ),
+    )
+
+
+def _about_padding(run: RunConfig) -> tuple[Rule, ...]:
+    return (
+        (
+            run.is_padding_free and run.attention == "eager",
+            "padding_free is yes, but attention is eager, which does not separate rows: pass --attention sdpa.",
+        ),
+        (
+            run.max_batch_tokens and run.padding_free == "no",
+            f"max_batch_tokens is {run.max_batch_tokens}, but padding_free is no, and padded rows are computed at "
+            "once: leave --padding_free out, or lower --per_device_train_batch_size.",
         ),
     )
 

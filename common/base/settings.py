@@ -132,6 +132,16 @@ class TrainingSettings:
     per_device_train_batch_size: int = setting(
         16, "Training rows per rank and step, before accumulation.", ("--batch_size", "--batch-size")
     )
+    padding_free: Literal["auto", "yes", "no"] = setting(
+        "auto",
+        "With messages: rows are laid end to end, each with attention of its own, instead of padded to the longest; "
+        "auto = where the model's attention can separate them.",
+    )
+    max_batch_tokens: int = setting(
+        0,
+        "With padding_free: tokens that a rank computes at once, at most; its rows of a step are divided accordingly, "
+        "which changes memory but not the step. 0 = all at once.",
+    )
     gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.")
     num_train_epochs: int = setting(6, "Passes over the training rows.")
     max_steps: int = setting(-1, "Optimizer steps after which training ends early; -1 = all epochs.")

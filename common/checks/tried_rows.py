@@ -52,7 +52,7 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
     except BadInputError:
         source = f"rows of max_length {run.max_length}, as the model's tokenizer is not here"
         return batch_of_length(run, run.max_length), source
-    batch = longest_batch(tokens_of(rows, tokenizer, run), run.per_device_train_batch_size)
+    batch = longest_batch(tokens_of(rows, tokenizer, run), run.per_device_train_batch_size, run)
     return batch, f"the longest {batch.rows} of the run's {len(rows):,} rows"
 
 
@@ -153,5 +153,5 @@ def check_length(run: RunConfig, rows: Rows, option: str) -> None:
 
 def batch_of(run: RunConfig, rows: Rows) -> BatchShape:
     """Return the shape of the longest batch; the longest rows alone need not have every label."""
-    batch = longest_batch(rows.train, run.per_device_train_batch_size)
+    batch = longest_batch(rows.train, run.per_device_train_batch_size, run)
     return replace(batch, classes=len(label_names_of(run))) if batch.classes else batch

@@ -7,18 +7,31 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, without_labels
+from common.base.run_config import RunConfig
+from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, labels_in, without_labels
 from common.planning.job import BatchShape
 
 Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
 
 
-def longest_batch(rows: Sequence[Tokens], batch_size: int) -> BatchShape:
-    """Return the shape of the largest batch that can come up: the longest rows, padded to the longest of them."""
+def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig) -> BatchShape:
+    """Return the shape of the largest batch that can come up: the longest rows, padded, or end to end within a budget.
+
+    Of rows end to end lengths and labels are means, rounded up.
+    """
     longest = heapq.nlargest(batch_size, rows, key=lambda row: len(row["input_ids"]))
     lengths = [len(row["input_ids"]) for row in longest]
+    if run.is_padding_free:
+        at_once = max(within_budget(lengths, run.max_batch_tokens), key=lambda places: sum(lengths[n] for n in places))
+        tokens, learnt = sum(lengths[n] for n in at_once), sum(labels_in(longest[n]) for n in at_once)
+        return BatchShape(len(at_once), -(-tokens // len(at_once)), -(-learnt // len(at_once)))
     padded = min(lengths) < max(lengths)
     if isinstance(rows[0]["labels"], int):
         classes = max(row["labels"] for row in rows) + 1
@@ -36,6 +49,37 @@ def make_collator(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | N
     With an encoder-decoder as `model` the batch also has the decoder's inputs: the labels shifted right by one.
     """
     return DataCollatorForSeq2Seq(tokenizer, model=model, label_pad_token_id=IGNORED_LABEL)
+
+
+def within_budget(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Return the places of rows in groups of at most `max_tokens` tokens; 0: in one group.
+
+    Each row goes to the first group that has room for it (first fit), and into one of its own where none has.
+    """
+    if not max_tokens:
+        return [list(range(len(lengths)))]
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for place, length in enumerate(lengths):
+        number = next((number for number, left in enumerate(room) if left >= length), len(groups))
+        if number == len(groups):
+            groups.append([])
+            room.append(max_tokens)
+        groups[number].append(place)
+        room[number] -= length
+    return groups
+
+
+def lay_end_to_end(rows: list[Tokens]) -> dict[str, Any]:
+    """Collate rows into one of all their tokens, with positions and borders for attention, and nothing padded.
+
+    No row's first token has a label, so that none is predicted from the row before.
+    """
+    numbers = {"row": torch.tensor([row["row"] for row in rows])} if "row" in rows[0] else {}
+    return {**_FLATTEN(rows), **numbers}
+
+
+_FLATTEN = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
 
 class TrainingRows(Dataset[Tokens]):
@@ -116,7 +160,11 @@ class EpochBatches(Sampler[list[int]]):
 
     def own(self, rows: list[int]) -> list[int]:
         """Return this rank's share of the rows that all compute at once."""
-        return rows[self.rank :: self.world_size] or [NO_ROW]
+        return self.share(rows, self.rank)
+
+    def share(self, rows: list[int], rank: int) -> list[int]:
+        """Return a rank's share of the rows that all compute at once."""
+        return rows[rank :: self.world_size] or [NO_ROW]
 
     def global_batches(self) -> Iterator[list[int]]:
         """Yield the rows that all ranks compute at once; the same on every rank."""
@@ -158,9 +206,9 @@ class PartitionedBatches(EpochBatches):
         super().__init__(*args, **kwargs)
         self._draw_from(partition(len(self.lengths), parts, self.seed), self.batch_size)
 
-    def own(self, rows: list[int]) -> list[int]:
-        """Return those of `rows` that are in this rank's parts."""
-        return [row for row in rows if self.part_of[row] % self.world_size == self.rank] or [NO_ROW]
+    def share(self, rows: list[int], rank: int) -> list[int]:
+        """Return those of `rows` that are in a rank's parts."""
+        return [row for row in rows if self.part_of[row] % self.world_size == rank] or [NO_ROW]
 
 
 class EpochLoader(DataLoader):

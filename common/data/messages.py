@@ -13,7 +13,7 @@ from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table, suffix_of
 from common.data.formats import Format, recognise, refuse_pictures
 from common.data.plain_texts import TEXT_FILE, continuation_of, is_plain, opening_of, parse_paragraphs, tokenize_plain
-from common.data.row_checks import say_once
+from common.data.row_checks import check_budget, say_once
 from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of, place_of, places_of
 from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
@@ -199,6 +199,7 @@ def _learnt_rows(
                 checked.add(turns)
         for row, whole in zip(batch, encode(batch, tokenizer, run.train_on), strict=True):
             tokens = first_tokens(whole, run.max_length)
+            check_budget(len(tokens["input_ids"]), row, run)
             if any(label != IGNORED_LABEL for label in tokens["labels"]):
                 yield tokens
             else:

@@ -1,12 +1,13 @@
 """Rows of plain text, for continued pre-training: every token is learnt, and long texts are divided, not cut."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data.row_checks import check_budget
 from common.data.rows import Found, Row, Tokens
 from common.data.stored_rows import batches_of, stored
 
@@ -58,12 +59,17 @@ def tokenize_plain(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
             f"train_on is {run.train_on!r}, but the rows are plain text, of which every token is learnt: leave "
             "--train_on out."
         )
+    return stored(_learnt_pieces(rows, tokenizer, run))
+
+
+def _learnt_pieces(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Iterator[Tokens]:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    batches = (
-        tokenizer([row["text"] for row in batch], verbose=False)["input_ids"]
-        for batch in batches_of(rows, "tokenizing")
-    )
-    return stored(piece for ids in chain.from_iterable(batches) for piece in _pieces([*ids, *end], run.max_length))
+    for batch in batches_of(rows, "tokenizing"):
+        texts = tokenizer([row["text"] for row in batch], verbose=False)["input_ids"]
+        for row, text in zip(batch, texts, strict=True):
+            ids = [*text, *end]
+            check_budget(min(len(ids), run.max_length), row, run)
+            yield from _pieces(ids, run.max_length)
 
 
 def _pieces(ids: list[int], length: int) -> Iterator[Tokens]:

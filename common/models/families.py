@@ -15,6 +15,7 @@ from common.base.run_folders import literal_file_of, read_lora
 from common.data.row_checks import say_once
 from common.models.loading import checked_config, model_class, model_without_weights
 from common.models.quantization import is_quantizable
+from common.models.separate_rows import separates_rows
 from common.models.trained_weights import add_lora, has_fused_experts, idle_weights, is_projection
 from common.planning.architectures import is_known_architecture
 
@@ -31,7 +32,7 @@ def suited_to_model(run: RunConfig) -> RunConfig:
     """
     config = checked_config(run)
     check_heads(run)
-    for suited in (_with_attention, _with_targets, _with_dropout, _with_device_map):
+    for suited in (_with_attention, _with_padding, _with_targets, _with_dropout, _with_device_map):
         run = suited(run, config)
     return run
 
@@ -41,6 +42,25 @@ def _with_attention(run: RunConfig, config: PretrainedConfig) -> RunConfig:
         return run
     say_once(f"{run.model}: Transformers has no SDPA attention for the kind {config.model_type}; attention is eager")
     return replace(run, attention="eager")
+
+
+def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
+    if not run.goal.chats or run.parallelism.pipelines or run.padding_free == "no":
+        return run
+    if run.attention != "eager" and separates_rows(model_class(run, config), config):
+        return replace(run, padding_free="yes")
+    is_asked = next((name for name in ("padding_free", "max_batch_tokens") if is_set(run, name)), "")
+    if is_asked:
+        raise BadInputError(
+            f"{is_asked} is {getattr(run, is_asked)}, but the attention of {run.model} ({config.model_type}, "
+            f"{run.attention}) cannot separate rows that lie end to end: leave --{is_asked} out."
+        )
+    return replace(run, padding_free="no")
+
+
+def is_set(run: RunConfig, name: str) -> bool:
+    """Return whether a setting is not at its default."""
+    return getattr(run, name) != getattr(RunConfig, name)
 
 
 def _with_targets(run: RunConfig, config: PretrainedConfig) -> RunConfig:

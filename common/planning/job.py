@@ -46,7 +46,7 @@ class BatchShape:
     """The largest batch of a step, on one rank.
 
     Attributes:
-        length: Tokens of a row.
+        length: Tokens of a row; of rows that lie end to end the mean.
         labelled: Positions at which some row has a token to be learnt: logits are computed for these.
         padded: Rows differ in length, so that attention needs a mask.
         classes: With classification: labels that a row may have; 0 = tokens are to be predicted.

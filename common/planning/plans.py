@@ -466,7 +466,8 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
         lora_dropout=run.lora_dropout if run.method.has_adapters else 0.0,
         micro_batches=run.micro_batches,
         schedule=run.schedule,
-        accumulation_steps=run.gradient_accumulation_steps,
+        # a budget may divide each micro-batch
+        accumulation_steps=max(run.gradient_accumulation_steps, 2 if run.max_batch_tokens else 1),
         offload=run.offload == "cpu",
         cpu_operations=run.device == "cpu" and batch.classes > 0,  # runs in chat are planned as on a GPU
     )

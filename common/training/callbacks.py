@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -31,17 +32,24 @@ class WorkDone:
     rows: list[int] = field(default_factory=list)
     tokens: int = 0
     reporting_s: float = 0.0
-    first_batch: dict[str, torch.Tensor] = field(default_factory=dict)
+    first_batch: dict[str, Any] = field(default_factory=dict)
 
-    def count(self, row_numbers: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+    def count(self, row_numbers: torch.Tensor, inputs: dict[str, Any]) -> None:
         """Count one mini-batch; `row_numbers` has shape (rows,)."""
         if not self.first_batch:
             self.first_batch = {"row": row_numbers, **inputs}
         is_row = row_numbers != NO_ROW
         self.rows += row_numbers[is_row].tolist()
-        self.tokens += int(inputs["attention_mask"][is_row].sum())
+        self.tokens += _tokens_in(inputs, is_row)
         if "decoder_input_ids" in inputs:  # summaries are read and written beside the texts
             self.tokens += int((inputs["labels"][is_row] != IGNORED_LABEL).sum())
+
+
+def _tokens_in(inputs: dict[str, Any], is_row: torch.Tensor) -> int:
+    """Return the tokens of real rows in a batch; one without padding has no others, or is all in their place."""
+    if "attention_mask" in inputs:
+        return int(inputs["attention_mask"][is_row].sum())
+    return inputs["input_ids"].numel() if is_row.all() else 0
 
 
 class FirstStepReport(TrainerCallback):
@@ -67,9 +75,14 @@ class FirstStepReport(TrainerCallback):
                 f"total {memory.total_gib:.1f} GiB"
             )
         batch = self.work.first_batch
-        rows, padded_length = batch["input_ids"].shape
-        text = self.tokenizer.decode(batch["input_ids"][0][batch["attention_mask"][0].bool()])
-        print(f"mini-batch: {rows} rows of {padded_length} tokens; the first is row {int(batch['row'][0])}: {text!r}")
+        if "attention_mask" in batch:
+            laid_out = f"of {batch['input_ids'].shape[1]} tokens, with padding"
+            first = batch["input_ids"][0][batch["attention_mask"][0].bool()]
+        else:
+            laid_out = f"end to end, {batch['input_ids'].numel()} tokens"
+            first = batch["input_ids"][0, : batch["cu_seq_lens_q"][1]]
+        text = self.tokenizer.decode(first)
+        print(f"mini-batch: {len(batch['row'])} rows {laid_out}; the first is row {int(batch['row'][0])}: {text!r}")
 
 
 SAMPLED_PER_WEIGHT = 65_536

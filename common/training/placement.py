@@ -171,7 +171,7 @@ def check_placement_and_memory(run: RunConfig, rows: Sequence[Row], tokenizer: P
     # tokens grow with characters, and tokenizing a few rows is enough
     longest = heapq.nlargest(4 * run.per_device_train_batch_size, rows, key=lambda row: sum(map(len, texts_of(row))))
     few = replace(run, long_texts="cut")  # those too long were refused before
-    batch = longest_batch(tokens_of(longest, tokenizer, few), run.per_device_train_batch_size)
+    batch = longest_batch(tokens_of(longest, tokenizer, few), run.per_device_train_batch_size, run)
     if run.parallelism.splits_layers:
         plan = place_stages(run, batch, gpu).plan
         if plan is None:

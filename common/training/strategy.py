@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.utils import gather_object, wait_for_everyone
+from accelerate.utils import gather_object, send_to_device, wait_for_everyone
 from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import clip_grad_norm_
@@ -25,6 +25,7 @@ from common.base.run_config import RunConfig
 from common.data import rows
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.loading import load_base_model, next_token_logits
+from common.models.separate_rows import separate_rows, without_mask
 from common.models.shards import byte_count, full_weights, gathered, global_numel, local_part
 from common.models.trained_weights import parameter_counts, with_trained_weights
 from common.planning.device_maps import whole_model_on
@@ -35,7 +36,8 @@ from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Any]
+"""A batch's tensors; of rows that lie end to end the longest row's tokens, too."""
 Model = PreTrainedModel | PeftModel
 SHARDS = "shards"
 """Folder of a checkpoint with every rank's part, as torch.distributed.checkpoint writes it."""
@@ -91,6 +93,8 @@ class Strategy:
         self.takes_chunks = loss_is_chunked(self.run, model)
         if self.takes_chunks:
             compute_loss_in_chunks(model)
+        if self.run.is_padding_free and self.run.attention == "sdpa":
+            separate_rows(model)
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Return the optimizer as training takes it, and make `model` ready; called on every rank before the steps."""
@@ -135,6 +139,8 @@ class Strategy:
 
     def inputs_for_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return a batch's inputs, told where to compute logits if the model can be told."""
+        if "cu_seq_lens_q" in inputs and self.run.attention == "sdpa":
+            inputs = without_mask(inputs)
         if not self.takes_logits_to_keep:
             return inputs
         batch = keep_answer_logits(inputs)
@@ -144,7 +150,7 @@ class Strategy:
 
     def to_device(self, batch: Batch) -> Batch:
         """Return the model's inputs on this rank's device."""
-        return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}
+        return send_to_device(batch, self.rank.device, skip_keys="row")
 
     def autocast(self) -> torch.autocast:
         """Return a context in which matrix products are in bfloat16, where the run asks for it."""

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,9 @@ from common.data.batches import (
     EpochLoader,
     PartitionedBatches,
     TrainingRows,
+    lay_end_to_end,
     longest_batch,
+    within_budget,
 )
 from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
 from common.data.rows import Tokens
@@ -68,7 +70,7 @@ from common.training.checkpoints import (
     steps_at,
     verify_once,
 )
-from common.training.strategy import Strategy, strategy_class
+from common.training.strategy import Batch, Strategy, strategy_class
 from common.training.usage import optimizer_bytes
 
 
@@ -247,15 +249,29 @@ class AuditedTrainer(CheckpointedTrainer):
         return EpochLoader(
             self.train_dataset,
             batch_sampler=self.batches,
-            collate_fn=self.data_collator,
+            collate_fn=self.at_once,
             pin_memory=self.args.device.type == "cuda",
         )
 
+    def at_once(self, rows: list[Tokens]) -> list[Batch]:
+        """Return a micro-batch's rows as the batches that are computed at once: several where a budget divides them."""
+        groups = within_budget([len(row["input_ids"]) for row in rows], self.strategy.run.max_batch_tokens)
+        return [self.batch_of([rows[place] for place in group]) for group in groups]
+
     @override
-    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.reach("batch")
-        self.work.count(inputs.pop("row"), inputs)
-        return super().training_step(model, self.strategy.inputs_for_loss(inputs), *args, **kwargs)
+    def training_step(self, model: torch.nn.Module, inputs: list[Batch], *args: Any, **kwargs: Any) -> torch.Tensor:
+        losses = []
+        for number, batch in enumerate(inputs, 1):
+            self.reach("batch")
+            self.work.count(batch.pop("row"), batch)
+            # gradients of ranks are summed with the last batch's
+            with nullcontext() if number == len(inputs) else self.accelerator.no_sync(model):
+                losses.append(super().training_step(model, self.strategy.inputs_for_loss(batch), *args, **kwargs))
+        return torch.stack(losses).sum()
+
+    @override
+    def _get_num_items_in_batch(self, batch_samples: list[list[Batch]], device: torch.device) -> torch.Tensor | int | None:
+        return super()._get_num_items_in_batch([batch for batches in batch_samples for batch in batches], device)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self.reporting():
@@ -307,8 +323,12 @@ class AuditedTrainer(CheckpointedTrainer):
                 f"{LAST} resumes from the newest checkpoint."
             )
 
-    def collated(self, rows: list[Tokens]) -> dict[str, torch.Tensor]:
-        """Return rows as one batch, filled up as the strategy needs it."""
+    def batch_of(self, rows: list[Tokens]) -> Batch:
+        """Return training rows as one batch, end to end or padded."""
+        return lay_end_to_end(rows) if self.strategy.run.is_padding_free else self.collated(rows)
+
+    def collated(self, rows: list[Tokens]) -> Batch:
+        """Return rows as one batch, padded, and filled up as the strategy needs it."""
         return self.data_collator(self.strategy.fill(rows))
 
     def free(self) -> None:
@@ -415,7 +435,7 @@ def make_trainer(
     if rank.is_main:
         print(say_summary(log.data, run))
         say_once(say_few_steps(log.data, run))
-    log.training_starts(plan or plan_training(log, longest_batch(train, run.rows_per_rank)))
+    log.training_starts(plan or plan_training(log, longest_batch(train, run.rows_per_rank, run)))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     arguments = training_arguments(run, log.folder / "checkpoints")
     arguments.run_name = log.run_name

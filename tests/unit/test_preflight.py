@@ -48,7 +48,7 @@ def run(run_config: RunConfig) -> RunConfig:
 
 @pytest.fixture
 def plan(run: RunConfig) -> Plan:
-    return plan_run(run, longest_batch(tried_rows.rows_of_length(run, 64).train, run.per_device_train_batch_size))
+    return plan_run(run, longest_batch(tried_rows.rows_of_length(run, 64).train, run.per_device_train_batch_size, run))
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_rows_of_a_length_have_no_padding_in_them(run: RunConfig) -> None:
 def test_rows_of_a_length_are_learnt_as_a_whole_and_need_no_data(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run: RunConfig
 ) -> None:
-    batch = longest_batch(tried_rows.rows_of_length(run, 100).train, run.per_device_train_batch_size)
+    batch = longest_batch(tried_rows.rows_of_length(run, 100).train, run.per_device_train_batch_size, run)
     assert (batch.rows, batch.length, batch.labelled, batch.padded) == (16, 100, 99, False)
     monkeypatch.setattr(preflight, "measure_all", lambda *_: [MEASURED])
     assert exit_code(SINGLE, "--seq-len", "100", "--data", "no/such/data") == 0
@@ -397,7 +397,7 @@ def test_the_gpu_at_hand_is_planned_for_before_the_folders(run: RunConfig, monke
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA Unheard Of"]))
     assert preflight.device_of(on_gpu).name == "RTX A6000 48GB"
     assert preflight.device_of(replace(on_gpu, gpu="")) is None
-    batch = longest_batch(tried_rows.rows_of_length(run, 64).train, run.per_device_train_batch_size)
+    batch = longest_batch(tried_rows.rows_of_length(run, 64).train, run.per_device_train_batch_size, run)
     stage_map, plan, no_plan = preflight.place_and_plan(replace(on_gpu, gpu=""), batch)
     assert (stage_map, plan) == ({}, None)
     assert "NVIDIA Unheard Of" in no_plan
@@ -544,7 +544,7 @@ def test_what_was_measured_is_kept_as_data(
 def test_each_device_of_a_divided_model_has_its_plan(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"] * 2))
     asked = replace(run, device="cuda", parallel="mp", devices=2, model="llama-3.1-8b", device_map="even")
-    batch = longest_batch(tried_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size)
+    batch = longest_batch(tried_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size, asked)
     stage_map, plan, _ = preflight.place_and_plan(asked, batch)
     assert set(stage_map.values()) == {0, 1}
     measured = [
@@ -570,6 +570,6 @@ def test_rent_is_of_all_gpus(run: RunConfig, monkeypatch: pytest.MonkeyPatch) ->
 def test_memory_of_a_gpu_is_compared_without_its_overhead(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "gpus", lambda: ("", ["NVIDIA RTX A6000"]))
     asked = replace(run, device="cuda")
-    batch = longest_batch(tried_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size)
+    batch = longest_batch(tried_rows.rows_of_length(asked, 64).train, asked.per_device_train_batch_size, asked)
     plan = plan_run(asked, batch, preflight.device_of(asked))
     assert preflight.planned_gib(plan, 0) == plan.devices[0].allocated_gib < plan.devices[0].peak_gib

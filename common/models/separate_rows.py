@@ -1,0 +1,104 @@
+"""Attention of rows that lie end to end without padding: no row sees another.
+
+Transformers' own SDPA attention separates such rows by a mask of all tokens times all tokens, and padded rows by one,
+too: no flash kernel takes either. Here each row has attention of its own, on CUDA in one call of PyTorch's `varlen_attn`.
+"""
+
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+SEPARATE_ROWS = "separate_rows"
+"""The attention implementation by its name in Transformers; rows that are padded have SDPA's with it."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Kinds of layers whose attention is told all that its mask would say."""
+
+
+def separates_rows(model_class: type[PreTrainedModel], config: PretrainedConfig) -> bool:
+    """Return whether a decoder's attention can be told where rows begin, and mixes tokens nowhere else."""
+    config = config.get_text_config()
+    takes_boundaries = model_class._supports_attention_backend and model_class._supports_sdpa
+    layer_types = set(getattr(config, "layer_types", None) or LAYER_TYPES)
+    return takes_boundaries and layer_types <= set(LAYER_TYPES) and not getattr(config, "attention_chunk_size", None)
+
+
+def separate_rows(model: PreTrainedModel | PeftModel) -> None:
+    """Let a model that has SDPA attention take rows that lie end to end; `without_mask` says how they are given."""
+    AttentionInterface.register(SEPARATE_ROWS, attend_within_rows)
+    AttentionMaskInterface.register(SEPARATE_ROWS, sdpa_mask)
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base.set_attn_implementation(SEPARATE_ROWS)
+
+
+def without_mask(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch of rows end to end with a mask of four dimensions, which Transformers takes for a finished one.
+
+    Without it the library looks at the positions of all tokens to find the rows, for which the CPU waits for the GPU.
+    """
+    return {**inputs, "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs["input_ids"].device)}
+
+
+def attend_within_rows(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the causal attention of each row's tokens to those of its own row, shape (1, tokens, heads, width).
+
+    Query, key and value have shape (1, heads, tokens, width). `cu_seq_lens_q`: where rows begin and end, shape
+    (rows + 1,), int32; None: the rows are padded, and `attention_mask` is what `sdpa_mask` made of that.
+    `max_length_q`: tokens of the longest row. `sliding_window`: how many tokens, its own included, each attends to.
+    """
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if query.is_cuda and value.element_size() == 2 and not dropout:
+        return _by_kernel(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
+    rows = zip(*(each.split(cu_seq_lens_q.diff().tolist(), dim=2) for each in (query, key, value)), strict=True)
+    results = [
+        sdpa_attention_forward(module, *row, _window(row[0], sliding_window), dropout=dropout, scaling=scaling)[0]
+        for row in rows
+    ]
+    return torch.cat(results, dim=1), None
+
+
+def _by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    borders: torch.Tensor,
+    longest: int,
+) -> torch.Tensor:
+    # rotated under autocast, queries and keys are fp32
+    tokens_first = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
+    window = (sliding_window - 1 if sliding_window else -1, 0)  # none of the later tokens
+    heads_share = query.shape[1] != key.shape[1]
+    return varlen_attn(
+        *tokens_first, borders, borders, longest, longest, scale=scaling, window_size=window, enable_gqa=heads_share
+    ).unsqueeze(0)
+
+
+def _window(query: torch.Tensor, size: int | None) -> torch.Tensor | None:
+    """Return the mask of a row with more tokens than the window, shape (1, 1, tokens, tokens); None: causal."""
+    length = query.shape[2]
+    if size is None or length <= size:
+        return None
+    places = torch.arange(length, device=query.device)
+    behind = places[:, None] - places
+    return ((behind >= 0) & (behind < size))[None, None]
