@@ -65,7 +65,9 @@ def _tell(what: str, line: str) -> None:
 def _trainer(run: RunConfig, rank: Rank, folder: Path) -> LoopTrainer:
     tokenizer, splits = load_tokenizer(run), load_splits(run)
     train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
-    stage = load_stage(run, place_stages(run, longest_batch(train, run.per_device_train_batch_size, run)).stage_map, rank)
+    stage = load_stage(
+        run, place_stages(run, longest_batch(train, run.per_device_train_batch_size, run)).stage_map, rank
+    )
     train_linear_layers(stage, run.target_modules)
     arguments, strategy = training_arguments(run, folder), PipelineParallel(run, rank)
     return trainer_of_rows(run, rank, stage, tokenizer, train, validation, arguments, [], strategy, LoopTrainer)

@@ -57,7 +57,7 @@ RUN = RunConfig(
 def place(log: RunRecorder, rows: Sequence[Tokens]) -> Placement:
     """Compute the device map (1), and print it beside Accelerate's own and an even split."""
     with log.phase("place layers"):
-        batch = longest_batch(rows, log.run.per_device_train_batch_size)
+        batch = longest_batch(rows, log.run.per_device_train_batch_size, log.run)
         print(placement_table(log.run, batch, log.gpu()).to_string(index=False))
         return place_stages(log.run, batch, log.gpu())
 

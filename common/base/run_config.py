@@ -208,6 +208,13 @@ class RunConfig(
         return self.padding_free == "yes"
 
     @property
+    def groups_by_length(self) -> bool:
+        """Whether training rows are sorted by length within windows of some steps."""
+        return self.train_sampling_strategy == "group_by_length" or (
+            self.train_sampling_strategy == "auto" and not self.is_padding_free
+        )
+
+    @property
     def effective_batch_size(self) -> int:
         """Rows per optimizer step over all data-parallel ranks."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.partition_count

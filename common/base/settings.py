@@ -142,6 +142,11 @@ class TrainingSettings:
         "With padding_free: tokens that a rank computes at once, at most; its rows of a step are divided accordingly, "
         "which changes memory but not the step. 0 = all at once.",
     )
+    train_sampling_strategy: Literal["auto", "random", "group_by_length"] = setting(
+        "auto",
+        "Order of the training rows: random, which teaches most per epoch, or sorted by length within windows of four "
+        "steps, so that little is padded; auto = random with padding_free.",
+    )
     gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.")
     num_train_epochs: int = setting(6, "Passes over the training rows.")
     max_steps: int = setting(-1, "Optimizer steps after which training ends early; -1 = all epochs.")

@@ -21,14 +21,14 @@ from common.planning.job import BatchShape
 Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
 
 
-def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig) -> BatchShape:
+def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig | None = None) -> BatchShape:
     """Return the shape of the largest batch that can come up: the longest rows, padded, or end to end within a budget.
 
-    Of rows end to end lengths and labels are means, rounded up.
+    Without a `run` they are padded. Of rows end to end lengths and labels are means, rounded up.
     """
     longest = heapq.nlargest(batch_size, rows, key=lambda row: len(row["input_ids"]))
     lengths = [len(row["input_ids"]) for row in longest]
-    if run.is_padding_free:
+    if run and run.is_padding_free:
         at_once = max(within_budget(lengths, run.max_batch_tokens), key=lambda places: sum(lengths[n] for n in places))
         tokens, learnt = sum(lengths[n] for n in at_once), sum(labels_in(longest[n]) for n in at_once)
         return BatchShape(len(at_once), -(-tokens // len(at_once)), -(-learnt // len(at_once)))
@@ -98,27 +98,39 @@ class TrainingRows(Dataset[Tokens]):
         return {**row, "row": number}
 
 
-WINDOW_BATCHES = 4
-"""Optimizer steps whose rows are sorted by length together: little padding, and yet other neighbours in each epoch."""
+SORTED_STEPS = 4
+"""Of rows that are padded: steps whose rows are sorted by length together. Little is padded, and rows yet have other
+neighbours in each epoch."""
 
 
 class EpochBatches(Sampler[list[int]]):
     """Draw the row numbers of this rank's batches so that every row is used once per epoch, at any world size.
 
-    The order is drawn from seed and epoch. Within windows of it, rows are sorted by length and cut into the steps'
-    batches, so that little is padded; the order of the steps is shuffled again, as going from long to short rows
-    teaches less per epoch. A step's rows are the same however they are divided between ranks and micro-batches: they
-    are dealt out to the ranks like cards, longest row first, so that ranks have about the same work. Every rank has
-    the same number of batches; where the last ones have fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and
-    Accelerate's samplers repeat or drop rows there, and one device would then not see the rows that two see.)
+    The order is drawn from seed and epoch. Within windows of `sorted_steps` steps, rows are sorted by length and cut
+    into the steps' batches, so that little is padded; the order of the steps is shuffled again, as going from long to
+    short rows teaches less per epoch. With windows of one step the order is random.
+
+    A step's rows are the same however they are divided between ranks and micro-batches: they are dealt out to the ranks
+    like cards, longest row first, so that ranks have about the same work. Every rank has the same number of batches;
+    where the last ones have fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and Accelerate's samplers repeat
+    or drop rows there, and one device would then not see the rows that two see.)
     """
 
     def __init__(
-        self, lengths: list[int], batch_size: int, world_size: int, rank: int, seed: int, accumulation_steps: int = 1
+        self,
+        lengths: list[int],
+        batch_size: int,
+        world_size: int,
+        rank: int,
+        seed: int,
+        accumulation_steps: int = 1,
+        sorted_steps: int = SORTED_STEPS,
+        max_tokens: int = 0,
     ) -> None:
-        """`lengths`: tokens of each row; `batch_size`: rows per rank and micro-batch."""
+        """Draw rows of these `lengths`, in tokens: `batch_size` per rank and micro-batch, `max_tokens` at once."""
         self.lengths, self.batch_size, self.accumulation_steps = lengths, batch_size, accumulation_steps
-        self.world_size, self.rank, self.seed = world_size, rank, seed
+        self.world_size, self.rank, self.seed, self.sorted_steps = world_size, rank, seed, sorted_steps
+        self.max_tokens = max_tokens
         self.epoch = 0
         self._draw_from([list(range(len(lengths)))], batch_size * world_size)
 
@@ -140,8 +152,8 @@ class EpochBatches(Sampler[list[int]]):
         orders = [[part[n] for n in torch.randperm(len(part), generator=generator).tolist()] for part in self.parts]
         size = self.rows_at_once * self.accumulation_steps
         in_full_steps = min(map(len, orders)) // size * size
-        for start in range(0, in_full_steps, WINDOW_BATCHES * size):
-            end = min(start + WINDOW_BATCHES * size, in_full_steps)
+        for start in range(0, in_full_steps, self.sorted_steps * size):
+            end = min(start + self.sorted_steps * size, in_full_steps)
             windows = [self._longest_first(order[start:end]) for order in orders]
             for number in torch.randperm((end - start) // size, generator=generator).tolist():
                 yield [row for window in windows for row in window[number * size : (number + 1) * size]]
@@ -165,6 +177,16 @@ class EpochBatches(Sampler[list[int]]):
     def share(self, rows: list[int], rank: int) -> list[int]:
         """Return a rank's share of the rows that all compute at once."""
         return rows[rank :: self.world_size] or [NO_ROW]
+
+    def own_within_budget(self, rows: list[int]) -> list[list[int]]:
+        """Return this rank's share in batches of at most `max_tokens`, as many as the rank with the most of them has.
+
+        So that all ranks gather weights as often; those that a rank lacks are `NO_ROW`.
+        """
+        shares = [self.share(rows, rank) for rank in range(self.world_size)]
+        of_ranks = [within_budget([self.lengths[row] for row in share], self.max_tokens) for share in shares]
+        own = [[shares[self.rank][place] for place in places] for places in of_ranks[self.rank]]
+        return own + [[NO_ROW]] * (max(map(len, of_ranks)) - len(own))
 
     def global_batches(self) -> Iterator[list[int]]:
         """Yield the rows that all ranks compute at once; the same on every rank."""

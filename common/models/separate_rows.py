@@ -1,7 +1,7 @@
 """Attention of rows that lie end to end without padding: no row sees another.
 
-Transformers' own SDPA attention separates such rows by a mask of all tokens times all tokens, and padded rows by one,
-too: no flash kernel takes either. Here each row has attention of its own, on CUDA in one call of PyTorch's `varlen_attn`.
+Transformers' own SDPA attention separates such rows by a mask of all tokens times all tokens, which no flash kernel
+takes. Here each row has attention of its own, on CUDA in one call of PyTorch's `varlen_attn`.
 """
 
 from typing import Any

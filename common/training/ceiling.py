@@ -42,7 +42,7 @@ def measure_machine_ceiling(
     optimizer = optimizer_class(trained, **settings)
     share_batches = list(trainer.get_train_dataloader())[:steps]
     every_row = list(trainer.batches.global_batches())[:steps]
-    global_batches = [trainer.data_collator([trainer.train_dataset[row] for row in rows]) for rows in every_row]
+    global_batches = [trainer.at_once([trainer.train_dataset[row] for row in rows]) for rows in every_row]
     timed = {
         "one_rank_global_batch_step_s": (model, global_batches if rank.is_main else []),
         "one_rank_share_step_s": (model, share_batches if rank.is_main else []),
@@ -51,7 +51,7 @@ def measure_machine_ceiling(
     if replica is not None:
         timed["synchronised_share_step_s"] = (replica, share_batches)
 
-    def step_s(module: torch.nn.Module, batches: list[Batch]) -> float:
+    def step_s(module: torch.nn.Module, batches: list[list[Batch]]) -> float:
         wait_for_everyone()
         start_s = time.perf_counter()
         _bare_steps(trainer, module, optimizer, batches)
@@ -72,11 +72,12 @@ def measure_machine_ceiling(
 
 
 def _bare_steps(
-    trainer: AuditedTrainer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]
+    trainer: AuditedTrainer, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: list[list[Batch]]
 ) -> None:
-    for batch in batches:
-        num_items_in_batch = int((batch["labels"] != IGNORED_LABEL).sum())
-        trainer.strategy.loss(batch, num_items_in_batch, model).backward()
+    for batches in steps:
+        num_items_in_batch = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
+        for batch in batches:
+            trainer.strategy.loss(batch, num_items_in_batch, model).backward()
         optimizer.step()
         optimizer.zero_grad()
     if trainer.strategy.rank.device != "cpu":

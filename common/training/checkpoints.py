@@ -264,6 +264,9 @@ def newest_whole(checkpoints: Path) -> Path | None:
 # -- what a run can resume from
 
 
+GROUPED = "group_by_length"
+
+
 def about_run(run: RunConfig, rows: int) -> dict[str, Any]:
     """Return what a checkpoint says of its run, which a resumed run must share; `rows`: to train on."""
     return {
@@ -274,6 +277,7 @@ def about_run(run: RunConfig, rows: int) -> dict[str, Any]:
         "rows_per_step": run.effective_batch_size,
         "rows": rows,
         "seed": run.seed,
+        "order": GROUPED if run.groups_by_length else "random",
     }
 
 
@@ -321,6 +325,7 @@ def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str,
     own, changed = about_run(run, rows), "make them equal, or rows would be skipped or repeated"
     parallelisms = [PARALLELISMS[name] for name in (about["parallel"], run.parallel)]
     are_whole = all(each.is_single or each.replicates for each in parallelisms)
+    about = {"order": GROUPED, **about}  # the only one that older checkpoints had
     differs = {name: about[name] != value for name, value in own.items()}
     problems = [
         (
@@ -349,6 +354,10 @@ def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str,
         ),
         (differs["rows"], f"with {about['rows']} training rows, but this run has {rows}: {changed}"),
         (differs["seed"], f"with {about['seed']} as seed, but this run has {run.seed}: {changed}"),
+        (
+            differs["order"],
+            f"of rows in another order: pass --train_sampling_strategy {about['order']}",
+        ),
     ]
     for is_one, problem in problems:
         if is_one:

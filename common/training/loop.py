@@ -15,8 +15,7 @@ from torch.nn.utils import get_total_norm
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
-from common.data.batches import within_budget
-from common.data.rows import NO_ROW, without_labels
+from common.data.rows import without_labels
 from common.runtime.watch import reached
 from common.training.checkpoints import STATE_FILE, verify_once
 from common.training.strategy import Batch
@@ -28,7 +27,7 @@ class Step:
     """One optimizer step.
 
     Attributes:
-        batches: This rank's, one for each accumulation step.
+        batches: This rank's, one or more for each accumulation step.
         num_items_in_batch: Labels of all ranks' batches: what the losses are divided by.
     """
 
@@ -165,21 +164,10 @@ class LoopTrainer(AuditedTrainer):
         return Step(batches, num_items_in_batch=sum(self.strategy.labels_in(self.train_dataset[row]) for row in rows))
 
     def batches_of(self, rows: list[int]) -> list[Batch]:
-        """Return this rank's collated batches of one optimizer step: for each accumulation step what is computed at once.
-
-        Every rank has as many, since weights may be gathered for each; where rows run out it has one without labels.
-        """
-        batches = []
-        for rows_at_once in self.batches.micro_batches(rows):
-            shares = [self.batches.share(rows_at_once, rank) for rank in range(self.batches.world_size)]
-            groups = [within_budget(self._lengths(share), self.strategy.run.max_batch_tokens) for share in shares]
-            own, most = shares[self.batches.rank], max(map(len, groups))
-            of_rows = [[own[place] for place in group] for group in groups[self.batches.rank]]
-            batches += [*of_rows, *[[NO_ROW]] * (most - len(of_rows))]
-        return [self.batch_of([self.train_dataset[row] for row in batch]) for batch in batches]
-
-    def _lengths(self, rows: list[int]) -> list[int]:
-        return [len(self.train_dataset[row]["input_ids"]) for row in rows]
+        """Return this rank's collated batches of one optimizer step; every rank has as many."""
+        at_once = self.batches.micro_batches(rows)
+        own = [batch for rows in at_once for batch in self.batches.own_within_budget(rows)]
+        return [self.batch_of([self.train_dataset[row] for row in batch]) for batch in own]
 
     def validation_batches(self) -> list[Batch]:
         """Return this rank's share of the validation rows; every rank has the same number of batches."""

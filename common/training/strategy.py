@@ -150,7 +150,7 @@ class Strategy:
 
     def to_device(self, batch: Batch) -> Batch:
         """Return the model's inputs on this rank's device."""
-        return send_to_device(batch, self.rank.device, skip_keys="row")
+        return send_to_device({name: value for name, value in batch.items() if name != "row"}, self.rank.device)
 
     def autocast(self) -> torch.autocast:
         """Return a context in which matrix products are in bfloat16, where the run asks for it."""

@@ -38,6 +38,7 @@ from common.base.errors import BadInputError, RunStoppedError
 from common.base.loggers import silent
 from common.base.run_config import LAST, RunConfig
 from common.data.batches import (
+    SORTED_STEPS,
     EpochBatches,
     EpochLoader,
     PartitionedBatches,
@@ -255,7 +256,7 @@ class AuditedTrainer(CheckpointedTrainer):
 
     def at_once(self, rows: list[Tokens]) -> list[Batch]:
         """Return a micro-batch's rows as the batches that are computed at once: several where a budget divides them."""
-        groups = within_budget([len(row["input_ids"]) for row in rows], self.strategy.run.max_batch_tokens)
+        groups = within_budget([len(row["input_ids"]) for row in rows], self.batches.max_tokens)
         return [self.batch_of([rows[place] for place in group]) for group in groups]
 
     @override
@@ -270,7 +271,9 @@ class AuditedTrainer(CheckpointedTrainer):
         return torch.stack(losses).sum()
 
     @override
-    def _get_num_items_in_batch(self, batch_samples: list[list[Batch]], device: torch.device) -> torch.Tensor | int | None:
+    def _get_num_items_in_batch(
+        self, batch_samples: list[list[Batch]], device: torch.device
+    ) -> torch.Tensor | int | None:
         return super()._get_num_items_in_batch([batch for batches in batch_samples for batch in batches], device)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -518,6 +521,8 @@ def trainer_of_rows(
             own_rows.rank,
             arguments.seed,
             arguments.gradient_accumulation_steps,
+            SORTED_STEPS if run.groups_by_length else 1,
+            run.max_batch_tokens,
         ),
         callbacks=callbacks,
     )

@@ -1,4 +1,4 @@
-"""Every technique computes the steps of one device: fp32, dropout off, the same rows, uneven and padded.
+"""Every technique computes the steps of one device: fp32, dropout off, the same rows, uneven.
 
 33 rows at a global batch of 8 leave one for the last of five steps: of two ranks one has none then, and a pipeline
 fills its micro-batches up with rows that have no label; so do 9 validation rows at 4 rows of a rank. Some steps'
@@ -41,7 +41,8 @@ TORCHRUN, ACCELERATE, MACHINES = (
 )
 
 SAME = ("--train_rows", "33", "--validation_rows", "9", "--per_device_eval_batch_size", "4", "--test_rows", "1",
-        "--report_to", "none", "--learning_rate_scaling", "none")  # fmt: skip
+        "--report_to", "none", "--learning_rate_scaling", "none",
+        "--train_sampling_strategy", "group_by_length")  # fmt: skip
 RECIPES = {
     "SGD": ("--optimizer", "sgd", "--warmup_steps", "0", "--max_steps", "5", "--eval_steps", "0.2"),
     "AdamW": ("--learning_rate", "1e-3", "--max_steps", "20", "--eval_steps", "0.05"),
@@ -63,6 +64,8 @@ TWO_GPUS = ("--device", "cuda", "--devices", "2", "--stages", "0", "--attention"
 """Fake ones; PyTorch's fused attention does not know them."""
 OWN_WRAP = ("--wrap", "LlamaMLP,LlamaAttention", "--gradient_checkpointing")
 TWO_PARTS = ("--parallel", "single", "--devices", "1", "--partitions", "2")
+FEW_TOKENS = ("--max_batch_tokens", "64")
+"""One or two rows."""
 OVERLAPPED = ("--gradient_exchange", "overlapped", "--bucket_cap_mb", "0.05")
 
 
@@ -165,6 +168,14 @@ def divided(note: str, *overrides: str) -> Case:
 
 
 CASES = [
+    *(
+        chat("one device, padded", technique, place, *WHOLE_BATCH, "--padding_free", "no", launch="one_device")
+        for technique, place in (("full", FULL), ("lora", LORA), ("qlora", QLORA))
+    ),
+    chat("one device, few tokens at once", "lora", LORA, *WHOLE_BATCH, *FEW_TOKENS, launch="one_device"),
+    chat("DDP, few tokens at once", "lora", DDP, *OF_RANK, *FEW_TOKENS),
+    sharded("FSDP2, few tokens at once", "full", *OF_RANK, *FEW_TOKENS),
+    zero("ZeRO-3, few tokens at once", "full", *OF_RANK, *FEW_TOKENS),
     divided("", "--device_map", "even"),
     divided("every weight, checkpointed", *ALL, "--gradient_checkpointing", "--use_reentrant"),
     sharded("DDP", "full", "--parallel", "ddp", *OF_RANK),

@@ -292,9 +292,7 @@ def test_a_line_that_breaks_off_is_refused_with_the_place_and_its_end(tmp_path: 
 def test_a_row_that_the_chat_template_refuses_is_named() -> None:
     """The default's template knows no tools."""
     row = {"messages": WITH_TOOL, "id": "a7", "where": "rows.jsonl, line 3"}
-    with pytest.raises(
-        BadInputError, match=r"rows\.jsonl, line 3 \(id 'a7'\), with the turns user, call"
-    ):
+    with pytest.raises(BadInputError, match=r"rows\.jsonl, line 3 \(id 'a7'\), with the turns user, call"):
         tokenize_messages([row], load_tokenizer(RunConfig()), RunConfig())
 
 

@@ -227,7 +227,7 @@ def stub(rows: list[dict[str, object]], batch_size: int, micro_batches: int) -> 
         data_collator=padded,
         batches=EpochBatches([len(row["labels"]) for row in rows], batch_size, 1, 0, seed=1),
     )
-    trainer.collated = lambda given: LoopTrainer.collated(trainer, given)
+    trainer.collated = trainer.batch_of = lambda given: LoopTrainer.collated(trainer, given)
     trainer.batches_of = lambda numbers: LoopTrainer.batches_of(trainer, numbers)
     return trainer
 

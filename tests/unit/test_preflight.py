@@ -219,7 +219,8 @@ def test_the_longest_texts_are_tried_with_the_longest_summaries() -> None:
     ]
     tried = tried_rows.longest_rows(rows, 2, "summarization")
     assert [(len(row["input_ids"]), len(row["labels"])) for row in tried] == [(40, 12), (30, 5)]
-    assert longest_batch(tried, 2) == longest_batch(rows, 2)
+    run = RunConfig(task="summarization", technique="full")
+    assert longest_batch(tried, 2, run) == longest_batch(rows, 2, run)
     assert tried_rows.longest_rows(rows, 2, "chat") == [rows[1], rows[2]]
 
 
