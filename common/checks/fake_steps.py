@@ -314,7 +314,8 @@ def tracked_trainer(
 
     Beside it comes a tracker, which counts the weights and `inputs` and what the steps make.
     """
-    alone = run.changed_to(device="cpu", gpu="", parallel="single", devices=1, attention="eager", report_to="none")
+    one = {"device": "cpu", "gpu": "", "parallel": "single", "devices": 1}
+    alone = run.changed_to(**one, attention="eager", padding_free="no", max_batch_tokens=0, report_to="none")
     trainer_class = partial(StepTrainer, share=share, compute_loss_func=objective_of(run).loss)
     tracker = MemoryTracker(_base_of(model).config.vocab_size)
     for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
