@@ -106,10 +106,31 @@ DATA = (
         _unit("data", "padding_is_neither_seen_nor_learnt"),
     ),
     Fault(
+        "rows that lie end to end see each other",
+        "common/models/separate_rows.py",
+        "    if cu_seq_lens_q is None:\n",
+        "    if True:\n",
+        _unit("separate_rows", "a_row_is_computed_as_if_it_were_alone_and_no_other_sees_it"),
+    ),
+    Fault(
+        "a window of attention is forgotten where rows lie end to end",
+        "common/models/separate_rows.py",
+        "    if size is None or length <= size:\n",
+        "    if True:\n",
+        _unit("separate_rows", "a_window_of_attention_reaches_no_further_than_it"),
+    ),
+    Fault(
+        "ranks have unequal numbers of batches within a budget",
+        "common/data/batches.py",
+        "return own + [[NO_ROW]] * (max(map(len, of_ranks)) - len(own))",
+        "return own",
+        _unit("separate_rows", "all_ranks_have_as_many_batches_within_the_budget"),
+    ),
+    Fault(
         "padding is counted among the tokens of a run",
         "common/training/callbacks.py",
-        'self.tokens += int(inputs["attention_mask"][is_row].sum())',
-        'self.tokens += inputs["attention_mask"][is_row].numel()',
+        'return int(inputs["attention_mask"][is_row].sum())',
+        'return inputs["attention_mask"][is_row].numel()',
         _unit("callbacks", "rows_that_fill_a_batch_up_are_no_work"),
     ),
     Fault(
