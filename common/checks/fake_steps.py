@@ -38,7 +38,6 @@ from common.planning.shares import Share
 from common.runtime.rank import name_deepspeeds_device
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
-from common.training.chunked_loss import compute_loss_in_chunks
 from common.training.memory_tracker import (
     HANDING_ON,
     MemoryTracker,
@@ -50,7 +49,7 @@ from common.training.memory_tracker import (
 )
 from common.training.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
 from common.training.pipeline_parallel import PipelineParallel
-from common.training.strategy import keep_answer_logits, loss_is_chunked, takes_logits_to_keep
+from common.training.strategy import chunk_loss, keep_answer_logits, takes_logits_to_keep
 from common.training.trainer import training_arguments
 
 STEPS = 2  # the second has optimizer states from its start, and is the one that counts
@@ -112,8 +111,7 @@ def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | P
     architecture = model_class(run, config)
     model = architecture._from_config(config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention])
     model = with_trained_weights(model, run)
-    if loss_is_chunked(run, model):
-        compute_loss_in_chunks(model)
+    chunk_loss(run, model)
     return model
 
 

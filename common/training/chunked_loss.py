@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -78,21 +79,26 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
         return ChunkedOutput((losses / divisor).to(shift_labels.device))
 
     base.forward = MethodType(forward, base)
-    head.forward = _losses_or_logits(head, vocabulary)
+    head.forward = losses_or_logits(head, vocabulary)
 
 
-def _losses_or_logits(head: torch.nn.Module, vocabulary: int) -> Callable[..., torch.Tensor]:
+def losses_or_logits(head: torch.nn.Module, vocabulary: int) -> Callable[..., torch.Tensor]:
     """Return the forward pass of a head that, given labels, computes losses in chunks.
 
     All chunks are within one call of the head: what gathers its weights around a call (FSDP, ZeRO-3) does so as often
-    on every rank, however many tokens each has.
+    on every rank, however many tokens each has. `in_backward`: gradients are not computed with the losses, but in the
+    backward pass, where the losses come again; until then nothing but `hidden` is kept.
     """
 
     logits_of = head.forward
 
-    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None, in_backward: bool = False) -> torch.Tensor:
         if labels is None:
             return logits_of(hidden)
+        if in_backward and torch.is_grad_enabled():
+            # the reentrant kind calls this without gradients first: without a second implementation, sums of chunks
+            # are in fp32 here, too
+            return checkpoint(summed, hidden, labels, use_reentrant=True)
         tokens, targets = hidden.flatten(0, -2), labels.flatten()
         count = max(1, math.ceil(len(targets) * vocabulary / LOGITS_AT_ONCE))
         if torch.is_grad_enabled():
@@ -100,6 +106,9 @@ def _losses_or_logits(head: torch.nn.Module, vocabulary: int) -> Callable[..., t
             return _SummedLoss.apply(logits_of, count, targets, tokens, *trained)
         chunks = zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True)
         return torch.cat([chunk_losses(logits_of, *chunk) for chunk in chunks]).view(labels.shape)
+
+    def summed(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return forward(hidden, labels).sum()
 
     return forward
 

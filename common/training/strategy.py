@@ -88,9 +88,7 @@ class Strategy:
     def attach(self, model: torch.nn.Module) -> None:
         """Train `model`, which comes from `load_model`."""
         self.model, self.takes_logits_to_keep = model, takes_logits_to_keep(model)
-        self.takes_chunks = loss_is_chunked(self.run, model)
-        if self.takes_chunks:
-            compute_loss_in_chunks(model)
+        self.takes_chunks = chunk_loss(self.run, model)
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Return the optimizer as training takes it, and make `model` ready; called on every rank before the steps."""
@@ -348,9 +346,19 @@ def takes_logits_to_keep(model: torch.nn.Module) -> bool:
 
 
 def loss_is_chunked(run: RunConfig, model: torch.nn.Module) -> bool:
-    """Return whether the loss comes without whole logits; a pipeline's last stage hands them to its schedule."""
-    needs_no_logits = objective_of(run).needs_losses_alone and not run.parallelism.pipelines
-    return needs_no_logits and takes_logits_to_keep(model) and takes_chunks(model.config)
+    """Return whether the loss comes without whole logits."""
+    return objective_of(run).needs_losses_alone and takes_logits_to_keep(model) and takes_chunks(model.config)
+
+
+def chunk_loss(run: RunConfig, model: Model) -> bool:
+    """Let the model compute its loss in chunks if it can, and return whether it does.
+
+    A stage of a pipeline does not: its schedule computes the loss (`StageModule.loss`).
+    """
+    is_chunked = loss_is_chunked(run, model) and not run.parallelism.pipelines
+    if is_chunked:
+        compute_loss_in_chunks(model)
+    return is_chunked
 
 
 def keep_answer_logits(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from common.planning.device_maps import device_map_of
 from common.planning.shares import Share
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
+from common.training import chunked_loss
 from common.training.pipeline import Pipeline, StageMap, StageModule, add_lora_to_stage, load_stage
 from common.training.pipeline_parallel import PipelineParallel, load_parts, save_parts, sum_of_first_and_last
 
@@ -261,6 +262,7 @@ def loaded_again(stage: torch.nn.Module, saved: Path) -> float:
 def main() -> None:
     folder, world_size = Path(sys.argv[1]), int(sys.argv[2])
     rank = start_rank(RunConfig(parallel="pp", devices=world_size, per_device_train_batch_size=ROWS, micro_batches=4))
+    chunked_loss.LOGITS_AT_ONCE = 10 * VOCABULARY  # several chunks in each micro-batch
     compared = {}
     for number, name in enumerate(sys.argv[3:]):
         stages = gather_object([compare(cases()[name], folder / str(number), rank)])
