@@ -43,6 +43,7 @@ from common.planning.terms import PARTS
 from common.runtime.world import Rank
 from common.training import memory_tracker
 from common.training.placement import place_stages
+from common.training.strategy import keep_answer_logits
 from tests.forked import run_forked
 
 SHAPE = {
@@ -416,7 +417,8 @@ def test_a_pipeline_keeps_few_schedules_and_the_latest(
     ):
         for length in (8, 9, 8, 10, 8):
             ids = torch.zeros((4, length), dtype=torch.long)
-            pipeline.train_step({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}, 1.0)
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+            pipeline.train_step(keep_answer_logits(batch), 1.0)
             stages.append(weakref.ref(list(pipeline.schedules.values())[-1]._stage))
     assert [key[0] for key in pipeline.schedules] == [(4, 10), (4, 8)]
     assert stages[0]() is stages[2]() is stages[4]() is not None  # used again in between
