@@ -216,7 +216,6 @@ def pipeline_alone(
 ) -> Pipeline:
     """Return the pipeline of one stage, on the CPU; `tracker` is told when a pass begins."""
     pipeline = Pipeline((StageModule if padded else _UnpaddedStage)(model, run, rank), run, rank)
-    pipeline.takes_logits_to_keep = False
     begins = {
         "forward": "forward: embeddings" if pipeline.module.is_first else "forward: received hidden state",
         "backward": f"backward: {HEAD_AND_LOSS if pipeline.module.is_last else HANDING_ON}",

@@ -71,8 +71,8 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
             return whole(*args, **kwargs)
         kwargs.pop("labels", None)
         positions = kwargs.pop("logits_to_keep")
-        hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state[:, positions]
-        losses = head(hidden, shift_labels)
+        hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+        losses = head(hidden[:, positions.to(hidden.device)], shift_labels)
         if not torch.is_grad_enabled():
             return ChunkedOutput(losses.sum(), losses)
         divisor = (shift_labels != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch

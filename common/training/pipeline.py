@@ -28,7 +28,7 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.training.chunked_loss import losses_or_logits
 from common.training.module_maps import StageMap
-from common.training.strategy import keep_answer_logits, loss_is_chunked, takes_logits_to_keep
+from common.training.strategy import loss_is_chunked
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
@@ -289,7 +289,6 @@ class Pipeline:
         self.module, self.rank = module, rank
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)
-        self.takes_logits_to_keep = takes_logits_to_keep(module.causal)
         self.loss_divisor = 1.0
         self.schedules: dict[tuple[object, ...], PipelineScheduleSingle] = {}
         self.kept_schedules = KEPT_SCHEDULES[run.device]
@@ -300,7 +299,8 @@ class Pipeline:
         """Do the forward and backward passes of all micro-batches of `batch`; gradients add up.
 
         `batch` is the same on every rank, with a number of rows that the micro-batches divide; `input_ids` and
-        `attention_mask` have shape (rows, tokens). The loss is a sum over labelled tokens over `loss_divisor`, so that
+        `attention_mask` have shape (rows, tokens), and a decoder's is told where to compute logits
+        (`Strategy.inputs_for_loss`). The loss is a sum over labelled tokens over `loss_divisor`, so that
         uneven micro-batches weigh what they should. `schedule` and `micro_batches` stand in for the run's.
 
         Returns:
@@ -367,8 +367,8 @@ class Pipeline:
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
 
     def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the batch on this rank's device; the last stage is told where to compute logits, if it can be told."""
-        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
+        """Return the batch on this rank's device; the stage is told where to compute logits, if the batch says so."""
+        inputs = self._to_device(batch)
         self.module.positions = inputs.get("logits_to_keep")
         return inputs
 

@@ -124,19 +124,22 @@ class Strategy:
 
     def loss(self, batch: Batch, num_items_in_batch: int, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Return the sum of a batch's losses over the step's `num_items_in_batch`; `model` stands in for its own."""
-        inputs, call = self.inputs_for_loss(self.to_device(batch)), model or self.forward
+        inputs, call = self.to_device(batch), model or self.forward
         with self.autocast():
             if self.objective.loss is None:
                 return call(**inputs, num_items_in_batch=num_items_in_batch, use_cache=False).loss
             labels = inputs.pop("labels")
             return self.objective.loss(call(**inputs), labels, num_items_in_batch)
 
-    def inputs_for_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch's inputs, told where to compute logits if the model can be told."""
+    def inputs_for_loss(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a collated batch, told where to compute logits if the model can be told.
+
+        It is still on the CPU: to know how many positions there are, it would have to wait for a GPU.
+        """
         if not self.takes_logits_to_keep:
-            return inputs
-        batch = keep_answer_logits(inputs)
-        if len(self.rank.devices) > 1:  # the head's device may be another than the inputs'
+            return batch
+        batch = keep_answer_logits(batch)
+        if len(self.rank.devices) > 1 and not self.takes_chunks:  # the head's device may be another than the inputs'
             batch["logits_to_keep"] = batch["logits_to_keep"].tolist()
         return batch
 
@@ -182,13 +185,12 @@ class Strategy:
         return results.sum(0)
 
     @torch.no_grad()
-    def results(self, model: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def results(self, model: Callable[..., Any], batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return what each row counts for (`Objective.results`), shape (rows, k), by `model` with its dropout off.
 
         Logits are computed at answer positions alone: those of whole rows would be the run's highest peak where the
         vocabulary is large.
         """
-        batch = self.inputs_for_loss(inputs)
         if self.takes_chunks:
             losses = model(**{name: tensor for name, tensor in batch.items() if name != "row"}).token_losses
             answers = (batch["shift_labels"] != IGNORED_LABEL).sum(1)

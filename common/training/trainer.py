@@ -255,7 +255,7 @@ class AuditedTrainer(CheckpointedTrainer):
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self.reach("batch")
         self.work.count(inputs.pop("row"), inputs)
-        return super().training_step(model, self.strategy.inputs_for_loss(inputs), *args, **kwargs)
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self.reporting():
@@ -481,6 +481,8 @@ def trainer_of_rows(
 ) -> AuditedTrainer:
     """Return the trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only."""
     objective = objective_of(run)
+    strategy = strategy or strategy_class(run)(run, rank)
+    collate = objective.collator(tokenizer, model)
     own_rows = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
     drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
     trainer = trainer_class(
@@ -488,9 +490,9 @@ def trainer_of_rows(
         args=arguments,
         train_dataset=TrainingRows(train),
         eval_dataset=validation,
-        data_collator=objective.collator(tokenizer, model),
+        data_collator=lambda rows: strategy.inputs_for_loss(collate(rows)),
         compute_metrics=lambda prediction: objective.metrics(prediction.predictions.sum(0)),
-        strategy=strategy or strategy_class(run)(run, rank),
+        strategy=strategy,
         batches=drawn(
             [len(row["input_ids"]) for row in train],
             arguments.per_device_train_batch_size,
