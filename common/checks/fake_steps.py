@@ -107,11 +107,14 @@ def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchS
 
 
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | PeftModel:
-    """Return the run's model, with what it trains switched on and its loss in chunks, on the device of the context."""
+    """Return the run's model, with what it trains switched on and its loss in chunks, on the device of the context.
+
+    Without Liger's kernels, which have no fake tensors.
+    """
     architecture = model_class(run, config)
     model = architecture._from_config(config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention])
     model = with_trained_weights(model, run)
-    chunk_loss(run, model)
+    chunk_loss(replace(run, use_liger_kernel=False), model)
     return model
 
 

@@ -50,10 +50,11 @@ def takes_chunks(config: PretrainedConfig) -> bool:
     return not is_scaled and not getattr(config, "output_router_logits", False)
 
 
-def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
+def compute_loss_in_chunks(model: PreTrainedModel | PeftModel, in_training: bool = True) -> None:
     """Let a decoder that is given `shift_labels` compute its loss in chunks, at the positions of `logits_to_keep`.
 
-    Without them it computes logits as before. It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
+    Without them it computes logits as before; where `in_training` is False, so it does its loss with gradients (Liger's
+    kernels have chunks of their own). It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     head, whole = base.get_output_embeddings(), base.forward
@@ -69,6 +70,8 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
     ) -> ModelOutput:
         if shift_labels is None:
             return whole(*args, **kwargs)
+        if torch.is_grad_enabled() and not in_training:
+            return whole(*args, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch, **kwargs)
         kwargs.pop("labels", None)
         positions = kwargs.pop("logits_to_keep")
         hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state

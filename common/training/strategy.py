@@ -19,6 +19,7 @@ from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
 from common.base.run_config import RunConfig
@@ -87,6 +88,8 @@ class Strategy:
 
     def attach(self, model: torch.nn.Module) -> None:
         """Train `model`, which comes from `load_model`."""
+        if self.run.use_liger_kernel:
+            apply_liger_kernel(model, None)
         self.model, self.takes_logits_to_keep = model, takes_logits_to_keep(model)
         self.takes_chunks = chunk_loss(self.run, model)
 
@@ -353,13 +356,13 @@ def loss_is_chunked(run: RunConfig, model: torch.nn.Module) -> bool:
 
 
 def chunk_loss(run: RunConfig, model: Model) -> bool:
-    """Let the model compute its loss in chunks if it can, and return whether it does.
+    """Let the model compute its loss in chunks if it can, and return whether it does; with Liger in validation alone.
 
     A stage of a pipeline does not: its schedule computes the loss (`StageModule.loss`).
     """
     is_chunked = loss_is_chunked(run, model) and not run.parallelism.pipelines
     if is_chunked:
-        compute_loss_in_chunks(model)
+        compute_loss_in_chunks(model, in_training=not run.use_liger_kernel)
     return is_chunked
 
 
