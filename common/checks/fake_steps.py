@@ -49,7 +49,7 @@ from common.training.memory_tracker import (
 )
 from common.training.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
 from common.training.pipeline_parallel import PipelineParallel
-from common.training.strategy import chunk_loss, keep_answer_logits, takes_logits_to_keep
+from common.training.strategy import chunk_loss, loss_is_chunked, tell_of_answers
 from common.training.trainer import training_arguments
 
 STEPS = 2  # the second has optimizer states from its start, and is the one that counts
@@ -139,7 +139,7 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.T
         mask = torch.ones_like(ids)
         mask[0, -1] = 0
         inputs["attention_mask"] = mask
-    return keep_answer_logits(inputs) if takes_logits_to_keep(model) else inputs
+    return tell_of_answers(inputs, model)
 
 
 def tracked_steps(
@@ -315,7 +315,8 @@ def tracked_trainer(
     Beside it comes a tracker, which counts the weights and `inputs` and what the steps make.
     """
     alone = run.changed_to(device="cpu", gpu="", parallel="single", devices=1, attention="eager", report_to="none")
-    trainer_class = partial(StepTrainer, share=share, compute_loss_func=objective_of(run).loss)
+    own_loss = None if loss_is_chunked(run, model) else objective_of(run).loss
+    trainer_class = partial(StepTrainer, share=share, compute_loss_func=own_loss)
     tracker = MemoryTracker(_base_of(model).config.vocab_size)
     for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
         for tensor in tensors:

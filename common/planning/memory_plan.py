@@ -427,9 +427,9 @@ class _DeviceSums:
 
     @property
     def chunks_loss(self) -> bool:
-        """Whether a decoder's logits come in chunks (common/training/chunked_loss.py)."""
-        is_decoder = self.architecture.stacks[-1].kind == "decoder" and not self.architecture.classes
-        return is_decoder and not self.job.plain_loop
+        """Whether the logits come in chunks (common/training/chunked_loss.py)."""
+        writes = self.architecture.stacks[-1].kind != "encoder" and not self.architecture.classes
+        return writes and not self.job.plain_loop
 
     @property
     def chunks(self) -> int:

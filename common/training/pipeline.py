@@ -145,8 +145,7 @@ class StageModule(torch.nn.Module):
         self.hidden_dtype = hidden_dtype(self.causal, autocasts)
         self.takes_chunks = self.is_last and loss_is_chunked(run, model)
         if self.takes_chunks:
-            vocabulary = self.causal.config.get_text_config().vocab_size
-            self.losses_of = losses_or_logits(self.causal.get_output_embeddings(), vocabulary)
+            self.losses_of = losses_or_logits(self.causal)
         self.positions: torch.Tensor | None = None
 
     def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:

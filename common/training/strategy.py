@@ -129,7 +129,7 @@ class Strategy:
         """Return the sum of a batch's losses over the step's `num_items_in_batch`; `model` stands in for its own."""
         inputs, call = self.to_device(batch), model or self.forward
         with self.autocast():
-            if self.objective.loss is None:
+            if self.objective.loss is None or self.takes_chunks:
                 return call(**inputs, num_items_in_batch=num_items_in_batch, use_cache=False).loss
             labels = inputs.pop("labels")
             return self.objective.loss(call(**inputs), labels, num_items_in_batch)
@@ -139,9 +139,9 @@ class Strategy:
 
         It is still on the CPU: to know how many positions there are, it would have to wait for a GPU.
         """
+        batch = tell_of_answers(batch, self.model)
         if not self.takes_logits_to_keep:
             return batch
-        batch = keep_answer_logits(batch)
         if len(self.rank.devices) > 1 and not self.takes_chunks:  # the head's device may be another than the inputs'
             batch["logits_to_keep"] = batch["logits_to_keep"].tolist()
         return batch
@@ -352,7 +352,8 @@ def takes_logits_to_keep(model: torch.nn.Module) -> bool:
 
 def loss_is_chunked(run: RunConfig, model: torch.nn.Module) -> bool:
     """Return whether the loss comes without whole logits."""
-    return objective_of(run).needs_losses_alone and takes_logits_to_keep(model) and takes_chunks(model.config)
+    is_told = takes_logits_to_keep(model) or model.config.is_encoder_decoder
+    return objective_of(run).needs_losses_alone and is_told and takes_chunks(model.config)
 
 
 def chunk_loss(run: RunConfig, model: Model) -> bool:
@@ -364,6 +365,15 @@ def chunk_loss(run: RunConfig, model: Model) -> bool:
     if is_chunked:
         compute_loss_in_chunks(model, in_training=not run.use_liger_kernel)
     return is_chunked
+
+
+def tell_of_answers(batch: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return a collated batch with what the model can be told: where logits are needed, or what each is to predict."""
+    if takes_logits_to_keep(model):
+        return keep_answer_logits(batch)
+    if model.config.is_encoder_decoder and takes_chunks(model.config):
+        return {**batch, "shift_labels": batch["labels"]}  # a decoder beside an encoder has its inputs shifted
+    return batch
 
 
 def keep_answer_logits(inputs: dict[str, Any]) -> dict[str, Any]:

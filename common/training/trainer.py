@@ -237,6 +237,8 @@ class AuditedTrainer(CheckpointedTrainer):
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.strategy, self.batches, self.work = strategy, batches, WorkDone()
         strategy.attach(self.model)
+        if strategy.takes_chunks:
+            self.compute_loss_func = None  # the model's own is in chunks
         self.divides, self.copies = strategy.divides_checkpoints, strategy.run.dp_replicate_size
         self.updates, self.skips = UpdateReport(), SkippedSteps(self.accelerator)
         self.add_callback(self.updates)
