@@ -402,7 +402,7 @@ class Pipeline:
             output_args=hidden,  # the last stage's goes nowhere, and its shape is not looked at
         )
         # GPipe keeps the losses of all micro-batches waiting, 1F1B back-propagates each at once on the last stage
-        loss = partial(self._loss, in_backward=name == "gpipe")
+        loss = partial(self._loss, in_backward=name == "gpipe" and count > 1)
         return SCHEDULES[name](stage, count, loss_fn=None if purpose == "logits" else loss, scale_grads=False)
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool) -> torch.Tensor:
