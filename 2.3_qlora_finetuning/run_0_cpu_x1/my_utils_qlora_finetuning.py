@@ -17,6 +17,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
+from common.data.batches import make_collator
 from common.hardware.devices import read_memory
 from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype
 from common.models.quantization import StoredWeights, dequantized, relative_error
@@ -90,16 +91,16 @@ def merge_both_ways(
     tuned, on_original = models.values()
     differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
     differences["merged_into_original"] = (next_token_logits(on_original, batch) - expected).abs().max().item()
-    losses = {name: validation_loss(model, trainer) for name, model in models.items()}
+    losses = {name: validation_loss(model, trainer, tokenizer) for name, model in models.items()}
     return Merged(tuned, on_original, differences, losses, error)
 
 
-def validation_loss(model: torch.nn.Module, trainer: AuditedTrainer) -> float:
+def validation_loss(model: torch.nn.Module, trainer: AuditedTrainer, tokenizer: PreTrainedTokenizerBase) -> float:
     """Return the mean over the answer tokens of the trainer's validation rows, as in training, on this device."""
     rows, size = trainer.eval_dataset, trainer.args.per_device_eval_batch_size
-    sums = torch.zeros(2)
+    collate, sums = make_collator(tokenizer), torch.zeros(2)  # with whole rows, not what training keeps of them
     for start in range(0, len(rows), size):
-        batch = trainer.data_collator(rows[start : start + size])
+        batch = collate(rows[start : start + size])
         sums += whole_row_results(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
     return (sums[0] / sums[1]).item()
 

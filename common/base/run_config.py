@@ -74,13 +74,16 @@ ONLY_FOR = (
     OnlyFor("LoRA and QLoRA", lambda run: run.method.has_adapters, ("lora_r", "lora_alpha", "lora_dropout")),
     OnlyFor("qlora (2.3)", lambda run: run.method.quantizes, ("quantization",)),
     OnlyFor("the CPU", lambda run: run.device == "cpu", ("threads",)),
+    OnlyFor("GPUs", lambda run: run.device == "cuda", ("use_liger_kernel",)),
+    OnlyFor("single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
+            lambda run: run.parallelism.calls_whole_head, ("use_liger_kernel",)),
     OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing, ("use_reentrant",)),
     OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers, ("device_map", "stages")),
     OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines, ("schedule", "micro_batches")),
     OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp, ("wrap", "prefetch", "dp_replicate_size")),
     OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded, ("offload",)),
     OnlyFor("rows of messages", lambda run: run.goal.chats,
-            ("max_truncated_fraction", "prompt_column", "completion_column", "train_on")),
+            ("max_truncated_fraction", "prompt_column", "completion_column", "train_on", "use_liger_kernel")),
     OnlyFor("rows of messages, without pp", lambda run: run.goal.chats and not run.parallelism.pipelines,
             ("padding_free", "max_batch_tokens")),
     OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.chats,
@@ -447,6 +450,11 @@ def _about_flash_attention(run: RunConfig) -> tuple[Rule, ...]:
 def _about_weights_and_names(run: RunConfig) -> tuple[Rule, ...]:
     reason = run.parallelism.why_not_reentrant
     return (
+        (
+            run.use_liger_kernel and run.method.has_adapters and "lm_head" in run.target_modules.split(","),
+            f"target_modules is {run.target_modules}, but use_liger_kernel is True, and Liger's loss reads the head's "
+            "own weights without its adapter: leave lm_head or --use_liger_kernel out.",
+        ),
         (
             run.method.has_adapters and run.target_modules == "all",
             "target_modules is all, but adapters stand beside linear layers: pass all-linear.",

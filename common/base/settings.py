@@ -45,6 +45,11 @@ class ModelSettings:
         "Attention implementation; flash = the package flash-attn, flash3 = its third version for Hopper GPUs; both "
         "on GPUs only, with weights in 16 bits.",
     )
+    use_liger_kernel: bool = setting(
+        False,
+        "With messages, on GPUs: Liger's fused kernels (the package liger-kernel) for layers and loss.",
+        metavar="true|false",
+    )
 
 
 @dataclass(frozen=True)

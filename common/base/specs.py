@@ -113,6 +113,15 @@ class Parallelism:
         return "gradients" in self.shards
 
     @property
+    def calls_whole_head(self) -> bool:
+        """Whether a rank's model has all layers on one device, and its head whole while it is called.
+
+        (DeepSpeed's stage 3 gathers a module's weights only around a call of that module.)
+        """
+        gathers_by_module = self.uses_deepspeed and self.shards_weights
+        return not (self.splits_layers or self.splits_matrices or gathers_by_module)
+
+    @property
     def uses_fsdp(self) -> bool:
         """Whether PyTorch's FSDP2 shards."""
         return self.sharded_by == FSDP

@@ -38,7 +38,6 @@ from common.planning.shares import Share
 from common.runtime.rank import name_deepspeeds_device
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
-from common.training.chunked_loss import compute_loss_in_chunks
 from common.training.memory_tracker import (
     HANDING_ON,
     MemoryTracker,
@@ -50,7 +49,7 @@ from common.training.memory_tracker import (
 )
 from common.training.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
 from common.training.pipeline_parallel import PipelineParallel
-from common.training.strategy import keep_answer_logits, loss_is_chunked, takes_logits_to_keep
+from common.training.strategy import chunk_loss, loss_is_chunked, tell_of_answers
 from common.training.trainer import training_arguments
 
 STEPS = 2  # the second has optimizer states from its start, and is the one that counts
@@ -108,12 +107,14 @@ def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchS
 
 
 def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | PeftModel:
-    """Return the run's model, with what it trains switched on and its loss in chunks, on the device of the context."""
+    """Return the run's model, with what it trains switched on and its loss in chunks, on the device of the context.
+
+    Without Liger's kernels, which have no fake tensors.
+    """
     architecture = model_class(run, config)
     model = architecture._from_config(config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention])
     model = with_trained_weights(model, run)
-    if loss_is_chunked(run, model):
-        compute_loss_in_chunks(model)
+    chunk_loss(replace(run, use_liger_kernel=False), model)
     return model
 
 
@@ -138,7 +139,7 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.T
         mask = torch.ones_like(ids)
         mask[0, -1] = 0
         inputs["attention_mask"] = mask
-    return keep_answer_logits(inputs) if takes_logits_to_keep(model) else inputs
+    return tell_of_answers(inputs, model)
 
 
 def tracked_steps(
@@ -218,7 +219,6 @@ def pipeline_alone(
 ) -> Pipeline:
     """Return the pipeline of one stage, on the CPU; `tracker` is told when a pass begins."""
     pipeline = Pipeline((StageModule if padded else _UnpaddedStage)(model, run, rank), run, rank)
-    pipeline.takes_logits_to_keep = False
     begins = {
         "forward": "forward: embeddings" if pipeline.module.is_first else "forward: received hidden state",
         "backward": f"backward: {HEAD_AND_LOSS if pipeline.module.is_last else HANDING_ON}",
@@ -316,7 +316,8 @@ def tracked_trainer(
     """
     one = {"device": "cpu", "gpu": "", "parallel": "single", "devices": 1}
     alone = run.changed_to(**one, attention="eager", padding_free="no", max_batch_tokens=0, report_to="none")
-    trainer_class = partial(StepTrainer, share=share, compute_loss_func=objective_of(run).loss)
+    own_loss = None if loss_is_chunked(run, model) else objective_of(run).loss
+    trainer_class = partial(StepTrainer, share=share, compute_loss_func=own_loss)
     tracker = MemoryTracker(_base_of(model).config.vocab_size)
     for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
         for tensor in tensors:

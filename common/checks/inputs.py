@@ -18,7 +18,7 @@ from common.data.rows import Row
 from common.data.splits import load_splits
 from common.hardware.devices import GIB
 from common.models.families import check_quantizable, suited_to_model
-from common.models.loading import any_shape_config, check_attention, load_tokenizer, model_without_weights
+from common.models.loading import any_shape_config, check_attention, check_liger, load_tokenizer, model_without_weights
 from common.models.quantization import check_bitsandbytes
 from common.models.trained_weights import with_trained_weights
 from common.planning.job import OPTIMIZER_BYTES
@@ -92,6 +92,7 @@ def check_settings(run: RunConfig) -> RunConfig:
     load_tokenizer(run)
     run = suited_to_model(run)
     check_quantizable(run)
+    check_liger(run)
     _check_parallelism(run)
     return run
 

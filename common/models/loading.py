@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
+from transformers.utils import is_liger_kernel_available
 
 from common.base.errors import BadInputError
 from common.base.loggers import silent
@@ -185,6 +186,29 @@ def check_attention(run: RunConfig) -> None:
         raise BadInputError(
             f"attention is {run.attention}, but {module} is not installed: {install} (it compiles on a machine with "
             "CUDA), or pass --attention sdpa."
+        )
+
+
+def check_liger(run: RunConfig) -> None:
+    """Refuse Liger's kernels where their package is missing, or has none for the run's model.
+
+    Raises:
+        BadInputError: with the command that installs it, or the kinds of models that it knows.
+    """
+    if not run.use_liger_kernel:
+        return
+    if not is_liger_kernel_available():
+        raise BadInputError(
+            "use_liger_kernel is True, but liger-kernel is not installed: `pip install liger-kernel`, or leave "
+            "--use_liger_kernel out."
+        )
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # here: few runs have it
+
+    kind = any_shape_config(run.model, run.model_revision).model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise BadInputError(
+            f"use_liger_kernel is True, but model is of the kind {kind}, and Liger has kernels for "
+            f"{', '.join(MODEL_TYPE_TO_APPLY_LIGER_FN)}: leave --use_liger_kernel out."
         )
 
 

@@ -152,7 +152,7 @@ class _DeviceSums:
                 *self._gradients_so_far(of_last_layer, "gradients of the head and a layer"),
                 *self.layers_saved(),
                 *self.ends_waiting(),
-                *self.logits_of_schedule(),
+                *self.held_by_schedule(),
                 *self.layer_backward(self.stacks[-1][0]),
             ],
             **self.encoder_backward_moments(),
@@ -160,7 +160,7 @@ class _DeviceSums:
                 *self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers"),
                 *self.layers_saved(one_left=True),
                 *self.ends_waiting(),
-                *self.logits_of_schedule(),
+                *self.held_by_schedule(),
                 *self.layer_backward(self.stacks[0][0]),
             ],
             "backward of the embeddings": [
@@ -410,8 +410,9 @@ class _DeviceSums:
         size = 4 * self.positions * self.architecture.vocab
         terms = where(
             (True, self.ends_saved()),
-            (has_head, Term("logits", "log-probabilities in fp32", "P V 4", size)),
-            (has_head, [*self._head_copy(), *self.logits_of_schedule()]),
+            (has_head and not self.chunks_loss, Term("logits", "log-probabilities in fp32", "P V 4", size)),
+            (has_head and not self.chunks_loss, self._head_copy()),
+            (True, self.held_by_schedule()),
         )
         return times_each(terms, times, f"{times} x, of waiting micro-batches: ") if times else []
 
@@ -426,9 +427,9 @@ class _DeviceSums:
 
     @property
     def chunks_loss(self) -> bool:
-        """Whether a decoder's logits come in chunks (common/training/chunked_loss.py)."""
-        is_decoder = self.architecture.stacks[-1].kind == "decoder" and not self.architecture.classes
-        return is_decoder and not (self.job.plain_loop or self.job.parallelism.pipelines)
+        """Whether the logits come in chunks (common/training/chunked_loss.py)."""
+        writes = self.architecture.stacks[-1].kind != "encoder" and not self.architecture.classes
+        return writes and not self.job.plain_loop
 
     @property
     def chunks(self) -> int:
@@ -476,16 +477,19 @@ class _DeviceSums:
         """Return, in fp32, log-probabilities, their gradient, and the logits' gradient."""
         size = 12 * self.positions * self.architecture.vocab
         what = "log-probabilities, their and the logits' gradients, in fp32"
-        held = self._logits("logits that the loop still holds") if self.job.plain_loop else self.logits_of_schedule()
+        held = self._logits("logits that the loop still holds") if self.job.plain_loop else self.held_by_schedule()
         return where((self.share.has_head, [Term("logits", what, "3 P V 4", size), *held, *self._head_copy()]))
 
-    def logits_of_schedule(self) -> list[Term]:
-        """Return the logits that, with pp, a stage holds until their backward pass is done.
+    def held_by_schedule(self) -> list[Term]:
+        """Return what, with pp, the last stage has made and holds until its backward pass is done.
 
         (torch/distributed/pipelining/stage.py.)
         """
         held = self.job.parallelism.pipelines and self.share.has_head
-        return where((held, self._logits("logits that the schedule still holds")))
+        size = self.positions * self.architecture.hidden * self.hidden_bytes
+        what = activations("input of the head that the schedule still holds", "P H x", size)
+        whole = self._logits("logits that the schedule still holds")
+        return where((held and self.chunks_loss, what), (held and not self.chunks_loss, whole))
 
     def _logits(self, what: str) -> list[Term]:
         each = 4 if self.job.method.quantizes else self.job.arithmetic_bytes
@@ -520,7 +524,7 @@ class _DeviceSums:
         vocab, a = self.architecture.vocab, self.job.arithmetic_bytes
         logits = Term("logits", "gradient of the logits", "P V a", a * self.positions * vocab)
         return where(
-            (self.share.has_head, [logits, *self._head_copy(), *self.logits_of_schedule()]),
+            (self.share.has_head, [logits, *self._head_copy(), *self.held_by_schedule()]),
             (self.trains_head, self._gradients(vocab * self.architecture.hidden, "gradient of the head's matrix")),
         )
 

@@ -223,6 +223,8 @@ def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
     forward = layers + attention + adapters + head
     trained += adapters + (head if trains_head(architecture, job) else 0.0)
     recomputed = forward - head if job.gradient_checkpointing else 0.0
+    if job.schedule == "gpipe" and job.micro_batches > 1:  # losses that wait come again in the backward pass
+        recomputed += head
     return StepFlops(forward, layers + 2 * attention + adapters + head, trained, recomputed)
 
 

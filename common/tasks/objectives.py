@@ -28,7 +28,8 @@ class Objective:
         results: From logits and what each is to predict, what each row counts for: shape (rows, k); the sums make the
             metrics.
         metrics: From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them.
-        loss: Instead of the model's own: from outputs, labels and `num_items_in_batch`, the labels of the whole step.
+        loss: Instead of the model's own, unless that is in chunks: from outputs, labels and `num_items_in_batch`, the
+            labels of the whole step.
         needs_losses_alone: Whether `results` are the sum of a row's losses and their number, for which no logits are
             needed.
     """

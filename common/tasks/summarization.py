@@ -41,7 +41,9 @@ def summary_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.stack([losses.sum(1), (labels != IGNORED_LABEL).sum(1)], dim=1)
 
 
-SUMMARIES = Objective(make_collator, summary_results, mean_loss, VALIDATION_LOSS, False, step_loss)
+SUMMARIES = Objective(
+    make_collator, summary_results, mean_loss, VALIDATION_LOSS, False, step_loss, needs_losses_alone=True
+)
 
 
 # -- at the end

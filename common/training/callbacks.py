@@ -46,10 +46,10 @@ class WorkDone:
 
 
 def _tokens_in(inputs: dict[str, Any], is_row: torch.Tensor) -> int:
-    """Return the tokens of real rows in a batch; one without padding has no others, or is all in their place."""
-    if "attention_mask" in inputs:
-        return int(inputs["attention_mask"][is_row].sum())
-    return inputs["input_ids"].numel() if is_row.all() else 0
+    """Return the tokens of real rows in a batch; one end to end has no others, or is all in their place."""
+    if "cu_seq_lens_q" in inputs:
+        return inputs["input_ids"].numel() if is_row.all() else 0
+    return int(inputs["attention_mask"][is_row].sum())
 
 
 class FirstStepReport(TrainerCallback):
@@ -75,12 +75,12 @@ class FirstStepReport(TrainerCallback):
                 f"total {memory.total_gib:.1f} GiB"
             )
         batch = self.work.first_batch
-        if "attention_mask" in batch:
-            laid_out = f"of {batch['input_ids'].shape[1]} tokens, with padding"
-            first = batch["input_ids"][0][batch["attention_mask"][0].bool()]
-        else:
+        if "cu_seq_lens_q" in batch:
             laid_out = f"end to end, {batch['input_ids'].numel()} tokens"
             first = batch["input_ids"][0, : batch["cu_seq_lens_q"][1]]
+        else:
+            laid_out = f"of {batch['input_ids'].shape[1]} tokens, with padding"
+            first = batch["input_ids"][0][batch["attention_mask"][0].bool()]
         text = self.tokenizer.decode(first)
         print(f"mini-batch: {len(batch['row'])} rows {laid_out}; the first is row {int(batch['row'][0])}: {text!r}")
 

@@ -1,4 +1,4 @@
-"""A decoder's loss without its whole logits: the head and the cross-entropy go over chunks of answer tokens.
+"""A loss without its whole logits: the head and the cross-entropy go over chunks of answer tokens.
 
 Logits are the largest tensor of a step where the vocabulary is large: 2 x 4,096 tokens x 152,000 words are 4.6 GiB in
 fp32, and the loss holds several such. As a chunk's gradients are computed right after its loss, its logits are gone
@@ -16,6 +16,7 @@ import torch
 from peft import PeftModel
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -26,11 +27,16 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 """From hidden states, shape (..., hidden size), to logits, (..., vocabulary)."""
 SCALED_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
 """Settings by which a family changes what comes out of its head (those that TRL's `add_fused_lm_head` knows)."""
+BART_LIKE = (
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "marian", "mbart", "mvp", "pegasus", "plbart",
+)  # fmt: skip
+"""Encoder-decoders whose logits are what their head gives and a bias that is not trained. (Others, such as T5, have no
+base model that returns the head's input.)"""
 
 
 @dataclass
 class ChunkedOutput(ModelOutput):
-    """What a decoder returns that was given labels.
+    """What a model returns that was given labels.
 
     Attributes:
         loss: Sum of the answer tokens' losses over `num_items_in_batch`; a number.
@@ -43,20 +49,22 @@ class ChunkedOutput(ModelOutput):
 
 
 def takes_chunks(config: PretrainedConfig) -> bool:
-    """Return whether a decoder's logits are what its head gives, and its loss is theirs alone."""
+    """Return whether a model's logits are what its head gives, and its loss is theirs alone."""
+    if config.is_encoder_decoder:
+        return config.model_type in BART_LIKE
     config = config.get_text_config()
     is_scaled = any(getattr(config, name, None) not in (None, 1, 1.0) for name in SCALED_LOGITS)
     return not is_scaled and not getattr(config, "output_router_logits", False)
 
 
-def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
-    """Let a decoder that is given `shift_labels` compute its loss in chunks, at the positions of `logits_to_keep`.
+def compute_loss_in_chunks(model: PreTrainedModel | PeftModel, in_training: bool = True) -> None:
+    """Let a model that is given `shift_labels` compute its loss in chunks, a decoder at the positions `logits_to_keep`.
 
-    Without them it computes logits as before. It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
+    Without them it computes logits as before; where `in_training` is False, so it does its loss with gradients (Liger's
+    kernels have chunks of their own). It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     head, whole = base.get_output_embeddings(), base.forward
-    vocabulary = base.config.get_text_config().vocab_size
 
     @wraps(type(base).forward)  # `generate` looks at the arguments
     def forward(
@@ -68,9 +76,13 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
     ) -> ModelOutput:
         if shift_labels is None:
             return whole(*args, **kwargs)
+        if torch.is_grad_enabled() and not in_training:
+            return whole(*args, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch, **kwargs)
         kwargs.pop("labels", None)
-        positions = kwargs.pop("logits_to_keep")
-        hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state[:, positions]
+        positions = kwargs.pop("logits_to_keep", None)
+        hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+        if positions is not None:
+            hidden = hidden[:, positions.to(hidden.device)]
         losses = head(hidden, shift_labels)
         if not torch.is_grad_enabled():
             return ChunkedOutput(losses.sum(), losses)
@@ -78,21 +90,30 @@ def compute_loss_in_chunks(model: PreTrainedModel | PeftModel) -> None:
         return ChunkedOutput((losses / divisor).to(shift_labels.device))
 
     base.forward = MethodType(forward, base)
-    head.forward = _losses_or_logits(head, vocabulary)
+    head.forward = losses_or_logits(base)
 
 
-def _losses_or_logits(head: torch.nn.Module, vocabulary: int) -> Callable[..., torch.Tensor]:
-    """Return the forward pass of a head that, given labels, computes losses in chunks.
+def losses_or_logits(base: PreTrainedModel) -> Callable[..., torch.Tensor]:
+    """Return the forward pass of the model's head, which computes losses in chunks where it is given labels.
 
     All chunks are within one call of the head: what gathers its weights around a call (FSDP, ZeRO-3) does so as often
-    on every rank, however many tokens each has.
+    on every rank, however many tokens each has. `in_backward`: gradients are not computed with the losses, but in the
+    backward pass, where the losses come again; until then nothing but `hidden` is kept.
     """
+    head, vocabulary = base.get_output_embeddings(), base.config.get_text_config().vocab_size
+    own_forward = head.forward
 
-    logits_of = head.forward
+    def logits_of(hidden: torch.Tensor) -> torch.Tensor:
+        logits = own_forward(hidden)
+        return logits + base.final_logits_bias if base.config.is_encoder_decoder else logits
 
-    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(hidden: torch.Tensor, labels: torch.Tensor | None = None, in_backward: bool = False) -> torch.Tensor:
         if labels is None:
-            return logits_of(hidden)
+            return own_forward(hidden)
+        if in_backward and torch.is_grad_enabled():
+            # the reentrant kind calls this without gradients first: without a second implementation, sums of chunks
+            # are in fp32 here, too
+            return checkpoint(summed, hidden, labels, use_reentrant=True)
         tokens, targets = hidden.flatten(0, -2), labels.flatten()
         count = max(1, math.ceil(len(targets) * vocabulary / LOGITS_AT_ONCE))
         if torch.is_grad_enabled():
@@ -100,6 +121,9 @@ def _losses_or_logits(head: torch.nn.Module, vocabulary: int) -> Callable[..., t
             return _SummedLoss.apply(logits_of, count, targets, tokens, *trained)
         chunks = zip(tokens.tensor_split(count), targets.tensor_split(count), strict=True)
         return torch.cat([chunk_losses(logits_of, *chunk) for chunk in chunks]).view(labels.shape)
+
+    def summed(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return forward(hidden, labels).sum()
 
     return forward
 

@@ -8,6 +8,7 @@ hidden states and gradients; this module cuts the stages, weighs the loss, and t
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from common.models.loading import load_base_model, load_pretrained, model_class,
 from common.models.trained_weights import add_lora, train_own_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
+from common.training.chunked_loss import losses_or_logits
 from common.training.module_maps import StageMap
-from common.training.strategy import keep_answer_logits, takes_logits_to_keep
+from common.training.strategy import loss_is_chunked
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
@@ -124,10 +126,11 @@ def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrained
 
 
 class StageModule(torch.nn.Module):
-    """What a schedule calls: token ids or a hidden state in, a hidden state or logits out.
+    """What a schedule calls: token ids or a hidden state in, a hidden state or logits out, and from these the loss.
 
     Attributes:
-        positions: Where the last stage computes logits, shape (positions,); None = everywhere.
+        takes_chunks: Whether this is a last stage whose `loss` computes the logits, in chunks, from hidden states.
+        positions: Where the last stage has a loss, shape (positions,); None = the stage returns logits everywhere.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, run: RunConfig, rank: Rank) -> None:
@@ -140,6 +143,9 @@ class StageModule(torch.nn.Module):
         autocasts = run.precision.startswith("bf16")
         self.autocast = torch.autocast(run.device, torch.bfloat16, enabled=autocasts)
         self.hidden_dtype = hidden_dtype(self.causal, autocasts)
+        self.takes_chunks = self.is_last and loss_is_chunked(run, model)
+        if self.takes_chunks:
+            self.losses_of = losses_or_logits(self.causal)
         self.positions: torch.Tensor | None = None
 
     def forward(self, given: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -148,9 +154,23 @@ class StageModule(torch.nn.Module):
         with self.autocast:
             if not self.is_last:
                 return self.causal.base_model(**inputs).last_hidden_state
-            if self.positions is not None:
-                inputs["logits_to_keep"] = self.positions
-            return self.causal(**inputs).logits
+            if self.positions is None:
+                return self.causal(**inputs).logits
+            if self.takes_chunks:
+                return self.causal.base_model(**inputs).last_hidden_state[:, self.positions]
+            return self.causal(**inputs, logits_to_keep=self.positions).logits
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool = False) -> torch.Tensor:
+        """Return the sum of the losses of what the last stage returned, shape (rows, positions, hidden or classes).
+
+        `target` has shape (rows, positions). With `in_backward` the gradients of chunks are computed in the backward
+        pass alone: for schedules that keep many losses waiting for it.
+        """
+        if self.takes_chunks:
+            with self.autocast:
+                return self.losses_of(output, target, in_backward).sum()
+        flat = output.float().flatten(0, -2)
+        return cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 def hidden_dtype(model: PreTrainedModel, autocasts: bool) -> torch.dtype:
@@ -268,7 +288,6 @@ class Pipeline:
         self.module, self.rank = module, rank
         self.schedule_name, self.micro_batches = run.schedule, run.micro_batches
         self.clock = PassClock(rank.device)
-        self.takes_logits_to_keep = takes_logits_to_keep(module.causal)
         self.loss_divisor = 1.0
         self.schedules: dict[tuple[object, ...], PipelineScheduleSingle] = {}
         self.kept_schedules = KEPT_SCHEDULES[run.device]
@@ -279,7 +298,8 @@ class Pipeline:
         """Do the forward and backward passes of all micro-batches of `batch`; gradients add up.
 
         `batch` is the same on every rank, with a number of rows that the micro-batches divide; `input_ids` and
-        `attention_mask` have shape (rows, tokens). The loss is a sum over labelled tokens over `loss_divisor`, so that
+        `attention_mask` have shape (rows, tokens), and a decoder's is told where to compute logits
+        (`Strategy.inputs_for_loss`). The loss is a sum over labelled tokens over `loss_divisor`, so that
         uneven micro-batches weigh what they should. `schedule` and `micro_batches` stand in for the run's.
 
         Returns:
@@ -302,7 +322,7 @@ class Pipeline:
             made_up = torch.rand(shape, dtype=self.module.hidden_dtype, device=ids.device, requires_grad=True)
             output = self.module(ids if self.module.is_first else made_up, mask)
             if self.module.is_last:
-                self._weighted_loss(output, labels).backward()
+                (self.module.loss(output, labels) / self.loss_divisor).backward()
             else:
                 output.backward(torch.ones_like(output))
 
@@ -346,8 +366,8 @@ class Pipeline:
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
 
     def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the batch on this rank's device; the last stage is told where to compute logits, if it can be told."""
-        inputs = self._to_device(keep_answer_logits(batch) if self.takes_logits_to_keep else batch)
+        """Return the batch on this rank's device; the stage is told where to compute logits, if the batch says so."""
+        inputs = self._to_device(batch)
         self.module.positions = inputs.get("logits_to_keep")
         return inputs
 
@@ -381,13 +401,10 @@ class Pipeline:
             input_args=ids if self.module.is_first else hidden,
             output_args=hidden,  # the last stage's goes nowhere, and its shape is not looked at
         )
-        loss = None if purpose == "logits" else self._loss
-        return SCHEDULES[name](stage, count, loss_fn=loss, scale_grads=False)
+        # GPipe keeps the losses of all micro-batches waiting, 1F1B back-propagates each at once on the last stage
+        loss = partial(self._loss, in_backward=name == "gpipe" and count > 1)
+        return SCHEDULES[name](stage, count, loss_fn=None if purpose == "logits" else loss, scale_grads=False)
 
-    def _loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of one micro-batch; `logits` (rows, positions, classes) and `target` (rows, positions)."""
-        return self.clock.timed("loss", -1, self._weighted_loss, logits, target)
-
-    def _weighted_loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        flat = logits.float().flatten(0, -2)
-        return cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum") / self.loss_divisor
+    def _loss(self, output: torch.Tensor, target: torch.Tensor, in_backward: bool) -> torch.Tensor:
+        """Return the loss of one micro-batch; see `StageModule.loss`."""
+        return self.clock.timed("loss", -1, self.module.loss, output, target, in_backward) / self.loss_divisor

@@ -94,7 +94,7 @@ class PipelineParallel(Strategy):
     def sums(self, batch: Batch) -> torch.Tensor:
         """Return the sums that the last stage knows; see `Strategy.sums`."""
         if self.takes_logits_to_keep:  # of a large vocabulary, only where some row has a label
-            targets = (batch["labels"][:, 1:] != IGNORED_LABEL).sum().float().to(self.rank.device)
+            targets = (batch["shift_labels"] != IGNORED_LABEL).sum().float().to(self.rank.device)
             return torch.stack([self.pipeline.validate(batch), targets])
         logits = self.pipeline.logits(batch)
         labels = batch["labels"].to(self.rank.device)

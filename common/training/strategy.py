@@ -19,6 +19,7 @@ from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.liger import apply_liger_kernel
 from typing_extensions import override
 
 from common.base.run_config import RunConfig
@@ -89,10 +90,10 @@ class Strategy:
 
     def attach(self, model: torch.nn.Module) -> None:
         """Train `model`, which comes from `load_model`."""
+        if self.run.use_liger_kernel:
+            apply_liger_kernel(model, None)
         self.model, self.takes_logits_to_keep = model, takes_logits_to_keep(model)
-        self.takes_chunks = loss_is_chunked(self.run, model)
-        if self.takes_chunks:
-            compute_loss_in_chunks(model)
+        self.takes_chunks = chunk_loss(self.run, model)
         if self.run.is_padding_free and self.run.attention == "sdpa":
             separate_rows(model)
 
@@ -130,21 +131,24 @@ class Strategy:
 
     def loss(self, batch: Batch, num_items_in_batch: int, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Return the sum of a batch's losses over the step's `num_items_in_batch`; `model` stands in for its own."""
-        inputs, call = self.inputs_for_loss(self.to_device(batch)), model or self.forward
+        inputs, call = self.to_device(batch), model or self.forward
         with self.autocast():
-            if self.objective.loss is None:
+            if self.objective.loss is None or self.takes_chunks:
                 return call(**inputs, num_items_in_batch=num_items_in_batch, use_cache=False).loss
             labels = inputs.pop("labels")
             return self.objective.loss(call(**inputs), labels, num_items_in_batch)
 
-    def inputs_for_loss(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch's inputs, told where to compute logits if the model can be told."""
-        if "cu_seq_lens_q" in inputs and self.run.attention == "sdpa":
-            inputs = without_mask(inputs)
+    def inputs_for_loss(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a collated batch, told where to compute logits if the model can be told.
+
+        It is still on the CPU: to know how many positions there are, it would have to wait for a GPU.
+        """
+        if "cu_seq_lens_q" in batch and self.run.attention == "sdpa":
+            batch = without_mask(batch)
+        batch = tell_of_answers(batch, self.model)
         if not self.takes_logits_to_keep:
-            return inputs
-        batch = keep_answer_logits(inputs)
-        if len(self.rank.devices) > 1:  # the head's device may be another than the inputs'
+            return batch
+        if len(self.rank.devices) > 1 and not self.takes_chunks:  # the head's device may be another than the inputs'
             batch["logits_to_keep"] = batch["logits_to_keep"].tolist()
         return batch
 
@@ -190,13 +194,12 @@ class Strategy:
         return results.sum(0)
 
     @torch.no_grad()
-    def results(self, model: Callable[..., Any], inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def results(self, model: Callable[..., Any], batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return what each row counts for (`Objective.results`), shape (rows, k), by `model` with its dropout off.
 
         Logits are computed at answer positions alone: those of whole rows would be the run's highest peak where the
         vocabulary is large.
         """
-        batch = self.inputs_for_loss(inputs)
         if self.takes_chunks:
             losses = model(**{name: tensor for name, tensor in batch.items() if name != "row"}).token_losses
             answers = (batch["shift_labels"] != IGNORED_LABEL).sum(1)
@@ -354,9 +357,29 @@ def takes_logits_to_keep(model: torch.nn.Module) -> bool:
 
 
 def loss_is_chunked(run: RunConfig, model: torch.nn.Module) -> bool:
-    """Return whether the loss comes without whole logits; a pipeline's last stage hands them to its schedule."""
-    needs_no_logits = objective_of(run).needs_losses_alone and not run.parallelism.pipelines
-    return needs_no_logits and takes_logits_to_keep(model) and takes_chunks(model.config)
+    """Return whether the loss comes without whole logits."""
+    is_told = takes_logits_to_keep(model) or model.config.is_encoder_decoder
+    return objective_of(run).needs_losses_alone and is_told and takes_chunks(model.config)
+
+
+def chunk_loss(run: RunConfig, model: Model) -> bool:
+    """Let the model compute its loss in chunks if it can, and return whether it does; with Liger in validation alone.
+
+    A stage of a pipeline does not: its schedule computes the loss (`StageModule.loss`).
+    """
+    is_chunked = loss_is_chunked(run, model) and not run.parallelism.pipelines
+    if is_chunked:
+        compute_loss_in_chunks(model, in_training=not run.use_liger_kernel)
+    return is_chunked
+
+
+def tell_of_answers(batch: dict[str, Any], model: Model) -> dict[str, Any]:
+    """Return a collated batch with what the model can be told: where logits are needed, or what each is to predict."""
+    if takes_logits_to_keep(model):
+        return keep_answer_logits(batch)
+    if model.config.is_encoder_decoder and takes_chunks(model.config):
+        return {**batch, "shift_labels": batch["labels"]}  # a decoder beside an encoder has its inputs shifted
+    return batch
 
 
 def keep_answer_logits(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -240,6 +240,8 @@ class AuditedTrainer(CheckpointedTrainer):
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.strategy, self.batches, self.work = strategy, batches, WorkDone()
         strategy.attach(self.model)
+        if strategy.takes_chunks:
+            self.compute_loss_func = None  # the model's own is in chunks
         self.divides, self.copies = strategy.divides_checkpoints, strategy.run.dp_replicate_size
         self.updates, self.skips = UpdateReport(), SkippedSteps(self.accelerator)
         self.add_callback(self.updates)
@@ -267,7 +269,7 @@ class AuditedTrainer(CheckpointedTrainer):
             self.work.count(batch.pop("row"), batch)
             # gradients of ranks are summed with the last batch's
             with nullcontext() if number == len(inputs) else self.accelerator.no_sync(model):
-                losses.append(super().training_step(model, self.strategy.inputs_for_loss(batch), *args, **kwargs))
+                losses.append(super().training_step(model, batch, *args, **kwargs))
         return torch.stack(losses).sum()
 
     @override
@@ -328,7 +330,9 @@ class AuditedTrainer(CheckpointedTrainer):
 
     def batch_of(self, rows: list[Tokens]) -> Batch:
         """Return training rows as one batch, end to end or padded."""
-        return lay_end_to_end(rows) if self.strategy.run.is_padding_free else self.collated(rows)
+        if self.strategy.run.is_padding_free:
+            return self.strategy.inputs_for_loss(lay_end_to_end(rows))
+        return self.collated(rows)
 
     def collated(self, rows: list[Tokens]) -> Batch:
         """Return rows as one batch, padded, and filled up as the strategy needs it."""
@@ -504,6 +508,8 @@ def trainer_of_rows(
 ) -> AuditedTrainer:
     """Return the trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only."""
     objective = objective_of(run)
+    strategy = strategy or strategy_class(run)(run, rank)
+    collate = objective.collator(tokenizer, model)
     own_rows = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
     drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
     trainer = trainer_class(
@@ -511,9 +517,9 @@ def trainer_of_rows(
         args=arguments,
         train_dataset=TrainingRows(train),
         eval_dataset=validation,
-        data_collator=objective.collator(tokenizer, model),
+        data_collator=lambda rows: strategy.inputs_for_loss(collate(rows)),
         compute_metrics=lambda prediction: objective.metrics(prediction.predictions.sum(0)),
-        strategy=strategy or strategy_class(run)(run, rank),
+        strategy=strategy,
         batches=drawn(
             [len(row["input_ids"]) for row in train],
             arguments.per_device_train_batch_size,

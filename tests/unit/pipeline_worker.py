@@ -24,8 +24,10 @@ from common.planning.device_maps import device_map_of
 from common.planning.shares import Share
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
+from common.training import chunked_loss
 from common.training.pipeline import Pipeline, StageMap, StageModule, add_lora_to_stage, load_stage
 from common.training.pipeline_parallel import PipelineParallel, load_parts, save_parts, sum_of_first_and_last
+from common.training.strategy import Batch, keep_answer_logits
 
 LAYERS, ROWS, LENGTH, VOCABULARY = 5, 8, 12, 96
 SIZES = {
@@ -142,6 +144,7 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
         **({"lora_dropout": 0.0, "lora_r": 2} if is_lora else {}),
     )
     batch, stage_map = make_batch(kind), stage_map_of(folder, rank.world_size)
+    told = batch if kind == "Roberta" else keep_answer_logits(batch)
     whole = load_whole(run, kind)
     stage = load_stage(run, stage_map, rank)
     if is_lora:
@@ -161,8 +164,8 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
     pipeline = Pipeline(StageModule(stage, run, rank), run, rank)
     pipeline.kept_schedules = 2  # so that some are dropped and made anew on the way
 
-    found = forward_differences(pipeline, whole, batch)
-    found |= gradient_differences(pipeline, whole, batch, case["tied"] and not is_lora)
+    found = forward_differences(pipeline, whole, batch, told)
+    found |= gradient_differences(pipeline, whole, batch, told, case["tied"] and not is_lora)
     saved = folder.with_name(folder.name + "-saved")
     save_parts(stage, saved, rank)
     found["saved"] = saved_difference(saved, run, whole)
@@ -185,12 +188,12 @@ def load_whole(run: RunConfig, kind: str) -> PreTrainedModel:
     return load_base_model(run, {"": "cpu"})
 
 
-def forward_differences(pipeline: Pipeline, whole: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Differences:
-    """Of the validation loss and of all logits, on the last stage."""
+def forward_differences(pipeline: Pipeline, whole: torch.nn.Module, batch: Batch, told: Batch) -> Differences:
+    """Of the validation loss and of all logits, on the last stage; `told` is the batch as a trainer has it."""
     with torch.no_grad():
         loss = whole_loss(whole, batch).item()
         logits = whole(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    validated, made = pipeline.validate(batch).item(), pipeline.logits(batch)
+    validated, made = pipeline.validate(told).item(), pipeline.logits(told)
     if not pipeline.module.is_last:
         return {"validation loss": float(made is not None), "logits": validated}
     return {
@@ -200,14 +203,14 @@ def forward_differences(pipeline: Pipeline, whole: torch.nn.Module, batch: dict[
 
 
 def gradient_differences(
-    pipeline: Pipeline, whole: torch.nn.Module, batch: dict[str, torch.Tensor], tied: bool
+    pipeline: Pipeline, whole: torch.nn.Module, batch: Batch, told: Batch, tied: bool
 ) -> Differences:
     """Of the training loss and the gradients of this stage, over those of the whole model."""
     divisor = 17.0
     loss = whole_loss(whole, batch) / divisor
     loss.backward()
     whole_gradients = gradients_of(whole)
-    trained = pipeline.train_step(batch, divisor).item()
+    trained = pipeline.train_step(told, divisor).item()
     found: Differences = {}
     module = pipeline.module
     if tied and (module.is_first or module.is_last):
@@ -222,11 +225,11 @@ def gradient_differences(
     missing = {name for name, weight in module.model.named_parameters() if weight.requires_grad} - set(gradients)
     found["without a gradient"] = float(len(missing))
     # Another step adds as much again; the passes alone add something of their own, and send nothing.
-    pipeline.train_step(batch, divisor, "gpipe", 2)
+    pipeline.train_step(told, divisor, "gpipe", 2)
     doubled = gradients_of(module.model)
     if not tied:
         found["a second step"] = largest({name: 2 * each for name, each in gradients.items()}, doubled)
-    pipeline.bare_step(batch, 4)
+    pipeline.bare_step(told, 4)
     found["passes alone"] = largest(doubled, gradients_of(module.model))
     module.model.zero_grad()
     whole.zero_grad()
@@ -261,6 +264,7 @@ def loaded_again(stage: torch.nn.Module, saved: Path) -> float:
 def main() -> None:
     folder, world_size = Path(sys.argv[1]), int(sys.argv[2])
     rank = start_rank(RunConfig(parallel="pp", devices=world_size, per_device_train_batch_size=ROWS, micro_batches=4))
+    chunked_loss.LOGITS_AT_ONCE = 10 * VOCABULARY  # several chunks in each micro-batch
     compared = {}
     for number, name in enumerate(sys.argv[3:]):
         stages = gather_object([compare(cases()[name], folder / str(number), rank)])

@@ -6,11 +6,23 @@ from collections.abc import Callable
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, OPTConfig, PhiConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    CohereConfig,
+    LlamaConfig,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedModel,
+    T5Config,
+)
 
 from common.data.rows import IGNORED_LABEL
+from common.tasks.objectives import step_loss
+from common.tasks.summarization import summary_results
 from common.training import chunked_loss
-from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
+from common.training.chunked_loss import BART_LIKE, compute_loss_in_chunks, takes_chunks
 
 SIZES = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
          "num_attention_heads": 2, "max_position_embeddings": 32}  # fmt: skip
@@ -37,6 +49,25 @@ MODELS = {
     "LoRA": with_lora("q_proj", "v_proj"),
     "LoRA on the head": with_lora("q_proj", "lm_head"),
 }  # fmt: skip
+
+
+def summarizer(kind: str) -> PreTrainedModel:
+    """A tiny encoder-decoder of BART's kin, with a bias of its logits that is not zero."""
+    sides = {f"{side}_{name}": value for side in ("encoder", "decoder")
+             for name, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 32))}  # fmt: skip
+    config = AutoConfig.for_model(
+        kind, vocab_size=101, d_model=32, max_position_embeddings=64, attention_window=8, pad_token_id=1, **sides
+    )
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    model.final_logits_bias.normal_()
+    return model
+
+
+def batch_with_summaries() -> dict[str, torch.Tensor]:
+    batch, ids = batch_with_answers(), torch.randint(2, 101, (3, 9), generator=torch.Generator().manual_seed(1))
+    targets = ids.masked_fill(torch.arange(9) >= torch.tensor([[9], [4], [7]]), IGNORED_LABEL)
+    return {name: batch[name] for name in ("input_ids", "attention_mask")} | {
+        "decoder_input_ids": ids.roll(1, dims=1), "labels": targets, "shift_labels": targets}  # fmt: skip
 
 
 def batch_with_answers() -> dict[str, torch.Tensor]:
@@ -77,6 +108,31 @@ def test_loss_and_gradients_are_those_of_whole_logits(
         # a bias of keys moves all scores alike: its gradient is rounding alone
         allowed = 1e-5 * max(gradients[each].norm(), 1e-4 * of_all)
         assert (gradient - gradients[each]).norm() <= allowed, each
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == "bart" else pytest.mark.slow)
+                                  for kind in BART_LIKE])  # fmt: skip
+def test_summaries_have_the_loss_and_gradients_of_whole_logits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", 5 * 101)
+    model, batch = summarizer(kind).eval(), batch_with_summaries()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
+    outputs = model(**inputs, use_cache=False)
+    loss = step_loss(outputs, batch["labels"], 40)
+    loss.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    compute_loss_in_chunks(model)
+    found, found_gradients = loss_and_gradients(model, batch)
+    assert found_gradients.keys() == gradients.keys()
+    assert found == pytest.approx(loss.item(), rel=1e-6)
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    for each, gradient in found_gradients.items():
+        assert (gradient - gradients[each]).abs().max() <= 1e-5 * largest, each
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, outputs.logits)
+        losses = model(**batch).token_losses
+    wanted = summary_results(outputs.logits, batch["labels"])[:, 0]
+    assert torch.allclose(losses.sum(1), wanted, rtol=1e-6)
 
 
 @torch.no_grad()
@@ -123,3 +179,4 @@ def test_no_more_logits_are_alive_than_those_of_a_chunk(monkeypatch: pytest.Monk
 def test_families_that_scale_their_logits_keep_their_own_loss() -> None:
     assert takes_chunks(LlamaConfig())
     assert not takes_chunks(CohereConfig())
+    assert not takes_chunks(T5Config())

@@ -43,6 +43,7 @@ from common.planning.terms import PARTS
 from common.runtime.world import Rank
 from common.training import memory_tracker
 from common.training.placement import place_stages
+from common.training.strategy import keep_answer_logits
 from tests.forked import run_forked
 
 SHAPE = {
@@ -185,7 +186,10 @@ def test_the_closed_form_says_the_same(
     ],
 )  # fmt: skip
 def test_the_closed_form_says_the_same_of_texts_with_summaries(settings: dict, batch: BatchShape) -> None:
-    """Within 2 %, the encoder working on texts and the decoder on summaries of another length."""
+    """Within 2 %, the encoder working on texts and the decoder on summaries of another length.
+
+    Within 4 % where summaries are as long as texts: then a layer of the decoder is the peak, computed again.
+    """
     run = RunConfig(
         task="summarization",
         technique="full",
@@ -199,9 +203,9 @@ def test_the_closed_form_says_the_same_of_texts_with_summaries(settings: dict, b
     as_long = replace(batch, target_length=0)
     fake, other = (dry_run(run, shape).peak_gib for shape in (batch, replace(batch, target_length=batch.length)))
     assert closed.allocated_gib == pytest.approx(fake, rel=0.02)
-    assert abs(fake - other) > 0.05 * fake  # what the decoder works on is no small part
+    assert abs(fake - other) > 0.03 * fake  # what the decoder works on is no small part
     assert device_memory(architecture, job_of_run(run, as_long), whole_model(architecture)).allocated_gib == (
-        pytest.approx(other, rel=0.02)
+        pytest.approx(other, rel=0.04)
     )
 
 
@@ -416,7 +420,8 @@ def test_a_pipeline_keeps_few_schedules_and_the_latest(
     ):
         for length in (8, 9, 8, 10, 8):
             ids = torch.zeros((4, length), dtype=torch.long)
-            pipeline.train_step({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}, 1.0)
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+            pipeline.train_step(keep_answer_logits(batch), 1.0)
             stages.append(weakref.ref(list(pipeline.schedules.values())[-1]._stage))
     assert [key[0] for key in pipeline.schedules] == [(4, 10), (4, 8)]
     assert stages[0]() is stages[2]() is stages[4]() is not None  # used again in between

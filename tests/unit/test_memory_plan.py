@@ -19,7 +19,7 @@ from common.checks.fake_steps import fake_group
 from common.hardware.devices import GIB, find_gpu
 from common.planning.architectures import MODEL_CONFIGS, Architecture, as_classifier, read_architecture
 from common.planning.gpu_overhead import overhead_terms
-from common.planning.job import ALL_LINEAR, OPTIMIZER_BYTES, BatchShape, Job
+from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, BatchShape, Job
 from common.planning.memory_plan import DeviceMemory, _DeviceSums, device_memory
 from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
 from common.planning.terms import PARTS
@@ -189,7 +189,7 @@ def test_gpipe_holds_every_micro_batch_on_every_stage() -> None:
         peaks[schedule] = [device_memory(LLAMA, scheduled, share) for share in shares]
     for early, late in zip(peaks["1f1b"], peaks["gpipe"], strict=True):
         assert late.parts_gib["activations"] > 2 * early.parts_gib["activations"]
-    assert peaks["gpipe"][1].parts_gib["logits"] > 3 * peaks["1f1b"][1].parts_gib["logits"]  # log-probabilities wait
+    assert peaks["gpipe"][1].parts_gib["logits"] == peaks["1f1b"][1].parts_gib["logits"]  # those of one chunk
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER_BYTES)
@@ -219,6 +219,8 @@ jobs = st.builds(
     lora_dropout=st.sampled_from([0.0, 0.1]),
     accumulation_steps=st.integers(1, 2),
 )
+CHUNK_GIB = 12 * LOGITS_AT_ONCE / GIB
+"""Of the loss of a chunk, at most: with a few more positions there is one chunk more, and each is smaller."""
 models = st.sampled_from(["llama-3.2-1b", "qwen2.5-7b", "roberta-large", "bart-large-cnn"])
 
 
@@ -234,7 +236,7 @@ def test_parts_are_sums_of_terms_and_more_work_never_takes_less(job: Job, model:
         replace(job, batch=replace(job.batch, length=job.batch.length + 64)),
         replace(job, lora_rank=job.lora_rank + 1),
     ):
-        assert device_memory(architecture, more, whole_model(architecture)).peak_gib >= memory.peak_gib
+        assert device_memory(architecture, more, whole_model(architecture)).peak_gib >= memory.peak_gib - CHUNK_GIB
 
 
 def test_cross_attention_asks_with_the_summary_s_tokens_about_the_text_s() -> None:
@@ -265,7 +267,7 @@ def test_longer_summaries_never_take_less_and_as_long_ones_as_many_as_the_text(j
         asked = replace(job, batch=replace(job.batch, target_length=target_length))
         return device_memory(bart, asked, whole_model(bart)).peak_gib
 
-    assert peak_gib(length) <= peak_gib(length + 64)
+    assert peak_gib(length) <= peak_gib(length + 64) + CHUNK_GIB
     assert peak_gib(job.batch.length) == peak_gib(0)
 
 

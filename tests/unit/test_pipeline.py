@@ -35,7 +35,7 @@ FIRST = {
 """By the number of stages, what `make test` sees: each model kind, schedule and way to train once."""
 
 Compared = dict[str, list[dict[str, float]]]
-ROUNDING = 1e-6
+ROUNDING, GRADIENT_ROUNDING = 1e-6, 1e-5
 
 
 # -- stages against the whole model, in worlds of two and three ranks
@@ -79,8 +79,8 @@ def test_stages_compute_what_the_whole_model_computes(compared: dict[int, Compar
         for what in ("training loss", "validation loss", "logits"):
             assert found[what] <= ROUNDING, (what, stage)
         scale = max(1.0, found["largest gradient"])
-        assert found["gradients"] <= ROUNDING * scale, stage
-        assert found.get("a second step", 0) <= 2 * ROUNDING * scale, stage
+        assert found["gradients"] <= GRADIENT_ROUNDING * scale, stage
+        assert found.get("a second step", 0) <= GRADIENT_ROUNDING * scale, stage
         assert found["largest gradient"] > 0.1, stage
         assert found["without a gradient"] == 0, stage
         assert found["passes alone"] > 0, stage

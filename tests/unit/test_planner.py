@@ -278,7 +278,8 @@ def test_a_divided_run_is_placed_as_its_device_map_says(tmp_path: Path) -> None:
     balanced = plan_run(run, batch)
     assert (balanced.job.schedule, balanced.job.micro_batches, balanced.job.devices) == ("gpipe", 4, 2)
     assert [share.in_flight for share in balanced.shares] == [4, 4]
-    even = plan_run(replace(run, device_map="even"), batch)
+    one_f_one_b = replace(run, schedule="1f1b")  # whose first stage holds more
+    balanced, even = (plan_run(replace(one_f_one_b, device_map=way), batch) for way in ("balanced", "even"))
     assert [share.layers for share in even.shares] == [(8,), (8,)]
     fullest = [max(device.peak_gib for device in plan.devices) for plan in (balanced, even)]
     assert fullest[0] < fullest[1]

@@ -55,6 +55,14 @@ def test_linear_layers_alone_need_no_gradients_of_the_head_s_weights() -> None:
     assert only_v.weight_gradients == pytest.approx(2 * BATCH.tokens * LLAMA.by_part()["v_proj"])
 
 
+def test_gpipe_computes_the_losses_logits_twice() -> None:
+    pipeline = replace(FULL, parallel="pp", devices=2, micro_batches=4)
+    gpipe, one_f_one_b = (
+        step_flops(LLAMA, replace(pipeline, schedule=name), whole_model(LLAMA)) for name in ("gpipe", "1f1b")
+    )
+    assert gpipe.total - one_f_one_b.total == pytest.approx(2 * BATCH.tokens * LLAMA.vocab * LLAMA.hidden)
+
+
 def test_what_a_ring_sends() -> None:
     ddp = replace(FULL, parallel="ddp", devices=4)
     gradients = LLAMA.parameters * 2

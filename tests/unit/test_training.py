@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DistributedSampler
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+)
 
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TASKS, Parallelism
 from common.data.batches import make_collator
+from common.data.rows import IGNORED_LABEL
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_base_model, load_tokenizer, next_token_logits
 from common.models.minilm import minilm_folder
@@ -253,6 +261,26 @@ def test_weights_that_are_given_up_take_no_memory_whoever_still_has_them(
     assert all(weight.grad is None for weight in held)
     assert not optimizer.state
     assert all(weight.is_meta for weight in trainer.model.parameters())
+
+
+def test_a_batch_knows_its_answers_before_it_is_on_the_device() -> None:
+    """To find them there (`nonzero`) the host would have to wait for a GPU."""
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(operation.name())
+            return operation(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    strategy = OneRank(RunConfig(), Rank(0, 1, "cpu", "python"))
+    strategy.attach(AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=16, **TINY)))
+    ids = torch.arange(12).view(2, 6)
+    batch = strategy.inputs_for_loss({"input_ids": ids, "labels": ids.masked_fill(ids < 3, IGNORED_LABEL)})
+    with Operations():
+        strategy.backward(batch, 9, is_last=True)
+        strategy.sums(batch)
+    assert {"aten::index.Tensor", "aten::mm"} <= set(names)
+    assert "aten::nonzero" not in names
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
