@@ -45,7 +45,7 @@ from common.data.batches import (
     longest_batch,
 )
 from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
-from common.data.rows import Tokens
+from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.quantization import drop_quantized
 from common.models.shards import byte_count, local_part
 from common.planning.job import BatchShape
@@ -68,7 +68,8 @@ from common.training.checkpoints import (
     steps_at,
     verify_once,
 )
-from common.training.strategy import Strategy, strategy_class
+from common.training.known_padding import padding_known
+from common.training.strategy import Strategy, on_device, strategy_class
 from common.training.usage import optimizer_bytes
 
 
@@ -248,14 +249,26 @@ class AuditedTrainer(CheckpointedTrainer):
             self.train_dataset,
             batch_sampler=self.batches,
             collate_fn=self.data_collator,
-            pin_memory=self.args.device.type == "cuda",
         )
 
     @override
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         self.reach("batch")
-        self.work.count(inputs.pop("row"), inputs)
-        return super().training_step(model, self.strategy.inputs_for_loss(inputs), *args, **kwargs)
+        self.work.count(inputs.pop("row"), inputs)  # before the batch moves: a GPU would be waited for
+        with padding_known(inputs):
+            inputs = self.strategy.to_device(self.strategy.inputs_for_loss(inputs))
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    @override
+    def _get_num_items_in_batch(
+        self, batch_samples: list[dict[str, torch.Tensor]], device: torch.device
+    ) -> torch.Tensor | int:
+        """Return the labels of an optimizer step on all ranks; the Trainer's own copies would wait for the GPU."""
+        labels = [batch["labels"][..., 1:] if self._loss_shifts_labels else batch["labels"] for batch in batch_samples]
+        count = sum(each.ne(IGNORED_LABEL).sum() for each in labels)
+        if self.args.world_size == 1:
+            return int(count)
+        return self.accelerator.gather(on_device({"count": count}, str(device))["count"]).sum()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self.reporting():
@@ -438,6 +451,7 @@ def plan_training(log: RunRecorder, batch: BatchShape) -> Plan | None:
 
     A model, optimizer or GPU that the closed form does not know is named, and leaves the run without a plan.
     """
+    batch = batch.padded_to(log.run.pad_to_multiple_of)
     try:
         plan = plan_run(log.run, batch, log.gpu())
         memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
@@ -488,7 +502,7 @@ def trainer_of_rows(
         args=arguments,
         train_dataset=TrainingRows(train),
         eval_dataset=validation,
-        data_collator=objective.collator(tokenizer, model),
+        data_collator=objective.collator(tokenizer, model, run.pad_to_multiple_of),
         compute_metrics=lambda prediction: objective.metrics(prediction.predictions.sum(0)),
         strategy=strategy or strategy_class(run)(run, rank),
         batches=drawn(
