@@ -267,6 +267,7 @@ def contradictions(run: RunConfig) -> Iterator[str]:
         *_about_devices(run),
         *(_about_micro_batches(run) if run.parallelism.pipelines else ()),
         *(_about_sharding(run) if run.is_sharded else ()),
+        *(_about_compiling(run) if run.torch_compile else ()),
         *(_about_padding(run) if run.pad_to_multiple_of else ()),
         *_about_task(run),
         *(_about_tensor_parallel(run) if run.parallelism.splits_matrices else ()),
@@ -356,6 +357,27 @@ def _about_sharding(run: RunConfig) -> tuple[Rule, ...]:
             run.optim not in SHARDED_OPTIMIZERS,
             f"optim is {run.optim}, which {run.parallelism.sharded_by} cannot divide: choose one of "
             f"{', '.join(SHARDED_OPTIMIZERS)}.",
+        ),
+    )
+
+
+def _about_compiling(run: RunConfig) -> tuple[Rule, ...]:
+    sharing = run.parallelism
+    return (
+        (
+            not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
+            f"torch_compile is True, but parallel is {run.parallel}, which compiled layers are not tested with: pass it "
+            "as false, or --parallel single, ddp or fsdp.",
+        ),
+        (
+            run.use_reentrant,
+            "torch_compile is True, but use_reentrant, too, whose second forward pass cannot be compiled: leave "
+            "--use_reentrant out.",
+        ),
+        (
+            run.loop != "trainer",
+            f"torch_compile is True, but loop is {run.loop}, which compiled layers are not tested with: pass it as "
+            "false.",
         ),
     )
 

@@ -157,6 +157,11 @@ class TrainingSettings:
         "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one.",
         metavar="true|false",
     )
+    torch_compile: bool = setting(
+        False,
+        "Compile each layer with torch.compile: fewer and larger kernels, for some minutes at the start.",
+        metavar="true|false",
+    )
     seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.")
 
 

@@ -31,6 +31,7 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
 from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
+from common.training.compiled_layers import compile_layers
 from common.training.known_padding import padding_known
 from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
@@ -92,6 +93,8 @@ class Strategy:
         self.takes_chunks = loss_is_chunked(self.run, model)
         if self.takes_chunks:
             compute_loss_in_chunks(model)
+        if self.run.torch_compile:
+            compile_layers(model)
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Return the optimizer as training takes it, and make `model` ready; called on every rank before the steps."""
@@ -342,13 +345,13 @@ class UsageReport(TrainerCallback):
 # -- batches
 
 
-def on_device(batch: Batch, device: str) -> Batch:
+def on_device(batch: Batch, device: str | torch.device) -> Batch:
     """Return the model's inputs on `device`, without a wait for a GPU: what is not a tensor (or there) stays as it is.
 
     From pinned memory a copy begins when the GPU comes to it, and the host goes on.
     """
     inputs = {name: value for name, value in batch.items() if name != "row"}
-    if device == "cpu":
+    if torch.device(device).type == "cpu":
         return inputs
     pinned = {name: _pinned(value) for name, value in inputs.items()}
     return {

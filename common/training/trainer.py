@@ -268,7 +268,7 @@ class AuditedTrainer(CheckpointedTrainer):
         count = sum(each.ne(IGNORED_LABEL).sum() for each in labels)
         if self.args.world_size == 1:
             return int(count)
-        return self.accelerator.gather(on_device({"count": count}, str(device))["count"]).sum()
+        return self.accelerator.gather(on_device({"count": count}, device)["count"]).sum()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self.reporting():
