@@ -366,8 +366,8 @@ def _about_compiling(run: RunConfig) -> tuple[Rule, ...]:
     return (
         (
             not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
-            f"torch_compile is True, but parallel is {run.parallel}, which compiled layers are not tested with: pass it "
-            "as false, or --parallel single, ddp or fsdp.",
+            f"torch_compile is True, but parallel is {run.parallel}, which compiled layers are not tested with: pass "
+            "it as false, or --parallel single, ddp or fsdp.",
         ),
         (
             run.use_reentrant,
