@@ -370,11 +370,6 @@ def _about_compiling(run: RunConfig) -> tuple[Rule, ...]:
             "it as false, or --parallel single, ddp or fsdp.",
         ),
         (
-            run.use_reentrant,
-            "torch_compile is True, but use_reentrant, too, whose second forward pass cannot be compiled: leave "
-            "--use_reentrant out.",
-        ),
-        (
             run.loop != "trainer",
             f"torch_compile is True, but loop is {run.loop}, which compiled layers are not tested with: pass it as "
             "false.",
