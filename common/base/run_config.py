@@ -43,7 +43,7 @@ class Range:
 RANGES = (
     Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.",
           ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
-           "warmup_steps", "max_batch_tokens")),
+           "warmup_steps", "max_batch_tokens", "pad_to_multiple_of")),
     Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
           ("devices", "threads", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
            "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size",
@@ -284,6 +284,8 @@ def contradictions(run: RunConfig) -> Iterator[str]:
         *_about_devices(run),
         *(_about_micro_batches(run) if run.parallelism.pipelines else ()),
         *(_about_sharding(run) if run.is_sharded else ()),
+        *(_about_compiling(run) if run.torch_compile else ()),
+        *(_about_multiples(run) if run.pad_to_multiple_of else ()),
         *_about_task(run),
         *_about_padding(run),
         *(_about_tensor_parallel(run) if run.parallelism.splits_matrices else ()),
@@ -373,6 +375,40 @@ def _about_sharding(run: RunConfig) -> tuple[Rule, ...]:
             run.optim not in SHARDED_OPTIMIZERS,
             f"optim is {run.optim}, which {run.parallelism.sharded_by} cannot divide: choose one of "
             f"{', '.join(SHARDED_OPTIMIZERS)}.",
+        ),
+    )
+
+
+def _about_compiling(run: RunConfig) -> tuple[Rule, ...]:
+    sharing = run.parallelism
+    return (
+        (
+            not (sharing.is_single or sharing.replicates or sharing.uses_fsdp),
+            f"torch_compile is True, but parallel is {run.parallel}, which compiled layers are not tested with: pass "
+            "it as false, or --parallel single, ddp or fsdp.",
+        ),
+        (
+            run.loop != "trainer",
+            f"torch_compile is True, but loop is {run.loop}, which compiled layers are not tested with: pass it as "
+            "false.",
+        ),
+    )
+
+
+def _about_multiples(run: RunConfig) -> tuple[Rule, ...]:
+    multiple = run.pad_to_multiple_of
+    lengths = ("max_length", "max_target_length") if run.goal.summarizes else ("max_length",)
+    uneven = next((name for name in lengths if getattr(run, name) % multiple), "")
+    longest = getattr(run, uneven or lengths[0])
+    return (
+        (
+            uneven,
+            f"pad_to_multiple_of is {multiple}, but {uneven} {longest} is no multiple of it, and the longest rows "
+            f"would be padded beyond it: pass --{uneven} {-(-longest // multiple) * multiple}.",
+        ),
+        (
+            run.is_padding_free,
+            f"pad_to_multiple_of is {multiple}, but padding_free is yes: leave one of the two out.",
         ),
     )
 

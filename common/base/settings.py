@@ -81,6 +81,11 @@ class DataSettings:
         "answer; prompt = what comes before it; all = every token.",
     )
     max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.")
+    pad_to_multiple_of: int = setting(
+        0,
+        "Batches are padded to a multiple of so many tokens, such as 64: lengths that kernels are fast at, and fewer "
+        "different ones, of which pipelines and compiled layers prepare each; 0 = to the longest row alone.",
+    )
     max_target_length: int = setting(128, "With summarization: longest summary to learn from, in tokens.")
     max_truncated_fraction: float = setting(
         0.0,
@@ -170,6 +175,11 @@ class TrainingSettings:
     use_reentrant: bool = setting(
         False,
         "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one.",
+        metavar="true|false",
+    )
+    torch_compile: bool = setting(
+        False,
+        "Compile each layer with torch.compile: fewer and larger kernels, for some minutes at the start.",
         metavar="true|false",
     )
     seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.")

@@ -102,6 +102,7 @@ def dry_runs(run: RunConfig, batch: BatchShape, as_on_gpu: bool = True) -> list[
             f"parallel is {run.parallel}, but fake tensors are not divided among ranks: ask `python -m common.planner "
             f"--parallel {run.parallel}`, or take the real step with `python -m common.preflight`."
         )
+    batch = batch.padded_to(run.pad_to_multiple_of)
     if not divides_layers(run):
         return [dry_run_of_device(run, batch, as_on_gpu=as_on_gpu)]
     shares = place_stages(run, batch).plan.shares
@@ -178,6 +179,7 @@ def with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
     """Return the dry run's phases and parts in GiB, for a terminal; of a divided model for each device."""
+    batch = batch.padded_to(run.pad_to_multiple_of)
     logits = f"logits of {batch.classes} classes" if batch.classes else f"logits at {batch.labelled} positions"
     summaries = f" with summaries of {batch.target_length}" if batch.target_length else ""
     shape = f"{batch.rows} rows of {batch.length} tokens{summaries}, {logits} ({where_from})"

@@ -26,6 +26,7 @@ from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher, was_restarted
 from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint
+from common.training.compiled_layers import check_compiler
 from common.training.placement import check_placement_and_memory
 from common.training.strategy import strategy_class
 
@@ -81,6 +82,7 @@ def check_settings(run: RunConfig) -> RunConfig:
     check_threads(run)
     check_attention(run)
     check_bitsandbytes(run)
+    check_compiler(run)
     if run.goal.chats:
         check_independent_judge(run)
     for tracker in run.report_to.split(","):

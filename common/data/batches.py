@@ -43,12 +43,17 @@ def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig | None
     return BatchShape(len(longest), max(lengths), len(learnt), padded)
 
 
-def make_collator(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None = None) -> Collate:
+def make_collator(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | None = None, multiple: int = 0
+) -> Collate:
     """Return a collator that pads a batch to its longest row, on the right, without attention and labels there.
 
-    With an encoder-decoder as `model` the batch also has the decoder's inputs: the labels shifted right by one.
+    `multiple`: the length becomes the next multiple of so many tokens; 0 = it stays. With an encoder-decoder as `model`
+    the batch also has the decoder's inputs: the labels shifted right by one.
     """
-    return DataCollatorForSeq2Seq(tokenizer, model=model, label_pad_token_id=IGNORED_LABEL)
+    return DataCollatorForSeq2Seq(
+        tokenizer, model=model, label_pad_token_id=IGNORED_LABEL, pad_to_multiple_of=multiple or None
+    )
 
 
 def within_budget(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

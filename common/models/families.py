@@ -45,7 +45,7 @@ def _with_attention(run: RunConfig, config: PretrainedConfig) -> RunConfig:
 
 
 def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
-    if not run.goal.chats or run.parallelism.pipelines or run.padding_free == "no":
+    if not run.goal.chats or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
         return run
     if run.attention != "eager" and separates_rows(model_class(run, config), config):
         return replace(run, padding_free="yes")

@@ -68,12 +68,26 @@ def attend_within_rows(
         )
     if query.is_cuda and value.element_size() == 2 and not dropout:
         return _by_kernel(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
-    rows = zip(*(each.split(cu_seq_lens_q.diff().tolist(), dim=2) for each in (query, key, value)), strict=True)
+    return _row_by_row(module, query, key, value, dropout, scaling, sliding_window, cu_seq_lens_q), None
+
+
+@torch.compiler.disable  # it would be compiled anew for each number of rows
+def _row_by_row(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    borders: torch.Tensor,
+) -> torch.Tensor:
+    rows = zip(*(each.split(borders.diff().tolist(), dim=2) for each in (query, key, value)), strict=True)
     results = [
         sdpa_attention_forward(module, *row, _window(row[0], sliding_window), dropout=dropout, scaling=scaling)[0]
         for row in rows
     ]
-    return torch.cat(results, dim=1), None
+    return torch.cat(results, dim=1)
 
 
 def _by_kernel(

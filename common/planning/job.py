@@ -1,6 +1,6 @@
 """What is to be planned: the batch of a step, and the job that trains on it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.base.errors import BadInputError
@@ -65,6 +65,15 @@ class BatchShape:
     def tokens(self) -> int:
         """Of all rows, padding included; of an encoder-decoder's those that the encoder reads."""
         return self.rows * self.length
+
+    def padded_to(self, multiple: int) -> "BatchShape":
+        """Return the batch with rows (and summaries) padded to a multiple of so many tokens; 0 = as it is."""
+        if not multiple:
+            return self
+        length, target = (-(-tokens // multiple) * multiple for tokens in (self.length, self.target_length))
+        labelled = target or self.labelled  # of messages the padding has no label
+        padded = self.padded or length > self.length
+        return replace(self, length=length, labelled=labelled, padded=padded, target_length=target)
 
     @property
     def task(self) -> str:

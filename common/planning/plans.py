@@ -453,7 +453,7 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
     return Job(
         technique=run.technique,
         parallel="single" if run.devices == 1 else run.parallel,
-        batch=replace(batch, rows=filled_up),
+        batch=replace(batch.padded_to(run.pad_to_multiple_of), rows=filled_up),
         devices=run.devices,
         dp_replicate_size=run.dp_replicate_size,
         precision=run.precision,

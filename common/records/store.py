@@ -77,11 +77,13 @@ def environment(run: RunConfig) -> dict[str, object]:
     """Return the versions of packages, the devices and the state of the code."""
     torch = sys.modules.get("torch")
     driver, gpu_names = devices.gpus()
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return {
         "python": platform.python_version(),
         "packages": {name: package_version(name) for name in PACKAGES},
         "cuda": torch.version.cuda if torch else None,
         "driver": driver,
+        "allocator": allocator if run.device == "cuda" else None,
         "devices": [devices.cpu_name()] if run.device == "cpu" else gpu_names[: run.devices],
         "threads_per_rank": torch.get_num_threads() if torch else None,
         "commit": ask_git("rev-parse", "HEAD"),

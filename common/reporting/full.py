@@ -106,8 +106,12 @@ def full_precision(records: list[Record]) -> pd.DataFrame:
 
 @as_table
 def full_memory(records: list[Record]) -> Iterator[Row]:
-    """Return the table of 2.4: the memory of each precision on the GPU folders' model, part by part; projected."""
-    run = literal_of(REPOSITORY / "2.4_full_finetuning/run_2_h200_141g_x1")
+    """Return the table of 2.4: the memory of each precision on the GPU folders' model, part by part; projected.
+
+    With checkpointing and AdamW's states as wide as the weights, so that precisions compare.
+    """
+    folder = literal_of(REPOSITORY / "2.4_full_finetuning/run_2_h200_141g_x1")
+    run = replace(folder, optim=RunConfig.optim, gradient_checkpointing=True)
     trained = {"all-linear": "linear layers", "all": "every weight"}
     for (target_modules, what), precision in product(trained.items(), ("bf16", "bf16-mixed", "fp32")):
         plan = projected_plan(replace(run, precision=precision, target_modules=target_modules))

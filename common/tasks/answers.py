@@ -58,7 +58,7 @@ def whole_row_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 ANSWERS = Objective(
-    lambda tokenizer, _: make_collator(tokenizer),
+    lambda tokenizer, _, multiple: make_collator(tokenizer, multiple=multiple),
     answer_results,
     mean_loss,
     VALIDATION_LOSS,

@@ -45,7 +45,12 @@ def class_metrics(sums: torch.Tensor) -> dict[str, float]:
 
 
 CLASSES = Objective(
-    lambda tokenizer, _: DataCollatorWithPadding(tokenizer), class_results, class_metrics, ACCURACY, True, step_loss
+    lambda tokenizer, _, multiple: DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple or None),
+    class_results,
+    class_metrics,
+    ACCURACY,
+    True,
+    step_loss,
 )
 
 

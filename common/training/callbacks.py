@@ -97,7 +97,8 @@ class UpdateReport(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.changed_share_by_step: list[tuple[int, float]] = []
+        self.changed_by_step: list[tuple[int, torch.Tensor, int]] = []
+        """Step, elements that it changed (on their device: to read them is to wait for it), and those looked at."""
         self.before: list[torch.Tensor] = []
 
     @override
@@ -124,17 +125,17 @@ class UpdateReport(TrainerCallback):
         **kwargs: object,
     ) -> None:
         if self.before:
-            pairs = zip(self.before, _samples(model), strict=True)
-            changed = sum(int((after != before).sum()) for before, after in pairs)
-            share = changed / sum(before.numel() for before in self.before)
-            self.changed_share_by_step.append((state.global_step + 1, share))
+            pairs, device = zip(self.before, _samples(model), strict=True), self.before[0].device
+            changed = torch.stack([(after != before).sum().to(device, non_blocking=True) for before, after in pairs])
+            looked_at = sum(before.numel() for before in self.before)
+            self.changed_by_step.append((state.global_step + 1, changed.sum(), looked_at))
             self.before = []
 
     def figures(self) -> dict[str, object]:
         """Return the shares for the record."""
-        shares = [share for _, share in self.changed_share_by_step]
-        mean = sum(shares) / len(shares) if shares else None
-        return {"updated_share": mean, "updated_share_by_step": self.changed_share_by_step}
+        share_by_step = [(step, int(changed) / looked_at) for step, changed, looked_at in self.changed_by_step]
+        mean = sum(share for _, share in share_by_step) / len(share_by_step) if share_by_step else None
+        return {"updated_share": mean, "updated_share_by_step": share_by_step}
 
 
 class SkippedSteps(TrainerCallback):

@@ -27,8 +27,9 @@ from common.models.trained_weights import add_lora, train_own_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.training.chunked_loss import losses_or_logits
+from common.training.known_padding import padding_known
 from common.training.module_maps import StageMap
-from common.training.strategy import loss_is_chunked
+from common.training.strategy import loss_is_chunked, on_device
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
@@ -337,7 +338,7 @@ class Pipeline:
         """Return all logits, fp32, shape (rows, tokens, vocabulary), on the last stage; None on others."""
         self.module.eval()
         self.module.positions = None
-        inputs = self._to_device(batch)
+        inputs = on_device(batch, self.rank.device)
         schedule = self._schedule(inputs["input_ids"].shape, "gpipe", self.micro_batches, "logits")
         ids = (inputs["input_ids"],) if self.module.is_first else ()
         made = schedule.eval(*ids, attention_mask=inputs["attention_mask"])
@@ -359,20 +360,18 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         target = {"target": inputs["labels"], "losses": losses} if self.module.is_last else {}
         given = {"attention_mask": inputs["attention_mask"], "return_outputs": False, **target}
-        if purpose == "training":
-            self.clock.step(schedule.step, *ids, **given)
-        else:
-            schedule.eval(*ids, **given)
+        with padding_known(batch):
+            if purpose == "training":
+                self.clock.step(schedule.step, *ids, **given)
+            else:
+                schedule.eval(*ids, **given)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self.rank.device)
 
     def _inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the batch on this rank's device; the stage is told where to compute logits, if the batch says so."""
-        inputs = self._to_device(batch)
+        inputs = on_device(batch, self.rank.device)
         self.module.positions = inputs.get("logits_to_keep")
         return inputs
-
-    def _to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(self.rank.device) for name, tensor in batch.items() if name != "row"}
 
     def _schedule(self, shape: torch.Size, name: str, count: int, purpose: str) -> PipelineScheduleSingle:
         """Return the schedule for batches of `shape` (rows, tokens); it is kept, as its buffers have that shape.

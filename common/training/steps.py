@@ -14,6 +14,7 @@ from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
+from common.training.compiled_layers import as_written
 from common.training.export import DeviceMap, save_and_reload
 from common.training.results import check_training, training_metrics
 from common.training.trainer import AuditedTrainer, make_trainer
@@ -68,6 +69,7 @@ def train(log: RunRecorder, trainer: AuditedTrainer, loop: Callable[[AuditedTrai
             loop(trainer)
         else:
             trainer.train()
+        as_written(trainer.model)
         world = check_training(trainer, log.rank)
     return {**training_metrics(trainer, world, log), **trainer.strategy.for_record()}
 

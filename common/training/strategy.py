@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device, wait_for_everyone
+from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.utils import clip_grad_norm_
@@ -33,6 +33,8 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
 from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
+from common.training.compiled_layers import compile_layers
+from common.training.known_padding import padding_known
 from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
@@ -96,6 +98,8 @@ class Strategy:
         self.takes_chunks = chunk_loss(self.run, model)
         if self.run.is_padding_free and self.run.attention == "sdpa":
             separate_rows(model)
+        if self.run.torch_compile:
+            compile_layers(model)
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Return the optimizer as training takes it, and make `model` ready; called on every rank before the steps."""
@@ -132,7 +136,7 @@ class Strategy:
     def loss(self, batch: Batch, num_items_in_batch: int, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Return the sum of a batch's losses over the step's `num_items_in_batch`; `model` stands in for its own."""
         inputs, call = self.to_device(batch), model or self.forward
-        with self.autocast():
+        with padding_known(batch), self.autocast():
             if self.objective.loss is None or self.takes_chunks:
                 return call(**inputs, num_items_in_batch=num_items_in_batch, use_cache=False).loss
             labels = inputs.pop("labels")
@@ -153,8 +157,8 @@ class Strategy:
         return batch
 
     def to_device(self, batch: Batch) -> Batch:
-        """Return the model's inputs on this rank's device."""
-        return send_to_device({name: value for name, value in batch.items() if name != "row"}, self.rank.device)
+        """Return the model's inputs on this rank's device; see `on_device`."""
+        return on_device(batch, self.rank.device)
 
     def autocast(self) -> torch.autocast:
         """Return a context in which matrix products are in bfloat16, where the run asks for it."""
@@ -345,6 +349,28 @@ class UsageReport(TrainerCallback):
             "held": {"per_rank": gather_object([asdict(self.held)]), "whole": asdict(whole)} if self.held else None,
             "sent": {"bytes": self.sent.sent_bytes, "by_collective": sent} if sent else None,
         }
+
+
+# -- batches
+
+
+def on_device(batch: Batch, device: str | torch.device) -> Batch:
+    """Return the model's inputs on `device`, without a wait for a GPU: what is not a tensor (or there) stays as it is.
+
+    From pinned memory a copy begins when the GPU comes to it, and the host goes on.
+    """
+    inputs = {name: value for name, value in batch.items() if name != "row"}
+    if torch.device(device).type == "cpu":
+        return inputs
+    pinned = {name: _pinned(value) for name, value in inputs.items()}
+    return {
+        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for name, value in pinned.items()
+    }
+
+
+def _pinned(value: Any) -> Any:
+    return value.pin_memory() if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
 
 
 # -- logits where there is a label

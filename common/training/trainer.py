@@ -48,7 +48,7 @@ from common.data.batches import (
     within_budget,
 )
 from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
-from common.data.rows import Tokens
+from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.quantization import drop_quantized
 from common.models.shards import byte_count, local_part
 from common.planning.job import BatchShape
@@ -71,7 +71,8 @@ from common.training.checkpoints import (
     steps_at,
     verify_once,
 )
-from common.training.strategy import Batch, Strategy, strategy_class
+from common.training.known_padding import padding_known
+from common.training.strategy import Batch, Strategy, on_device, strategy_class
 from common.training.usage import optimizer_bytes
 
 
@@ -253,7 +254,6 @@ class AuditedTrainer(CheckpointedTrainer):
             self.train_dataset,
             batch_sampler=self.batches,
             collate_fn=self.at_once,
-            pin_memory=self.args.device.type == "cuda",
         )
 
     def at_once(self, rows: list[Tokens]) -> list[Batch]:
@@ -266,17 +266,27 @@ class AuditedTrainer(CheckpointedTrainer):
         losses = []
         for number, batch in enumerate(inputs, 1):
             self.reach("batch")
-            self.work.count(batch.pop("row"), batch)
+            self.work.count(batch.pop("row"), batch)  # before the batch moves: a GPU would be waited for
             # gradients of ranks are summed with the last batch's
-            with nullcontext() if number == len(inputs) else self.accelerator.no_sync(model):
-                losses.append(super().training_step(model, batch, *args, **kwargs))
+            syncs = nullcontext() if number == len(inputs) else self.accelerator.no_sync(model)
+            with padding_known(batch), syncs:
+                losses.append(super().training_step(model, self.strategy.to_device(batch), *args, **kwargs))
         return torch.stack(losses).sum()
 
     @override
-    def _get_num_items_in_batch(
-        self, batch_samples: list[list[Batch]], device: torch.device
-    ) -> torch.Tensor | int | None:
-        return super()._get_num_items_in_batch([batch for batches in batch_samples for batch in batches], device)
+    def _get_num_items_in_batch(self, batch_samples: list[list[Batch]], device: torch.device) -> torch.Tensor | int:
+        """Return the labels of an optimizer step on all ranks; the Trainer's own copies would wait for the GPU."""
+        count = sum(
+            self._labels_to_find(batch).ne(IGNORED_LABEL).sum() for batches in batch_samples for batch in batches
+        )
+        if self.args.world_size == 1:
+            return int(count)
+        return self.accelerator.gather(on_device({"count": count}, device)["count"]).sum()
+
+    def _labels_to_find(self, batch: Batch) -> torch.Tensor:
+        if "shift_labels" in batch:
+            return batch["shift_labels"]
+        return batch["labels"][..., 1:] if self._loss_shifts_labels else batch["labels"]
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self.reporting():
@@ -465,6 +475,7 @@ def plan_training(log: RunRecorder, batch: BatchShape) -> Plan | None:
 
     A model, optimizer or GPU that the closed form does not know is named, and leaves the run without a plan.
     """
+    batch = batch.padded_to(log.run.pad_to_multiple_of)
     try:
         plan = plan_run(log.run, batch, log.gpu())
         memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
@@ -509,7 +520,7 @@ def trainer_of_rows(
     """Return the trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only."""
     objective = objective_of(run)
     strategy = strategy or strategy_class(run)(run, rank)
-    collate = objective.collator(tokenizer, model)
+    collate = objective.collator(tokenizer, model, run.pad_to_multiple_of)
     own_rows = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
     drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
     trainer = trainer_class(

@@ -31,6 +31,8 @@ PINS = (torch.ops.aten._pin_memory.default, torch.ops.aten.is_pinned.default)
 """The host's memory is as near to a fake GPU as it can be."""
 TAKE_CPU_TENSORS = ("aten.index.", "aten.index_put", "aten._index_put", "aten._unsafe_index", "aten._foreach_copy_")
 """How the names of operations begin that take tensors of the CPU beside a device's, as on CUDA."""
+WAIT = ("aten._local_scalar_dense.", "aten.nonzero.", "aten.masked_select.", "aten.equal.", "aten._unique2.")
+"""How the names of operations begin that end only when the device has computed what they ask for."""
 
 
 # -- what is allocated
@@ -67,6 +69,47 @@ class Memory:
 memory = Memory()
 
 
+# -- what the host waits for
+
+
+class Waits:
+    """Operations for which the host of a real GPU would wait, in their order; copies from the host are seldom many.
+
+    A copy from pinned memory is no wait if it says so (`non_blocking`); here all of the host's memory counts as pinned.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was waited for."""
+        self.operations: list[str] = []
+        self.counts = True
+
+    def see(self, operation: Any, given: list[torch.Tensor], args: Any, kwargs: dict[str, Any]) -> None:
+        """Note an operation on the tensors `given`, if it is a wait."""
+        name = str(operation)
+        on_device = [isinstance(tensor, FakeGpuTensor) for tensor in given]
+        if operation in COPIES:
+            to_device = torch.device(kwargs.get("device") or given[0].device).type == KIND
+            crosses = to_device != on_device[-1]
+            is_wait = crosses and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        elif name.startswith(("aten.index.", "aten.index_put")):  # positions are on the CPU, or a mask is to be counted
+            is_wait = any(on_device) and any(
+                each is not None and (each.dtype == torch.bool or not isinstance(each, FakeGpuTensor))
+                for each in args[1]
+            )
+        else:
+            is_wait = any(on_device) and name.startswith(WAIT)
+        if is_wait:
+            self.add(name)
+
+    def add(self, name: str) -> None:
+        """Note a wait."""
+        if self.counts:
+            self.operations.append(name)
+
+
+waits = Waits()
+
+
 # -- tensors and operations
 
 
@@ -99,6 +142,7 @@ class FakeGpuTensor(torch.Tensor):
         return self.raw.data_ptr()
 
     def tolist(self) -> Any:
+        waits.add("tolist")
         return self.raw.tolist()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -117,6 +161,7 @@ def compute(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given: list[torch.Tensor] = []
     raw_args = [_raw(value, given) for value in args]
     raw_kwargs = {name: _raw(value, given) for name, value in kwargs.items()}
+    waits.see(operation, given, args, kwargs)
     fakes = [tensor for tensor in given if isinstance(tensor, FakeGpuTensor)]
     devices = {fake.device for fake in fakes}
     if operation not in COPIES:

@@ -3,20 +3,27 @@
 With `torchrun` each rank has its own; what they send each other goes through gloo.
 """
 
+import json
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tests.fake_gpus.machine import KIND, compiled_guard, start
+from tests.fake_gpus.machine import KIND, compiled_guard, start, waits
 
 NAME = "NVIDIA RTX A6000"
 """What the driver calls each of them; the catalogue knows it."""
+WAITS = "waits-rank{}.json"
+"""File of a run's results with what the host would have waited for, by optimizer step."""
 
 
 def become_a_machine_with_gpus() -> None:
@@ -43,9 +50,47 @@ def become_a_machine_with_gpus() -> None:
             send_by_gloo()
 
         PartialState.__init__ = begin_with_gloo
+    count_waits()
     for module, values in every.items():
         for name, value in values.items():
             patch.object(module, name, value).start()
+
+
+class WaitsByStep(TrainerCallback):
+    """What the host waits for from the end of one optimizer step to that of the next, but for what reporting does."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, list[str]] = {}
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        waits.operations = []
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        self.by_step[state.global_step], waits.operations = waits.operations, []
+
+    def on_train_end(self, args: TrainingArguments, *_: object, **__: object) -> None:
+        path = Path(args.output_dir).with_name(WAITS.format(os.environ.get("RANK", "0")))
+        path.write_text(json.dumps(self.by_step))
+
+
+def count_waits() -> None:
+    """Have every trainer write down what each of its steps waited for."""
+    from common.training.trainer import AuditedTrainer
+
+    made, reporting = AuditedTrainer.__init__, AuditedTrainer.reporting
+
+    def with_counts(self: AuditedTrainer, **settings: Any) -> None:
+        made(self, **settings)
+        self.add_callback(WaitsByStep())
+
+    @contextmanager
+    def without_counts(self: AuditedTrainer) -> Iterator[None]:
+        waits.counts = False
+        with reporting(self):
+            yield
+        waits.counts = True
+
+    AuditedTrainer.__init__, AuditedTrainer.reporting = with_counts, without_counts
 
 
 def send_by_gloo() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from common.base.paths import REPOSITORY
+from tests.fake_gpus.run import WAITS
 from tests.forked import run_forked
 
 FOLDERS = {
@@ -25,8 +26,17 @@ SMALL = (
 )  # fmt: skip
 """PyTorch's fused attention does not know the fake GPUs."""
 ON_GPUS = (*SMALL, "--device", "cuda")
-OWN = {name: ("--lora_dropout", "0") if name in ("LoRA", "DDP") else () for name in FOLDERS}
-"""Settings of a folder's technique."""
+OF_ADAPTERS = ("--lora_dropout", "0")
+OF_32_ROWS = ("--batch_size", "32", "--eval_steps", "2")
+OWN = {
+    "LoRA": OF_ADAPTERS,
+    "DDP": OF_ADAPTERS,
+    "PP": (*OF_32_ROWS, "--pad_to_multiple_of", "128"),
+    "full": (),
+    "MP": (),
+}
+"""Settings of a folder's technique. A pipeline's stages agree on each new shape of a batch, and wait for it: both of
+its steps have one, and no validation is between them."""
 STARTER = "tests.fake_gpus.run"
 DEVICES = {"MP, two": 2, "MP, four": 4}
 Runs = dict[str, Any]
@@ -36,7 +46,7 @@ Runs = dict[str, Any]
 @pytest.fixture(scope="module")
 def on_cpu(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     runs = {name: (FOLDERS[name], (*SMALL, *OWN[name])) for name in ("LoRA", "full")}
-    runs["full, 64 rows"] = (FOLDERS["full"], (*SMALL, "--batch_size", "64"))  # as the pipeline's folder has
+    runs["full, 32 rows"] = (FOLDERS["full"], (*SMALL, *OF_32_ROWS))  # as the pipeline has
     return run_several(tmp_path_factory.mktemp("cpu"), runs, 1)
 
 
@@ -113,10 +123,20 @@ def test_each_device_takes_what_was_planned(one_process: Runs, name: str) -> Non
         assert 0.7 < entry["peak_training_gib"] / entry["planned_gib"] < 1.1
 
 
-@pytest.mark.parametrize(("name", "expected"), [("DDP", "LoRA"), ("PP", "full, 64 rows")])
+@pytest.mark.parametrize(("name", "expected"), [("DDP", "LoRA"), ("PP", "full, 32 rows")])
 def test_ranks_train_on_their_own_devices(two_ranks: Runs, on_cpu: Runs, name: str, expected: str) -> None:
     run = two_ranks[name]
     assert [share["device"] for share in run.record["world"]] == ["fgpu:0", "fgpu:1"]
     assert [entry["device"] for entry in run.record["memory"]] == ["fgpu:0", "fgpu:1"]
     assert all(entry["peak_training_gib"] > 0 for entry in run.record["memory"])
     check_equal_losses(run, on_cpu[expected])
+
+
+@pytest.mark.parametrize(("name", "rank"), [("LoRA", 0), ("full", 0), ("DDP", 0), ("DDP", 1), ("PP", 0), ("PP", 1)])
+def test_a_step_waits_for_its_gpu_once(one_process: Runs, two_ranks: Runs, name: str, rank: int) -> None:
+    """To learn whether the gradients are finite; in the first step libraries make what they need once."""
+    results = {**one_process, **two_ranks}[name].results
+    waits = json.loads((results / WAITS.format(rank)).read_text())["2"]
+    if name == "DDP":  # its buckets are the host's here, and gradients are copied into them
+        waits = [wait for wait in waits if wait != "aten.copy_.default"]
+    assert waits == ["aten._local_scalar_dense.default"]

@@ -307,6 +307,21 @@ def test_padding_is_neither_seen_nor_learnt(run_config: RunConfig) -> None:
     assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED_LABEL).all()
 
 
+@pytest.mark.parametrize("task", ["chat", "summarization"])
+def test_batches_are_as_long_as_is_planned_for_them(run_config: RunConfig, task: str) -> None:
+    """With a multiple, texts and summaries are padded to it, and neither seen nor learnt there."""
+    tokenizer, row = load_tokenizer(run_config), {"input_ids": [5] * 9, "attention_mask": [1] * 9, "labels": [5] * 9}
+    rows = [row, {**row, "labels": [5] * 3}] if task == "summarization" else [row] * 2
+    batch = make_collator(tokenizer, multiple=8)(rows)
+    planned = longest_batch(rows, 2).padded_to(8)
+    assert batch["input_ids"].shape == (planned.rows, planned.length) == (2, 16)
+    assert batch["labels"].shape == (2, planned.target_length or planned.length)
+    assert batch["attention_mask"].sum(1).tolist() == [9, 9]
+    assert (batch["labels"] != IGNORED_LABEL).sum(1).tolist() == [len(row["labels"]) for row in rows]
+    assert planned.padded
+    assert planned.padded_to(0) == planned
+
+
 def test_no_row_computes_but_teaches_nothing() -> None:
     rows = TrainingRows([{"input_ids": [5, 6], "attention_mask": [1, 1], "labels": [IGNORED_LABEL, 6]}])
     assert rows[NO_ROW] == {"input_ids": [5, 6], "attention_mask": [1, 1], "labels": [IGNORED_LABEL] * 2, "row": NO_ROW}

@@ -524,3 +524,14 @@ def test_weights_in_4_bits_have_no_dry_run_but_a_next_step() -> None:
         dry_run(RunConfig(technique="qlora"), BATCH)
     with pytest.raises(BadInputError, match="parallel is fsdp, but fake tensors are not divided"):
         dry_run(RunConfig(parallel="fsdp", devices=2), BATCH)
+
+
+@pytest.mark.slow
+def test_padding_to_a_multiple_is_run(run_config: RunConfig) -> None:
+    short, long = BatchShape(2, 65, 8), BatchShape(2, 128, 8, padded=True)
+    assert dry_run(replace(run_config, pad_to_multiple_of=64), short).peak == dry_run(run_config, long).peak
+
+
+def test_padding_to_a_multiple_is_planned(run_config: RunConfig) -> None:
+    run = replace(run_config, pad_to_multiple_of=64)
+    assert job_of_run(run, BatchShape(2, 65, 8)).batch == BatchShape(2, 128, 8, padded=True)

@@ -11,6 +11,7 @@ import pytest
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
 from common.hardware import devices
 from common.hardware.devices import (
     CATALOGUE,
@@ -22,6 +23,7 @@ from common.hardware.devices import (
     gpus,
     visible_gpus,
 )
+from common.records.store import environment
 
 
 @pytest.mark.parametrize(
@@ -314,6 +316,14 @@ def test_cuda_is_set_up_before_any_library_starts_it() -> None:
         env = {"PATH": "", "PYTHONPATH": str(REPOSITORY), **own}
         done = subprocess.run([sys.executable, "-c", asked], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["PCI_BUS_ID", expected]
+
+
+def test_a_gpus_record_says_how_its_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment(RunConfig())["allocator"] is None
+    assert environment(RunConfig(device="cuda"))["allocator"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    assert environment(RunConfig(device="cuda"))["allocator"] == "backend:native"
 
 
 def test_without_nvmls_package_cuda_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,12 @@ ON_GPUS = {"device": "cuda", "gpu": "RTX A6000 48GB"}
         ({"stages": -1}, "stages is -1, but must be at least 0"),
         ({"parallel": "mp", "stages": 2, "micro_batches": 4}, "micro_batches is 4, which is for pp"),
         ({"micro_batches": 2}, "micro_batches is 2, which is for pp"),
+        ({"pad_to_multiple_of": -8}, "pad_to_multiple_of is -8, but must be at least 0"),
+        ({"pad_to_multiple_of": 64, "max_length": 250}, "max_length 250 is no multiple of it"),
+        (
+            {"technique": "full", "task": "summarization", "pad_to_multiple_of": 64, "max_target_length": 100},
+            "pass --max_target_length 128",
+        ),
         ({**PIPELINE, "micro_batches": 0}, "micro_batches is 0, but must be at least 1"),
         ({**PIPELINE, "micro_batches": 1}, "micro_batches is 1, but 1F1B needs one for each of 2 stages"),
         (

@@ -74,7 +74,7 @@ def token_metrics(sums: torch.Tensor) -> dict[str, float]:
     return {**mean_loss(sums[:2]), "eval_found": float(sums[2] / sums[1])}
 
 
-FOUND = Objective(lambda tokenizer, _: make_collator(tokenizer), token_results, token_metrics, "eval_found", True)
+FOUND = Objective(lambda tokenizer, *_: make_collator(tokenizer), token_results, token_metrics, "eval_found", True)
 AVERAGING = Parallelism(
     "averaging", "averaging by hand", "each of {devices} GPUs holds it all", splits_rows=True,
     strategy=f"{Path(__file__).stem}:Averaging",
