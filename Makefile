@@ -75,7 +75,7 @@ soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, copies of long noteboo
 lint: .venv/.has-lint
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo
 
-bench: $(RUNS) .venv/.has-bench ## speed against other tools, scaling, quality, the planner's error, pipelines: 50 minutes on a quiet machine
+bench: $(RUNS) .venv/.has-bench ## speed and memory against other tools, scaling, quality, the planner's error, pipelines: an hour on a quiet machine
 	@$(BIN)/python -m bench
 
 siblings: $(RUNS) ## copy each technique's first run folder to the others, but for their literals

@@ -11,7 +11,18 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 
 TECHNIQUES = ("lora", "full")
-TOOL_NAMES = ("ours", "sft-default", "sft-best", "sft-grouped", "trainer", "trainer-grouped", "llama-factory", "bare")
+DATA_SETS = ("short", "long")
+TOOL_NAMES = (
+    "ours",
+    "sft-default",
+    "sft-best",
+    "sft-grouped",
+    "sft-packed",
+    "trainer",
+    "trainer-grouped",
+    "llama-factory",
+    "bare",
+)
 QUICK_QUESTIONS, QUICK_ROUNDS, QUICK_STEPS = 3, 1, 2
 QUESTIONS, ROUNDS, SCALING_ROUNDS = 74, 3, 5
 
@@ -22,7 +33,19 @@ def training(options: argparse.Namespace) -> list[Entry]:
 
     scale = training.QUICK_SCALE if options.quick else training.FULL_SCALE
     tools = options.tool or ([*training.QUICK_TOOLS] if options.quick else [*training.TOOLS])
-    return [entry for technique in options.technique for entry in training.entries(technique, tools, scale)]
+    return [
+        entry
+        for data in options.data
+        for technique in options.technique
+        for entry in training.entries(data, technique, tools, scale)
+    ]
+
+
+def vocabulary(options: argparse.Namespace) -> list[Entry]:
+    """Memory and speed of a model with a real vocabulary, by tool."""
+    from bench import vocabulary
+
+    return [entry for technique in options.technique for entry in vocabulary.entries(technique, options.quick)]
 
 
 def scaling(options: argparse.Namespace) -> list[Entry]:
@@ -73,6 +96,7 @@ def pipeline(options: argparse.Namespace) -> list[Entry]:
 PARTS = {
     "quality": quality,
     "training": training,
+    "vocabulary": vocabulary,
     "scaling": scaling,
     "pipeline": pipeline,
     "evaluation": evaluation,
@@ -86,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("part", nargs="?", choices=PARTS, help="one part only; without it, all, into bench.json")
     parser.add_argument("--technique", nargs="+", choices=TECHNIQUES, default=TECHNIQUES)
+    parser.add_argument("--data", nargs="+", choices=DATA_SETS, default=DATA_SETS, help="training: rows to learn")
     parser.add_argument("--tool", nargs="+", choices=TOOL_NAMES, help="training: tools by name; default all")
     parser.add_argument("--rows", nargs="+", type=int, choices=(16, 64), default=(16, 64), help="scaling: global batch")
     parser.add_argument(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from bench.recipe import Material, Trial, validation_loss
+from bench.recipe import CHECKS_PER_EPOCH, MOST_EPOCHS, Material, Trial, validation_loss
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,25 @@ class Clock:
     step: int = 0
     start_s: float = 0.0
     checking_s: float = 0.0
+    steps_per_epoch: int = 0
+    """Optimizer steps; those of batches of as many rows, unless a tool says otherwise."""
+
+    def __post_init__(self) -> None:
+        """Count on batches of the trial's size."""
+        self.steps_per_epoch = -(-len(self.material.train) // self.trial.batch_size)
 
     def start(self) -> None:
         """The first batch is asked for now."""
         self.start_s = time.perf_counter()
 
+    def step_begins(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer step's batch is there."""
+
     def step_done(self, model: torch.nn.Module) -> bool:
         """Count one optimizer step; whether the trial is over: target reached, given up, or the loss is no number."""
         self.step += 1
         given_up = self.step >= self.trial.most_steps
-        if self.step % self.material.steps_per_check:
+        if not self._is_check_due():
             return given_up
         now_s = time.perf_counter()
         check = Check(self.step, now_s - self.start_s - self.checking_s, validation_loss(model, self.material))
@@ -50,6 +59,11 @@ class Clock:
         )
         self.checking_s += time.perf_counter() - now_s
         return given_up or check.loss <= self.trial.target_loss or not math.isfinite(check.loss)
+
+    def _is_check_due(self) -> bool:
+        """Whether a quarter of an epoch ends with this step."""
+        done, before = (step * CHECKS_PER_EPOCH // self.steps_per_epoch for step in (self.step, self.step - 1))
+        return done > before
 
 
 def reached(checks: list[Check], target: float) -> Check | None:
@@ -79,12 +93,30 @@ class ClockCallback(TrainerCallback):
         """`clock` is started with the first epoch."""
         self.clock = clock
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """A tool that packs rows has other steps."""
+        self.clock.steps_per_epoch = state.max_steps // MOST_EPOCHS
+
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """The Trainer asks for the first batch right after this."""
         if state.global_step == 0:
             self.clock.start()
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **kwargs: object,
+    ) -> None:
+        """Tell the clock."""
+        self.clock.step_begins(model, optimizer)
 
     def on_step_end(
         self,

@@ -1,23 +1,39 @@
 """What every tool of the training benchmark is given: rows, base, adapters, schedule, and the loss it must reach."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from bench.long_rows import long_rows
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.data.splits import load_splits, tokens_of
-from common.models.loading import load_base_model, load_tokenizer
+from common.models.loading import any_shape_config, load_base_model, load_tokenizer
 from common.models.trained_weights import add_lora, train_linear_layers
 
 Technique = Literal["lora", "full"]
+DataSet = Literal["short", "long", "random"]
+"""The embedded rows as they are, and joined to conversations; and tokens drawn from a whole vocabulary."""
+LONG_TRAIN_ROWS, LONG_VALIDATION_ROWS = 256, 32
+RANDOM_LENGTH = 1024
+"""Tokens of each random row."""
 
-BATCH_SIZE = 16
+BATCH_SIZES: dict[DataSet, int] = {"short": 16, "long": 8, "random": 2}
+"""Rows of an optimizer step."""
+TARGET_LOSSES: dict[tuple[DataSet, Technique], float] = {
+    ("short", "lora"): 0.1,
+    ("short", "full"): 0.05,
+    ("long", "lora"): 0.5,
+    ("long", "full"): 0.4,
+}
+"""Validation loss to reach, in nats per answer token: one to three epochs at a good learning rate."""
 MOST_EPOCHS = 6
+MOST_STEPS: dict[DataSet, int] = {"short": MOST_EPOCHS * 52, "long": MOST_EPOCHS * 32}
 CHECKS_PER_EPOCH = 4
 WARMUP_STEPS = 10
 WEIGHT_DECAY = 0.01
@@ -26,7 +42,7 @@ SCHEDULER = "constant_with_warmup"
 """With a constant rate, what is reached after some steps does not hang on how many steps were planned. A cosine would
 favour a tool whose plan happens to end where the target is."""
 
-VALIDATION_ROWS_AT_ONCE = 41
+VALIDATION_ROWS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,14 @@ class Trial:
     most_steps: int
     """Optimizer steps after which the trial is given up."""
     train_rows: int = -1
+    data: DataSet = "short"
+    model: str = RunConfig.model
+    """Folder of the base."""
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of an optimizer step."""
+        return BATCH_SIZES[self.data]
 
     def to_dict(self) -> dict[str, object]:
         """For the command line of the trial's process."""
@@ -50,7 +74,8 @@ class Trial:
     def run_config(self) -> RunConfig:
         """The same as a run of this repository would be set."""
         return RunConfig(
-            per_device_train_batch_size=BATCH_SIZE,
+            model=self.model,
+            per_device_train_batch_size=self.batch_size,
             num_train_epochs=MOST_EPOCHS,
             learning_rate=self.learning_rate,
             lr_scheduler_type=SCHEDULER,
@@ -66,13 +91,13 @@ class Material:
     """What a tool trains on."""
 
     tokenizer: PreTrainedTokenizerBase
-    train: list[Tokens]
-    validation: list[Tokens]
+    train: Sequence[Tokens]
+    validation: Sequence[Tokens]
 
     @property
-    def steps_per_check(self) -> int:
-        """Optimizer steps between two looks at the validation loss."""
-        return max(1, -(-len(self.train) // BATCH_SIZE) // CHECKS_PER_EPOCH)
+    def train_tokens(self) -> int:
+        """Tokens of an epoch, without padding."""
+        return sum(len(row["input_ids"]) for row in self.train)
 
 
 def load_material(run: RunConfig) -> Material:
@@ -80,6 +105,28 @@ def load_material(run: RunConfig) -> Material:
     splits, tokenizer = load_splits(run), load_tokenizer(run)
     train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
     return Material(tokenizer, train, validation)
+
+
+def material_of(trial: Trial) -> Material:
+    """The rows of a trial's data set as tokens; the first `train_rows` of them where that is set."""
+    run = trial.run_config()
+    if trial.data == "short":
+        return load_material(run)
+    if trial.data == "random":
+        return random_material(trial)
+    turns = load_material(replace(run, train_rows=-1))
+    count = run.train_rows if run.train_rows > 0 else LONG_TRAIN_ROWS
+    validation = sorted(long_rows(turns.validation, LONG_VALIDATION_ROWS), key=lambda row: len(row["input_ids"]))
+    return Material(turns.tokenizer, long_rows(turns.train, count), validation)
+
+
+def random_material(trial: Trial) -> Material:
+    """Rows of one length for all steps, drawn from the whole vocabulary; every token is an answer's."""
+    vocabulary = any_shape_config(trial.model).vocab_size
+    shape = (trial.most_steps * trial.batch_size, RANDOM_LENGTH)
+    drawn = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(trial.seed)).tolist()
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in drawn]
+    return Material(load_tokenizer(trial.run_config()), rows, [])
 
 
 def base_folder(run: RunConfig) -> Path:

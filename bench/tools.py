@@ -11,24 +11,27 @@ import torch
 
 from bench.clock import Clock, ClockCallback
 from bench.recipe import (
-    BATCH_SIZE,
     MAX_GRAD_NORM,
     MOST_EPOCHS,
     SCHEDULER,
     WARMUP_STEPS,
     WEIGHT_DECAY,
+    DataSet,
     base_folder,
     load_model,
     padded,
 )
 from common.models.trained_weights import train_linear_layers
 
+PACKED_TOKENS: dict[DataSet, int] = {"short": 512, "long": 1024}
+"""Tokens of a block of packed rows: those of about a batch, or at least of the longest row."""
+
 
 def _trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:
     """What every tool that is a Trainer is given: the recipe, and no work of its own beside training."""
     return {
         "output_dir": folder,
-        "per_device_train_batch_size": BATCH_SIZE,
+        "per_device_train_batch_size": clock.trial.batch_size,
         "num_train_epochs": MOST_EPOCHS,
         "learning_rate": clock.trial.learning_rate,
         "lr_scheduler_type": SCHEDULER,
@@ -75,7 +78,7 @@ def _train_sft(clock: Clock, **settings: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         SFTTrainer(
             load_model(clock.trial.run_config(), clock.trial.technique),
-            args=SFTConfig(**_trainer_settings(clock, folder), **settings),
+            args=SFTConfig(**{**_trainer_settings(clock, folder), **settings}),
             train_dataset=Dataset.from_list(rows),
             processing_class=clock.material.tokenizer,
             callbacks=[ClockCallback(clock)],
@@ -95,6 +98,25 @@ def train_sft_best(clock: Clock) -> None:
 def train_sft_grouped(clock: Clock) -> None:
     """The same with rows of like length in one batch."""
     _train_sft(clock, bf16=False, gradient_checkpointing=False, train_sampling_strategy="group_by_length")
+
+
+def train_sft_packed(clock: Clock) -> None:
+    """The same with rows packed into blocks, as many rows a step as the others have.
+
+    One block at a time: the rows of a step would be one sequence otherwise, whose attention scores PyTorch computes on
+    a CPU although most are masked.
+    """
+    block = PACKED_TOKENS[clock.trial.data]
+    tokens_per_step = clock.material.train_tokens * clock.trial.batch_size / len(clock.material.train)
+    _train_sft(
+        clock,
+        bf16=False,
+        gradient_checkpointing=False,
+        packing=True,
+        max_length=block,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=max(1, round(tokens_per_step / block)),
+    )
 
 
 def _train_trainer(clock: Clock, **settings: Any) -> None:
@@ -128,7 +150,8 @@ def train_bare(clock: Clock) -> None:
     optimizer = torch.optim.AdamW(weights, lr=trial.learning_rate, weight_decay=WEIGHT_DECAY)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / WARMUP_STEPS))
     rows = sorted(clock.material.train, key=lambda row: -len(row["input_ids"]))
-    batches = [padded(rows[start : start + BATCH_SIZE]) for start in range(0, len(rows), BATCH_SIZE)]
+    starts = range(0, len(rows), trial.batch_size)
+    batches = [padded(rows[start : start + trial.batch_size]) for start in starts]
     shuffle = torch.Generator().manual_seed(trial.seed)
     clock.start()
     for _ in range(MOST_EPOCHS):
@@ -186,6 +209,7 @@ TOOLS: dict[str, Callable[[Clock], None]] = {
     "sft-default": train_sft_default,
     "sft-best": train_sft_best,
     "sft-grouped": train_sft_grouped,
+    "sft-packed": train_sft_packed,
     "trainer": train_trainer,
     "trainer-grouped": train_trainer_grouped,
     "llama-factory": train_llama_factory,

@@ -7,14 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench import pipeline, training
-from bench.__main__ import TOOL_NAMES
-from bench.clock import Check, reached, tokens_per_s
+from bench import pipeline, rates, training, vocabulary
+from bench.__main__ import DATA_SETS, TOOL_NAMES
+from bench.clock import Check, Clock, reached, tokens_per_s
 from bench.entries import measured, save, update
+from bench.long_rows import LEAST, MOST, joined, long_rows
+from bench.recipe import MOST_STEPS, Material, Trial, load_material
 from bench.tools import TOOLS
-from bench.training import Outcome
+from bench.trial_process import LLAMA_FACTORY_PYTHON, Outcome, python_of
+from bench.vocabulary_trial import StepMeter
 from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.data.rows import IGNORED_LABEL
+from common.data.splits import load_splits, tokens_of
 from tests.forked import run_forked
 
 KEYS = {"name", "value", "unit", "bar", "holds", "command", "bar_is"}
@@ -78,32 +85,185 @@ def outcomes(seconds: dict[str, float | None], bare_tokens: float = 100) -> dict
     }
 
 
+ALL_HOLD = {"ours": 10, "bare": 5, "sft-best": 14, "sft-grouped": 12.1, "sft-packed": 15, "trainer": 11}
+
+
 @pytest.mark.parametrize(
-    ("seconds", "bare_tokens", "holds"),
+    ("changed", "bare_tokens", "holds"),
     [
-        ({"ours": 10, "bare": 5, "sft-best": 14, "trainer": 11}, 105, [True, True, True]),
-        ({"ours": 10, "bare": 5, "sft-best": 14, "trainer": 9}, 105, [False, True, True]),
-        ({"ours": 10, "bare": 5, "sft-best": 12, "trainer": 11}, 105, [True, False, True]),
-        ({"ours": 10, "bare": 5, "sft-best": 14, "trainer": 11}, 106, [True, True, False]),
-        ({"ours": None, "bare": 5, "sft-best": 14, "trainer": 11}, 105, [False, False, True]),
-        ({"ours": 10, "bare": 5, "sft-best": None, "trainer": 11}, 105, [True, False, True]),
+        ({}, 105, [True, True, True, True]),
+        ({"trainer": 9}, 105, [False, True, True, True]),
+        ({"sft-packed": 11.9}, 105, [True, False, True, True]),
+        ({"sft-best": 12.5}, 105, [True, True, False, True]),
+        ({}, 106, [True, True, True, False]),
+        ({"ours": None}, 105, [False, False, False, True]),
+        ({"sft-best": None}, 105, [True, True, False, True]),
+        ({"sft-best": None, "sft-grouped": None, "sft-packed": None}, 105, [True, False, False, True]),
     ],
-    ids=["all hold", "another tool is sooner", "too near to SFTTrainer", "too few tokens", "never there", "SFT never"],
+    ids=["all", "another tool", "packed", "SFTTrainer's best", "too few tokens", "never there", "SFT never", "no SFT"],
 )
-def test_each_bar_can_fail(seconds: dict[str, float | None], bare_tokens: float, holds: list[bool]) -> None:
-    found = training.ratio_entries("lora", outcomes(seconds, bare_tokens), "x")
+def test_each_bar_can_fail(changed: dict[str, float | None], bare_tokens: float, holds: list[bool]) -> None:
+    found = training.ratio_entries("short", "lora", outcomes({**ALL_HOLD, **changed}, bare_tokens), "x")
     assert [entry.holds for entry in found] == holds
+    assert all(entry.name.startswith("training, lora, ours") for entry in found)
+
+
+def test_long_rows_have_bars_of_their_own() -> None:
+    found = training.ratio_entries("long", "lora", outcomes({**ALL_HOLD, "sft-best": 12.2}, 105), "x")
+    assert [(entry.bar, entry.holds) for entry in found] == [(1.0, True), (1.2, True), (0.95, True)]
+    assert all(entry.name.startswith("training, lora, long rows, ours") for entry in found)
+    few = {tool: outcome for tool, outcome in outcomes(ALL_HOLD).items() if tool != "sft-packed"}
+    assert training.ratio_entries("long", "lora", few, "x") == []
 
 
 def test_a_tool_that_is_not_there_or_never_gets_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(training.LLAMA_FACTORY_PYTHON, raising=False)
-    assert training.python_of("llama-factory") is None
-    (absent,) = training.tool_entries("lora", "llama-factory", None, "x")
+    monkeypatch.delenv(LLAMA_FACTORY_PYTHON, raising=False)
+    assert python_of("llama-factory") is None
+    (absent,) = training.tool_entries("short", "lora", "llama-factory", None, "x")
     assert (absent.value, absent.holds) == (None, None)
     assert "not run" in absent.name
-    late = training.tool_entries("lora", "ours", outcomes({"ours": None})["ours"], "x")[0]
+    late = training.tool_entries("short", "lora", "ours", outcomes({"ours": None})["ours"], "x")[0]
     assert late.value is None
     assert "not reached" in late.name
+
+
+def test_slow_tools_run_with_the_first_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Trial] = []
+    monkeypatch.setattr(training, "run_trial_process", ran.append)
+    training.repeats("long", "full", {"ours": 1e-3, "sft-default": 2e-3}, training.FULL_SCALE)
+    first, second = training.SEEDS["long"]
+    assert [(trial.tool, trial.seed) for trial in ran] == [("ours", first), ("sft-default", first), ("ours", second)]
+    assert {(trial.data, trial.technique, trial.target_loss) for trial in ran} == {("long", "full", 0.4)}
+
+
+def test_a_rate_is_searched_once_for_tools_that_take_the_same_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    searched: list[str] = []
+    steps = {2e-3: 50.0, 1e-3: 60.0, 4e-3: None}
+
+    def run(trial: Trial) -> Outcome:
+        searched.append(trial.tool)
+        return Outcome(1.0, steps[trial.learning_rate], 1.0)
+
+    monkeypatch.setattr(rates, "run_trial_process", run)
+    monkeypatch.setattr(rates, "RATES_PATH", tmp_path / "rates.json")
+    wanted = {"sft-default": 2e-3, "sft-best": 2e-3, "ours": 2e-3}
+    assert rates.rates_of("long", "full", list(wanted)) == wanted
+    assert sorted(searched) == ["ours"] * 3 + ["trainer"] * 3
+    steps[1e-3] = 40.0
+    assert rates.rates_of("long", "full", ["ours", "trainer"]) == {"ours": 2e-3, "trainer": 2e-3}
+    assert rates.rates_of("long", "full", ["bare"]) == {"bare": 1e-3}
+    assert len(searched) == 9
+
+
+def test_long_rows_are_conversations_of_uneven_lengths() -> None:
+    run = RunConfig(max_length=MOST, train_rows=40)
+    turns = load_material(run)
+    rows = long_rows(turns.train, 200)
+    assert rows == long_rows(turns.train, 200)
+    lengths = sorted(len(row["input_ids"]) for row in rows)
+    assert lengths[0] >= LEAST
+    assert lengths[-1] <= MOST
+    assert lengths[-1] > 8 * lengths[100]
+    used = [sum(token != IGNORED_LABEL for token in row["labels"]) for row in rows]
+    assert all(used)
+    first = load_splits(run).train[:3]
+    chat = {"messages": [message for row in first for message in row["messages"]]}
+    assert joined(turns.train[:3]) == tokens_of([chat], turns.tokenizer, run)[0]
+
+
+def test_the_loss_is_looked_at_each_quarter_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.clock.validation_loss", lambda model, material: 1.0)
+    clock = Clock(Trial("ours", "lora", 1e-3, 42, 0.1, 30), Material(None, [{}] * 50 * 16, []))
+    clock.start()
+    assert [clock.step_done(None) for _ in range(30)] == [False] * 29 + [True]
+    assert [check.step for check in clock.checks] == [13, 25]
+    clock.steps_per_epoch, clock.step, clock.checks = 7, 0, []
+    for _ in range(14):
+        clock.step_done(None)
+    assert [check.step for check in clock.checks] == [2, 4, 6, 7, 9, 11, 13, 14]
+
+
+def test_a_step_s_peak_counts_what_is_alive_at_once() -> None:
+    trial = Trial("ours", "full", 1e-3, 42, 0.0, 2, data="random")
+    meter = StepMeter(trial, Material(None, [], []))
+    layer = torch.nn.Linear(100, 100, bias=False)  # 40,000 bytes
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)  # makes nothing but its states, 80,000 bytes
+
+    def step() -> bool:
+        meter.step_begins(layer, optimizer)
+        hidden = layer(torch.ones(200, 100))  # input and output, 80,000 bytes each
+        for _ in range(3):
+            hidden = hidden + 1  # one is freed with each that comes
+        hidden.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return meter.step_done(layer)
+
+    assert [step(), step()] == [False, True]
+    held, passes = 40_000 + 80_000, 3 * 80_000  # weight and states; the input and two of the others
+    assert held + passes <= meter.peak_bytes < held + passes + 40_000
+    assert meter.seconds == []
+
+
+@pytest.mark.parametrize(
+    ("peaks", "seconds", "holds"),
+    [
+        ({}, {}, [True, True, True]),
+        ({"trainer": 199}, {}, [False, True, True]),
+        ({"sft-default": 95}, {}, [True, False, True]),
+        ({}, {"sft-best": 0.9}, [True, True, False]),
+    ],
+    ids=["all", "the Trainer's peak", "SFTTrainer's peak", "SFTTrainer's speed"],
+)
+def test_each_bar_of_the_large_vocabulary_can_fail(
+    peaks: dict[str, int], seconds: dict[str, float], holds: list[bool]
+) -> None:
+    of_tools = {"ours": 100, "sft-default": 96, "sft-best": 150, "trainer": 201} | peaks
+    found = vocabulary.ratio_entries(
+        "full",
+        {tool: vocabulary.Outcome(peak, [seconds.get(tool, 1.0)] * 3) for tool, peak in of_tools.items()},
+        "x",
+    )
+    assert [entry.holds for entry in found] == holds
+    assert all(entry.name.startswith("vocabulary, full") for entry in found)
+
+
+@pytest.mark.slow
+def test_a_tool_takes_a_step_in_its_turn(tmp_path: Path) -> None:
+    found, said = run_quickly(tmp_path, "vocabulary", "--technique", "full")
+    assert [entry["unit"] for entry in found] == ["MiB", "s"]
+    assert all(entry["value"] > 0 for entry in found)
+    assert re.findall("^ours: step .*", said, re.MULTILINE) == ["ours: step 1 of 1"]
+
+
+def of_random_rows(tool: str) -> Trial:
+    return Trial(tool, "lora", 1e-3, 42, 0.0, 4, data="random")
+
+
+def script_instead_of_python(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str) -> None:
+    script = folder / "python"
+    script.write_text(f"#!/bin/sh\n{lines}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(vocabulary, "python_of", lambda tool: str(script))
+
+
+def test_tools_take_their_steps_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    a_step = f'echo some words; echo turn; read byte; echo "$3" >> {order}'
+    result = """echo '{"peak_bytes": 7, "seconds": [1, 2]}'"""
+    script_instead_of_python(monkeypatch, tmp_path, f"{a_step}\n{a_step}\n{result}")
+    tools = ("ours", "trainer")
+    found = vocabulary.steps_in_turn([of_random_rows(tool) for tool in tools], 2)
+    assert found == dict.fromkeys(tools, vocabulary.Outcome(7, [1, 2]))
+    assert [json.loads(line)["tool"] for line in order.read_text().splitlines()] == [*tools, *tools]
+
+
+def test_a_tool_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script_instead_of_python(monkeypatch, tmp_path, "echo no memory is left >&2; exit 3")
+    with pytest.raises(RuntimeError, match="no memory is left"):
+        vocabulary.steps_in_turn([of_random_rows("ours")], 1)
 
 
 FIGURES = {
@@ -152,6 +312,7 @@ def test_two_ranks_step_by_step_through_a_pipeline(tmp_path: Path) -> None:
 
 def test_the_command_line_knows_every_tool() -> None:
     assert tuple(TOOLS) == TOOL_NAMES
+    assert tuple(MOST_STEPS) == DATA_SETS
 
 
 @pytest.mark.slow
@@ -159,7 +320,7 @@ def test_ours_and_a_bare_loop_run_a_few_steps(tmp_path: Path) -> None:
     found, _ = run_quickly(tmp_path, "training", "--technique", "lora")
     assert all(entry.keys() == KEYS for entry in found)
     tokens = [entry["value"] for entry in found if entry["unit"] == "tokens per s"]
-    assert len(tokens) == 2
+    assert len(tokens) == 4
     assert all(value > 0 for value in tokens)
 
 
