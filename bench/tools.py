@@ -49,10 +49,11 @@ def _trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:
 
 def train_ours(clock: Clock) -> None:
     """This repository's trainer, as its workflows make it."""
+    from common.models.families import suited_to_model
     from common.runtime.world import Rank
     from common.training.trainer import trainer_of_rows, training_arguments
 
-    run, material = clock.trial.run_config(), clock.material
+    run, material = suited_to_model(clock.trial.run_config()), clock.material
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(run, folder)
         arguments.warmup_steps = WARMUP_STEPS

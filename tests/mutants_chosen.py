@@ -59,7 +59,7 @@ DATA = (
     Fault(
         "a row is seen twice: two ranks take the same share",
         "common/data/batches.py",
-        "return rows[self.rank :: self.world_size] or [NO_ROW]",
+        "return rows[rank :: self.world_size] or [NO_ROW]",
         "return rows[max(0, self.rank - 1) :: self.world_size] or [NO_ROW]",
         _unit("data", "every_row_is_drawn_once_per_epoch_whatever_the_world"),
     ),
@@ -101,8 +101,8 @@ DATA = (
     Fault(
         "padding is learnt",
         "common/data/batches.py",
-        "label_pad_token_id=IGNORED_LABEL)",
-        "label_pad_token_id=tokenizer.pad_token_id)",
+        "label_pad_token_id=IGNORED_LABEL, pad_to",
+        "label_pad_token_id=tokenizer.pad_token_id, pad_to",
         _unit("data", "padding_is_neither_seen_nor_learnt"),
     ),
     Fault(

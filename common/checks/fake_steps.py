@@ -315,7 +315,7 @@ def tracked_trainer(
     Beside it comes a tracker, which counts the weights and `inputs` and what the steps make.
     """
     one = {"device": "cpu", "gpu": "", "parallel": "single", "devices": 1}
-    alone = run.changed_to(**one, attention="eager", padding_free="no", max_batch_tokens=0, report_to="none")
+    alone = run.changed_to(**one, attention="eager", padding_free="auto", max_batch_tokens=0, report_to="none")
     own_loss = None if loss_is_chunked(run, model) else objective_of(run).loss
     trainer_class = partial(StepTrainer, share=share, compute_loss_func=own_loss)
     tracker = MemoryTracker(_base_of(model).config.vocab_size)

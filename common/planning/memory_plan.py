@@ -151,6 +151,8 @@ class _DeviceSums:
             "backward of the last layer": [
                 *self._gradients_so_far(of_last_layer, "gradients of the head and a layer"),
                 *self.layers_saved(),
+                *self.embeddings_saved(self.stacks),
+                *where((self.is_encoder_decoder, self.encoders_output())),
                 *self.ends_waiting(),
                 *self.held_by_schedule(),
                 *self.layer_backward(self.stacks[-1][0]),
@@ -159,6 +161,7 @@ class _DeviceSums:
             "backward of the first layer": [
                 *self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers"),
                 *self.layers_saved(one_left=True),
+                *self.embeddings_saved(self.stacks[:1]),
                 *self.ends_waiting(),
                 *self.held_by_schedule(),
                 *self.layer_backward(self.stacks[0][0]),
@@ -183,12 +186,14 @@ class _DeviceSums:
             "backward of the decoder's embeddings": [
                 *self._gradients_so_far(done, what),
                 *kept,
+                *self.embeddings_saved(self.stacks[:1]),
                 *self.embeddings_backward(),
                 *self.hidden_states(encoder),
             ],
             "backward of the encoder's last layer": [
                 *self._gradients_so_far(done + trained_of_layer(encoder, self.job), what),
                 *kept,
+                *self.embeddings_saved(self.stacks[:1]),
                 *self.layer_backward(encoder),
             ],
         }
@@ -362,9 +367,25 @@ class _DeviceSums:
         is_sent = self.job.parallelism.pipelines and not self.share.has_head
         return where(
             (True, self._classifier_ends_saved() if self.architecture.classes else self._token_ends_saved()),
-            (self.is_encoder_decoder, activations("encoder's output", "TE H x", size)),
+            (True, self.embeddings_saved(self.stacks)),
+            (self.is_encoder_decoder, self.encoders_output()),
             (is_sent, activations("hidden state that was sent", "T H x", size)),
         )
+
+    def encoders_output(self) -> Term:
+        """Return what all of the decoder's layers read beside their own input."""
+        size = self.batch.tokens * self.architecture.hidden * self.hidden_bytes
+        return activations("encoder's output", "TE H x", size)
+
+    def embeddings_saved(self, stacks: list[tuple[Stack, int]]) -> list[Term]:
+        """Return what the embeddings of some stacks keep until their backward pass, the last of all."""
+        job, x = self.job, self.hidden_bytes
+        is_kept = job.trains_all if self.architecture.classes else not self.is_llama_like
+        own = x + 5 if not self.architecture.classes else 4 + (4 if job.cpu_operations else 1)
+        tokens = sum(self.batch.tokens_in(stack) for stack, _ in stacks)
+        formula = f"{'(TE + T)' if len(stacks) > 1 else 'T'} H {own}"
+        term = activations("embeddings' norm and dropout", formula, tokens * self.architecture.hidden * own)
+        return where((self.share.has_embeddings and is_kept, term))
 
     def _token_ends_saved(self) -> list[Term]:
         architecture, job, t, h = self.architecture, self.job, self.batch.tokens, self.architecture.hidden
@@ -372,9 +393,6 @@ class _DeviceSums:
         norm_each = 4 + (x if full else 0)
         one_kind = architecture.stacks[0].kind == architecture.stacks[-1].kind
         transforms = has_head and one_kind and not self.is_llama_like  # as BERT's head for masked tokens does
-        normalizes = self.share.has_embeddings and not self.is_llama_like
-        embedded = sum(self.batch.tokens_in(stack) for stack, _ in self.stacks)
-        formula = "T H (x + 5)" if len(self.stacks) == 1 else "(TE + T) H (x + 5)"
         return where(
             (has_head and self.is_llama_like, activations("final norm", f"T H {norm_each}", t * h * norm_each)),
             (transforms, activations("head before its matrix", "T H (5 + 3 a)", t * h * (5 + 3 * a))),
@@ -382,21 +400,15 @@ class _DeviceSums:
                 has_head and full and not self.chunks_loss,
                 activations("input of the head", "P H a", self.positions * h * a),
             ),
-            (normalizes, activations("embeddings' norm and dropout", formula, embedded * h * (x + 5))),
         )
 
     def _classifier_ends_saved(self) -> list[Term]:
-        """Return what a classifier's head keeps of one position per row, and the embeddings' norm if trained."""
+        """Return what a classifier's head keeps of one position per row."""
         job, size = self.job, self.batch.tokens * self.architecture.hidden
         pools, has_head = self.architecture.family.has_pooler, self.share.has_head
-        each = 4 + (4 if job.cpu_operations else 1)
         count = 3 if pools else 5  # dropout also comes before the dense layer, where there is no pooler
         head = count * self.positions * self.architecture.hidden * job.arithmetic_bytes
         return where(
-            (
-                self.share.has_embeddings and job.trains_all,
-                activations("embeddings' norm and dropout", f"T H {each}", size * each),
-            ),
             (has_head, activations("head before its matrix", f"{count} P H a", head)),
             (
                 has_head and pools and not self.layer.casts_inputs,
