@@ -131,7 +131,8 @@ def answer(options: argparse.Namespace) -> None:
         entries = PARTS[options.part](options)
         print(json.dumps([asdict(entry) for entry in entries], indent=2))
         if options.update:
-            update(options.part, entries, options.folder)
+            is_whole = (options.tool, *options.data, *options.technique) == (None, *DATA_SETS, *TECHNIQUES)
+            update(options.part, entries, options.folder, is_whole)
         return
     entries = []
     for name, part in PARTS.items():

@@ -44,18 +44,28 @@ def measured(
     return Entry(name, value, unit, at_least, holds, command)
 
 
-def update(part: str, entries: list[Entry], folder: Path = BENCH_PATH.parent) -> None:
+def update(part: str, entries: list[Entry], folder: Path = BENCH_PATH.parent, is_whole: bool = True) -> None:
     """Put one part's entries into `bench.json` in place of its older ones, and say in `environment.json` when.
 
-    The names of a part's entries begin with its own.
+    The names of a part's entries begin with its own. Where it was not measured whole, older entries stay but those of
+    the same tools and ratios: names that are equal before the colon.
     """
     from common.records.store import environment
 
     bench, around = (json.loads((folder / path.name).read_text("utf-8")) for path in (BENCH_PATH, ENVIRONMENT_PATH))
-    kept = [entry for entry in bench if not entry["name"].startswith(part)]
+    measured_now = {_subject(entry.name) for entry in entries}
+    kept = [
+        entry
+        for entry in bench
+        if not (entry["name"].startswith(part) if is_whole else _subject(entry["name"]) in measured_now)
+    ]
     date = datetime.now(UTC).isoformat(timespec="seconds")
     around.setdefault("measured_later", {})[part] = {**environment(RunConfig()), "date": date}
     _write(kept + [asdict(entry) for entry in entries], around, folder)
+
+
+def _subject(name: str) -> str:
+    return name.partition(":")[0]
 
 
 def save(entries: list[Entry], folder: Path = BENCH_PATH.parent) -> None:

@@ -140,7 +140,7 @@ def test_a_rate_is_searched_once_for_tools_that_take_the_same_steps(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     searched: list[str] = []
-    steps = {2e-3: 50.0, 1e-3: 60.0, 4e-3: None}
+    steps = {4e-3: 50.0, 2e-3: 60.0, 8e-3: None}
 
     def run(trial: Trial) -> Outcome:
         searched.append(trial.tool)
@@ -148,12 +148,12 @@ def test_a_rate_is_searched_once_for_tools_that_take_the_same_steps(
 
     monkeypatch.setattr(rates, "run_trial_process", run)
     monkeypatch.setattr(rates, "RATES_PATH", tmp_path / "rates.json")
-    wanted = {"sft-default": 2e-3, "sft-best": 2e-3, "ours": 2e-3}
+    wanted = {"sft-default": 4e-3, "sft-best": 4e-3, "ours": 4e-3}
     assert rates.rates_of("long", "full", list(wanted)) == wanted
     assert sorted(searched) == ["ours"] * 3 + ["trainer"] * 3
-    steps[1e-3] = 40.0
-    assert rates.rates_of("long", "full", ["ours", "trainer"]) == {"ours": 2e-3, "trainer": 2e-3}
-    assert rates.rates_of("long", "full", ["bare"]) == {"bare": 1e-3}
+    steps[2e-3] = 40.0
+    assert rates.rates_of("long", "full", ["ours", "trainer"]) == {"ours": 4e-3, "trainer": 4e-3}
+    assert rates.rates_of("long", "full", ["bare"]) == {"bare": 2e-3}
     assert len(searched) == 9
 
 
@@ -331,3 +331,13 @@ def test_one_part_s_figures_take_the_place_of_its_older_ones(tmp_path: Path) -> 
     assert [entry["name"] for entry in entries] == ["quality, b", "planner, c"]
     around = json.loads((tmp_path / "environment.json").read_text())
     assert around["measured_later"]["planner"]["date"] >= around["date"]
+
+
+def test_of_a_part_that_is_not_measured_whole_the_rest_stays(tmp_path: Path) -> None:
+    names = ("training, lora, ours: time to 0.1", "training, lora, long rows, ours: time to 0.5", "quality, b")
+    save([measured(name, 1.0, "s", "x") for name in names], tmp_path)
+    update("training", [measured("training, lora, long rows, ours: 0.5 not reached", None, "s", "x")], tmp_path, False)
+    entries = json.loads((tmp_path / "bench.json").read_text())
+    assert [entry["name"] for entry in entries] == [
+        names[0], names[2], "training, lora, long rows, ours: 0.5 not reached"
+    ]  # fmt: skip
