@@ -446,6 +446,11 @@ def _about_padding(run: RunConfig) -> tuple[Rule, ...]:
             f"max_batch_tokens is {run.max_batch_tokens}, but padding_free is no, and padded rows are computed at "
             "once: leave --padding_free out, or lower --per_device_train_batch_size.",
         ),
+        (
+            run.max_batch_tokens and run.pad_to_multiple_of,
+            f"max_batch_tokens is {run.max_batch_tokens}, but pad_to_multiple_of is {run.pad_to_multiple_of}, and "
+            "padded rows are computed at once: leave one of the two out.",
+        ),
     )
 
 

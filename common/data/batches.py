@@ -29,9 +29,10 @@ def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig | None
     longest = heapq.nlargest(batch_size, rows, key=lambda row: len(row["input_ids"]))
     lengths = [len(row["input_ids"]) for row in longest]
     if run and run.is_padding_free:
-        at_once = max(within_budget(lengths, run.max_batch_tokens), key=lambda places: sum(lengths[n] for n in places))
-        tokens, learnt = sum(lengths[n] for n in at_once), sum(labels_in(longest[n]) for n in at_once)
-        return BatchShape(len(at_once), -(-tokens // len(at_once)), -(-learnt // len(at_once)))
+        budget = run.max_batch_tokens or sum(lengths)  # shorter rows may fill it better than the longest do
+        tokens, learnt = min(sum(lengths), budget), min(sum(map(labels_in, longest)), budget)
+        count = len(within_budget(lengths, run.max_batch_tokens)[0])
+        return BatchShape(count, -(-tokens // count), -(-learnt // count))
     padded = min(lengths) < max(lengths)
     if isinstance(rows[0]["labels"], int):
         classes = max(row["labels"] for row in rows) + 1
@@ -98,9 +99,13 @@ class TrainingRows(Dataset[Tokens]):
         return len(self.rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Return row `number`; for `NO_ROW` one without labels, which is computed and adds nothing to the loss."""
-        row = without_labels(self.rows[0]) if number == NO_ROW else self.rows[number]
+        """Return row `number`; for `NO_ROW` two tokens without labels, which add nothing to the loss."""
+        row = without_labels(_first_two(self.rows[0])) if number == NO_ROW else self.rows[number]
         return {**row, "row": number}
+
+
+def _first_two(row: Tokens) -> Tokens:
+    return {name: value[:2] if isinstance(value, list) else value for name, value in row.items()}
 
 
 SORTED_STEPS = 4

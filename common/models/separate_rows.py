@@ -15,16 +15,30 @@ from transformers.masking_utils import sdpa_mask
 
 SEPARATE_ROWS = "separate_rows"
 """The attention implementation by its name in Transformers; rows that are padded have SDPA's with it."""
-LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Kinds of layers whose attention is told all that its mask would say."""
+KINDS = frozenset(
+    {
+        "gemma3_text",
+        "gpt2",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "opt",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+    }
+)
+"""Decoders that are tested. Of others some put more into the mask, which is not made here, than into the arguments."""
+WIDEST_HEAD = 256
+"""That `varlen_attn` takes, of GPUs from compute capability 8.0 (aten/.../flash_attn/flash_api.cpp)."""
 
 
-def separates_rows(model_class: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """Return whether a decoder's attention can be told where rows begin, and mixes tokens nowhere else."""
-    config = config.get_text_config()
-    takes_boundaries = model_class._supports_attention_backend and model_class._supports_sdpa
-    layer_types = set(getattr(config, "layer_types", None) or LAYER_TYPES)
-    return takes_boundaries and layer_types <= set(LAYER_TYPES) and not getattr(config, "attention_chunk_size", None)
+def separates_rows(config: PretrainedConfig) -> bool:
+    """Return whether a decoder's attention is told all that its mask would say, and mixes tokens nowhere else."""
+    return config.get_text_config().model_type in KINDS
 
 
 def separate_rows(model: PreTrainedModel | PeftModel) -> None:
@@ -66,7 +80,7 @@ def attend_within_rows(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if query.is_cuda and value.element_size() == 2 and not dropout:
+    if not dropout and _kernel_takes(query, value):
         return _by_kernel(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
     return _row_by_row(module, query, key, value, dropout, scaling, sliding_window, cu_seq_lens_q), None
 
@@ -88,6 +102,12 @@ def _row_by_row(
         for row in rows
     ]
     return torch.cat(results, dim=1)
+
+
+def _kernel_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    width = value.shape[-1]
+    fits = query.shape[-1] == width <= WIDEST_HEAD and width % 8 == 0 and value.element_size() == 2
+    return fits and query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def _by_kernel(

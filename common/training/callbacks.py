@@ -46,7 +46,7 @@ class WorkDone:
 
 
 def _tokens_in(inputs: dict[str, Any], is_row: torch.Tensor) -> int:
-    """Return the tokens of real rows in a batch; one end to end has no others, or is all in their place."""
+    """Return the tokens of real rows in a batch; one end to end holds either these alone, or one filler row."""
     if "cu_seq_lens_q" in inputs:
         return inputs["input_ids"].numel() if is_row.all() else 0
     return int(inputs["attention_mask"][is_row].sum())

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from contextlib import nullcontext
 
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
@@ -76,8 +77,9 @@ def _bare_steps(
 ) -> None:
     for batches in steps:
         num_items_in_batch = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
-        for batch in batches:
-            trainer.strategy.loss(batch, num_items_in_batch, model).backward()
+        for number, batch in enumerate(batches, 1):  # ranks may have unequal numbers: they meet in the last
+            with nullcontext() if number == len(batches) else trainer.accelerator.no_sync(model):
+                trainer.strategy.loss(batch, num_items_in_batch, model).backward()
         optimizer.step()
         optimizer.zero_grad()
     if trainer.strategy.rank.device != "cpu":

@@ -356,7 +356,8 @@ def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str,
         (differs["seed"], f"with {about['seed']} as seed, but this run has {run.seed}: {changed}"),
         (
             differs["order"],
-            f"of rows in another order: pass --train_sampling_strategy {about['order']}",
+            f"whose rows came in the order {about['order']}, but this run's order is {own['order']}: pass "
+            f"--train_sampling_strategy {about['order']}",
         ),
     ]
     for is_one, problem in problems:

@@ -60,8 +60,9 @@ def takes_chunks(config: PretrainedConfig) -> bool:
 def compute_loss_in_chunks(model: PreTrainedModel | PeftModel, in_training: bool = True) -> None:
     """Let a model that is given `shift_labels` compute its loss in chunks, a decoder at the positions `logits_to_keep`.
 
-    Without them it computes logits as before; where `in_training` is False, so it does its loss with gradients (Liger's
-    kernels have chunks of their own). It is called through whatever wraps it: PEFT, DDP, FSDP, DeepSpeed.
+    Without them it computes logits as before. If `in_training` is False, the model's own loss is used whenever
+    gradients are enabled (Liger's kernels have chunks of their own). It is called through whatever wraps it: PEFT, DDP,
+    FSDP, DeepSpeed.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     head, whole = base.get_output_embeddings(), base.forward

@@ -362,15 +362,12 @@ def on_device(batch: Batch, device: str | torch.device) -> Batch:
     inputs = {name: value for name, value in batch.items() if name != "row"}
     if torch.device(device).type == "cpu":
         return inputs
-    pinned = {name: _pinned(value) for name, value in inputs.items()}
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for name, value in pinned.items()
-    }
+    return {name: _sent(value, device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
-def _pinned(value: Any) -> Any:
-    return value.pin_memory() if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
+def _sent(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+    pinned = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 # -- logits where there is a label
@@ -400,7 +397,7 @@ def chunk_loss(run: RunConfig, model: Model) -> bool:
 
 
 def tell_of_answers(batch: dict[str, Any], model: Model) -> dict[str, Any]:
-    """Return a collated batch with what the model can be told: where logits are needed, or what each is to predict."""
+    """Return a collated batch with the positions where logits are needed, or an encoder-decoder's `shift_labels`."""
     if takes_logits_to_keep(model):
         return keep_answer_logits(batch)
     if model.config.is_encoder_decoder and takes_chunks(model.config):
@@ -416,6 +413,8 @@ def keep_answer_logits(inputs: dict[str, Any]) -> dict[str, Any]:
     """
     targets = inputs["labels"][:, 1:]
     positions = (targets != IGNORED_LABEL).any(0).nonzero().squeeze(1)
+    if not len(positions):  # kernels such as Liger's do not take none
+        positions = torch.zeros(1, dtype=torch.long)
     targets = targets[:, positions]
     return {**inputs, "labels": targets, "shift_labels": targets, "logits_to_keep": positions}
 

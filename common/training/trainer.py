@@ -284,6 +284,7 @@ class AuditedTrainer(CheckpointedTrainer):
         return self.accelerator.gather(on_device({"count": count}, device)["count"]).sum()
 
     def _labels_to_find(self, batch: Batch) -> torch.Tensor:
+        # as in Transformers' `Trainer._get_num_items_in_batch`
         if "shift_labels" in batch:
             return batch["shift_labels"]
         return batch["labels"][..., 1:] if self._loss_shifts_labels else batch["labels"]

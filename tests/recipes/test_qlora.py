@@ -17,7 +17,8 @@ QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
 BASE = REPOSITORY / "assets" / "embedded_base"
 PLAIN = ("--train_sampling_strategy", "group_by_length", "--lora_dropout", "0", "--batch_size")
 GOLDEN_TRAINING_LOSSES = [8.303706, 8.489314, 6.081975, 5.354761, 4.067763]
-"""Of rows grouped by length; measured on 2026-11-21 with torch 2.13.0, Transformers 5.23.0, PEFT 0.21.2 and bitsandbytes 0.50.2."""
+"""Of rows grouped by length; measured on 2026-11-21 with torch 2.13.0, Transformers 5.23.0, PEFT 0.21.2 and
+bitsandbytes 0.50.2."""
 
 
 def logits_of(model: torch.nn.Module, folder: Path) -> torch.Tensor:

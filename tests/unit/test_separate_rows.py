@@ -13,7 +13,7 @@ from common.data.batches import EpochBatches, lay_end_to_end, longest_batch, wit
 from common.data.messages import tokenize_messages
 from common.data.rows import NO_ROW, Tokens
 from common.models.families import suited_to_model
-from common.models.loading import any_shape_config, load_tokenizer, model_class
+from common.models.loading import any_shape_config, load_tokenizer
 from common.models.separate_rows import SEPARATE_ROWS, separate_rows, separates_rows, without_mask
 from common.planning.job import BatchShape
 from tests.families import DECODERS, make_tiny
@@ -131,9 +131,16 @@ def test_the_name_of_the_attention_is_not_saved(tmp_path: pytest.TempPathFactory
 def test_auto_separates_rows_where_the_attention_can(family: str, tmp_path: pytest.TempPathFactory) -> None:
     run = RunConfig(technique="full", model=make_tiny(family, tmp_path / family))
     config = any_shape_config(run.model)
-    assert separates_rows(model_class(run, config), config) == (family in SEPARATED)
+    assert separates_rows(config) == (family in SEPARATED)
     assert suited_to_model(run).is_padding_free == (family in SEPARATED)
     assert not suited_to_model(run.changed_to(padding_free="no")).is_padding_free
+
+
+@pytest.mark.parametrize(("precision", "is_free"), [("bf16", True), ("bf16-mixed", True), ("fp32", False)])
+def test_auto_separates_rows_on_a_gpu_where_there_is_a_kernel(precision: str, is_free: bool) -> None:
+    run = RunConfig(technique="full", device="cuda", precision=precision)
+    assert suited_to_model(run).is_padding_free == is_free
+    assert suited_to_model(run.changed_to(padding_free="yes")).is_padding_free
 
 
 @pytest.mark.parametrize("settings", [{"padding_free": "yes"}, {"max_batch_tokens": 512}])
@@ -151,6 +158,7 @@ def test_a_model_that_cannot_is_refused_where_it_was_asked_for(
         ({"padding_free": "yes", "attention": "eager"}, "attention is eager, which does not separate rows"),
         ({"padding_free": "no", "max_batch_tokens": 64}, "max_batch_tokens is 64, but padding_free is no"),
         ({"technique": "full", "task": "classification", "padding_free": "yes"}, "which is for rows of messages"),
+        ({"pad_to_multiple_of": 8, "max_batch_tokens": 64}, "max_batch_tokens is 64, but pad_to_multiple_of is 8"),
         ({"max_batch_tokens": -1}, "max_batch_tokens is -1, but must be at least 0"),
     ],
 )
@@ -189,5 +197,6 @@ def test_the_largest_batch_end_to_end_has_all_tokens_of_the_longest_rows() -> No
     run = RunConfig(padding_free="yes")
     rows = rows_of()
     assert longest_batch(rows, 2, run) == BatchShape(2, 29, 28)
-    assert longest_batch(rows, 2, run.changed_to(max_batch_tokens=40)) == BatchShape(1, 37, 36)
+    assert longest_batch(rows, 4, run.changed_to(max_batch_tokens=40)) == BatchShape(2, 20, 20)
+    assert longest_batch(rows, 4, run.changed_to(max_batch_tokens=60)) == BatchShape(3, 20, 20)
     assert longest_batch(rows, 2).padded
