@@ -14,7 +14,7 @@ from common.data.files import TABLES, parse_table, suffix_of
 from common.data.formats import Format, recognise, refuse_pictures
 from common.data.plain_texts import TEXT_FILE, continuation_of, is_plain, opening_of, parse_paragraphs, tokenize_plain
 from common.data.row_checks import check_budget, say_once
-from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of, place_of, places_of
+from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of, place_of, placed, places_of
 from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 
@@ -59,7 +59,7 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
         converted = known.convert(filled, where)
         checked = _check_text(converted, where) if known.is_plain else _check_row(converted, where)
         count, first = count + 1, first or _begin_said(checked)
-        yield {**checked, "where": place}
+        yield placed(checked, place)
     if known and not is_embedded(source):
         say_once(f"{source}: read as {known}, {count:,} rows; {first}")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 
 IGNORED_LABEL = -100
@@ -71,6 +72,11 @@ def begin_of(value: object, length: int = 80) -> str:
     """Return a value as text of at most `length` characters, with an ellipsis where it goes on."""
     text = str(value)
     return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def placed(row: Row, where: str) -> Row:
+    """Return the row with where it stands; a file of the repository by its path from there."""
+    return {**row, "where": where.removeprefix(f"{REPOSITORY}/")}
 
 
 def place_of(row: Row) -> str:

@@ -11,7 +11,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table
 from common.data.row_checks import say_once
-from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of, places_of, shown
+from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of, placed, places_of, shown
 from common.data.stored_rows import batches_of, stored, take
 
 
@@ -52,7 +52,7 @@ def check_columns(found: Found, source: str, columns: dict[str, str], may_be_emp
         for key, value in by_key.items():
             if not value.strip():
                 empty[key].append(where.removeprefix(f"{source}, "))
-        yield {**by_key, "where": where}
+        yield placed(by_key, where)
     for key, name in columns.items():
         if empty[key] and not may_be_empty:
             raise BadInputError(f"{name!r} is empty in {source}, {shown(empty[key])}: fill or remove these rows.")
