@@ -47,10 +47,10 @@ def _with_attention(run: RunConfig, config: PretrainedConfig) -> RunConfig:
 def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
     if not run.goal.chats or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
         return run
+    is_asked = next((name for name in ("padding_free", "max_batch_tokens") if is_set(run, name)), "")
     if run.attention != "eager" and separates_rows(config):
         has_kernel = run.device == "cpu" or run.precision.startswith("bf16")
-        return replace(run, padding_free="yes" if run.padding_free == "yes" or has_kernel else "no")
-    is_asked = next((name for name in ("padding_free", "max_batch_tokens") if is_set(run, name)), "")
+        return replace(run, padding_free="yes" if is_asked or has_kernel else "no")
     if is_asked:
         raise BadInputError(
             f"{is_asked} is {getattr(run, is_asked)}, but the attention of {run.model} ({config.model_type}, "

@@ -140,6 +140,7 @@ def test_auto_separates_rows_where_the_attention_can(family: str, tmp_path: pyte
 def test_auto_separates_rows_on_a_gpu_where_there_is_a_kernel(precision: str, is_free: bool) -> None:
     run = RunConfig(technique="full", device="cuda", precision=precision)
     assert suited_to_model(run).is_padding_free == is_free
+    assert suited_to_model(run.changed_to(max_batch_tokens=512)).is_padding_free  # a budget needs it
     assert suited_to_model(run.changed_to(padding_free="yes")).is_padding_free
 
 
