@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import get_args
@@ -67,8 +66,9 @@ def best_rate(data: DataSet, technique: Technique, tool: str) -> float:
     """The candidate that reaches the target in the fewest steps; the first one where none does."""
     best, fewest_steps = CANDIDATES[data, technique][0], MOST_STEPS[data]
     for rate in CANDIDATES[data, technique]:
-        trial = Trial(tool, technique, rate, SEARCH_SEED, TARGET_LOSSES[data, technique], fewest_steps, data=data)
-        steps = run_trial_process(replace(trial, most_steps=int(fewest_steps) + 1)).steps_to_loss
+        most_steps = int(fewest_steps) + 1
+        trial = Trial(tool, technique, rate, SEARCH_SEED, TARGET_LOSSES[data, technique], most_steps, data=data)
+        steps = run_trial_process(trial).steps_to_loss
         if steps is not None and steps < fewest_steps:
             best, fewest_steps = rate, steps
     return best
