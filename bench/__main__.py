@@ -32,7 +32,7 @@ def training(options: argparse.Namespace) -> list[Entry]:
     from bench import training
 
     scale = training.QUICK_SCALE if options.quick else training.FULL_SCALE
-    tools = options.tool or ([*training.QUICK_TOOLS] if options.quick else [*training.TOOLS])
+    tools = options.tool or ([*training.QUICK_TOOLS] if options.quick else [*TOOL_NAMES])
     return [
         entry
         for data in options.data

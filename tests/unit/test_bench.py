@@ -4,13 +4,14 @@ import json
 import os
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench import pipeline, rates, training, vocabulary
-from bench.__main__ import DATA_SETS, TOOL_NAMES
+from bench.__main__ import DATA_SETS, PARTS, TOOL_NAMES
 from bench.clock import Check, Clock, reached, tokens_per_s
 from bench.entries import measured, save, update
 from bench.long_rows import LEAST, MOST, joined, long_rows
@@ -313,6 +314,13 @@ def test_two_ranks_step_by_step_through_a_pipeline(tmp_path: Path) -> None:
 def test_the_command_line_knows_every_tool() -> None:
     assert tuple(TOOLS) == TOOL_NAMES
     assert tuple(MOST_STEPS) == DATA_SETS
+
+
+def test_without_options_every_tool_trains_on_every_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(training, "entries", lambda data, technique, tools, _: asked.append((data, *tools)) or [])
+    PARTS["training"](Namespace(tool=None, quick=False, data=DATA_SETS, technique=("lora",)))
+    assert asked == [(data, *TOOLS) for data in DATA_SETS]
 
 
 @pytest.mark.slow
