@@ -25,7 +25,7 @@ from common.planning.device_maps import whole_model_on
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
-from common.training.export import reloaded_difference, save_and_free
+from common.training.export import reloaded_difference, save_and_free, whole_logits_at_once
 from common.training.trainer import AuditedTrainer
 
 BLOCK = 64
@@ -77,8 +77,7 @@ def merge_both_ways(
         RuntimeError: what was saved is not what was trained.
     """
     run, folder, device = log.run, log.folder, whole_model_on(log.rank.device)
-    rows = trainer.eval_dataset[: run.per_device_eval_batch_size]
-    batch, expected, _ = save_and_free(trainer, rows, folder / "adapter")
+    batch, expected, _ = save_and_free(trainer, folder / "adapter")
     differences, error = {}, None
     if log.rank.is_main:
         differences["adapter"] = reloaded_difference(run, folder / "adapter", device, batch, expected)
@@ -97,10 +96,10 @@ def merge_both_ways(
 
 def validation_loss(model: torch.nn.Module, trainer: AuditedTrainer, tokenizer: PreTrainedTokenizerBase) -> float:
     """Return the mean over the answer tokens of the trainer's validation rows, as in training, on this device."""
-    rows, size = trainer.eval_dataset, trainer.args.per_device_eval_batch_size
+    rows = list(trainer.eval_dataset)
     collate, sums = make_collator(tokenizer), torch.zeros(2)  # with whole rows, not what training keeps of them
-    for start in range(0, len(rows), size):
-        batch = collate(rows[start : start + size])
+    for places in whole_logits_at_once([len(row["input_ids"]) for row in rows], model):
+        batch = collate([rows[place] for place in places])
         sums += whole_row_results(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
     return (sums[0] / sums[1]).item()
 
