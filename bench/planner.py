@@ -8,7 +8,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -28,6 +27,7 @@ from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
+from common.planning.published import PEAKS_PATH, architectures_of, t4_job
 from common.planning.shares import whole_model
 from common.records.store import kept_records
 from common.reporting.rows import NOT_RUN
@@ -35,7 +35,6 @@ from common.training.placement import place_stages
 
 COMMAND = "python -m bench planner"
 POINTS_COMMAND = "python -m bench.planner_points && python -m bench planner"
-PEAKS_PATH = REPOSITORY / "assets" / "published_peaks.json"
 
 DRY_RUN_BARS = (0.02, 0.05)
 MEASURED_BARS = (0.03, 0.08)
@@ -338,7 +337,7 @@ def fitcheck_gib(fitcheck: Any, architecture: Architecture, job: Job) -> float:
 def published_entries(fitcheck: Any) -> list[Entry]:
     """Ours and fitcheck's errors for a T4's measured peaks, by kind; only ours have bars, and eager attention none."""
     peaks = json.loads(PEAKS_PATH.read_text(encoding="utf-8"))
-    architectures = published_architectures(peaks["models"])
+    architectures = architectures_of(peaks["models"])
     rows = peaks["peaks"]
     kinds = {
         "sdpa, unquantized": [row for row in rows if row["attention"] == "sdpa" and row["quantization"] == "none"],
@@ -351,7 +350,7 @@ def published_entries(fitcheck: Any) -> list[Entry]:
     for kind, chosen in kinds.items():
         ours, theirs = [], []
         for row in chosen:
-            architecture, job = architectures[row["model"]], published_job(row)
+            architecture, job = architectures[row["model"]], t4_job(row)
             name, gib = published_name(row), row["peak_allocated_gib"]
             ours.append(Compared(name, planned_gib(architecture, job), gib))
             theirs.append(Compared(name, fitcheck_gib(fitcheck, architecture, job), gib))
@@ -359,35 +358,6 @@ def published_entries(fitcheck: Any) -> list[Entry]:
         found += error_entries(f"planner, closed form against a T4's peaks, {kind}", ours, bars=bars)
         found += error_entries(f"planner, fitcheck-llm against a T4's peaks, {kind}", theirs)
     return found
-
-
-def published_architectures(models: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
-    """The models' architectures, from their shapes as published with the peaks."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for model, shape in models.items():
-            path = Path(folder) / f"{model.rpartition('/')[2]}.json"
-            # how long its rows may be was not published, and takes no memory
-            path.write_text(json.dumps({**shape, "max_position_embeddings": sys.maxsize}), encoding="utf-8")
-            found[model] = read_architecture(str(path))
-    return found
-
-
-def published_job(row: dict[str, Any]) -> Job:
-    """The step that was measured: a plain loop in fp16, whose bytes are bf16's."""
-    return Job(
-        technique="lora" if row["quantization"] == "none" else "qlora",
-        parallel="single",
-        batch=BatchShape(row["rows"], row["length"], row["length"]),
-        precision="bf16",
-        quantization="nf4-double" if row["double_quant"] else "nf4",
-        optimizer="adamw_torch",
-        attention=row["attention"],
-        gradient_checkpointing=row["gradient_checkpointing"],
-        lora_rank=row["lora_rank"],
-        target_modules=tuple(row["target_modules"]),
-        plain_loop=True,
-    )
 
 
 def published_name(row: dict[str, Any]) -> str:

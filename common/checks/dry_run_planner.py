@@ -16,10 +16,9 @@ from common.checks.dry_run import DryRun, dry_run
 from common.hardware.devices import GIB, Gpu
 from common.models.families import experts_at_work, suited_to_model
 from common.models.loading import model_without_weights
-from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, NCCL_GIB, WORKSPACE_GIB
+from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, RANKS_GIB, SPREAD_SHARE, WORKSPACE_GIB
 from common.planning.job import Job
 
-PASSING = ("activations", "logits", "gradients")
 """Parts that are allocated and freed in every step, and leave gaps."""
 
 
@@ -40,8 +39,12 @@ class Tried:
     @property
     def overhead_gib(self) -> float:
         """What a GPU needs besides: context, workspace, gaps, and NCCL's buffers where there are several."""
-        gaps_gib = GAP_SHARE * sum(self.result.peak[part] for part in PASSING) / GIB
-        return CONTEXT_GIB + WORKSPACE_GIB + gaps_gib + NCCL_GIB * (self.run.devices > 1)
+        return CONTEXT_GIB + WORKSPACE_GIB + GAP_SHARE * self.passing_gib + RANKS_GIB * (self.run.devices > 1)
+
+    @property
+    def passing_gib(self) -> float:
+        """What is allocated and freed in every step."""
+        return sum(self.result.peak[part] for part in PASSING_PARTS) / GIB
 
     @property
     def peak_gib(self) -> float:
@@ -49,15 +52,20 @@ class Tried:
         return self.result.peak_gib + self.overhead_gib
 
     @property
+    def safe_gib(self) -> float:
+        """With what published peaks had on top."""
+        return self.peak_gib + SPREAD_SHARE * self.passing_gib
+
+    @property
     def fits(self) -> bool:
-        """Whether the GPU holds it."""
-        return self.peak_gib <= self.gpu.memory_gib
+        """Whether the GPU is safe to hold it."""
+        return self.safe_gib <= self.gpu.memory_gib
 
     @property
     def max_batch_size(self) -> int:
         """Rows per device that fit: memory grows by as much for each."""
         rows = self.run.per_device_train_batch_size
-        return max(0, rows + math.floor((self.gpu.memory_gib - self.peak_gib) / self.row_gib))
+        return max(0, rows + math.floor((self.gpu.memory_gib - self.safe_gib) / self.row_gib))
 
     @property
     def name(self) -> str:
@@ -87,7 +95,9 @@ def answer_by_dry_runs(
         f"{runs[0].model}: {experts_at_work(model_without_weights(runs[0]))}",
     ]
     best = tried[0]
-    needs = f"{best.peak_gib:.1f} of {best.gpu.memory_gib:.1f} GiB on each {best.gpu.name}"
+    needs = (
+        f"{best.peak_gib:.1f} GiB, safe with {best.safe_gib:.1f}, of {best.gpu.memory_gib:.1f} on each {best.gpu.name}"
+    )
     fitting = f"{best.name}: {needs}; up to {best.max_batch_size} rows"
     advice = fitting if best.fits else f"Nothing fits. Nearest is {best.name}: {needs}"
     if as_json:
@@ -125,12 +135,12 @@ def _table(tried: Sequence[Tried]) -> str:
             each.name,
             each.run.precision,
             "yes" if each.fits else "no",
-            f"{each.peak_gib:.1f} / {each.gpu.memory_gib:.1f}",
+            f"{each.peak_gib:.1f} to {each.safe_gib:.1f} / {each.gpu.memory_gib:.1f}",
             each.max_batch_size or "-",
         ]
         for each in tried
     ]
-    headers = ["way", "precision", "fits", "peak / GPU\nGiB", "largest\nbatch"]
+    headers = ["way", "precision", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch"]
     return tabulate(rows, headers, tablefmt="rounded_outline", disable_numparse=True)
 
 
@@ -139,6 +149,7 @@ def _as_json(tried: Tried) -> dict[str, object]:
         **{f"{part}_gib": size / GIB for part, size in tried.result.peak.items()},
         "overhead_gib": tried.overhead_gib,
         "peak_gib": tried.peak_gib,
+        "safe_gib": tried.safe_gib,
         "capacity_gib": tried.gpu.memory_gib,
         "fits": tried.fits,
     }
