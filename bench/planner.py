@@ -27,7 +27,7 @@ from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
-from common.planning.published import PEAKS_PATH, architectures_of, t4_job
+from common.planning.published_memory import PEAKS_PATH, architectures_of, t4_job
 from common.planning.shares import whole_model
 from common.records.store import kept_records
 from common.reporting.rows import NOT_RUN

@@ -618,15 +618,15 @@ PLANS = (
     Fault(
         "memory plan: the overhead of eager attention is left out",
         "common/planning/gpu_overhead.py",
-        "EAGER_SCORE_BYTES = 4\n# buffers",
-        "EAGER_SCORE_BYTES = 0\n# buffers",
+        "EAGER_SCORE_BYTES = 4\n# with",
+        "EAGER_SCORE_BYTES = 0\n# with",
         _unit("memory_plan", "tensor_parallel_divides_layers_and_leaves_hidden_states_whole"),
     ),
     Fault(
         "planner: what does not fit is said to fit",
         "common/planning/plans.py",
-        "            memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices,",
-        "            memory.peak_gib >= gpu.memory_gib for memory, gpu in zip(self.devices,",
+        "        return all(memory.peak_gib <= gpu.memory_gib for",
+        "        return all(memory.peak_gib >= gpu.memory_gib for",
         _unit("planner", "what_does_not_fit_ends_with_1_and_advice"),
     ),
     Fault(

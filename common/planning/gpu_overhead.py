@@ -23,15 +23,16 @@ WORKSPACE_GIB, HOPPER_WORKSPACE_GIB = 8_519_680 / GIB, 32 / 1024
 # have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known
 EAGER_SCORE_BYTES = 4
 # with several ranks: NCCL's buffers (4 MiB a channel and peer, github.com/NVIDIA/nccl/issues/391); fitted to 93 figures
-# of `nvidia-smi` (`published.CALIBRATION`)
+# of `nvidia-smi` (`published_memory.CALIBRATION`)
 RANKS_GIB = 2.0
 # resident memory of a run's process at the end of training, besides its tensors: Python, PyTorch's CPU build,
 # Transformers, PEFT, judge and rows; measured once, on one machine
 CPU_PROCESS_GIB = 0.62
 # gaps between blocks, of what is allocated and freed in every step; fitted to 156 figures of `nvidia-smi` (the same)
 GAP_SHARE = 0.06
-# beyond the likely memory, of what is allocated and freed in every step: 19 in 20 of the same figures need no more
-SPREAD_SHARE = 0.25
+# beyond the likely memory, of what comes and goes in every step: 19 in 20 of the same figures need no more, 53 of
+# losses in chunks or fused, and 103 whose logits are there all at once, in blocks that hardly anything else fills
+SPREAD_SHARE, WHOLE_LOGITS_SPREAD_SHARE = 0.12, 0.35
 
 
 def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
@@ -77,7 +78,8 @@ def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: Device
     if gpu.name == CPU_DEVICE:
         return replace(memory, terms=(*memory.terms, *overhead))
     given_back = blocks_apart(memory) - sum(term.count for term in overhead if term.what == APART)
-    spread = given_back + SPREAD_SHARE * passing_bytes(memory)
+    share = WHOLE_LOGITS_SPREAD_SHARE if job.loop.logit_bytes else SPREAD_SHARE
+    spread = given_back + share * passing_bytes(memory)
     return replace(memory, terms=(*memory.terms, *overhead), spread=spread)
 
 

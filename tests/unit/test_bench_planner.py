@@ -15,7 +15,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB, find_gpu
 from common.planning.job import BatchShape
-from common.planning.published import architectures_of, t4_job
+from common.planning.published_memory import architectures_of, t4_job
 from common.training.placement import place_stages
 
 PEAKS = json.loads(planner.PEAKS_PATH.read_text())

@@ -33,6 +33,8 @@ T4_LOGIT_BYTES = {"none": 14, "nf4": 16}
 
 Kind = Literal["allocated", "reserved", "nvidia_smi"]
 KINDS: tuple[Kind, ...] = ("allocated", "reserved", "nvidia_smi")
+LIKELY: tuple[Kind, ...] = ("reserved", "nvidia_smi")
+"""What users see: allocated memory and what PyTorch's allocator, and the GPU, need beside it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ class Point:
     def error(self, kind: Kind) -> float:
         """Return planned over published memory, less one: above zero too much was planned."""
         return self.planned_gib(kind) / self.figures[kind] - 1
+
+    def is_safe(self, kind: Kind) -> bool:
+        """Return whether the published figure, of what was reserved or shown, is at most the safe one."""
+        beyond_likely = self.planned.safe_gib - self.planned.peak_gib
+        return self.figures[kind] <= self.planned_gib(kind) + beyond_likely
 
     @property
     def fits(self) -> bool:
@@ -208,12 +215,14 @@ class Errors:
         mean: Of their sizes, as a share.
         bias: Of them with their signs: above zero plans are too high.
         within_15: The share whose size is at most 15 %.
+        worst: The largest size.
     """
 
     figures: int
     mean: float
     bias: float
     within_15: float
+    worst: float
 
 
 def errors_of(chosen: Iterable[Point], kinds: Sequence[Kind] = KINDS) -> Errors:
@@ -221,13 +230,23 @@ def errors_of(chosen: Iterable[Point], kinds: Sequence[Kind] = KINDS) -> Errors:
     found = [point.error(kind) for point in chosen for kind in kinds if kind in point.figures]
     sizes = [abs(error) for error in found]
     within = sum(size <= 0.15 for size in sizes) / len(sizes)
-    return Errors(len(found), statistics.fmean(sizes), statistics.fmean(found), within)
+    return Errors(len(found), statistics.fmean(sizes), statistics.fmean(found), within, max(sizes))
+
+
+def safe_share(chosen: Iterable[Point]) -> float:
+    """Return the share of the figures of what was reserved or shown that are at most the safe one."""
+    are_safe = [point.is_safe(kind) for point in chosen for kind in LIKELY if kind in point.figures]
+    return sum(are_safe) / len(are_safe)
+
+
+def points_of(source: str) -> list[Point]:
+    """Return a source's points."""
+    return [point for point in points() if point.source == source]
 
 
 def held_out_points() -> list[Point]:
     """Return the points of sources that no constant is fitted to."""
-    held_out = {name for name, source in sources().items() if source.held_out}
-    return [point for point in points() if point.source in held_out]
+    return [point for name, source in sources().items() if source.held_out for point in points_of(name)]
 
 
 @dataclass(frozen=True)
