@@ -27,7 +27,20 @@ from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
-from common.planning.published_memory import PEAKS_PATH, architectures_of, t4_job
+from common.planning.published_memory import (
+    CALIBRATION,
+    LIKELY,
+    PEAKS_PATH,
+    architectures_of,
+    errors_of,
+    held_out_points,
+    points,
+    points_of,
+    safe_share,
+    sources,
+    t4_job,
+    verdicts_on,
+)
 from common.planning.shares import whole_model
 from common.records.store import kept_records
 from common.reporting.rows import NOT_RUN
@@ -39,6 +52,8 @@ POINTS_COMMAND = "python -m bench.planner_points && python -m bench planner"
 DRY_RUN_BARS = (0.02, 0.05)
 MEASURED_BARS = (0.03, 0.08)
 """Largest mean and largest single error."""
+HELD_OUT_BARS = (0.08, 0.9)
+"""Largest mean error of what is likely, and smallest share of errors within 15 %, where no constant was fitted."""
 PLANNER_BAR_S, DRY_RUN_BAR_S = 1.0, 20.0
 ROUNDS, DRY_RUN_ROUNDS, QUICK_ROUNDS = 5, 3, 1
 
@@ -93,6 +108,7 @@ def entries(quick: bool) -> list[Entry]:
     return [
         *grid_entries(compared, fitcheck),
         *published_entries(fitcheck),
+        *published_memory_entries(),
         *gpu_entries(POINTS_PATH),
         *record_entries(kept_records()),
         *speed_entries(*((QUICK_ROUNDS, QUICK_ROUNDS) if quick else (ROUNDS, DRY_RUN_ROUNDS))),
@@ -358,6 +374,33 @@ def published_entries(fitcheck: Any) -> list[Entry]:
         found += error_entries(f"planner, closed form against a T4's peaks, {kind}", ours, bars=bars)
         found += error_entries(f"planner, fitcheck-llm against a T4's peaks, {kind}", theirs)
     return found
+
+
+def published_memory_entries() -> list[Entry]:
+    """Errors of the likely memory against published figures, and whether what was said to fit did; all projected."""
+    held_out, calibration = held_out_points(), points_of(CALIBRATION)
+    errors, fitted = errors_of(held_out, LIKELY), errors_of(calibration, LIKELY)
+    names = " and ".join(source.title.partition(",")[0] for source in sources().values() if source.held_out)
+    name, verdicts = f"planner, likely memory, held out ({names})", verdicts_on(points())
+    of_calibration = f"planner, likely memory, calibration ({sources()[CALIBRATION].title.partition(',')[0]})"
+    ran = f"planner, {verdicts.ran} published runs that fitted"
+    mean_bar, within_bar = HELD_OUT_BARS
+    return [
+        measured(f"{name}, {errors.figures} figures: mean error", errors.mean, "share", COMMAND, at_most=mean_bar),
+        measured(f"{name}: within 15 %", errors.within_15, "share", COMMAND, at_least=within_bar),
+        measured(f"{name}: at most the safe memory", safe_share(held_out), "share", COMMAND),
+        measured(f"{of_calibration}, {fitted.figures} figures: mean error", fitted.mean, "share", COMMAND),
+        measured(f"{of_calibration}: within 15 %", fitted.within_15, "share", COMMAND),
+        measured(
+            f"planner, {verdicts.ran_out} published runs that ran out of memory: said to fit",
+            verdicts.false_fits,
+            "runs",
+            COMMAND,
+            at_most=0,
+        ),
+        measured(f"{ran}: said not to fit", verdicts.refused, "runs", COMMAND),
+        measured(f"{ran}: called tight", verdicts.tight, "runs", COMMAND),
+    ]
 
 
 def published_name(row: dict[str, Any]) -> str:
