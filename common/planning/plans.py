@@ -45,6 +45,11 @@ class Highest(NamedTuple):
         """Of the device's memory, by the safe figure."""
         return self.phase.safe_gib / self.gpu.memory_gib
 
+    @property
+    def likely_share(self) -> float:
+        """The same by the likely figure."""
+        return self.phase.peak_gib / self.gpu.memory_gib
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -74,13 +79,20 @@ class Plan:
 
     @cached_property
     def highest(self) -> Highest:
-        """The device and the phase in which a device is fullest."""
-        each = [
+        """The device and the phase in which a device is fullest, by the safe figure."""
+        return max(self._each_phase(), key=lambda each: each.share)
+
+    @cached_property
+    def highest_likely(self) -> Highest:
+        """The same by the likely figure."""
+        return max(self._each_phase(), key=lambda each: each.likely_share)
+
+    def _each_phase(self) -> list[Highest]:
+        return [
             Highest(number, gpu, phase)
             for number, (gpu, phases) in enumerate(zip(self.cluster.gpus, self.phases, strict=True))
             for phase in phases
         ]
-        return max(each, key=lambda highest: highest.share)
 
     @property
     def fits(self) -> bool:
@@ -90,11 +102,7 @@ class Plan:
     @property
     def may_fit(self) -> bool:
         """Whether every device is likely to hold its part in every phase."""
-        return all(
-            phase.peak_gib <= gpu.memory_gib
-            for gpu, phases in zip(self.cluster.gpus, self.phases, strict=True)
-            for phase in phases
-        )
+        return self.highest_likely.likely_share <= 1
 
     @property
     def trains(self) -> bool:
@@ -374,7 +382,7 @@ def _largest_parts(memory: DeviceMemory) -> str:
 
 def phase_that_is_too_large(plan: Plan) -> str:
     """Return the phase beside training that a device cannot hold, by how much, and what would fit."""
-    device, gpu, phase = plan.highest
+    device, gpu, phase = plan.highest_likely
     fewer = plan.evaluated_at_once
     help_ = (
         f"--per_device_eval_batch_size {fewer} would fit"
