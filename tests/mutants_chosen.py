@@ -623,6 +623,20 @@ PLANS = (
         _unit("memory_plan", "tensor_parallel_divides_layers_and_leaves_hidden_states_whole"),
     ),
     Fault(
+        "planner: the safe figure is no more than the likely one",
+        "common/planning/memory_plan.py",
+        "return self.peak_gib + self.spread / GIB",
+        "return self.peak_gib",
+        _unit("published_memory", "no_run_that_ran_out_of_memory_is_said_to_fit_nor_one_above_its_card"),
+    ),
+    Fault(
+        "planner: rows of differing lengths leave no blocks behind",
+        "common/planning/memory_plan.py",
+        "left_behind = (layer + loss) * self.batch.padded",
+        "left_behind = 0.0",
+        _unit("published_memory", "plans_of_held_out_points_are_within_the_bars"),
+    ),
+    Fault(
         "planner: what does not fit is said to fit",
         "common/planning/plans.py",
         "        return all(memory.peak_gib <= gpu.memory_gib for",

@@ -118,6 +118,7 @@ class DeviceSums:
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
         self.layers_saved, self.ends_saved = cache(self.layers_saved), cache(self.ends_saved)  # of many moments
         self.ends_waiting, self.before_backward = cache(self.ends_waiting), cache(self.before_backward)
+        self.resting, self.loss, self.layer_backward = cache(self.resting), cache(self.loss), cache(self.layer_backward)
         self._layer_saved = cache(self.layer.saved)
 
     def resting(self) -> list[Term]:
@@ -589,8 +590,7 @@ class DeviceSums:
         return where((held and self.chunks_loss, what), (held and not self.chunks_loss, whole))
 
     def _logits(self, what: str) -> list[Term]:
-        wide = self.job.method.quantizes and self.job.end_bytes == 4
-        each = 4 if wide else self.job.arithmetic_bytes
+        each = 4 if self.job.method.quantizes else self.job.arithmetic_bytes
         return [Term("logits", what, f"P V {each}", each * self.positions * self.architecture.vocab)]
 
     def loss_forward(self) -> list[Term]:
