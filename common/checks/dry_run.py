@@ -221,8 +221,8 @@ def verdict(plan: Plan, number: int) -> str:
     may_fit = "tight" if memory.peak_gib <= gpu.memory_gib else "does not fit"
     fits = "fits" if memory.safe_gib <= gpu.memory_gib else may_fit
     return (
-        f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB "
-        f"on {gpu.name}, safe with {memory.safe_gib:.2f}: {fits}"
+        f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f}, safe {memory.safe_gib:.2f} "
+        f"of {gpu.memory_gib:.1f} GiB on {gpu.name}: {fits}"
     )
 
 
