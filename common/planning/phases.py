@@ -102,7 +102,8 @@ class _PhaseSums:
         tokens = min(shape.rows * shape.length, max(shape.length, LOGITS_AT_ONCE // architecture.vocab))
         count = (shape.rows if architecture.classes else tokens) * architecture.vocab
         logits = Term("logits", "whole logits of a few rows, and their fp32 copy", "P V (a + 4)", count * (a + 4))
-        expected = Term("logits", "the trained model's, to compare with", "P V 4", count * 4)
+        held = 2 if self.job.method.has_adapters else 1  # also those with the adapter, when those without it come
+        expected = Term("logits", "those of before, to compare with", f"{held} P V 4", held * count * 4)
         widest = max(linear.inputs * linear.outputs for stack in architecture.stacks for linear in stack.linears)
         product = numbers("weights", "an adapter's product, and its sum with the matrix", widest, 4 + 4)
         moments = [
@@ -115,18 +116,18 @@ class _PhaseSums:
 
     def evaluation(self, name: str) -> Phase:
         """Return the answers to a batch of questions (or its labels, or summaries), and their judging."""
+        shape, a = self.shape, self.job.whole_model_bytes
         models, alive = self._evaluated(is_tuned=name == "final evaluation")
-        a = self.job.whole_model_bytes
-        judge = Term("weights", "independent judge", f"{JUDGE_BYTES:,} bytes", JUDGE_BYTES)
-        read = self.shape.rows * max(self.shape.new_tokens, self.shape.labelled)
-        judging = [*self._layer(read, read, a), activations("hidden states in fp32", "2 T H 4",
-                                                            2 * read * self.architecture.hidden * 4)]  # fmt: skip
-        return self._phase(
-            name,
-            alive,
-            *((moment, [*models, *terms]) for moment, terms in self._answers(a).items()),
-            *([("judging", [*models, judge, *judging])] if self.shape.judged else []),
-        )
+        moments = [(moment, [*models, *terms]) for moment, terms in self._answers(a).items()]
+        read = shape.rows * max(shape.new_tokens, shape.labelled)
+        judge = where((
+            shape.has_independent_judge,
+            Term("weights", "independent judge", f"{JUDGE_BYTES:,} bytes", JUDGE_BYTES),
+        ))  # fmt: skip
+        hidden = activations("hidden states in fp32", "2 T H 4", 2 * read * self.architecture.hidden * 4)
+        if shape.judged:
+            moments.append(("judging", [*models, *judge, *self._layer(read, read, a), hidden]))
+        return self._phase(name, alive, *moments)
 
     def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]]) -> Phase:
         moment, terms = max(moments, key=lambda each: sum(term.count for term in each[1]))

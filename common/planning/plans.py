@@ -567,6 +567,7 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
         new_tokens=0 if run.goal.classifies else run.max_new_tokens,
         beams=run.num_beams if run.goal.summarizes else 1,
         judged=run.goal.chats,
+        has_independent_judge=run.goal.chats and run.independent_judge != "none",
     )
 
 
