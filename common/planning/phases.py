@@ -18,10 +18,8 @@ from common.planning.terms import Term, activations, numbers, where
 TRAINING = "training"
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
 """In the order of a run; validation and saving come again and again in training."""
-MERGED_MODELS = 3
-"""Whole models that QLoRA's final evaluation holds where they fit: both merged ones, and the base, which judges."""
-ROOM_FOR_MERGED = 0.9
-"""Of a device's memory: what these may take, or the adapter on the quantized base is evaluated alone."""
+ROOM_FOR_MODELS = 0.9
+"""Of a device's memory: what models may take."""
 JUDGE_BYTES = 22_713_216 * 4
 """Weights of all-MiniLM-L6-v2, the independent judge, in fp32."""
 
@@ -44,6 +42,14 @@ class Phase:
     def peak_gib(self) -> float:
         """What the device must have."""
         return self.memory.peak_gib
+
+
+def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float) -> bool:
+    """Return whether a device of so much memory holds QLoRA's base and, beside it, a model in 16 bits.
+
+    The original base judges the quantized one's answers; without room the quantized base is evaluated alone.
+    """
+    return whole_gib + quantized_gib < ROOM_FOR_MODELS * memory_gib
 
 
 def phases_of(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> tuple[Phase, ...]:
@@ -159,10 +165,8 @@ class _PhaseSums:
         sums = self._whole()
         return sums.base_weights() if self.job.method.quantizes else self._plain(sums, "weights of what was saved")
 
-    def _plain(self, sums: DeviceSums, what: str, times: int = 1) -> list[Term]:
-        return [
-            numbers("weights", what, times * parameters_of(self.architecture, sums.share), self.job.whole_model_bytes)
-        ]
+    def _plain(self, sums: DeviceSums, what: str) -> list[Term]:
+        return [numbers("weights", what, parameters_of(self.architecture, sums.share), self.job.whole_model_bytes)]
 
     def _evaluated(self, is_tuned: bool) -> tuple[list[Term], str]:
         """Return the weights of the models that an evaluation holds, and which these are."""
@@ -171,13 +175,13 @@ class _PhaseSums:
             if is_tuned:
                 return self._plain(sums, "weights"), "tuned model; then the base"
             return self._plain(sums, "weights"), "base"
-        merged = self._plain(sums, f"{MERGED_MODELS} models in 16 bits", MERGED_MODELS)
-        if sum(term.gib for term in merged) >= ROOM_FOR_MERGED * self.gpu.memory_gib:
-            return sums.base_weights(), "adapter on the quantized base" if is_tuned else "quantized base"
+        quantized, whole = sums.base_weights(), self._plain(sums, "weights in 16 bits")
+        gib = [sum(term.gib for term in terms) for terms in (whole, quantized)]
+        if not has_room_for_whole(*gib, self.gpu.memory_gib):
+            return quantized, "adapter on the quantized base" if is_tuned else "quantized base"
         if is_tuned:
-            return merged, "both merged models, base"
-        judge = self._plain(sums, "the base in 16 bits, which judges")
-        return [*sums.base_weights(), *judge], "quantized base, base"
+            return whole, "a merged model; then the base"
+        return [*quantized, *whole], "quantized base, base"
 
     def _autocast_copies(self) -> list[Term]:
         """Return autocast's copies of all trained matrices, which it keeps until the forward pass has ended."""
