@@ -308,7 +308,7 @@ def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap
     batch, expected, compares = save_and_free(trainer, folder)
     if not compares:
         return 0.0
-    return reloaded_difference(run, folder, device_map_of_rank(stage_map, rank), batch, expected)
+    return reloaded_difference(run, folder, device_map_of_rank(stage_map, rank), batch, expected, trainer.memory)
 
 
 @torch.no_grad()

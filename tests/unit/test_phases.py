@@ -17,8 +17,8 @@ from common.planning.job import BatchShape, EvaluationShape, Job
 from common.planning.phases import PHASES, TRAINING, Phase, phases_of
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import whole_model
+from common.runtime.memory_tracker import MemoryTracker
 from common.training.chunked_loss import compute_loss_in_chunks
-from common.training.memory_tracker import MemoryTracker
 from common.training.placement import check_fits
 from common.training.strategy import keep_answer_logits
 
