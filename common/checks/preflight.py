@@ -438,7 +438,7 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
             f"{len(rows.validation)} {unit}{_planned_peak(plan, planned_phase)}"
             for name, key, planned_phase in (
                 ("validation", "validation", "validation"),
-                ("answers", "answers", "final evaluation"),
+                ("answers", "answers", "baseline evaluation"),
             )
         ),
         f"passed: trained, validated, saved, reloaded and answered; logits measured {found['logit_difference']:.1e} "

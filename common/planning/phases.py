@@ -13,7 +13,7 @@ from common.planning.gpu_overhead import memory_with_overhead, overhead_terms
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
 from common.planning.memory_plan import DeviceMemory, DeviceSums
 from common.planning.shares import Share, parameters_of, part_of_rank, whole_model
-from common.planning.terms import Term, activations, numbers, where
+from common.planning.terms import Term, activations, numbers, times_each, where
 
 TRAINING = "training"
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
@@ -174,6 +174,8 @@ class _PhaseSums:
         sums = self._whole()
         if not self.job.method.quantizes:
             weights = self._plain(sums, "weights")
+            if is_tuned and self.job.parallelism.layers_in_turn:  # a model on several GPUs does not wait on the host
+                return weights, times_each(weights, 2, "2 x "), "tuned model and base"
             return weights, weights, "tuned model; then the base" if is_tuned else "base"
         quantized, whole = sums.base_weights(), self._plain(sums, "weights in 16 bits")
         gib = [sum(term.gib for term in terms) for terms in (whole, quantized)]
