@@ -257,6 +257,7 @@ def evaluation_of(options: PlannerOptions, architecture: Architecture) -> Evalua
         new_tokens=0 if options.classes else target_length if summarizes else RunConfig.max_new_tokens,
         beams=RunConfig.num_beams if summarizes else 1,
         judged=not (options.classes or summarizes),
+        has_independent_judge=not (options.classes or summarizes),
     )
 
 

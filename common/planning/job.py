@@ -110,7 +110,8 @@ class EvaluationShape:
         prompt_length: Tokens that an answer follows, or that a label or a summary is found for.
         new_tokens: Tokens that are generated at most; 0 = none.
         beams: With summarization.
-        judged: A judge compares the answers with the references: the base itself, as long as they are.
+        judged: The base compares the answers with the references, which are as long as the labels.
+        has_independent_judge: So does a sentence encoder.
     """
 
     rows: int
@@ -120,6 +121,7 @@ class EvaluationShape:
     new_tokens: int = 0
     beams: int = 1
     judged: bool = False
+    has_independent_judge: bool = False
 
 
 @dataclass(frozen=True)

@@ -135,30 +135,30 @@ class Plan:
         """What the fullest device lacks in its highest phase to be safe; negative where it has room."""
         return self.highest.phase.safe_gib - self.highest.gpu.memory_gib
 
-    @cached_property
-    def evaluated_at_once(self) -> int:
-        """The most rows, halved from the job's own, with which every phase beside training fits; 0: none."""
+    def evaluated_at_once(self, is_safe: bool = True) -> int:
+        """Return the most rows, halved from the job's own, with which every phase beside training fits; 0: none.
+
+        `is_safe`: by the safe figure; else by the likely one.
+        """
         rows = self.job.evaluation.rows
-        while rows and not self._evaluates(rows):
+        while rows and not self._evaluates(rows, is_safe):
             rows //= 2
         return rows
 
-    def _evaluates(self, rows: int) -> bool:
-        evaluation = replace(self.job.evaluation, rows=rows)
-        phases = replace(self, job=replace(self.job, evaluation=evaluation)).phases
+    def _evaluates(self, rows: int, is_safe: bool) -> bool:
+        evaluating = replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
         return all(
-            phase.safe_gib <= gpu.memory_gib
-            for gpu, of_device in zip(self.cluster.gpus, phases, strict=True)
-            for phase in of_device
-            if phase.name != TRAINING
+            (each.share if is_safe else each.likely_share) <= 1
+            for each in evaluating._each_phase()
+            if each.phase.name != TRAINING
         )
 
     def with_fewer_evaluated(self) -> "Plan":
-        """Return the plan with as many rows evaluated at once as fit; itself where that does not help."""
-        if self.fits or self.job.evaluation is None or not self.evaluated_at_once:
+        """Return the plan with as many rows evaluated at once as are safe, or at least likely to fit; else itself."""
+        if self.job.evaluation is None:
             return self
-        evaluation = replace(self.job.evaluation, rows=self.evaluated_at_once)
-        return replace(self, job=replace(self.job, evaluation=evaluation))
+        rows = self.evaluated_at_once() or self.evaluated_at_once(is_safe=False) or self.job.evaluation.rows
+        return replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
 
     @property
     def rows_per_step(self) -> int:
@@ -383,7 +383,7 @@ def _largest_parts(memory: DeviceMemory) -> str:
 def phase_that_is_too_large(plan: Plan) -> str:
     """Return the phase beside training that a device cannot hold, by how much, and what would fit."""
     device, gpu, phase = plan.highest_likely
-    fewer = plan.evaluated_at_once
+    fewer = plan.evaluated_at_once()
     help_ = (
         f"--per_device_eval_batch_size {fewer} would fit"
         if fewer
@@ -602,6 +602,7 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
         new_tokens=0 if run.goal.classifies else run.max_new_tokens,
         beams=run.num_beams if run.goal.summarizes else 1,
         judged=run.goal.chats,
+        has_independent_judge=run.goal.chats and run.independent_judge != "none",
     )
 
 
@@ -632,7 +633,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         # a budget may divide each micro-batch
         accumulation_steps=max(run.gradient_accumulation_steps, 2 if run.max_batch_tokens else 1),
         offload=run.offload == "cpu",
-        cpu_operations=run.device == "cpu" and batch.classes > 0,  # runs in chat are planned as on a GPU
+        cpu_operations=run.device == "cpu",
         evaluation=evaluation or evaluation_of_run(run, batch),
     )
 
