@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -165,8 +165,8 @@ class GridPoint:
 
     @property
     def job(self) -> Job:
-        """As the closed form wants it."""
-        return job_of_run(self.run, self.batch)
+        """As the closed form wants it, on a GPU: so dry runs count operations, too, whatever the run's device."""
+        return replace(job_of_run(self.run, self.batch), cpu_operations=False)
 
 
 def dry_run_grid() -> list[GridPoint]:
