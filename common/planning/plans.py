@@ -19,7 +19,7 @@ from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import ALL_LINEAR, BatchShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
 from common.planning.shares import Share, part_of_rank, whole_model
-from common.planning.time_plan import Cluster, StepTime, achieved_speed, calibration_from, step_time
+from common.planning.time_plan import Cluster, StepTime, speed_of, calibration_from, step_time
 from common.records.store import kept_records
 
 # of a GPU's memory: above it a plan that fits is called tight, and `preflight` should have the last word
@@ -160,7 +160,7 @@ def make_plan(
         pair: memory_with_overhead(architecture, job, *pair)
         for pair in dict.fromkeys(zip(placed, cluster.gpus, strict=True))
     }
-    speeds = {gpu: achieved_speed(gpu, job, calibration) for gpu in dict.fromkeys(cluster.gpus)}
+    speeds = {gpu: speed_of(gpu, job, calibration) for gpu in dict.fromkeys(cluster.gpus)}
     return Plan(
         architecture,
         job,
