@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from common.base.errors import BadInputError, closest
@@ -54,6 +55,7 @@ def literal_file_of(run_folder: Path) -> Path:
     return found[0]
 
 
+@cache
 def assignments(source: str) -> dict[str, ast.Assign]:
     """Return a module's top-level statements `NAME = value` by name."""
     found = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]

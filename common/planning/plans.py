@@ -18,8 +18,9 @@ from common.planning.device_maps import balanced_shares, even_shares, read_devic
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import ALL_LINEAR, BatchShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
+from common.planning.published_rates import best_tokens_per_s
 from common.planning.shares import Share, part_of_rank, whole_model
-from common.planning.time_plan import Cluster, StepTime, speed_of, calibration_from, step_time
+from common.planning.time_plan import Cluster, StepTime, calibration_from, speed_of, step_time
 from common.records.store import kept_records
 
 # of a GPU's memory: above it a plan that fits is called tight, and `preflight` should have the last word
@@ -29,8 +30,9 @@ DEFAULT_ROWS_PER_EPOCH = 10_000
 # projected times are not good to a tenth: nearer than that, the simpler parallelism is better
 ABOUT_AS_FAST = 0.9
 SORTED_BY = (
-    "what fits; full fine-tuning, LoRA, QLoRA; speed, where within "
-    f"{1 - ABOUT_AS_FAST:.0%} of the fastest the plans that are not tight come first, the simplest of them on top"
+    "what fits; full fine-tuning, LoRA, QLoRA; speed, where of those within "
+    f"{1 - ABOUT_AS_FAST:.0%} of the fastest the simplest is on top; a tight plan stands below all that are about as "
+    "fast and not tight"
 )
 
 
@@ -91,6 +93,11 @@ class Plan:
         of_a_row = sum({stack.kind: self.job.batch.length_in(stack) for stack in self.architecture.stacks}.values())
         return self.rows_per_step * of_a_row / self.time.total_s
 
+    @cached_property
+    def tokens_per_s_best(self) -> float | None:
+        """What the best published run of this kind leads to; None = nothing is published. See `best_tokens_per_s`."""
+        return best_tokens_per_s(self.architecture, self.job, self.cluster, self.shares, self.tokens_per_s)
+
     def epoch_s(self, rows: int) -> float:
         """Return the seconds to go once through so many rows."""
         return self.time.total_s * rows / self.rows_per_step
@@ -122,6 +129,11 @@ class Plan:
         """`LoRA, ddp, checkpointed`."""
         checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
         return f"{self.job.method.label}, {self.job.sharing}{checkpointed}"
+
+    @property
+    def short_name(self) -> str:
+        """The same for columns of tables: `full, fsdp, checkpointed`."""
+        return self.name.replace(self.job.method.label, self.job.method.short, 1)
 
 
 # -- plans
@@ -187,8 +199,9 @@ def ranked_plans(
 ) -> list[Plan]:
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
-    Of plans that are about as fast as the fastest of their technique, those that are not tight come first, and of
-    these the simplest. What does not fit is sorted by how much it lacks.
+    Of plans that are about as fast as the fastest of their technique, the simplest comes first. A tight plan stands
+    below all plans that are about as fast and not tight, whatever their technique. What does not fit is sorted by how
+    much it lacks.
 
     `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
     does not fit without. `micro_batches` None: with pp as many as make sense. `dp_replicate_size` None: with fsdp one
@@ -228,7 +241,7 @@ def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> 
     """Return the parallelisms that this repository uses with the technique and so many devices."""
     task = TASKS[batch.task]
     suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
-    usual = task.parallelisms if task.classifies and technique in task.techniques else suggested
+    usual = suggested if task.chats or technique not in task.techniques else task.parallelisms
     return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
 
 
@@ -248,15 +261,28 @@ def _micro_batches(rows: int, parallel: str, cluster: Cluster) -> int:
 
 
 def _best_first(plans: list[Plan]) -> list[Plan]:
+    """Sort plans that fit: by technique, speed and simplicity; tight ones below all that are about as fast."""
+    remaining, ranked = list(plans), []
+    while remaining:
+        ranked.append(_best_of(remaining))
+        remaining.remove(ranked[-1])
+    return ranked
+
+
+def _best_of(plans: list[Plan]) -> Plan:
     techniques, simplest_first = list(TECHNIQUES), list(PARALLELISMS)
-    fastest = {plan.job.technique: plan.tokens_per_s for plan in sorted(plans, key=lambda plan: plan.tokens_per_s)}
+    technique = min((plan.job.technique for plan in plans), key=techniques.index)
+    best = [plan for plan in plans if plan.job.technique == technique]
+    fastest = max(plan.tokens_per_s for plan in best)
+    alike = [plan for plan in best if plan.tokens_per_s >= ABOUT_AS_FAST * fastest]
 
-    def rank(plan: Plan) -> tuple[int, bool, bool, float, float]:
-        is_slow = plan.tokens_per_s < ABOUT_AS_FAST * fastest[plan.job.technique]
-        simplicity = 0 if is_slow else simplest_first.index(plan.job.parallel)
-        return techniques.index(plan.job.technique), is_slow, plan.is_tight, simplicity, -plan.tokens_per_s
+    def rank(plan: Plan) -> tuple[int, bool, int, float]:
+        simplicity = simplest_first.index(plan.job.parallel)
+        return techniques.index(plan.job.technique), plan.is_tight, simplicity, -plan.tokens_per_s
 
-    return sorted(plans, key=rank)
+    first = min(alike, key=rank)
+    roomy = [plan for plan in plans if not plan.is_tight and plan.tokens_per_s >= ABOUT_AS_FAST * first.tokens_per_s]
+    return min(roomy, key=rank) if first.is_tight and roomy else first
 
 
 def why(plan: Plan) -> str:
@@ -353,6 +379,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                 "max_batch_size": plan.max_batch_size,
                 "step_time_s": plan.time.total_s,
                 "tokens_per_s": plan.tokens_per_s,
+                "tokens_per_s_best": plan.tokens_per_s_best,
                 "epoch_time_s": plan.epoch_s(rows_per_epoch),
                 "cost_usd_per_epoch": plan.epoch_usd(rows_per_epoch),
                 "why": why(plan),
@@ -370,18 +397,19 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
     for plan in plans:
         (memory, gpu), usd = plan.fullest, plan.epoch_usd(rows_per_epoch)
         rows.append([
-            plan.name,
+            plan.short_name,
             plan.job.precision,
             "no" if not plan.fits else "tight" if plan.is_tight else "yes",
             f"{memory.peak_gib:.1f} / {gpu.memory_gib:.1f}",
             plan.max_batch_size or "-",
             _seconds(plan.time.total_s),
             f"{plan.tokens_per_s:,.0f}",
+            "-" if plan.tokens_per_s_best is None else f"{plan.tokens_per_s_best:,.0f}",
             _seconds(plan.epoch_s(rows_per_epoch)),
             "-" if usd is None else f"{usd:,.2f}",
         ])  # fmt: skip
-    headers = ("way", "precision", "fits", "peak / GPU\nGiB", "largest\nbatch", "step", "tokens\nper s", "epoch",
-               "epoch\nUSD")  # fmt: skip
+    headers = ("way", "precision", "fits", "peak / GPU\nGiB", "largest\nbatch", "step", "tokens\nper s",
+               "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
     return _outlined(rows, headers, text_columns=3)
 
 
@@ -461,6 +489,7 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
         optimizer=run.optim,
         attention="flash" if run.attention == "flash3" else run.attention,
         gradient_checkpointing=run.gradient_checkpointing,
+        kernels="fused" if run.use_liger_kernel else "compiled" if run.torch_compile else "plain",
         lora_rank=run.lora_r,
         target_modules=targets.get(run.target_modules, tuple(run.target_modules.split(","))),
         lora_dropout=run.lora_dropout if run.method.has_adapters else 0.0,

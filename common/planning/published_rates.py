@@ -4,6 +4,7 @@ They are what the constants of `common.planning.step_speed` are fitted to, and w
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from statistics import mean
@@ -12,8 +13,8 @@ from typing import Any
 from common.base.paths import REPOSITORY
 from common.hardware.devices import CATALOGUE, Gpu
 from common.planning.architectures import FAMILIES, Architecture
-from common.planning.job import BatchShape, Job
-from common.planning.shares import whole_model
+from common.planning.job import BatchShape, Job, Kernels
+from common.planning.shares import Share, whole_model
 from common.planning.step_speed import generation_of, peak_tflops, step_flops
 from common.planning.time_plan import Cluster, Link, Speed, step_time
 
@@ -203,3 +204,34 @@ def best_published(technique: str, generation: str, parameters: int) -> Publishe
         and parameters / SIMILAR_SIZE <= rate.architecture.parameters <= parameters * SIMILAR_SIZE
     ]
     return max(alike, key=lambda rate: rate.share_of_peak, default=None)
+
+
+def best_tokens_per_s(
+    architecture: Architecture, job: Job, cluster: Cluster, shares: Sequence[Share], tokens_per_s: float
+) -> float | None:
+    """Return the tokens per second of all GPUs with the efficiency of the best published run; None where none is known.
+
+    The best run (`best_published`) has a kernel set, and is faster than the model says by some factor: the job is
+    planned with that kernel set, and that factor faster. `tokens_per_s` is the job's own figure, and the least.
+    """
+    best = best_published(job.technique, generation_of(cluster.gpus[0]).name, architecture.parameters)
+    if best is None or job.precision == "fp32":
+        return None
+
+    def step_s(kernels: Kernels) -> float:
+        speeds = [Speed(None, best.where)] * len(cluster.gpus)
+        return step_time(architecture, replace(job, kernels=kernels), cluster, shares, speeds).total_s
+
+    gain = step_s(job.kernels) / step_s(best.job.kernels) / best.ratio
+    return tokens_per_s * max(1.0, gain)
+
+
+def evidence(gpu: Gpu) -> str:
+    """Return which published rates the speed of a GPU rests on, in words."""
+    generation = generation_of(gpu)
+    own = sum(rate.gpu.name == gpu.name for rate in published_rates())
+    alike = dict.fromkeys(rate.gpu.name for rate in published_rates() if generation_of(rate.gpu) == generation)
+    if own:
+        return f"{own} published rates are of it"
+    taken = f"as of {', '.join(alike)}, which are alike" if alike else generation.assumed
+    return f"no published rate is of it: its share of the peak is assumed, {taken}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from common.base.errors import BadInputError
 from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture, Linear, Stack
-from common.planning.job import Job
+from common.planning.job import Job, Kernels
 from common.planning.shares import Share, trains_head
 
 # share of the data sheet's memory bandwidth that kernels reach which only move numbers: an assumption, not fitted
@@ -60,7 +60,7 @@ GENERATIONS = (
     Generation("half-rate Ampere and Ada", ("RTX 3090", "RTX 4090", "A10G", "L40 "), 1.0),
     Generation("full-rate Ampere and Ada", ("RTX A", "RTX 6000 Ada", "L40S", "L4 "), 0.70),
     Generation("Volta", ("V100",), 0.90),
-    Generation("Turing", ("T4",), 0.90, assumed="as the V100's"),
+    Generation("Turing", ("T4",), 0.90, assumed="as of the V100"),
 )
 UNKNOWN = Generation("unknown", (), 0.61, 0.61, assumed="the least that any generation reaches")
 """Of a GPU that is described by hand, and of a CPU without records."""
@@ -97,7 +97,7 @@ class KernelSet:
 # Counted from the operations of Transformers' Llama and PEFT's `Linear`. PyTorch's own kernels do one operation each: a
 # norm turns numbers to fp32, squares, averages, scales, turns them back, and multiplies by its weights: 18 numbers of
 # 16 bits for each of the hidden state. A fused kernel reads it and writes it: 2.
-KERNEL_SETS = {
+KERNEL_SETS: dict[Kernels, KernelSet] = {
     "plain": KernelSet(18, 10, 5, (1, 5), (6, 4), 22, 40),
     "fused": KernelSet(2, 2, 3, (1, 3), (3, 2), 5, 20),
     "compiled": KernelSet(2, 2, 3, (1, 3), (3, 2), 10, 15),

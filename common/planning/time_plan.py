@@ -21,7 +21,6 @@ from common.planning.shares import Share, part_of_rank, quantized_weights, train
 from common.planning.step_speed import (
     BANDWIDTH_REACHED,
     computing_time,
-    generation_of,
     peak_tflops,
     products_per_s,
     step_flops,
@@ -42,6 +41,7 @@ ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, TCP_GBIT = 0.9, 0.4, 45
 ASSUMED_ETHERNET_GBIT = 25
 OFFLOADED_GB_PER_S = 12.0  # across PCIe, as measured rarely above
 SECONDS_PER_HOUR = 3600
+MEASURED = "measured"  # in the source of a speed that the model has no part in
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,16 @@ class Speed:
         read_s = passes * weights * job.arithmetic_bytes / (gpu.memory_bandwidth_gb_per_s * 1e9)
         return max(step_flops(architecture, job, share).total / self.flops_per_s, read_s)
 
+    def in_words(self, architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> str:
+        """Return where the seconds of `compute_s` go; empty where they were measured as a whole."""
+        if self.flops_per_s is not None:
+            return ""
+        parts = computing_time(architecture, job, share, gpu)
+        return (
+            f": matrix products {parts.products_s:.3g} s, other kernels {parts.others_s:.3g} s; launches take "
+            f"{parts.launches_s:.3g} s meanwhile"
+        )
+
 
 def speed_of(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
     """Return the speed of `gpu`: the median of its records kept here, or else what published rates lead to.
@@ -163,13 +173,13 @@ def speed_of(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
         BadInputError: The GPU does not compute in the job's precision.
     """
     if measured := calibration.get(gpu.name):
-        return Speed(median(measured), f"{gpu.name}: measured, median of {len(measured)} records kept here")
-    generation, peak = generation_of(gpu), peak_tflops(gpu, job)
+        return Speed(median(measured), f"{gpu.name}: {MEASURED}, median of {len(measured)} records kept here")
+    peak = peak_tflops(gpu, job)
     share = products_per_s(gpu, job) / (peak * 1e12)
     return Speed(
         None,
-        f"{gpu.name}: matrix products at {share:.0%} of {peak:g} TFLOP/s ({generation.source}), all else at "
-        f"{BANDWIDTH_REACHED:.0%} of {gpu.memory_bandwidth_gb_per_s:,g} GB/s",
+        f"{gpu.name}: matrix products at {share:.0%} of {peak:g} TFLOP/s, all else at {BANDWIDTH_REACHED:.0%} of "
+        f"{gpu.memory_bandwidth_gb_per_s:,g} GB/s",
     )
 
 
@@ -255,7 +265,8 @@ def step_time(
     return StepTime(
         slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (
-            f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s",
+            f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s"
+            + speeds[0].in_words(part, job, shares[0], cluster.gpus[0]),
             f"communication: {sent / 1e9:,.3g} GB by {links}, {communication_s:.3g} s, "
             f"of which {exposed_s:.3g} s are not hidden",
             f"waiting: {bubble_s:.3g} s",

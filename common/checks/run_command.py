@@ -1,0 +1,161 @@
+"""The command of this repository that starts a plan: `make run` with the run folder that differs least from it."""
+
+import shlex
+from pathlib import Path
+
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import literal_file_of, read_lora, run_folders
+from common.checks.folder_runs import setting_of_folder
+from common.hardware.devices import CATALOGUE, CPU_DEVICE
+from common.planning.architectures import MODEL_CONFIGS, find_config, is_hub_id
+from common.planning.job import ALL_LINEAR, Job
+from common.planning.plans import Plan
+
+# models with weights for the shapes of assets/model_configs; tuned ones, as rows of messages need a chat template
+HUB_IDS = {
+    "all-minilm-l6-v2": "sentence-transformers/all-MiniLM-L6-v2",
+    "bart-large-cnn": "facebook/bart-large-cnn",
+    "llama-3.1-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "roberta-large": "FacebookAI/roberta-large",
+}
+NOT_HERE = "no run folder of this repository takes this plan"
+NOTHING_TO_RUN = "nothing before something fits"
+
+
+def last_lines(best: Plan, rows_per_epoch: int, command: str) -> tuple[str, str]:
+    """Return the answer's last two lines: what to do, and the command that does it; `command` empty = there is none."""
+    if not best.fits:
+        return "Recommended: none of these, as nothing fits.", f"Run: {NOTHING_TO_RUN}"
+    memory, gpu = best.fullest
+    usd = best.epoch_usd(rows_per_epoch)
+    price = "" if usd is None else f" and {usd:,.2f} USD"
+    return (
+        f"Recommended: {best.name}, {best.job.precision}: {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB at its "
+        f"highest moment, {best.tokens_per_s:,.0f} tokens per s, {best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} "
+        f"per epoch of {rows_per_epoch:,} rows.",
+        f"Run: {command or NOT_HERE}",
+    )
+
+
+def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
+    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`, named as the planner was asked; empty = none.
+
+    Of the run folders that take the plan, the one is chosen that needs the fewest options. Run folders start processes
+    on one machine, so that a plan for several has none.
+    """
+    if plan.cluster.nodes > 1:
+        return ""
+    is_cpu, task = plan.cluster.gpus[0].name == CPU_DEVICE, _task_of(plan)
+    folders = [
+        (folder, literal)
+        for folder, literal in run_folders().items()
+        if (literal.device == "cpu", literal.task, literal.loop) == (is_cpu, task, "trainer")
+    ]
+    found = [(folder, _options(folder, literal, plan, model, model_revision)) for folder, literal in folders]
+    taken = [(len(options), str(folder.relative_to(REPOSITORY)), options) for folder, options in found if options]
+    if not taken:
+        return ""
+    _, folder, options = min(taken)
+    return f'make run FOLDER={folder} ARGS="{" ".join(options)}"'
+
+
+def _task_of(plan: Plan) -> str:
+    """Return what a run with the plan's model learns: an encoder classifies, an encoder-decoder summarizes."""
+    kinds = {stack.kind for stack in plan.architecture.stacks}
+    if kinds == {"decoder"}:
+        return "chat"
+    if len(kinds) > 1:
+        return "summarization"
+    return "classification" if plan.job.batch.classes else "none: no run learns an encoder's own head"
+
+
+def _options(folder: Path, literal: RunConfig, plan: Plan, model: str, model_revision: str) -> list[str]:
+    """Return what to pass to the folder's command; empty where the folder does not take the plan."""
+    job, has_settings = plan.job, read_lora(literal_file_of(folder))
+    try:
+        own = setting_of_folder(folder, job.technique, job.parallel) if has_settings else literal
+        wanted = _settings(plan, own) | _model_settings(own, model, model_revision)
+        own.changed_to(**{name: value for name, value in wanted.items() if value != getattr(own, name)})
+    except BadInputError:
+        return []
+    # technique and parallelism decide about a folder's own settings: they are named where its literal has others
+    base = {name: getattr(own, name) for name in wanted} | {
+        "technique": literal.technique,
+        "parallel": literal.parallel,
+    }
+    changed = {name: value for name, value in wanted.items() if value != base[name]}
+    spelt = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in changed.items()}
+    # the batch is named in any case: it is what one comes back to change
+    spelt.setdefault("per_device_train_batch_size", str(job.batch.rows))
+    return [word for name, value in spelt.items() for word in (f"--{name}", shlex.quote(value))]
+
+
+def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
+    """Return the settings of a run that is to do as planned, in a folder whose own run is `own`."""
+    job, gpu = plan.job, plan.cluster.gpus[0]
+    wanted: dict[str, object] = {
+        "technique": job.technique,
+        "parallel": job.parallel,
+        "devices": job.devices,
+        "gpu": gpu.name if gpu in CATALOGUE else own.gpu,
+        "precision": job.precision,
+        "optim": job.optimizer,
+        "attention": job.attention,
+        "use_liger_kernel": job.kernels == "fused",
+        "torch_compile": job.kernels == "compiled",
+        "gradient_checkpointing": job.gradient_checkpointing,
+        "per_device_train_batch_size": job.batch.rows,
+        "gradient_accumulation_steps": job.accumulation_steps,
+        "max_length": job.batch.length,
+        "target_modules": _target_modules(job),
+        "offload": "cpu" if job.offload else "none",
+        "dp_replicate_size": job.dp_replicate_size,
+        "micro_batches": job.micro_batches,
+    }
+    if job.method.has_adapters:
+        wanted |= {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout}
+    if job.parallelism.pipelines:
+        wanted["schedule"] = job.schedule
+    if job.method.quantizes:
+        wanted["quantization"] = job.quantization
+    if _task_of(plan) == "summarization":
+        wanted["max_target_length"] = job.batch.target_length or job.batch.length
+    if job.gradient_checkpointing and job.parallelism.why_not_reentrant:
+        wanted["use_reentrant"] = False
+    if job.data_parallel_ranks == 1:
+        wanted["learning_rate_scaling"] = "none"
+    if own.pad_to_multiple_of and job.batch.length % own.pad_to_multiple_of:
+        wanted["pad_to_multiple_of"] = 0
+    return wanted
+
+
+def _target_modules(job: Job) -> str:
+    if job.target_modules and job.target_modules != ALL_LINEAR:
+        return ",".join(job.target_modules)
+    return "all" if job.trains_all else "all-linear"
+
+
+def _model_settings(own: RunConfig, model: str, model_revision: str) -> dict[str, object]:
+    """Return the settings that name the model: the folder's own where it has the same shape."""
+    shape = find_config(model, model_revision)
+    if not model_revision and _has_shape(own.model, shape):
+        return {"model": own.model}
+    if shape.parent != MODEL_CONFIGS or is_hub_id(model):
+        folder = shape.parent if model.endswith(".json") else model
+        return {"model": str(folder), "model_revision": model_revision}
+    if shape.stem in HUB_IDS:
+        return {"model": HUB_IDS[shape.stem]}
+    return {"model": shape.stem, "weights": "random"}
+
+
+def _has_shape(model: str, shape: Path) -> bool:
+    try:
+        return find_config(model) == shape
+    except BadInputError:
+        return False
