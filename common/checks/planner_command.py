@@ -355,7 +355,7 @@ def answer(options: PlannerOptions) -> int:
     )
     assumptions = _assumptions_of(plans, options)
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
-    command = run_command(plans[0], options.model, options.model_revision) if plans[0].fits else ""
+    command, why_not = _command_of(plans[0], options)
     if options.json:
         said = as_json(options.model, plans, assumptions, options.rows_per_epoch) | {"run": command or None}
         print(json.dumps(said, indent=2))
@@ -370,10 +370,20 @@ def answer(options: PlannerOptions) -> int:
         explanation(plans[0]) if options.explain else "",
         compared,
         "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
-        "\n".join(last_lines(plans[0], options.rows_per_epoch, command)),
+        "\n".join(last_lines(plans[0], options.rows_per_epoch, command, why_not)),
     ]
     print("\n\n".join(filter(None, parts)))
     return 0 if plans[0].fits else 1
+
+
+def _command_of(plan: Plan, options: PlannerOptions) -> tuple[str, str]:
+    """Return the command that starts the plan, or why there is none."""
+    if not plan.fits:
+        return "", "it does not fit."
+    try:
+        return run_command(plan, options.model, options.model_revision), ""
+    except BadInputError as refused:
+        return "", str(refused)
 
 
 def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> str:

@@ -24,14 +24,12 @@ HUB_IDS = {
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
     "roberta-large": "FacebookAI/roberta-large",
 }
-NOT_HERE = "no run folder of this repository takes this plan"
-NOTHING_TO_RUN = "nothing before something fits"
 
 
-def last_lines(best: Plan, rows_per_epoch: int, command: str) -> tuple[str, str]:
-    """Return the answer's last two lines: what to do, and the command that does it; `command` empty = there is none."""
+def last_lines(best: Plan, rows_per_epoch: int, command: str, why_not: str) -> tuple[str, str]:
+    """Return the answer's last two lines: what to do, and the command that does it, or why there is none."""
     if not best.fits:
-        return "Recommended: none of these, as nothing fits.", f"Run: {NOTHING_TO_RUN}"
+        return "Recommended: none of these, as nothing fits.", "Run: nothing yet."
     memory, gpu = best.fullest
     usd = best.epoch_usd(rows_per_epoch)
     price = "" if usd is None else f" and {usd:,.2f} USD"
@@ -39,60 +37,66 @@ def last_lines(best: Plan, rows_per_epoch: int, command: str) -> tuple[str, str]
         f"Recommended: {best.name}, {best.job.precision}: {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB at its "
         f"highest moment, {best.tokens_per_s:,.0f} tokens per s, {best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} "
         f"per epoch of {rows_per_epoch:,} rows.",
-        f"Run: {command or NOT_HERE}",
+        f"Run: {command or f'no run folder takes this plan: {why_not}'}",
     )
 
 
 def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
-    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`, named as the planner was asked; empty = none.
+    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`, named as the planner was asked.
 
-    Of the run folders that take the plan, the one is chosen that needs the fewest options. Run folders start processes
-    on one machine, so that a plan for several has none.
+    Of the run folders that take the plan, the one is chosen that needs the fewest options.
+
+    Raises:
+        BadInputError: None takes it, and why.
     """
     if plan.cluster.nodes > 1:
-        return ""
-    is_cpu, task = plan.cluster.gpus[0].name == CPU_DEVICE, _task_of(plan)
-    folders = [
-        (folder, literal)
-        for folder, literal in run_folders().items()
-        if (literal.device == "cpu", literal.task, literal.loop) == (is_cpu, task, "trainer")
-    ]
-    found = [(folder, _options(folder, literal, plan, model, model_revision)) for folder, literal in folders]
-    taken = [(len(options), str(folder.relative_to(REPOSITORY)), options) for folder, options in found if options]
+        raise BadInputError("they start processes on one machine, not on several.")
+    is_cpu, task, taken = plan.cluster.gpus[0].name == CPU_DEVICE, _task_of(plan), []
+    refusal = f"none has runs for {plan.architecture.name}'s own head; with --classes it is a classifier."
+    for folder, literal in run_folders().items():
+        if (literal.device == "cpu", literal.task, literal.loop) != (is_cpu, task, "trainer"):
+            continue
+        try:
+            options = _options(folder, literal, plan, model, model_revision)
+        except BadInputError as refused:
+            refusal = str(refused)
+        else:
+            taken.append((len(options), str(folder.relative_to(REPOSITORY)), options))
     if not taken:
-        return ""
+        raise BadInputError(refusal)
     _, folder, options = min(taken)
     return f'make run FOLDER={folder} ARGS="{" ".join(options)}"'
 
 
 def _task_of(plan: Plan) -> str:
-    """Return what a run with the plan's model learns: an encoder classifies, an encoder-decoder summarizes."""
+    """Return what a run with the plan's model learns; empty = nothing: no run has an encoder's own head."""
     kinds = {stack.kind for stack in plan.architecture.stacks}
     if kinds == {"decoder"}:
         return "chat"
     if len(kinds) > 1:
         return "summarization"
-    return "classification" if plan.job.batch.classes else "none: no run learns an encoder's own head"
+    return "classification" if plan.job.batch.classes else ""
 
 
 def _options(folder: Path, literal: RunConfig, plan: Plan, model: str, model_revision: str) -> list[str]:
-    """Return what to pass to the folder's command; empty where the folder does not take the plan."""
-    job, has_settings = plan.job, read_lora(literal_file_of(folder))
-    try:
-        own = setting_of_folder(folder, job.technique, job.parallel) if has_settings else literal
-        wanted = _settings(plan, own) | _model_settings(own, model, model_revision)
-        own.changed_to(**{name: value for name, value in wanted.items() if value != getattr(own, name)})
-    except BadInputError:
-        return []
+    """Return what to pass to the folder's command.
+
+    Raises:
+        BadInputError: The folder's runs do not take it.
+    """
+    job = plan.job
+    has_settings = read_lora(literal_file_of(folder))
+    own = setting_of_folder(folder, job.technique, job.parallel) if has_settings else literal
+    wanted = _settings(plan, own) | _model_settings(own, model, model_revision)
+    own.changed_to(**{name: value for name, value in wanted.items() if value != getattr(own, name)})
     # technique and parallelism decide about a folder's own settings: they are named where its literal has others
-    base = {name: getattr(own, name) for name in wanted} | {
-        "technique": literal.technique,
-        "parallel": literal.parallel,
-    }
-    changed = {name: value for name, value in wanted.items() if value != base[name]}
-    spelt = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in changed.items()}
+    base = {name: getattr(own, name) for name in wanted}
+    base |= {"technique": literal.technique, "parallel": literal.parallel}
     # the batch is named in any case: it is what one comes back to change
-    spelt.setdefault("per_device_train_batch_size", str(job.batch.rows))
+    changed = {
+        name: value for name, value in wanted.items() if value != base[name] or name == "per_device_train_batch_size"
+    }
+    spelt = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in changed.items()}
     return [word for name, value in spelt.items() for word in (f"--{name}", shlex.quote(value))]
 
 
@@ -104,7 +108,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         "parallel": job.parallel,
         "devices": job.devices,
         "gpu": gpu.name if gpu in CATALOGUE else own.gpu,
-        "precision": job.precision,
+        "precision": _precision(job),
         "optim": job.optimizer,
         "attention": job.attention,
         "use_liger_kernel": job.kernels == "fused",
@@ -133,6 +137,11 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
     if own.pad_to_multiple_of and job.batch.length % own.pad_to_multiple_of:
         wanted["pad_to_multiple_of"] = 0
     return wanted
+
+
+def _precision(job: Job) -> str:
+    """Return the setting: DeepSpeed keeps an fp32 copy of weights in 16 bits in any case, and a run calls it bf16."""
+    return "bf16" if job.parallelism.uses_deepspeed and job.precision == "bf16-mixed" else job.precision
 
 
 def _target_modules(job: Job) -> str:

@@ -214,6 +214,8 @@ def ranked_plans(
         for parallel, copies in with_copies:
             if PARALLELISMS[parallel].splits_layers and parallels is None and len(cluster.gpus) > architecture.layers:
                 continue
+            if parallels is None and not _scales_losses(parallel, precision or usual_precision(technique, cluster)):
+                continue
             if PARALLELISMS[parallel].layers_in_turn and cluster.nodes > 1:
                 if parallels is None:
                     continue
@@ -243,6 +245,12 @@ def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> 
     suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
     usual = suggested if task.chats or technique not in task.techniques else task.parallelisms
     return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
+
+
+def _scales_losses(parallel: str, precision: Precision) -> bool:
+    """Return whether training takes the precision: fp16 needs scaled losses, which sharding and pipelines lack here."""
+    sharing = PARALLELISMS[parallel]
+    return precision != "fp16-mixed" or not (sharing.shards or sharing.pipelines)
 
 
 def _copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:
