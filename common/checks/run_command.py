@@ -1,6 +1,7 @@
 """The command of this repository that starts a plan: `make run` with the run folder that differs least from it."""
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from common.base.errors import BadInputError
@@ -24,6 +25,11 @@ HUB_IDS = {
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
     "roberta-large": "FacebookAI/roberta-large",
 }
+TRIED = (
+    *("technique", "parallel", "devices", "gpu", "precision", "optim", "attention", "gradient_checkpointing"),
+    *("per_device_train_batch_size", "target_modules"),
+)
+"""Settings of a run that a dry run tries."""
 
 
 def last_lines(best: Plan, rows_per_epoch: int, command: str, why_not: str) -> tuple[str, str]:
@@ -44,20 +50,42 @@ def last_lines(best: Plan, rows_per_epoch: int, command: str, why_not: str) -> t
 def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
     """Return `make run FOLDER=... ARGS="..."` for a plan of `model`, named as the planner was asked.
 
-    Of the run folders that take the plan, the one is chosen that needs the fewest options.
-
     Raises:
-        BadInputError: None takes it, and why.
+        BadInputError: No run folder takes it, and why.
     """
     if plan.cluster.nodes > 1:
         raise BadInputError("they start processes on one machine, not on several.")
-    is_cpu, task, taken = plan.cluster.gpus[0].name == CPU_DEVICE, _task_of(plan), []
-    refusal = f"none has runs for {plan.architecture.name}'s own head; with --classes it is a classifier."
+    task = _task_of(plan)
+    if not task:
+        raise BadInputError(
+            f"none has runs for {plan.architecture.name}'s own head; with --classes it is a classifier."
+        )
+    device = "cpu" if plan.cluster.gpus[0].name == CPU_DEVICE else "cuda"
+    return _command(task, device, lambda own: _settings(plan, own) | _model_settings(own, model, model_revision))
+
+
+def command_of_run(run: RunConfig, device: str) -> str:
+    """Return the same for a run that a dry run stood in for, on `device` (cpu, cuda).
+
+    Raises:
+        BadInputError: No run folder takes it, and why.
+    """
+    adapters = ("lora_r", "lora_dropout") if run.method.has_adapters else ()
+    lengths = ("max_length", "max_target_length") if run.goal.summarizes else ("max_length",)
+    wanted = {name: getattr(run, name) for name in (*TRIED, *adapters, *lengths)}
+    return _command(
+        run.task, device, lambda own: wanted | _model_settings(own, run.model, run.model_revision) | _fitting(run, own)
+    )
+
+
+def _command(task: str, device: str, settings: Callable[[RunConfig], dict[str, object]]) -> str:
+    """Return the command with the run folder that takes the settings with the fewest options."""
+    taken, refusal = [], f"there is none for {task} on {device}."
     for folder, literal in run_folders().items():
-        if (literal.device == "cpu", literal.task, literal.loop) != (is_cpu, task, "trainer"):
+        if (literal.device, literal.task, literal.loop) != (device, task, "trainer"):
             continue
         try:
-            options = _options(folder, literal, plan, model, model_revision)
+            options = _options(folder, literal, settings)
         except BadInputError as refused:
             refusal = str(refused)
         else:
@@ -78,16 +106,17 @@ def _task_of(plan: Plan) -> str:
     return "classification" if plan.job.batch.classes else ""
 
 
-def _options(folder: Path, literal: RunConfig, plan: Plan, model: str, model_revision: str) -> list[str]:
-    """Return what to pass to the folder's command.
+def _options(folder: Path, literal: RunConfig, settings: Callable[[RunConfig], dict[str, object]]) -> list[str]:
+    """Return what to pass to the folder's command, for the settings that a run like its own is to have.
 
     Raises:
-        BadInputError: The folder's runs do not take it.
+        BadInputError: The folder's runs do not take them.
     """
-    job = plan.job
+    wanted = settings(literal)
+    technique, parallel = str(wanted["technique"]), str(wanted["parallel"])
     has_settings = read_lora(literal_file_of(folder))
-    own = setting_of_folder(folder, job.technique, job.parallel) if has_settings else literal
-    wanted = _settings(plan, own) | _model_settings(own, model, model_revision)
+    own = setting_of_folder(folder, technique, parallel) if has_settings else literal
+    wanted = settings(own)
     own.changed_to(**{name: value for name, value in wanted.items() if value != getattr(own, name)})
     # technique and parallelism decide about a folder's own settings: they are named where its literal has others
     base = {name: getattr(own, name) for name in wanted}
@@ -130,13 +159,20 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         wanted["quantization"] = job.quantization
     if _task_of(plan) == "summarization":
         wanted["max_target_length"] = job.batch.target_length or job.batch.length
-    if job.gradient_checkpointing and job.parallelism.why_not_reentrant:
-        wanted["use_reentrant"] = False
-    if job.data_parallel_ranks == 1:
-        wanted["learning_rate_scaling"] = "none"
-    if own.pad_to_multiple_of and job.batch.length % own.pad_to_multiple_of:
-        wanted["pad_to_multiple_of"] = 0
-    return wanted
+    return wanted | _fitting(job, own)
+
+
+def _fitting(way: Job | RunConfig, own: RunConfig) -> dict[str, object]:
+    """Return what has to change besides in a folder's own run, so that its settings do not exclude each other."""
+    changes: dict[str, object] = {}
+    if way.gradient_checkpointing and way.parallelism.why_not_reentrant:
+        changes["use_reentrant"] = False
+    if way.data_parallel_ranks == 1:
+        changes["learning_rate_scaling"] = "none"
+    length = way.batch.length if isinstance(way, Job) else way.max_length
+    if own.pad_to_multiple_of and length % own.pad_to_multiple_of:
+        changes["pad_to_multiple_of"] = 0
+    return changes
 
 
 def _precision(job: Job) -> str:
