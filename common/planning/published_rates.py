@@ -59,7 +59,7 @@ class PublishedRate:
 
     @property
     def label(self) -> str:
-        """What ran where: `mistral-7b, LoRA, 2 x A100 80GB SXM (fsdp), 4 x 4,096 tokens, fused`."""
+        """What ran where: `mistral-7b, LoRA, 2 x A100 80GB SXM (fsdp), 4 x 4,096, fused`."""
         job, count = self.job, len(self.cluster.gpus)
         checkpointed = ("", ", checkpointed", ", half checkpointed")[
             sum(each.gradient_checkpointing for each in self.jobs) + (len(self.jobs) > 1)
@@ -67,7 +67,7 @@ class PublishedRate:
         sharing = f" ({job.parallel})" if count > 1 else ""
         return (
             f"{self.architecture.name}, {job.method.short}, {count} x {self.gpu.name}{sharing}, "
-            f"{job.batch.rows} x {job.batch.length:,} tokens{checkpointed}, {job.kernels}"
+            f"{job.batch.rows} x {job.batch.length:,}{checkpointed}, {job.kernels}"
         )
 
     @cached_property
