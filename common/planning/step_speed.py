@@ -60,7 +60,7 @@ GENERATIONS = (
     Generation("half-rate Ampere and Ada", ("RTX 3090", "RTX 4090", "A10G", "L40 "), 1.0),
     Generation("full-rate Ampere and Ada", ("RTX A", "RTX 6000 Ada", "L40S", "L4 "), 0.70),
     Generation("Volta", ("V100",), 0.90),
-    Generation("Turing", ("T4",), 0.90, assumed="as of the V100"),
+    Generation("Turing", ("T4",), 0.70, 0.70, assumed="as of other cards that their power holds back"),
 )
 UNKNOWN = Generation("unknown", (), 0.61, 0.61, assumed="the least that any generation reaches")
 """Of a GPU that is described by hand, and of a CPU without records."""
@@ -266,9 +266,9 @@ class Computing:
 def computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> Computing:
     """Compute how long a device computes in one step; `architecture` is the part that each rank holds.
 
-    Adapters take no longer than the gradients of the weights that they save: of 81 published pairs of LoRA and full
-    fine-tuning in the same steps, LoRA is slower in 12, all of models with 1.8B and 3B parameters (QwenLM/Qwen at rows
-    of 4,096 and more; PowerLM-3b in foundation-model-stack/fms-acceleration), by up to a fifth.
+    Adapters take no longer than the weights' gradients that they save: of 81 published pairs of LoRA and full
+    fine-tuning in the same steps, LoRA is slower in 12, by up to a fifth, all of models with 1.8B and 3B parameters at
+    rows of 4,096 tokens and more (QwenLM/Qwen; PowerLM-3b in foundation-model-stack/fms-acceleration).
 
     Raises:
         BadInputError: The GPU does not compute in the job's precision.
