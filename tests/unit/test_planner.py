@@ -227,7 +227,7 @@ def test_full_where_it_fits_and_adapters_where_it_does_not(asked) -> None:  # no
         return json.loads(out)["ranked"][0]["technique"]
 
     assert best("a6000", "llama-3.2-1b") == "full"
-    _, out, _ = asked("--model llama-3.2-1b --gpu a100-80g --gpus 2 --batch-size 4 --json")
+    _, out, _ = asked("--model llama-3.2-1b --gpu a100-80g --gpus 2 --batch-size 8 --json")
     assert json.loads(out)["ranked"][0]["parallel"] == "ddp"  # it fits one GPU, so each has its own rows
     _, out, _ = asked("--model llama-3.1-8b --gpu a6000 --gpus 4 --technique full --batch-size 4 --json")
     assert json.loads(out)["ranked"][0]["parallel"] == "fsdp"  # it does not, so they share it
