@@ -157,7 +157,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         wanted["schedule"] = job.schedule
     if job.method.quantizes:
         wanted["quantization"] = job.quantization
-    if _task_of(plan) == "summarization":
+    if len(plan.architecture.stacks) > 1:
         wanted["max_target_length"] = job.batch.target_length or job.batch.length
     return wanted | _fitting(job, own)
 

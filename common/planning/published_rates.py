@@ -131,12 +131,12 @@ def _rate(point: dict[str, Any]) -> PublishedRate:
         optimizer=point["optimizer"],
         attention=point["attention"],
         kernels=point["kernels"],
-        gradient_checkpointing=point["checkpointing"] == "full",
+        gradient_checkpointing=point["checkpointed"] == 1,
         lora_rank=point["lora_rank"] or Job.lora_rank,
         target_modules=() if point["targets"] in ("", "all-linear") else tuple(point["targets"].split(",")),
         accumulation_steps=point["accumulation"],
     )
-    also = (replace(job, gradient_checkpointing=True),) if point["checkpointing"] == "selective" else ()
+    also = (replace(job, gradient_checkpointing=True),) if 0 < point["checkpointed"] < 1 else ()
     return PublishedRate(
         source=point["source"],
         where=f"{source['where']}:{path}",
