@@ -80,7 +80,7 @@ def all_table(_: list[Record]) -> Iterator[Row]:
 
 def _compared(rate: PublishedRate) -> Row:
     return {
-        "Published": f"{rate.tokens_per_s:,.0f}",
+        "Rate": f"{rate.tokens_per_s:,.0f}",
         "Planned": f"{rate.planned:,.0f}",
         "Ratio": f"{rate.ratio:.2f}",
     }
