@@ -19,26 +19,33 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator
 from common.hardware.devices import read_memory
-from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype
+from common.models.loading import (
+    check_equal_logits,
+    load_base_model,
+    next_token_logits,
+    waiting_on_host,
+    weight_dtype,
+)
 from common.models.quantization import StoredWeights, dequantized, relative_error
 from common.planning.device_maps import whole_model_on
+from common.planning.phases import has_room_for_whole
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
-from common.training.export import reloaded_difference, save_and_free
-from common.training.trainer import AuditedTrainer
+from common.training.export import reloaded_difference, save_and_free, whole_logits_at_once
+from common.training.trainer import AuditedTrainer, free_model
 
 BLOCK = 64
 """Weights that share a scale."""
-MODELS_AT_ONCE = 3
-"""In the final evaluation: both merged models, and the base, which judges."""
+ON_ORIGINAL = "merged_into_original"
+"""Folder of the adapter merged into the original base."""
 
 
 def has_room_for_whole_models(run: RunConfig, rank: Rank, stored: StoredWeights) -> bool:
-    """Return whether unquantized models fit for the evaluation; on a card that was chosen for 4 bits they may not."""
+    """Return whether an unquantized model fits for the evaluations; on a card that was chosen for 4 bits it may not."""
     if run.device == "cpu":
         return True
-    return MODELS_AT_ONCE * stored.unquantized_gib < 0.9 * read_memory(rank.device).total_gib
+    return has_room_for_whole(stored.unquantized_gib, stored.weights_gib, read_memory(rank.device).total_gib)
 
 
 @dataclass
@@ -48,7 +55,7 @@ class Merged:
     Attributes:
         tuned: What was trained: merged into the de-quantized base, or without room for it the adapter on the base in
             4 bits.
-        on_original: The same adapter merged into the original base; None where there is no room to evaluate it.
+        has_room: The merge into the original base is evaluated, too, and the original base judges.
         differences: Largest absolute differences of logits from the trained model's.
         validation_losses: Of each merged model: similarity scores of good answers are all near 0, losses still tell
             them apart.
@@ -57,7 +64,7 @@ class Merged:
     """
 
     tuned: PreTrainedModel
-    on_original: PreTrainedModel | None
+    has_room: bool
     differences: dict[str, float]
     validation_losses: dict[str, float]
     relative_error: float | None
@@ -69,49 +76,52 @@ def merge_both_ways(
 ) -> Merged:
     """Save the adapter, and merge it into the de-quantized base (`merged`) and the original (`merged_into_original`).
 
-    Rank 0 writes. Without room on the device merging is done in the host's memory. The adapter on a newly quantized
-    base and `merged` must have the trained model's logits; `merged_into_original` has others, as the adapter also
-    learnt to compensate for quantization's errors: how far they are off is recorded.
+    Rank 0 writes, and merges in the host's memory, as there are two unquantized models. The adapter on a newly
+    quantized base and `merged` must have the trained model's logits; `merged_into_original` has others, as the adapter
+    also learnt to compensate for quantization's errors: how far they are off is recorded.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
     run, folder, device = log.run, log.folder, whole_model_on(log.rank.device)
-    rows = trainer.eval_dataset[: run.per_device_eval_batch_size]
-    batch, expected, _ = save_and_free(trainer, rows, folder / "adapter")
+    batch, expected, _ = save_and_free(trainer, folder / "adapter")
     differences, error = {}, None
     if log.rank.is_main:
         differences["adapter"] = reloaded_difference(run, folder / "adapter", device, batch, expected)
-        error = _save_merged(run, folder, tokenizer, device if has_room else whole_model_on("cpu"))
+        error = _save_merged(run, folder, tokenizer)
     wait_for_everyone()
     if not has_room:
         adapted = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
-        return Merged(adapted.get_base_model().eval(), None, differences, {}, error, adapted.disable_adapter)
-    models = {name: load_base_model(run, device, source=folder / name) for name in ("merged", "merged_into_original")}
-    tuned, on_original = models.values()
+        return Merged(adapted.get_base_model().eval(), False, differences, {}, error, adapted.disable_adapter)
+    tuned = load_base_model(run, device, source=folder / "merged")
     differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
-    differences["merged_into_original"] = (next_token_logits(on_original, batch) - expected).abs().max().item()
-    losses = {name: validation_loss(model, trainer, tokenizer) for name, model in models.items()}
-    return Merged(tuned, on_original, differences, losses, error)
+    losses = {"merged": validation_loss(tuned, trainer, tokenizer)}
+    with waiting_on_host(tuned):
+        on_original = load_base_model(run, device, source=folder / ON_ORIGINAL)
+        differences[ON_ORIGINAL] = (next_token_logits(on_original, batch) - expected).abs().max().item()
+        losses[ON_ORIGINAL] = validation_loss(on_original, trainer, tokenizer)
+        free_model(on_original)
+    return Merged(tuned, True, differences, losses, error)
 
 
 def validation_loss(model: torch.nn.Module, trainer: AuditedTrainer, tokenizer: PreTrainedTokenizerBase) -> float:
     """Return the mean over the answer tokens of the trainer's validation rows, as in training, on this device."""
-    rows, size = trainer.eval_dataset, trainer.args.per_device_eval_batch_size
+    rows = list(trainer.eval_dataset)
     collate, sums = make_collator(tokenizer), torch.zeros(2)  # with whole rows, not what training keeps of them
-    for start in range(0, len(rows), size):
-        batch = collate(rows[start : start + size])
+    for places in whole_logits_at_once([len(row["input_ids"]) for row in rows], model):
+        batch = collate([rows[place] for place in places])
         sums += whole_row_results(next_token_logits(model, batch).cpu(), batch["labels"]).sum(0)
     return (sums[0] / sums[1]).item()
 
 
-def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, place: dict[str, str]) -> float:
+def _save_merged(run: RunConfig, folder: Path, tokenizer: PreTrainedTokenizerBase) -> float:
     """Merge both ways, save with the tokenizer, and return the relative error of the quantized weights."""
+    place = whole_model_on("cpu")
     plain = dequantized(load_base_model(run, place), weight_dtype(run))
     original = load_base_model(run, place, quantized=False)
     error = relative_error(original, plain)
     tokenizer.save_pretrained(folder / "adapter")
-    for base, name in ((plain, "merged"), (original, "merged_into_original")):
+    for base, name in ((plain, "merged"), (original, ON_ORIGINAL)):
         PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return error

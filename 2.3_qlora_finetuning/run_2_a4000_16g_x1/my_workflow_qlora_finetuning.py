@@ -8,23 +8,24 @@ From this folder:
 The notebook runs the same steps cell by cell.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict
 
-from my_utils_qlora_finetuning import Merged, has_room_for_whole_models, merge_both_ways
+from my_utils_qlora_finetuning import ON_ORIGINAL, Merged, has_room_for_whole_models, merge_both_ways
 from transformers import PreTrainedModel
 
 from common.base.command_line import run_from_command_line
 from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.rows import Splits
-from common.models.loading import load_base_model, weight_dtype
+from common.models.loading import load_base_model, waiting_on_host, weight_dtype
 from common.models.quantization import StoredWeights, stored_weights
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.steps import Metrics, Tokenizer, build_trainer, load, train
-from common.training.trainer import AuditedTrainer
+from common.training.trainer import AuditedTrainer, free_model
 
 RUN = RunConfig(
     technique="qlora",
@@ -83,20 +84,35 @@ def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer, has_r
         return merge_both_ways(log, trainer, tokenizer, has_room)
 
 
+def judges_of(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, merged: Merged) -> Iterator[Judge]:
+    """Yield the judges of a tuned model: itself, the original base (or the quantized one), and an independent one."""
+    yield Judge("tuned", model, tokenizer)
+    if merged.has_room:
+        with waiting_on_host(model):
+            judge = original_judge(log, tokenizer)
+            yield judge
+            free_model(judge.model)
+    else:
+        yield Judge("base", model, tokenizer, merged.without_adapter)
+    yield from independent_judges(log.run, log.rank.device)
+
+
 def evaluate_after(
     log: RunRecorder, merged: Merged, tokenizer: Tokenizer, data: Splits
 ) -> dict[str, Evaluation | None]:
     """Evaluate what was trained (`after`), and the merge into the original base (`after_original_base`)."""
     with log.phase("final evaluation"):
-        has_room = merged.on_original is not None
-        itself = Judge("base", merged.tuned, tokenizer, merged.without_adapter)
-        others = [original_judge(log, tokenizer) if has_room else itself]
-        others += independent_judges(log.run, log.rank.device)
-        found: dict[str, Evaluation | None] = {"after": None, "after_original_base": None}
-        for when, model in (("after", merged.tuned), ("after_original_base", merged.on_original)):
-            if model is not None:
-                judges = [*others, Judge("tuned", model, tokenizer)]
+        judges = judges_of(log, merged.tuned, tokenizer, merged)
+        found = {
+            "after": evaluate(merged.tuned, tokenizer, data.test, judges, log, "after"),
+            "after_original_base": None,
+        }
+        if merged.has_room:
+            with waiting_on_host(merged.tuned):
+                model = load_base_model(log.run, whole_model_on(log.rank.device), source=log.folder / ON_ORIGINAL)
+                judges, when = judges_of(log, model, tokenizer, merged), "after_original_base"
                 found[when] = evaluate(model, tokenizer, data.test, judges, log, when)
+                free_model(model)
         return found
 
 
@@ -111,7 +127,7 @@ def record(
     """Write the record of the run: what was asked, and all that was measured."""
     return log.complete(
         quality={name: found and found.summary() for name, found in {"before": before, **after}.items()},
-        judged_by="original base" if merged.on_original else "quantized base",
+        judged_by="original base" if merged.has_room else "quantized base",
         quantization={**asdict(stored), "relative_error": merged.relative_error},
         largest_logit_differences=merged.differences,
         merged_validation_losses=merged.validation_losses,

@@ -56,7 +56,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
         check_disk(run)
     if run.resume_from_checkpoint:
         check_checkpoint(run, detect_launcher(), len(rows))
-    check_placement_and_memory(run, rows, load_tokenizer(run))
+    check_placement_and_memory(run, load_splits(run), load_tokenizer(run))
     return run
 
 

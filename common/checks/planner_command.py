@@ -23,9 +23,17 @@ from common.base.settings import setting
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
-from common.planning.architectures import UnknownArchitectureError, read_architecture
+from common.planning.architectures import Architecture, UnknownArchitectureError, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE
-from common.planning.job import OPTIMIZER_BYTES, WHY_NOT_QUANTIZED_FULL, BatchShape, Job, Precision, Quantization
+from common.planning.job import (
+    OPTIMIZER_BYTES,
+    WHY_NOT_QUANTIZED_FULL,
+    BatchShape,
+    EvaluationShape,
+    Job,
+    Precision,
+    Quantization,
+)
 from common.planning.plans import (
     DEFAULT_ROWS_PER_EPOCH,
     SORTED_BY,
@@ -243,6 +251,22 @@ def job_of(options: PlannerOptions) -> Job:
     )
 
 
+def evaluation_of(options: PlannerOptions, architecture: Architecture) -> EvaluationShape:
+    """Return what the phases beside training work on: rows as long as those to train on, and a run's defaults."""
+    summarizes = len(architecture.stacks) > 1
+    target_length = options.max_target_length or options.max_length
+    return EvaluationShape(
+        rows=RunConfig.per_device_eval_batch_size,
+        length=options.max_length,
+        labelled=1 if options.classes else target_length,
+        prompt_length=options.max_length,
+        new_tokens=0 if options.classes else target_length if summarizes else RunConfig.max_new_tokens,
+        beams=RunConfig.num_beams if summarizes else 1,
+        judged=not (options.classes or summarizes),
+        has_independent_judge=not (options.classes or summarizes),
+    )
+
+
 def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]:
     best = plans[0]
     job, link = best.job, best.cluster.slowest_link
@@ -255,6 +279,7 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         *_speeds_of(plans),
         f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps",
         f"an epoch is {options.rows_per_epoch:,} rows",
+        f"validated, and answered before and after training: {job.evaluation.rows} rows at once on each GPU",
     ]
     if len(best.devices) > 1:
         yours = "; name yours with --link" if best.cluster.nodes > 1 and not options.link else ""
@@ -340,6 +365,7 @@ def answer(options: PlannerOptions) -> int:
         runs = [run_of(options, job, cluster, technique) for technique in techniques]
         gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
         return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
+    job = replace(job, evaluation=evaluation_of(options, architecture))
     calibration = calibration_from(kept_records(), job.batch.task)
     plans = ranked_plans(
         architecture,

@@ -3,10 +3,11 @@
     python -m common.preflight 2.1_lora_finetuning/run_0_cpu_x1
     python -m common.preflight 2.2_lora_finetuning_with_ddp/run_1_a6000_48g_x2 --seq-len 1024 --batch_size 4
 
-Settings, model, data and plan are checked first. Then every rank builds the model, or its stage, with random weights of
-its real shape (nothing is downloaded), takes three optimizer steps on the longest batch that can come up, validates one
-batch, and saves and reloads what it trained. What was measured is called so; the rest is projected. Nothing is written
-into the repository; `--json FILE` keeps the result as data.
+Settings, model, data and plan are checked first. Then every rank builds the model, or its stage, with random weights
+of its real shape (nothing is downloaded), and takes one step of each phase of a run: three optimizer steps on the
+longest batch that can come up, a batch of validation, saving and reloading what was trained, and answers to a batch by
+the whole model, as the evaluations before and after need it. What was measured is called so; the rest is projected.
+Nothing is written into the repository; `--json FILE` keeps the result as data.
 
 Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question is wrong.
 """
@@ -20,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,10 +39,10 @@ from common.checks.inputs import check_room_to_save, check_settings, training_ro
 from common.checks.tried_rows import Rows, batch_of, check_length, rows_of_length, rows_of_run
 from common.data.batches import EpochBatches
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
-from common.models.loading import load_tokenizer
+from common.models.loading import load_base_model, load_tokenizer
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.device_maps import whole_model_on
-from common.planning.job import OPTIMIZER_BYTES, BatchShape
+from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
 from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
@@ -51,9 +51,15 @@ from common.runtime.world import Rank, detect_launcher, is_main_process
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
 from common.training.module_maps import StageMap
-from common.training.placement import place_stages
-from common.training.strategy import strategy_class
-from common.training.trainer import AuditedTrainer, SummaryTrainer, trainer_of_rows, training_arguments
+from common.training.placement import evaluation_of_rows, place_stages
+from common.training.strategy import as_computed, strategy_class
+from common.training.trainer import (
+    AuditedTrainer,
+    SummaryTrainer,
+    free_model,
+    trainer_of_rows,
+    training_arguments,
+)
 
 STEPS = 3  # of the optimizer; the first one also warms up, so that the last two are timed
 
@@ -72,7 +78,9 @@ def device_of(run: RunConfig) -> Gpu | None:
     return gpu_of_device(gpus()[1][0]) or (find_gpu(run.gpu) if run.gpu else None)
 
 
-def place_and_plan(run: RunConfig, batch: BatchShape) -> tuple[StageMap, Plan | None, str]:
+def place_and_plan(
+    run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | None = None
+) -> tuple[StageMap, Plan | None, str]:
     """Return which stage holds which layers (with mp and pp), the plan, and why there is none, where it is None.
 
     Raises:
@@ -91,8 +99,10 @@ def place_and_plan(run: RunConfig, batch: BatchShape) -> tuple[StageMap, Plan | 
         if no_plan:
             raise BadInputError(f"Layers are placed by their planned memory, but {no_plan}.")
         placement = place_stages(run, batch, device)
-        return placement.stage_map, placement.plan, ""
-    return {}, None if no_plan else plan_run(run, batch, device), no_plan
+        plan = placement.plan
+        job = replace(plan.job, evaluation=evaluation or plan.job.evaluation)
+        return placement.stage_map, replace(plan, job=job), ""
+    return {}, None if no_plan else plan_run(run, batch, device, evaluation), no_plan
 
 
 def total_steps(run: RunConfig, row_count: int | None) -> int | None:
@@ -148,9 +158,12 @@ class Measured:
     device: str
     peak_gib: float
     validation_peak_gib: float
+    merging_peak_gib: float
+    answers_peak_gib: float
     capacity_gib: float
     step_time_s: float
     validation_time_s: float
+    answers_time_s: float
     logit_difference: float
 
 
@@ -222,7 +235,8 @@ def measure(
     with phase(f"{STEPS} steps on the longest batch", rank, smaller_batch(run, len(rows.train), plan)):
         trainer.train()
         training = [read_memory(device) for device in rank.devices]
-    fewer = f"validation has batches of its own: pass --per_device_eval_batch_size {len(rows.validation) // 2 or 1}"
+    half = len(rows.validation) // 2 or 1
+    fewer = f"validation and answers have batches of their own: pass --per_device_eval_batch_size {half}"
     with phase("validation of one batch", rank, fewer):
         start_s = time.perf_counter()
         trainer.evaluate()  # ends with metrics on the host, so that the devices have finished
@@ -230,18 +244,25 @@ def measure(
         validation = [read_memory(device) for device in rank.devices]
     with phase("save and reload", rank, elsewhere):
         difference = save_and_reload(run, trainer, stage_map, rank, folder)
+        merging = [read_memory(device) for device in rank.devices]
+    with phase("answers to one batch", rank, fewer):
+        start_s = time.perf_counter()
+        answer_one_batch(run, rows, stage_map, rank)
+        answers_time_s = time.perf_counter() - start_s
+        answers = [read_memory(device) for device in rank.devices]
     return [
         Measured(
             rank.rank,
             device,
             trained.peak_gib,
-            validated.peak_gib,
+            *(memory.peak_gib for memory in others),
             trained.total_gib / (rank.world_size if device == "cpu" else 1),
             clock.step_time_s,
             validation_time_s,
+            answers_time_s,
             difference,
         )
-        for device, trained, validated in zip(rank.devices, training, validation, strict=True)
+        for device, trained, *others in zip(rank.devices, training, validation, merging, answers, strict=True)
     ]
 
 
@@ -284,10 +305,26 @@ def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    batch, expected, compares = save_and_free(trainer, list(islice(trainer.eval_dataset, 1)), folder)
+    batch, expected, compares = save_and_free(trainer, folder)
     if not compares:
         return 0.0
     return reloaded_difference(run, folder, device_map_of_rank(stage_map, rank), batch, expected)
+
+
+@torch.no_grad()
+def answer_one_batch(run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank) -> None:
+    """Answer (summarize, label) the longest batch with the whole model, as this rank's evaluations load it."""
+    loaded = as_computed(run) if strategy_class(run).reloads_as_computed else run
+    model = load_base_model(loaded, device_map_of_rank(stage_map, rank)).eval()
+    prompts = {"input_ids": [row["input_ids"] for row in rows.validation]}
+    batch = load_tokenizer(run).pad(prompts, padding_side="left", return_tensors="pt").to(model.device)
+    if run.goal.classifies:
+        model(**batch)
+    else:
+        length = {"min_new_tokens": run.max_new_tokens, "max_new_tokens": run.max_new_tokens}
+        beams = run.num_beams if run.goal.summarizes else 1
+        model.generate(**batch, do_sample=False, num_beams=beams, **length)
+    free_model(model)
 
 
 def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None) -> list[Measured]:
@@ -360,7 +397,8 @@ def figures(
 ) -> dict[str, Any]:
     """Return the result as data: memory in GiB, times in seconds; without a plan, what is planned is None."""
     batch = batch_of(run, rows)
-    slowest_or_fullest = ("step_time_s", "validation_time_s", "validation_peak_gib", "logit_difference")
+    slowest_or_fullest = ("step_time_s", "validation_time_s", "validation_peak_gib", "merging_peak_gib",
+                          "answers_time_s", "answers_peak_gib", "logit_difference")  # fmt: skip
     return {
         "settings": without_paths(run.to_dict()),
         "rows": batch.rows,
@@ -395,10 +433,32 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
         )
     return "\n".join([
         *lines,
-        f"validation: measured {found['validation_time_s']:.2f} s and a peak of {found['validation_peak_gib']:.2f} GiB "
-        f"for {len(rows.validation)} {unit}",
-        f"passed: trained, validated, saved and reloaded; logits measured {found['logit_difference']:.1e} apart",
+        *(
+            f"{name}: measured {found[f'{key}_time_s']:.2f} s and a peak of {found[f'{key}_peak_gib']:.2f} GiB for "
+            f"{len(rows.validation)} {unit}{_planned_peak(plan, planned_phase)}"
+            for name, key, planned_phase in (
+                ("validation", "validation", "validation"),
+                ("answers", "answers", "final evaluation"),
+            )
+        ),
+        f"passed: trained, validated, saved, reloaded and answered; logits measured {found['logit_difference']:.1e} "
+        "apart",
     ])  # fmt: skip
+
+
+def _planned_peak(plan: Plan | None, name: str) -> str:
+    """Return the planned peak of a phase on the fullest device, as it is measured, for the end of a line."""
+    if plan is None:
+        return ""
+    phases = [
+        (phase, gpu) for of_device, gpu in zip(plan.phases, plan.cluster.gpus, strict=True) for phase in of_device
+    ]
+    peaks = [
+        phase.peak_gib if gpu.name == CPU_DEVICE else phase.memory.allocated_gib
+        for phase, gpu in phases
+        if phase.name == name
+    ]
+    return f", planned {max(peaks):.2f} GiB"
 
 
 def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float) -> list[str]:
@@ -441,7 +501,8 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
     else:
         rows, lowered_by = rows_of_length(run, options.seq_len), "--seq-len"
     check_length(run, rows, lowered_by)
-    stage_map, plan, no_plan = place_and_plan(run, batch_of(run, rows))
+    evaluation = evaluation_of_rows(run, rows.validation)
+    stage_map, plan, no_plan = place_and_plan(run, batch_of(run, rows), evaluation)
     if detect_launcher() != "torchrun":
         print(announcement(run, rows, plan, no_plan), flush=True)
         if plan and not plan.fits and not options.anyway:

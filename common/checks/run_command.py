@@ -36,11 +36,10 @@ def last_lines(best: Plan, rows_per_epoch: int, command: str, why_not: str) -> t
     """Return the answer's last two lines: what to do, and the command that does it, or why there is none."""
     if not best.fits:
         return "Recommended: none of these, as nothing fits.", "Run: nothing yet."
-    memory, gpu = best.fullest
-    usd = best.epoch_usd(rows_per_epoch)
+    phase, gpu, usd = best.highest.phase, best.highest.gpu, best.epoch_usd(rows_per_epoch)
     price = "" if usd is None else f" and {usd:,.2f} USD"
     return (
-        f"Recommended: {best.name}, {best.job.precision}: {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB at its "
+        f"Recommended: {best.name}, {best.job.precision}: {phase.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB at its "
         f"highest moment, {best.tokens_per_s:,.0f} tokens per s, {best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} "
         f"per epoch of {rows_per_epoch:,} rows.",
         f"Run: {command or f'no run folder takes this plan: {why_not}'}",
@@ -151,6 +150,8 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         "dp_replicate_size": job.dp_replicate_size,
         "micro_batches": job.micro_batches,
     }
+    if job.evaluation:
+        wanted["per_device_eval_batch_size"] = job.evaluation.rows
     if job.method.has_adapters:
         wanted |= {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout}
     if job.parallelism.pipelines:

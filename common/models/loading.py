@@ -2,7 +2,8 @@
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -405,6 +406,18 @@ def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
         f"The {part} of {model} cannot be loaded ({str(error).strip().splitlines()[0]}): correct them, or pass another "
         "--model."
     )
+
+
+@contextmanager
+def waiting_on_host(model: PreTrainedModel) -> Iterator[None]:
+    """Keep a model that is whole on one GPU in the host's memory meanwhile; any other stays where it is."""
+    devices = {weight.device for weight in model.parameters()}
+    moves = len(devices) == 1 and "cpu" not in {device.type for device in devices}
+    if moves:
+        model.to("cpu")
+    yield
+    if moves:
+        model.to(devices.pop())
 
 
 @torch.no_grad()

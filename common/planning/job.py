@@ -101,6 +101,31 @@ class BatchShape:
 
 
 @dataclass(frozen=True)
+class EvaluationShape:
+    """What validation, and the evaluations before and after training, work on at once on one rank.
+
+    Attributes:
+        rows: Of a batch.
+        length: Tokens of a validation row.
+        labelled: Tokens of a validation row that have labels.
+        prompt_length: Tokens that an answer follows, or that a label or a summary is found for.
+        new_tokens: Tokens that are generated at most; 0 = none.
+        beams: With summarization.
+        judged: The base compares the answers with the references, which are as long as the labels.
+        has_independent_judge: So does a sentence encoder.
+    """
+
+    rows: int
+    length: int
+    labelled: int
+    prompt_length: int
+    new_tokens: int = 0
+    beams: int = 1
+    judged: bool = False
+    has_independent_judge: bool = False
+
+
+@dataclass(frozen=True)
 class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
 
@@ -119,6 +144,7 @@ class Job(HasSpecs):
         offload: Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory.
         cpu_operations: Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its
             scores.
+        evaluation: What the phases beside training work on; None: training alone is planned.
 
     Raises:
         BadInputError: settings contradict each other.
@@ -144,6 +170,7 @@ class Job(HasSpecs):
     plain_loop: bool = False
     offload: bool = False
     cpu_operations: bool = False
+    evaluation: EvaluationShape | None = None
 
     def __post_init__(self) -> None:
         rows, parts, parallelism, parallel = self.batch.rows, self.micro_batches, self.parallelism, self.parallel
@@ -210,6 +237,15 @@ class Job(HasSpecs):
     def weight_bytes(self) -> int:
         """`w`: bytes of a weight that is not quantized; DeepSpeed keeps the fp32 ones in its optimizer."""
         return 4 if self.precision == "fp32" or (self.is_mixed and not self.parallelism.uses_deepspeed) else 2
+
+    @property
+    def whole_model_bytes(self) -> int:
+        """Bytes of a weight where the whole model answers beside training: without an optimizer it needs no fp32 ones.
+
+        (`common.training.strategy.as_computed`; where a device trains the whole model, it answers as it is.)
+        """
+        is_reloaded = self.parallelism.shards or self.parallelism.splits_matrices
+        return self.arithmetic_bytes if is_reloaded else self.weight_bytes
 
     @property
     def trained_bytes(self) -> int:

@@ -66,7 +66,7 @@ def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceM
     Raises:
         BadInputError: Tensor parallelism cannot divide the model.
     """
-    return _DeviceSums(part_of_rank(architecture, job), job, share).highest()
+    return DeviceSums(part_of_rank(architecture, job), job, share).highest()
 
 
 def hidden_bytes(architecture: Architecture, job: Job) -> int:
@@ -79,7 +79,7 @@ def hidden_bytes(architecture: Architecture, job: Job) -> int:
     return 4 if ends_with_norm or job.method.quantizes or job.precision == "fp32" or job.autocasts else 2
 
 
-class _DeviceSums:
+class DeviceSums:
     """The terms of one device, gathered by moment."""
 
     def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
@@ -99,13 +99,17 @@ class _DeviceSums:
         self.ends_waiting, self.before_backward = cache(self.ends_waiting), cache(self.before_backward)
         self._layer_saved = cache(self.layer.saved)
 
+    def resting(self) -> list[Term]:
+        """Return what is there all the time that training takes."""
+        return self.weights() + self.optimizer_states() + self.buffers()
+
     def highest(self) -> DeviceMemory:
         """Return the moment with the most bytes, and its terms."""
-        resting = self.weights() + self.optimizer_states() + self.buffers()
+        resting = self.resting()
         moments = self.moments()
         if self.share.in_flight > 1 and not self.gradients_before_backward():
             # the second backward pass: one micro-batch has gone, and left all gradients
-            later = _DeviceSums(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
+            later = DeviceSums(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
             moments |= {f"{name}, later": terms for name, terms in later.backward_moments().items()}
         name = max(moments, key=lambda moment: sum(term.count for term in moments[moment]))
         return DeviceMemory(name, tuple(term for term in (*resting, *moments[name]) if term.count))
@@ -202,17 +206,23 @@ class _DeviceSums:
 
     def weights(self) -> list[Term]:
         """Return frozen and trained weights."""
-        job, ranks = self.job, self.job.shard_ranks if self.job.parallelism.shards_weights else 1
+        job = self.job
         if job.offload and job.parallelism.shards_weights:
             return [Term("weights", "weights", "in the host's memory", 0.0)]
-        if not job.method.has_adapters:  # frozen ones are as wide
-            return [numbers("weights", "weights", self.parameters, job.weight_bytes, ranks)]
-        if job.method.quantizes:
-            frozen = self._quantized_weights(ranks)
-        else:
-            frozen = [numbers("weights", "frozen weights", self.parameters, job.weight_bytes, ranks)]
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
-        return [*frozen, numbers("weights", what, self.trained, job.trained_bytes, ranks)]
+        adapters = numbers("weights", what, self.trained, job.trained_bytes, self._weight_ranks)
+        return where((True, self.base_weights()), (job.method.has_adapters, adapters))
+
+    def base_weights(self) -> list[Term]:
+        """Return the model's own weights; with full fine-tuning frozen ones are as wide as trained ones."""
+        if self.job.method.quantizes:
+            return self._quantized_weights(self._weight_ranks)
+        what = "frozen weights" if self.job.method.has_adapters else "weights"
+        return [numbers("weights", what, self.parameters, self.job.weight_bytes, self._weight_ranks)]
+
+    @property
+    def _weight_ranks(self) -> int:
+        return self.job.shard_ranks if self.job.parallelism.shards_weights else 1
 
     def _quantized_weights(self, ranks: int) -> list[Term]:
         kind = self.job.quantization

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
@@ -16,8 +16,9 @@ from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device
 from common.planning.architectures import Architecture, as_classifier, read_architecture
 from common.planning.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
 from common.planning.gpu_overhead import memory_with_overhead
-from common.planning.job import ALL_LINEAR, BatchShape, Job, Precision
+from common.planning.job import ALL_LINEAR, BatchShape, EvaluationShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
+from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.shares import Share, part_of_rank, whole_model
 from common.planning.time_plan import Cluster, StepTime, calibration_from, speed_of, step_time
@@ -34,6 +35,19 @@ SORTED_BY = (
     f"{1 - ABOUT_AS_FAST:.0%} of the fastest the simplest is on top; a tight plan stands below all that are about as "
     "fast and not tight"
 )
+
+
+class Highest(NamedTuple):
+    """A device, and the phase in which it needs most."""
+
+    device: int
+    gpu: Gpu
+    phase: Phase
+
+    @property
+    def share(self) -> float:
+        """Of the device's memory."""
+        return self.phase.peak_gib / self.gpu.memory_gib
 
 
 @dataclass(frozen=True)
@@ -55,32 +69,77 @@ class Plan:
     speed_sources: tuple[str, ...]
     placed_by_hand: bool = False
 
+    @cached_property
+    def phases(self) -> tuple[tuple[Phase, ...], ...]:
+        """Each device's phases; training alone where the job has no evaluation."""
+        pairs = list(zip(self.shares, self.cluster.gpus, strict=True))
+        known = {pair: phases_of(self.architecture, self.job, *pair) for pair in dict.fromkeys(pairs)}
+        return tuple(known[pair] for pair in pairs)
+
+    @cached_property
+    def highest(self) -> Highest:
+        """The device and the phase in which a device is fullest."""
+        each = [
+            Highest(number, gpu, phase)
+            for number, (gpu, phases) in enumerate(zip(self.cluster.gpus, self.phases, strict=True))
+            for phase in phases
+        ]
+        return max(each, key=lambda highest: highest.share)
+
     @property
     def fits(self) -> bool:
-        """Whether every device holds its part."""
-        return all(
-            memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices, self.cluster.gpus, strict=True)
-        )
+        """Whether every device holds its part in every phase."""
+        return self.highest.share <= 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether every device holds its part of a training step, whatever the other phases take."""
+        return self.fullest[0].peak_gib <= self.fullest[1].memory_gib
 
     @property
     def is_tight(self) -> bool:
         """Whether a device is so full that the plan's own error, or gaps between blocks, may decide."""
-        return self.fullest[0].peak_gib > TIGHT * self.fullest[1].memory_gib
+        return self.highest.share > TIGHT
 
     @property
     def tightest(self) -> int:
-        """The device whose memory is fullest."""
+        """The device whose memory is fullest in training."""
         return max(range(len(self.devices)), key=lambda i: self.devices[i].peak_gib / self.cluster.gpus[i].memory_gib)
 
     @property
     def fullest(self) -> tuple[DeviceMemory, Gpu]:
-        """The tightest device's memory, and its GPU."""
+        """The tightest device's memory in training, and its GPU."""
         return self.devices[self.tightest], self.cluster.gpus[self.tightest]
 
     @property
     def shortfall_gib(self) -> float:
-        """What the tightest device lacks; negative where it has room."""
-        return self.fullest[0].peak_gib - self.fullest[1].memory_gib
+        """What the fullest device lacks in its highest phase; negative where it has room."""
+        return self.highest.phase.peak_gib - self.highest.gpu.memory_gib
+
+    @cached_property
+    def evaluated_at_once(self) -> int:
+        """The most rows, halved from the job's own, with which every phase beside training fits; 0: none."""
+        rows = self.job.evaluation.rows
+        while rows and not self._evaluates(rows):
+            rows //= 2
+        return rows
+
+    def _evaluates(self, rows: int) -> bool:
+        evaluation = replace(self.job.evaluation, rows=rows)
+        phases = replace(self, job=replace(self.job, evaluation=evaluation)).phases
+        return all(
+            phase.peak_gib <= gpu.memory_gib
+            for gpu, of_device in zip(self.cluster.gpus, phases, strict=True)
+            for phase in of_device
+            if phase.name != TRAINING
+        )
+
+    def with_fewer_evaluated(self) -> "Plan":
+        """Return the plan with as many rows evaluated at once as fit; itself where that does not help."""
+        if self.fits or self.job.evaluation is None or not self.evaluated_at_once:
+            return self
+        evaluation = replace(self.job.evaluation, rows=self.evaluated_at_once)
+        return replace(self, job=replace(self.job, evaluation=evaluation))
 
     @property
     def rows_per_step(self) -> int:
@@ -231,7 +290,10 @@ def ranked_plans(
             )
             tries = [False, True] if checkpointing is None else [checkpointing]
             found = [
-                make_plan(architecture, replace(job, gradient_checkpointing=on), cluster, calibration) for on in tries
+                make_plan(
+                    architecture, replace(job, gradient_checkpointing=on), cluster, calibration
+                ).with_fewer_evaluated()
+                for on in tries
             ]
             roomy = [plan for plan in found if not plan.is_tight]
             plans.append([*roomy, *(plan for plan in found if plan.fits), found[-1]][0])
@@ -296,15 +358,15 @@ def _best_of(plans: list[Plan]) -> Plan:
 def why(plan: Plan) -> str:
     """Return the reason for a plan, or against it."""
     job, n = plan.job, len(plan.devices)
-    memory, gpu = plan.fullest
-    if not plan.fits:
-        parts = sorted(memory.parts_gib.items(), key=lambda part: -part[1])[:2]
-        largest = " and ".join(f"{name} {gib:.1f}" for name, gib in parts)
+    if not plan.trains:
+        memory, gpu = plan.fullest
         help_ = f"--batch-size {plan.max_batch_size} would fit" if plan.max_batch_size else _what_would_help(plan)
         return (
             f"does not fit: {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {plan.tightest}, most of it "
-            f"{largest}; {help_}"
+            f"{_largest_parts(memory)}; {help_}"
         )
+    if not plan.fits:
+        return f"does not fit: {phase_that_is_too_large(plan)}"
     # a pipeline idles while it fills and empties; where layers are computed in turn, there is one micro-batch
     dividing = job.shard_ranks if job.parallelism.shards else n
     idle = (n - 1) / (job.micro_batches + n - 1)
@@ -319,6 +381,26 @@ def why(plan: Plan) -> str:
         f"{-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows",
     ]
     return "; ".join(filter(None, reasons))
+
+
+def _largest_parts(memory: DeviceMemory) -> str:
+    parts = sorted(memory.parts_gib.items(), key=lambda part: -part[1])[:2]
+    return " and ".join(f"{name} {gib:.1f}" for name, gib in parts)
+
+
+def phase_that_is_too_large(plan: Plan) -> str:
+    """Return the phase beside training that a device cannot hold, by how much, and what would fit."""
+    device, gpu, phase = plan.highest
+    fewer = plan.evaluated_at_once
+    help_ = (
+        f"--per_device_eval_batch_size {fewer} would fit"
+        if fewer
+        else f"a GPU with {math.ceil(phase.peak_gib)} GiB would hold it, or a smaller --model"
+    )
+    return (
+        f"training fits, but {phase.name} takes {phase.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {device} "
+        f"({phase.alive}), most of it {_largest_parts(phase.memory)}; {help_}"
+    )
 
 
 def _what_would_help(plan: Plan) -> str:
@@ -377,13 +459,15 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                         "layers": sum(share.layers),
                         **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
                         "peak_gib": memory.peak_gib,
+                        "phases_gib": {phase.name: phase.peak_gib for phase in phases},
                         "capacity_gib": gpu.memory_gib,
-                        "fits": memory.peak_gib <= gpu.memory_gib,
+                        "fits": all(phase.peak_gib <= gpu.memory_gib for phase in phases),
                     }
-                    for number, (memory, gpu, share) in enumerate(
-                        zip(plan.devices, plan.cluster.gpus, plan.shares, strict=True)
+                    for number, (memory, gpu, share, phases) in enumerate(
+                        zip(plan.devices, plan.cluster.gpus, plan.shares, plan.phases, strict=True)
                     )
                 ],
+                "highest_phase": plan.highest.phase.name,
                 "max_batch_size": plan.max_batch_size,
                 "step_time_s": plan.time.total_s,
                 "tokens_per_s": plan.tokens_per_s,
@@ -403,12 +487,12 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
     """Format the plans, best first, as a table for a terminal."""
     rows = []
     for plan in plans:
-        (memory, gpu), usd = plan.fullest, plan.epoch_usd(rows_per_epoch)
+        (_, gpu, phase), usd = plan.highest, plan.epoch_usd(rows_per_epoch)
         rows.append([
             plan.short_name,
             plan.job.precision,
             "no" if not plan.fits else "tight" if plan.is_tight else "yes",
-            f"{memory.peak_gib:.1f} / {gpu.memory_gib:.1f}",
+            f"{phase.peak_gib:.1f} / {gpu.memory_gib:.1f}",
             plan.max_batch_size or "-",
             _seconds(plan.time.total_s),
             f"{plan.tokens_per_s:,.0f}",
@@ -435,8 +519,35 @@ def _seconds(seconds: float) -> str:
 
 
 def explanation(plan: Plan) -> str:
-    """Unfold the fullest device's memory and the step's time into their terms."""
-    memory, gpu = plan.fullest
+    """Unfold the fullest device's phases, the terms of training and of a higher phase, and a step's time."""
+    device, gpu, highest = plan.highest
+    training = next(phase for phase in plan.phases[device] if phase.name == TRAINING)
+    higher = [] if highest is training else [f"{highest.name}, which takes most:", *_unfolded(highest, gpu, plan)]
+    return "\n".join([
+        f"{plan.name}: device {device} of {len(plan.devices)}, {gpu.name}",
+        _phase_table(plan.phases[device]),
+        "",
+        "training: VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
+        *_unfolded(training, gpu, plan),
+        "",
+        *higher,
+        "a step's time:",
+        *(f"  {term}" for term in plan.time.terms),
+    ])  # fmt: skip
+
+
+def _unfolded(phase: Phase, gpu: Gpu, plan: Plan) -> list[str]:
+    """Return a phase's terms, and what their letters stand for."""
+    letters = _letters(plan) if phase.name == TRAINING else _letters_of_evaluation(plan)
+    return [f"its highest moment: {phase.memory.moment}", _term_table(phase.memory, gpu), letters]
+
+
+def _phase_table(phases: Sequence[Phase]) -> str:
+    rows = [[phase.name, phase.alive, phase.memory.moment, f"{phase.peak_gib:.1f}"] for phase in phases]
+    return _outlined(rows, ("phase", "models in memory", "highest moment", "GiB"), text_columns=3)
+
+
+def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:
     rows = []
     for part, gib in memory.parts_gib.items():
         terms = [term for term in memory.terms if term.part == part]
@@ -444,17 +555,7 @@ def explanation(plan: Plan) -> str:
         if len(terms) > 1:
             rows.append(["", "", f"{part} together", f"{gib:.3f}"])
     rows.append(["peak", "", f"of {gpu.memory_gib:.2f} GiB", f"{memory.peak_gib:.3f}"])
-    return "\n".join([
-        f"{plan.name}: device {plan.tightest} of {len(plan.devices)}, {gpu.name}",
-        "VRAM = weights + gradients + optimizer states + activations + logits + buffers + overhead",
-        f"its highest moment: {memory.moment}",
-        "",
-        _outlined(rows, ("part", "what", "formula", "GiB"), text_columns=3),
-        _letters(plan),
-        "",
-        "a step's time:",
-        *(f"  {term}" for term in plan.time.terms),
-    ])  # fmt: skip
+    return _outlined(rows, ("part", "what", "formula", "GiB"), text_columns=3)
 
 
 def _letters(plan: Plan) -> str:
@@ -476,13 +577,41 @@ def _letters(plan: Plan) -> str:
     )
 
 
+def _letters_of_evaluation(plan: Plan) -> str:
+    """Return the same of the phases beside training."""
+    architecture, shape = plan.architecture, plan.job.evaluation
+    layers = sum(stack.layers for stack in architecture.stacks if stack.kind != "encoder")
+    return (
+        f"B = {shape.rows} rows, S = {shape.prompt_length} tokens to read (validated {shape.length}), "
+        f"N = {shape.new_tokens} new ones, T = B S, L = {layers} layers, H = {architecture.hidden:,}, "
+        f"I = {architecture.intermediate:,}, Q = {architecture.heads * architecture.head_dim:,}, "
+        f"K = {architecture.kv_heads * architecture.head_dim:,}, V = {architecture.vocab:,}, "
+        f"a = {plan.job.whole_model_bytes} bytes"
+    )
+
+
 # -- runs
 
 
-def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
+def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
+    """Return what a run's phases beside training work on, where its rows to validate and test are like `batch`'s."""
+    return EvaluationShape(
+        rows=run.per_device_eval_batch_size,
+        length=batch.length,
+        labelled=batch.target_length or batch.labelled,
+        prompt_length=batch.length,
+        new_tokens=0 if run.goal.classifies else run.max_new_tokens,
+        beams=run.num_beams if run.goal.summarizes else 1,
+        judged=run.goal.chats,
+        has_independent_judge=run.goal.chats and run.independent_judge != "none",
+    )
+
+
+def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | None = None) -> Job:
     """Return the job of a run folder's run; on one device, which holds all stages or rows, as if it were not divided.
 
-    A batch is filled up until the micro-batches divide it, as training does (`PipelineParallel.fill`).
+    A batch is filled up until the micro-batches divide it, as training does (`PipelineParallel.fill`). `evaluation`:
+    what the other phases work on; None: rows like those of the batch.
     """
     filled_up = -(-batch.rows // run.micro_batches) * run.micro_batches
     targets = {"all": (), "all-linear": () if run.method.has_adapters else ALL_LINEAR}
@@ -507,6 +636,7 @@ def job_of_run(run: RunConfig, batch: BatchShape) -> Job:
         accumulation_steps=max(run.gradient_accumulation_steps, 2 if run.max_batch_tokens else 1),
         offload=run.offload == "cpu",
         cpu_operations=run.device == "cpu" and batch.classes > 0,  # runs in chat are planned as on a GPU
+        evaluation=evaluation or evaluation_of_run(run, batch),
     )
 
 
@@ -524,17 +654,21 @@ def with_head_for(architecture: Architecture, classes: int) -> Architecture:
     return as_classifier(architecture, classes) if classes else architecture
 
 
-def plan_run(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Plan:
+def plan_run(
+    run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, evaluation: EvaluationShape | None = None
+) -> Plan:
     """Plan a run, on the GPU that its folder was made for, or on `gpu`; layers are where the run's device map says.
 
-    Accelerate's own map (`auto`) needs the model: such a run is planned as balanced.
+    `evaluation` is what the phases beside training work on; None: rows like those of the batch. Accelerate's own map
+    (`auto`) needs the model: such a run is planned as balanced.
 
     Raises:
         BadInputError: The closed form does not know the model, the optimizer or the GPU, or the device map is wrong.
     """
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
-    architecture, job, gpus = architecture_of_run(run, batch), job_of_run(run, batch), (gpu,) * run.devices
+    architecture, job = architecture_of_run(run, batch), job_of_run(run, batch, evaluation)
+    gpus = (gpu,) * run.devices
     shares = None
     if job.parallelism.splits_layers and run.device_map == "even":
         shares = even_shares(architecture, job, gpus)

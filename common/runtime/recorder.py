@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice, repeat
 from pathlib import Path
 
 from accelerate.utils import gather_object
@@ -26,6 +27,7 @@ from common.base.secrets import hide_secrets
 from common.hardware import devices
 from common.planning.architectures import cached_commit
 from common.planning.memory_plan import DeviceMemory
+from common.planning.phases import TRAINING, Phase
 from common.planning.plans import Plan
 from common.records.store import (
     PLAN_TOLERANCE,
@@ -78,6 +80,7 @@ class RunRecorder:
         """Time one phase of the run, in seconds; say when it starts and how long it took."""
         start_s = time.perf_counter()
         reached(name, 0)
+        self.memory.enter(PHASE_OF.get(name, name))
         if self.rank.is_main:
             print(f"{name} ...")
         try:
@@ -158,7 +161,7 @@ class RunRecorder:
     def training_starts(self, plan: Plan | None) -> None:
         """Keep the plan; from here on a GPU's peak is training's, which the plan is compared with."""
         self.plan = plan
-        self.memory.training_starts()
+        self.memory.enter(TRAINING)
 
     def complete(self, **figures: object) -> Record:
         """Write the record of a completed run, with every rank's memory; call it on all ranks."""
@@ -201,40 +204,78 @@ class RunRecorder:
         }
 
 
+PHASE_OF = {
+    "load model and data": "loading",
+    "load data": "loading",
+    "build trainer": "loading",
+    "merge and reload": "merging",
+    "save and reload": "merging",
+}
+"""Phases of a plan by a workflow's name of them; others are called the same."""
+
+
 @dataclass
 class PeakMemory:
-    """The peak memory of a rank's devices, in GiB: before training (GPUs only), in training, and of the whole run."""
+    """The peak memory of a rank's devices in each phase, in GiB.
+
+    A process's peak cannot be reset: of a CPU there is that at the end of training, and of the whole run.
+
+    Attributes:
+        by_phase: Peaks of the GPUs, by phase and device; of phases that come several times the highest.
+    """
 
     rank: Rank
-    before_gib: dict[str, float] = field(default_factory=dict)
+    by_phase: dict[str, dict[str, float]] = field(default_factory=dict)
     training_gib: dict[str, float] = field(default_factory=dict)
+    current: str = "loading"
 
-    def training_starts(self) -> None:
-        """Remember the GPUs' peaks so far, and let them start again."""
-        gpus = [device for device in self.rank.devices if device != "cpu"]
-        self.before_gib = {device: devices.read_memory(device).peak_gib for device in gpus}
-        for device in gpus:
-            devices.forget_peak(device)
+    def enter(self, phase: str) -> None:
+        """Keep the GPUs' peaks as those of the phase so far, and let them start again."""
+        peaks = self.by_phase.setdefault(self.current, {})
+        for device in self.rank.devices:
+            if device != "cpu":
+                peaks[device] = max(peaks.get(device, 0.0), devices.read_memory(device).peak_gib)
+                devices.forget_peak(device)
+        self.current = phase
+
+    @contextmanager
+    def phase(self, phase: str) -> Iterator[None]:
+        """Enter a phase, and afterwards the one before again."""
+        before = self.current
+        self.enter(phase)
+        yield
+        self.enter(before)
 
     def training_ended(self) -> None:
         """Remember each device's peak in training; on CPU it is the process's highest so far."""
-        self.training_gib = {device: devices.read_memory(device).peak_gib for device in self.rank.devices}
+        self.enter(TRAINING)
+        on_cpu = devices.read_memory("cpu").peak_gib
+        self.training_gib = {
+            device: on_cpu if device == "cpu" else self.by_phase[TRAINING][device] for device in self.rank.devices
+        }
 
     def figures(self, plan: Plan | None) -> list[dict[str, object]]:
-        """Return what the record says of each device, beside the peak that `plan` has for it."""
+        """Return what the record says of each device, beside what `plan` has for it."""
+        self.enter(self.current)
         first, count = self.rank.rank, len(self.rank.devices)
-        planned = plan.devices[first : first + count] if plan else [None] * count
-        return [self._of_device(*each) for each in zip(self.rank.devices, planned, strict=True)]
+        planned = zip(plan.devices, plan.phases, strict=True) if plan else repeat((None, ()))
+        of_own = islice(planned, first, first + count)
+        return [self._of_device(device, *each) for device, each in zip(self.rank.devices, of_own, strict=True)]
 
-    def _of_device(self, device: str, planned: DeviceMemory | None) -> dict[str, object]:
+    def _of_device(self, device: str, planned: DeviceMemory | None, phases: tuple[Phase, ...]) -> dict[str, object]:
         reading, on_cpu = devices.read_memory(device), device == "cpu"
+        measured = {name: peaks[device] for name, peaks in self.by_phase.items() if device in peaks}
         return {
             "rank": self.rank.rank,
             "device": device,
             # as it is measured: the whole process on CPU, what is allocated on a GPU
             "planned_gib": planned and (planned.peak_gib if on_cpu else planned.allocated_gib),
+            "planned_gib_by_phase": {
+                phase.name: phase.peak_gib if on_cpu else phase.memory.allocated_gib for phase in phases
+            },
             "peak_training_gib": self.training_gib.get(device),
-            "peak_allocated_gib": None if on_cpu else max(self.before_gib.get(device, 0.0), reading.peak_gib),
+            "peak_gib_by_phase": measured,
+            "peak_allocated_gib": max(measured.values(), default=None),
             "peak_reserved_gib": reading.peak_reserved_gib,
             "peak_rss_gib": devices.read_memory("cpu").peak_gib,
             "total_gib": reading.total_gib,
@@ -263,6 +304,7 @@ def planned_figures(plan: Plan) -> dict[str, object]:
         "moment": memory.moment,
         **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
         "peak_gib": memory.peak_gib,
+        "phases_gib": {phase.name: phase.peak_gib for phase in plan.phases[0]},
         "longest_step_s": plan.time.total_s,
         "max_batch_size": plan.max_batch_size,
         "sent_bytes": plan.time.sent_gb * 1e9,

@@ -10,10 +10,12 @@ Shuffled: the score that the reference of *another* question gets. A score near 
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import cosine_similarity, cross_entropy
@@ -70,6 +72,21 @@ ANSWERS = Objective(
 # -- at the end
 
 
+class Texts(NamedTuple):
+    """What judges compare: all answers, the references, and for each the reference of another row, if there is one."""
+
+    answers: Sequence[str]
+    references: Sequence[str]
+    shuffled: Sequence[str | None]
+
+
+class Score(NamedTuple):
+    """Distances from a row's reference, as one judge sees them; None: it was not asked."""
+
+    answer: float | None
+    shuffled: float | None
+
+
 @dataclass(frozen=True)
 class Judge:
     """A model that embeds texts, so that answer and reference can be compared.
@@ -84,6 +101,13 @@ class Judge:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     judging: Callable[[], AbstractContextManager] = nullcontext
+
+    def judge(self, texts: Texts, numbers: Sequence[int]) -> list[Score]:
+        """Score the rows of these numbers; the tuned model is not asked how near other rows' references are."""
+        answers, references, shuffled = ([each[number] for number in numbers] for each in texts)
+        is_asked = self.name != "tuned" and None not in shuffled
+        others = self.scores(shuffled, references) if is_asked else [None] * len(numbers)
+        return [Score(*pair) for pair in zip(self.scores(answers, references), others, strict=True)]
 
     def scores(self, answers: list[str], references: list[str]) -> list[float]:
         """Return 1 - cosine of each answer and its reference; 1 for an empty answer."""
@@ -178,24 +202,29 @@ def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Row],
-    judges: Sequence[Judge],
+    judges: Iterable[Judge],
     log: RunRecorder,
     when: str,
 ) -> Evaluation:
     """Answer the last question of each row by greedy generation and score it; every rank takes its share of the rows.
 
-    One of the `judges` is the base. Rank 0 writes predictions_`when`.csv into the results folder: `before` or `after`,
-    with an underscore and more words where several models answer. After tuning it prints a few answers of both models.
+    One of the `judges` is the base. They score one after the other, when all answers are there: a generator may load
+    each of them in the memory that the one before has left. Rank 0 writes predictions_`when`.csv into the results
+    folder: `before` or `after`, with an underscore and more words where several models answer. After tuning it prints a
+    few answers of both models.
     """
-    others = shuffled_answers(rows)
-
-    def scored(numbers: list[int]) -> list[ScoredAnswer]:
-        batch = [rows[number] for number in numbers]
-        answers = generate_answers(model, tokenizer, batch, log.run.max_new_tokens)
-        return score_answers(numbers, batch, answers, [others[number] for number in numbers], judges)
-
     lengths = [len(ids) for ids in prompt_ids(rows, tokenizer)]
-    evaluation = Evaluation(predict_rows(log, lengths, "answers", when, scored))
+
+    def answered(numbers: list[int]) -> list[str]:
+        return generate_answers(model, tokenizer, [rows[number] for number in numbers], log.run.max_new_tokens)
+
+    answers = predict_rows(log, lengths, "answers", when, answered)
+    texts = Texts(answers, [answer_of(row) for row in rows], shuffled_answers(rows))
+    scores = {}
+    for judge in judges:
+        judged = partial(judge.judge, texts)
+        scores[judge.name] = predict_rows(log, lengths, f"answers, judged by {judge.name},", when, judged)
+    evaluation = Evaluation(scored_answers(rows, texts, scores))
     report_predictions(log, when, evaluation.answers, evaluation)
     answers_before = log.folder / "predictions_before.csv"
     if log.rank.is_main and when == "after" and answers_before.exists():
@@ -212,37 +241,25 @@ def shuffled_answers(rows: Sequence[Row]) -> list[str | None]:
     return [answer_of(rows[other]) for _, other in sorted(zip(order, order[1:] + order[:1], strict=True))]
 
 
-def score_answers(
-    numbers: list[int],
-    rows: Sequence[Row],
-    answers: list[str],
-    other_references: list[str | None],
-    judges: Sequence[Judge],
-) -> list[ScoredAnswer]:
-    """Return the answers to some rows as each judge scores them, beside the references of other rows."""
-    references = [answer_of(row) for row in rows]
-    absent = [None] * len(rows)
-    scores = {judge.name: judge.scores(answers, references) for judge in judges}
-    shuffled = {
-        judge.name: absent if None in other_references else judge.scores(other_references, references)
-        for judge in judges
-        if judge.name != "tuned"
-    }
+def scored_answers(rows: Sequence[Row], texts: Texts, scores: Mapping[str, Sequence[Score]]) -> list[ScoredAnswer]:
+    """Return each row's answer as all judges scored it; `scores` are by a judge's name."""
+    absent = [Score(None, None)] * len(rows)
+    base, tuned, minilm = (scores.get(name, absent) for name in ("base", "tuned", "minilm"))
     return [
         {
             "row": number,
             "question": question_of(row),
-            "reference": references[place],
-            "answer": answers[place],
-            "similarity_score": scores["base"][place],
-            "similarity_score_tuned": scores.get("tuned", absent)[place],
-            "similarity_score_minilm": scores.get("minilm", absent)[place],
-            "shuffled_score": shuffled["base"][place],
-            "shuffled_score_minilm": shuffled.get("minilm", absent)[place],
+            "reference": texts.references[number],
+            "answer": texts.answers[number],
+            "similarity_score": base[number].answer,
+            "similarity_score_tuned": tuned[number].answer,
+            "similarity_score_minilm": minilm[number].answer,
+            "shuffled_score": base[number].shuffled,
+            "shuffled_score_minilm": minilm[number].shuffled,
             "facts": len(row.get("facts", [])),
-            "facts_said": sum(fact.lower() in answers[place].lower() for fact in row.get("facts", [])),
+            "facts_said": sum(fact.lower() in texts.answers[number].lower() for fact in row.get("facts", [])),
         }
-        for place, (number, row) in enumerate(zip(numbers, rows, strict=True))
+        for number, row in enumerate(rows)
     ]
 
 

@@ -1,5 +1,6 @@
 """Save a trained model or adapter, load it again as any user would, and compare the logits."""
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
+from common.data.batches import within_budget
 from common.data.rows import Tokens
 from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype
 from common.models.quantization import dequantized
 from common.planning.device_maps import whole_model_on
+from common.planning.job import LOGITS_AT_ONCE
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
 from common.training.strategy import as_computed
@@ -41,8 +44,7 @@ def save_and_reload(
     run = as_computed(log.run) if trainer.strategy.reloads_as_computed else log.run
     device_map = device_map or whole_model_on(log.rank.device)
     folder = log.folder / ("adapter" if run.method.has_adapters else "model")
-    rows = list(islice(trainer.eval_dataset, run.per_device_eval_batch_size))  # the others may be on disk
-    batch, expected, compares = save_and_free(trainer, rows, folder)
+    batch, expected, compares = save_and_free(trainer, folder)
     differences: dict[str, float] = {}
     if run.method.has_adapters:
         adapter, folder = folder, log.folder / "merged"
@@ -63,16 +65,14 @@ def save_and_reload(
     return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
 
 
-def save_and_free(
-    trainer: AuditedTrainer, rows: list[Tokens], folder: Path
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, bool]:
+def save_and_free(trainer: AuditedTrainer, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, bool]:
     """Save the trained model or adapter in `folder`, and free the trainer's memory; called on every rank.
 
     Returns:
-        `rows` as a batch; the trained model's logits of it, fp32, shape (rows, tokens, vocabulary), None on ranks that
-        do not know them; and whether this rank is the first that does.
+        Validation rows as a batch; the trained model's logits of it, fp32, shape (rows, tokens, vocabulary), None on
+        ranks that do not know them; and whether this rank is the first that does.
     """
-    batch = trainer.collated(rows)
+    batch = trainer.collated(rows_to_compare(trainer))
     expected = trainer.strategy.logits(batch)
     trainer.strategy.export(folder)
     if trainer.strategy.rank.is_main:
@@ -81,6 +81,21 @@ def save_and_free(
     wait_for_everyone()
     first = gather_object([expected is not None]).index(True)
     return batch, expected, trainer.strategy.rank.rank == first
+
+
+def rows_to_compare(trainer: AuditedTrainer) -> list[Tokens]:
+    """Return the first validation rows, as many as have no more logits than a chunk of the loss, but at least one.
+
+    Logits are compared at all positions: those of a whole batch could take more memory than training did.
+    """
+    rows = list(islice(trainer.eval_dataset, trainer.args.per_device_eval_batch_size))  # the others may be on disk
+    tokens = [len(row["labels"] if trainer.strategy.run.goal.summarizes else row["input_ids"]) for row in rows]
+    return [rows[place] for place in whole_logits_at_once(tokens, trainer.model)[0]]
+
+
+def whole_logits_at_once(tokens: Sequence[int], model: torch.nn.Module) -> list[list[int]]:
+    """Return the places of rows with so many `tokens` in groups whose logits at all positions are held at once."""
+    return within_budget(tokens, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
 
 
 def reloaded_difference(

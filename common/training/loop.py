@@ -147,9 +147,10 @@ class LoopTrainer(AuditedTrainer):
     def evaluate(self, *_: object, **__: object) -> dict[str, float]:
         """Return the metrics of all validation rows, such as the mean loss."""
         sums = []
-        for batch in self.validation_batches():
-            sums.append(self.strategy.sums(batch))
-            reached("validation", self.state.global_step)
+        with self.memory.phase("validation"):
+            for batch in self.validation_batches():
+                sums.append(self.strategy.sums(batch))
+                reached("validation", self.state.global_step)
         metrics = self.strategy.objective.metrics(self.strategy.sum_over_ranks(torch.stack(sums).sum(0)))
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
-from common.data.rows import Row, texts_of
+from common.data.rows import Row, Splits, Tokens, texts_of
 from common.data.splits import tokens_of
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
@@ -24,8 +24,16 @@ from common.planning.device_maps import (
     read_device_map,
     shares_of_map,
 )
-from common.planning.job import BatchShape, Job
-from common.planning.plans import Plan, architecture_of_run, job_of_run, make_plan, plan_run
+from common.planning.job import BatchShape, EvaluationShape, Job
+from common.planning.plans import (
+    Plan,
+    architecture_of_run,
+    evaluation_of_run,
+    job_of_run,
+    make_plan,
+    phase_that_is_too_large,
+    plan_run,
+)
 from common.planning.time_plan import Cluster, calibration_from
 from common.records.store import PLAN_TOLERANCE, kept_records
 from common.training.module_maps import StageMap, auto_map, even_map, layer_names
@@ -159,39 +167,52 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
             )
 
 
-def check_placement_and_memory(run: RunConfig, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Place and plan the run's largest batch before its model loads.
+def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Place and plan the run's largest batch, and its phases beside training, before its model loads.
 
     A model that the closed form does not know is not planned, and passes where no layers are to be placed.
 
     Raises:
-        BadInputError: layers cannot be placed as asked, or the batch cannot fit.
+        BadInputError: layers cannot be placed as asked, or a phase cannot fit.
     """
     gpu = gpu_here() if run.device == "cuda" else None
-    # tokens grow with characters, and tokenizing a few rows is enough
-    longest = heapq.nlargest(4 * run.per_device_train_batch_size, rows, key=lambda row: sum(map(len, texts_of(row))))
-    few = replace(run, long_texts="cut")  # those too long were refused before
-    batch = longest_batch(tokens_of(longest, tokenizer, few), run.per_device_train_batch_size, run)
+
+    def longest(rows: Sequence[Row], count: int) -> Sequence[Tokens]:
+        """Return the tokens of a few rows, among them the longest: tokens grow with characters."""
+        few = heapq.nlargest(4 * count, rows, key=lambda row: sum(map(len, texts_of(row))))
+        return tokens_of(few, tokenizer, replace(run, long_texts="cut"))  # those too long were refused before
+
+    batch = longest_batch(longest(splits.train, run.per_device_train_batch_size), run.per_device_train_batch_size, run)
+    evaluation = evaluation_of_rows(run, longest(splits.validation, 1))
     if run.parallelism.splits_layers:
         plan = place_stages(run, batch, gpu).plan
         if plan is None:
             return
+        plan = replace(plan, job=replace(plan.job, evaluation=evaluation))
     else:
         try:
-            plan = plan_run(run, batch, gpu)
+            plan = plan_run(run, batch, gpu, evaluation)
         except BadInputError:
             return
     check_fits(plan)
 
 
+def evaluation_of_rows(run: RunConfig, validation: Sequence[Tokens]) -> EvaluationShape:
+    """Return what the phases beside training work on, by the longest validation row; tests' are taken to be as long."""
+    longest = longest_batch(validation, 1)
+    return evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
+
+
 def check_fits(plan: Plan) -> None:
-    """Refuse a batch that cannot fit, even if the plan were too high by `PLAN_TOLERANCE`.
+    """Refuse a run of which a phase cannot fit, even if the plan were too high by `PLAN_TOLERANCE`.
 
     Raises:
-        BadInputError: with the device, what it would need and has, and the batch that would fit.
+        BadInputError: with the device, what it would need and has, and what would fit.
     """
-    memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
+    memory, gpu = plan.fullest
     if memory.peak_gib <= gpu.memory_gib * (1 + PLAN_TOLERANCE):
+        if plan.highest.share > 1 + PLAN_TOLERANCE:
+            raise BadInputError(f"This run cannot fit: {phase_that_is_too_large(plan)}.")
         return
     fits = plan.max_batch_size
     remedy = f"pass --batch_size {fits}" if fits else "not even one row would fit: use more or larger devices"

@@ -1,6 +1,6 @@
 """Steps that the workflows share: load, evaluate before and after, train, save, and record."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.run_config import RunConfig
 from common.data.rows import Splits, Tokens
 from common.data.splits import load_splits, tokens_of
-from common.models.loading import load_base_model, load_tokenizer
+from common.models.loading import load_base_model, load_tokenizer, waiting_on_host
 from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
@@ -17,7 +17,7 @@ from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.compiled_layers import as_written
 from common.training.export import DeviceMap, save_and_reload
 from common.training.results import check_training, training_metrics
-from common.training.trainer import AuditedTrainer, make_trainer
+from common.training.trainer import AuditedTrainer, free_model, make_trainer
 
 Tokenizer = PreTrainedTokenizerBase
 Metrics = dict[str, object]
@@ -96,18 +96,22 @@ def evaluate_after(
     device_map: DeviceMap | None = None,
     base_run: RunConfig | None = None,
 ) -> Evaluation:
-    """Evaluate the tuned model's answers, judged by the base as before, by itself, and by an independent judge.
+    """Evaluate the tuned model's answers, judged by itself, by the base as before, and by an independent judge.
 
-    The base loads again, by `device_map` where it is not to be on this rank's device.
+    The base loads again, by `device_map` where it is not to be on this rank's device. Meanwhile the tuned model waits
+    in the host's memory, so that a device holds one of them at a time.
     """
+
+    def judges() -> Iterator[Judge]:
+        yield Judge("tuned", tuned, tokenizer)
+        with waiting_on_host(tuned):
+            base = load_base_model(base_run or log.run, device_map or whole_model_on(log.rank.device))
+            yield Judge("base", base, tokenizer)
+            free_model(base)
+        yield from independent_judges(log.run, log.rank.device)
+
     with log.phase("final evaluation"):
-        base = load_base_model(base_run or log.run, device_map or whole_model_on(log.rank.device))
-        judges = [
-            Judge("base", base, tokenizer),
-            Judge("tuned", tuned, tokenizer),
-            *independent_judges(log.run, log.rank.device),
-        ]
-        return evaluate(tuned, tokenizer, data.test, judges, log, "after")
+        return evaluate(tuned, tokenizer, data.test, judges(), log, "after")
 
 
 def score_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits, score: Callable[..., Any]) -> Any:

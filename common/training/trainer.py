@@ -51,10 +51,10 @@ from common.data.row_checks import say_few_steps, say_once, say_summary, summary
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.quantization import drop_quantized
 from common.models.shards import byte_count, local_part
-from common.planning.job import BatchShape
+from common.planning.job import BatchShape, EvaluationShape
 from common.planning.plans import Plan, plan_run, why
 from common.runtime.faults import fault_at
-from common.runtime.recorder import RunRecorder
+from common.runtime.recorder import PeakMemory, RunRecorder
 from common.runtime.watch import reached
 from common.runtime.world import BACKENDS, Rank
 from common.tasks.objectives import objective_of
@@ -72,6 +72,7 @@ from common.training.checkpoints import (
     verify_once,
 )
 from common.training.known_padding import padding_known
+from common.training.placement import evaluation_of_rows
 from common.training.strategy import Batch, Strategy, on_device, strategy_class
 from common.training.usage import optimizer_bytes
 
@@ -231,6 +232,9 @@ class AuditedTrainer(CheckpointedTrainer):
 
     Losses are means over the answer tokens of the whole global batch (the Trainer counts them over ranks and
     micro-batches), so that one device and several compute the same step.
+
+    Attributes:
+        memory: The peaks of validation and saving apart from the steps'.
     """
 
     def __init__(self, *, strategy: Strategy, batches: EpochBatches, **kwargs: Any) -> None:
@@ -244,6 +248,7 @@ class AuditedTrainer(CheckpointedTrainer):
         if strategy.takes_chunks:
             self.compute_loss_func = None  # the model's own is in chunks
         self.divides, self.copies = strategy.divides_checkpoints, strategy.run.dp_replicate_size
+        self.memory = PeakMemory(strategy.rank)
         self.updates, self.skips = UpdateReport(), SkippedSteps(self.accelerator)
         self.add_callback(self.updates)
         self.add_callback(self.skips)
@@ -292,6 +297,16 @@ class AuditedTrainer(CheckpointedTrainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self.reporting():
             super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    @override
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self.memory.phase("validation"):
+            return super().evaluate(*args, **kwargs)
+
+    @override
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.memory.phase("saving"):
+            super()._save_checkpoint(*args, **kwargs)
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], *_: Any, **__: Any
@@ -453,7 +468,10 @@ def make_trainer(
     if rank.is_main:
         print(say_summary(log.data, run))
         say_once(say_few_steps(log.data, run))
-    log.training_starts(plan or plan_training(log, longest_batch(train, run.rows_per_rank, run)))
+    evaluation = evaluation_of_rows(run, validation)
+    if plan:
+        plan = replace(plan, job=replace(plan.job, evaluation=evaluation))
+    log.training_starts(plan or plan_training(log, longest_batch(train, run.rows_per_rank, run), evaluation))
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     arguments = training_arguments(run, log.folder / "checkpoints")
     arguments.run_name = log.run_name
@@ -464,6 +482,7 @@ def make_trainer(
         run, rank, model, tokenizer, train, validation, arguments, callbacks, strategy, trainer_class
     )
     trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
+    trainer.memory = log.memory
     check_precision(trainer, run)
     log.step = lambda: trainer.state.global_step
     trainer.about = about_run(run, len(train))
@@ -471,14 +490,16 @@ def make_trainer(
     return trainer
 
 
-def plan_training(log: RunRecorder, batch: BatchShape) -> Plan | None:
+def plan_training(log: RunRecorder, batch: BatchShape, evaluation: EvaluationShape) -> Plan | None:
     """Return the plan of a run whose largest batch on a rank is `batch`; rank 0 prints it.
+
+    `evaluation`: what the phases beside training work on.
 
     A model, optimizer or GPU that the closed form does not know is named, and leaves the run without a plan.
     """
     batch = batch.padded_to(log.run.pad_to_multiple_of)
     try:
-        plan = plan_run(log.run, batch, log.gpu())
+        plan = plan_run(log.run, batch, log.gpu(), evaluation)
         memory, gpu = plan.devices[plan.tightest], plan.cluster.gpus[plan.tightest]
         said = (
             f"planned: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB per device ({batch.rows} rows of "

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from common.base.paths import REPOSITORY
+from common.planning.phases import PHASES
 from tests.fake_gpus.run import WAITS
 from tests.forked import run_forked
 
@@ -22,7 +23,7 @@ FOLDERS = {
 SMALL = (
     "--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--max_new_tokens", "8", "--max_steps", "2",
     "--eval_steps", "0.5", "--attention", "eager", "--independent_judge", "none", "--report_to", "none",
-    "--learning_rate", "1e-3",
+    "--learning_rate", "1e-3", "--per_device_eval_batch_size", "9",
 )  # fmt: skip
 """PyTorch's fused attention does not know the fake GPUs."""
 ON_GPUS = (*SMALL, "--device", "cuda")
@@ -121,6 +122,20 @@ def test_each_device_takes_what_was_planned(one_process: Runs, name: str) -> Non
     """Of the tensors alone, and of the largest batch: two steps need not have it."""
     for entry in one_process[name].record["memory"]:
         assert 0.7 < entry["peak_training_gib"] / entry["planned_gib"] < 1.1
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_phase_takes_what_was_planned(one_process: Runs, phase: str) -> None:
+    """Of the process's first run: on fake GPUs trained weights of a run before stay where they are."""
+    (entry,) = one_process["LoRA"].record["memory"]
+    assert 0.9 < entry["peak_gib_by_phase"][phase] / entry["planned_gib_by_phase"][phase] < 1.1
+
+
+@pytest.mark.parametrize("phase", ["validation", "saving"])
+@pytest.mark.parametrize("name", ["full", *DEVICES])
+def test_reports_in_training_take_what_was_planned(one_process: Runs, name: str, phase: str) -> None:
+    for entry in one_process[name].record["memory"]:
+        assert 0.9 < entry["peak_gib_by_phase"][phase] / entry["planned_gib_by_phase"][phase] < 1.1
 
 
 @pytest.mark.parametrize(("name", "expected"), [("DDP", "LoRA"), ("PP", "full, 32 rows")])

@@ -16,11 +16,12 @@ from common.runtime.world import Rank
 from common.tasks.answers import (
     Evaluation,
     Judge,
+    Score,
     ScoredAnswer,
+    Texts,
     evaluate,
     generate_answers,
     independent_judges,
-    score_answers,
     shuffled_answers,
 )
 
@@ -70,8 +71,7 @@ def test_each_reference_is_shuffled_to_another_row(run_config: RunConfig) -> Non
     assert all(other != f"a{number}" for number, other in enumerate(others))
     assert shuffled_answers(rows[:1]) == [None]
     base = Judge("base", load_base_model(run_config, CPU), load_tokenizer(run_config))
-    row = {"messages": [{"content": "Who?"}, {"content": "Vance."}]}
-    assert score_answers([0], [row], ["Vance."], [None], [base])[0]["shuffled_score"] is None
+    assert base.judge(Texts(["Vance."], ["Vance."], [None]), [0]) == [Score(pytest.approx(0, abs=1e-6), None)]
 
 
 def test_every_question_is_answered_once_in_the_files_order(run_config: RunConfig, tmp_path: Path) -> None:

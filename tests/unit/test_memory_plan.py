@@ -20,7 +20,7 @@ from common.hardware.devices import GIB, find_gpu
 from common.planning.architectures import MODEL_CONFIGS, Architecture, as_classifier, read_architecture
 from common.planning.gpu_overhead import overhead_terms
 from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, BatchShape, Job
-from common.planning.memory_plan import DeviceMemory, _DeviceSums, device_memory
+from common.planning.memory_plan import DeviceMemory, DeviceSums, device_memory
 from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
 from common.planning.terms import PARTS
 from common.planning.time_plan import sent_bytes
@@ -245,7 +245,7 @@ def test_cross_attention_asks_with_the_summary_s_tokens_about_the_text_s() -> No
     (_, decoder), h, text, summary = bart.stacks, bart.hidden, 2 * 96, 2 * 8
 
     def kept(job: Job) -> dict[str, float]:
-        return {term.what: term.count for term in _DeviceSums(bart, job, whole_model(bart)).layer.saved(decoder)}
+        return {term.what: term.count for term in DeviceSums(bart, job, whole_model(bart)).layer.saved(decoder)}
 
     full, lora = kept(job), kept(replace(job, technique="lora"))
     assert full["queries, keys, values"] == summary * 3 * h * 2
@@ -448,7 +448,7 @@ def test_a_rank_of_tensor_parallel_is_as_pytorch_s(technique: str, precision: st
     assert sent_bytes(architecture, job) == summed.bytes_count  # times 2 (n - 1) / n, which is 1
     for weight in weights:
         kept.pop(weight.untyped_storage().data_ptr(), None)
-    waiting = sum(term.count for term in _DeviceSums(part, job, whole_model(part)).before_backward())
+    waiting = sum(term.count for term in DeviceSums(part, job, whole_model(part)).before_backward())
     assert waiting == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.04)
 
 

@@ -267,22 +267,22 @@ def test_a_plan_may_be_a_little_too_high() -> None:
 def test_what_fits_passes_and_what_does_not_is_refused_before_the_model_loads(
     monkeypatch: pytest.MonkeyPatch, run: RunConfig
 ) -> None:
-    rows, tokenizer = load_splits(run).train, load_tokenizer(run)
-    check_placement_and_memory(run, rows, tokenizer)
+    splits, tokenizer = load_splits(run), load_tokenizer(run)
+    check_placement_and_memory(run, splits, tokenizer)
     check_inputs(run)
     tiny = replace(find_gpu("a5000"), memory_gib=0.001)
     monkeypatch.setattr("common.training.placement.cpu_device", lambda: tiny)
     monkeypatch.setattr("common.planning.plans.cpu_device", lambda: tiny)
     with pytest.raises(BadInputError, match="cannot fit"):
-        check_placement_and_memory(run, rows, tokenizer)
+        check_placement_and_memory(run, splits, tokenizer)
 
 
 def test_fewer_rows_than_a_batch_are_filled_up_in_a_pipeline() -> None:
     """As training fills them up: 33 rows in 8 micro-batches are 40."""
     run = replace(PP, per_device_train_batch_size=64, micro_batches=8)
-    rows = load_splits(run).train[:33]
+    splits = load_splits(run)
     assert place_stages(run, BatchShape(33, 64, 63)).plan.job.batch.rows == 40
-    check_placement_and_memory(run, rows, load_tokenizer(run))
+    check_placement_and_memory(run, replace(splits, train=splits.train[:33]), load_tokenizer(run))
 
 
 # -- ways side by side

@@ -38,7 +38,7 @@ QLORA = "2.3_qlora_finetuning/run_0_cpu_x1"
 PP = "2.7_full_finetuning_with_pp/run_0_cpu_x2"
 CLASSIFICATION = "3.1_text_classification/run_0_cpu_x2"
 SUMMARIZATION = "3.2_summarization/run_0_cpu_x2"
-MEASURED = Measured(0, "cpu", 0.5, 0.6, 20.0, 0.25, 0.1, 0.0)
+MEASURED = Measured(0, "cpu", 0.5, 0.6, 0.6, 0.6, 20.0, 0.25, 0.1, 0.1, 0.0)
 
 
 @pytest.fixture
@@ -158,7 +158,10 @@ def test_weights_in_4_bits_pass(quantization: str, capsys: pytest.CaptureFixture
     assert exit_code(QLORA, *small, "--quantization", quantization) == 0
     said = capsys.readouterr().out
     assert "tries qlora of assets/embedded_base" in said
-    assert said.splitlines()[-1] == "passed: trained, validated, saved and reloaded; logits measured 0.0e+00 apart"
+    assert (
+        said.splitlines()[-1]
+        == "passed: trained, validated, saved, reloaded and answered; logits measured 0.0e+00 apart"
+    )
 
 
 @pytest.mark.parametrize("folder", [FULL, MP])

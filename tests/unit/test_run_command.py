@@ -10,7 +10,7 @@ import pytest
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
-from common.checks.planner_command import cluster_of, job_of, read_options, techniques_asked
+from common.checks.planner_command import cluster_of, evaluation_of, job_of, read_options, techniques_asked
 from common.checks.run_command import command_of_run, run_command
 from common.hardware.devices import find_gpu
 from common.planning.architectures import MODEL_CONFIGS, read_architecture
@@ -31,8 +31,9 @@ QUESTIONS = (
 def plans_of(question: str) -> list[Plan]:
     options = read_options(question.split())
     architecture = with_head_for(read_architecture(options.model), options.classes)
+    job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
     return ranked_plans(
-        architecture, job_of(options), cluster_of(options), techniques_asked(options),
+        architecture, job, cluster_of(options), techniques_asked(options),
         (options.parallel,) if options.parallel else None, None, {},
     )  # fmt: skip
 
@@ -46,7 +47,7 @@ def run_of(command: str) -> RunConfig:
 
 def in_common(job: Job) -> Job:
     """Return the job without what means nothing for it, or has two names."""
-    adapters, own = job.method.has_adapters, {"cpu_operations": False}
+    adapters, own = job.method.has_adapters, {"cpu_operations": False, "evaluation": None}
     if adapters and job.target_modules == ALL_LINEAR:
         own["target_modules"] = ()
     if job.parallelism.uses_deepspeed and job.precision == "bf16-mixed":
@@ -72,6 +73,7 @@ def test_each_plan_s_command_is_the_plan_s_run(question: str) -> None:
         assert in_common(job_of_run(run, plan.job.batch)) == in_common(plan.job), command
         assert (run.per_device_train_batch_size, run.max_length) == (plan.job.batch.rows, plan.job.batch.length)
         assert run.gpu == gpu or run.device == "cpu"
+        assert run.per_device_eval_batch_size == plan.job.evaluation.rows
         assert read_architecture(run.model).parameters == read_architecture(asked.model).parameters
         commands += 1
     assert commands > 0

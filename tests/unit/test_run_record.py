@@ -196,17 +196,23 @@ def test_every_device_of_a_rank_has_its_memory_and_its_plan(
     rank = replace(RANK, device=names[0], further_devices=names[1:])
     log = RunRecorder(replace(run_config, results_root=str(tmp_path)), rank)
     run = RunConfig(technique="full", parallel="mp", stages=3)
+    log.memory.enter("baseline evaluation")
     log.training_starts(place_stages(run, BatchShape(16, 40, 20)).divided)
     planned = [memory.allocated_gib for memory in log.plan.devices]
     peaks_gib |= {"cuda:0": planned[0], "cuda:1": planned[1], "cuda:2": 1.2 * planned[2]}
+    with log.memory.phase("validation"):
+        peaks_gib |= dict.fromkeys(names, 1e-3)
     log.memory.training_ended()
     memory = log.complete()["memory"]
-    assert forgotten == list(names)
+    assert forgotten[: len(names)] == list(names)
     assert [each["device"] for each in memory] == list(names)
     assert [each["rank"] for each in memory] == [0, 0, 0]
     assert [each["planned_gib"] for each in memory] == planned
-    assert [each["peak_training_gib"] for each in memory] == [peaks_gib[name] for name in names]
+    assert [each["peak_gib_by_phase"]["baseline evaluation"] for each in memory] == [4.0, 5.0, 9.0]
+    assert [each["peak_gib_by_phase"]["validation"] for each in memory] == [1e-3] * 3
+    assert [each["planned_gib_by_phase"]["training"] for each in memory] == planned
     assert [each["peak_allocated_gib"] for each in memory] == [4.0, 5.0, 9.0]  # before training
+    assert [each["peak_training_gib"] for each in memory] == [planned[0], planned[1], 1.2 * planned[2]]
     warnings = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert ["cuda:2" in line and "+20%" in line for line in warnings] == [True]
 

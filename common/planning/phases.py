@@ -1,0 +1,281 @@
+"""How much memory each phase of a run takes on a device, and which models are alive in it, in closed form.
+
+A training step is `memory_plan`'s. The other phases have no backward pass: beside the models that are alive, a forward
+pass holds what one layer works on, and generating the keys and values of all tokens so far. Letters as in
+`memory_plan`, for the rows that are validated or answered; N new tokens, W beams.
+"""
+
+from dataclasses import dataclass, replace
+
+from common.hardware.devices import Gpu
+from common.planning.architectures import Architecture, Stack
+from common.planning.gpu_overhead import memory_with_overhead, overhead_terms
+from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
+from common.planning.memory_plan import DeviceMemory, DeviceSums
+from common.planning.shares import Share, parameters_of, part_of_rank, whole_model
+from common.planning.terms import Term, activations, numbers, where
+
+TRAINING = "training"
+PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
+"""In the order of a run; validation and saving come again and again in training."""
+ROOM_FOR_MODELS = 0.9
+"""Of a device's memory: what models may take."""
+JUDGE_BYTES = 22_713_216 * 4
+"""Weights of all-MiniLM-L6-v2, the independent judge, in fp32."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a run on one device.
+
+    Attributes:
+        name: One of `PHASES`.
+        alive: The models in the device's memory, in words.
+        memory: At the phase's highest moment, the GPU's own overhead included.
+    """
+
+    name: str
+    alive: str
+    memory: DeviceMemory
+
+    @property
+    def peak_gib(self) -> float:
+        """What the device must have."""
+        return self.memory.peak_gib
+
+
+def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float) -> bool:
+    """Return whether a device of so much memory holds QLoRA's base and, beside it, a model in 16 bits.
+
+    The original base judges the quantized one's answers; without room the quantized base is evaluated alone.
+    """
+    return whole_gib + quantized_gib < ROOM_FOR_MODELS * memory_gib
+
+
+def phases_of(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> tuple[Phase, ...]:
+    """Return the phases of a run on one device, in their order; training alone where no evaluation is planned."""
+    training = Phase(TRAINING, "trained model", memory_with_overhead(architecture, job, share, gpu))
+    if job.evaluation is None:
+        return (training,)
+    sums = _PhaseSums(architecture, job, job.evaluation, share, gpu)
+    others = (sums.loading(), sums.evaluation("baseline evaluation"), sums.validation(), sums.saving(), sums.merging(),
+              sums.evaluation("final evaluation"))  # fmt: skip
+    by_name = {phase.name: phase for phase in (training, *others)}
+    return tuple(by_name[name] for name in PHASES)
+
+
+@dataclass(frozen=True)
+class _PhaseSums:
+    """The terms of the phases beside training."""
+
+    architecture: Architecture
+    job: Job
+    shape: EvaluationShape
+    share: Share
+    gpu: Gpu
+
+    # -- phases
+
+    def loading(self) -> Phase:
+        """Return the model when its last weight is there."""
+        trained = self._trained()
+        cast = self.architecture.embedding_parameters * self.job.arithmetic_bytes
+        waits = Term("weights", "embeddings in 16 bits, while they are cast to fp32", "V H a", cast)
+        terms = where((True, trained.base_weights()), (self.job.method.quantizes, waits))
+        return self._phase("loading", "trained model", ("the last weight", terms))
+
+    def validation(self) -> Phase:
+        """Return a batch of validation beside all that training keeps."""
+        tokens, labelled = self.shape.rows * self.shape.length, self.shape.rows * self.shape.labelled
+        resting = [*self._trained().resting(), *self._autocast_copies()]
+        arithmetic = self.job.arithmetic_bytes
+        return self._phase(
+            "validation",
+            "trained model, optimizer",
+            ("forward of a layer", [*resting, *self._layer(tokens, tokens, arithmetic)]),
+            ("loss", [*resting, *self._losses(labelled, arithmetic)]),
+        )
+
+    def saving(self) -> Phase:
+        """Return a checkpoint: it is written from where it is, tensor by tensor."""
+        moment = ("a checkpoint is written", self._trained().resting())
+        return self._phase("saving", "trained model, optimizer", moment)
+
+    def merging(self) -> Phase:
+        """Return the comparison of the trained model's logits with those of what was saved, loaded again."""
+        architecture, shape, a = self.architecture, self.shape, self.job.arithmetic_bytes
+        # as `common.training.export.rows_to_compare` chooses them
+        tokens = min(shape.rows * shape.length, max(shape.length, LOGITS_AT_ONCE // architecture.vocab))
+        count = (shape.rows if architecture.classes else tokens) * architecture.vocab
+        logits = Term("logits", "whole logits of a few rows, and their fp32 copy", "P V (a + 4)", count * (a + 4))
+        held = 2 if self.job.method.has_adapters else 1  # also those with the adapter, when those without it come
+        expected = Term("logits", "those of before, to compare with", f"{held} P V 4", held * count * 4)
+        widest = max(linear.inputs * linear.outputs for stack in architecture.stacks for linear in stack.linears)
+        product = numbers("weights", "an adapter's product, and its sum with the matrix", widest, 4 + 4)
+        moments = [
+            ("the trained model's logits", [*self._trained().resting(), logits]),
+            ("the saved model's logits", [*self._reloaded(), logits, expected]),
+        ]
+        if self.job.method.has_adapters:
+            moments.append(("an adapter is merged", [*self._reloaded(), product, expected]))
+        return self._phase("merging", "trained model; then the saved one", *moments)
+
+    def evaluation(self, name: str) -> Phase:
+        """Return the answers to a batch of questions (or its labels, or summaries), and their judging."""
+        shape, a = self.shape, self.job.whole_model_bytes
+        models, alive = self._evaluated(is_tuned=name == "final evaluation")
+        moments = [(moment, [*models, *terms]) for moment, terms in self._answers(a).items()]
+        read = shape.rows * max(shape.new_tokens, shape.labelled)
+        judge = where((
+            shape.has_independent_judge,
+            Term("weights", "independent judge", f"{JUDGE_BYTES:,} bytes", JUDGE_BYTES),
+        ))  # fmt: skip
+        hidden = activations("hidden states in fp32", "2 T H 4", 2 * read * self.architecture.hidden * 4)
+        if shape.judged:
+            moments.append(("judging", [*models, *judge, *self._layer(read, read, a), hidden]))
+        return self._phase(name, alive, *moments)
+
+    def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]]) -> Phase:
+        moment, terms = max(moments, key=lambda each: sum(term.count for term in each[1]))
+        memory = DeviceMemory(moment, tuple(term for term in terms if term.count))
+        overhead = overhead_terms(self.architecture, self.job, self.gpu, memory)
+        return Phase(name, alive, replace(memory, terms=(*memory.terms, *overhead)))
+
+    # -- models
+
+    def _trained(self) -> DeviceSums:
+        return DeviceSums(part_of_rank(self.architecture, self.job), self.job, self.share)
+
+    def _whole(self) -> DeviceSums:
+        """Return the base as one device loads it by itself; with mp the device's part of it."""
+        share = self.share if self.job.parallelism.layers_in_turn else whole_model(self.architecture)
+        alone = replace(
+            self.job,
+            parallel="single",
+            devices=1,
+            dp_replicate_size=1,
+            micro_batches=1,
+            offload=False,
+            batch=replace(self.job.batch, rows=1),
+        )
+        return DeviceSums(self.architecture, alone, share)
+
+    def _reloaded(self) -> list[Term]:
+        """Return what was saved as any user loads it: with 4-bit bases the adapter on one."""
+        sums = self._whole()
+        return sums.base_weights() if self.job.method.quantizes else self._plain(sums, "weights of what was saved")
+
+    def _plain(self, sums: DeviceSums, what: str) -> list[Term]:
+        return [numbers("weights", what, parameters_of(self.architecture, sums.share), self.job.whole_model_bytes)]
+
+    def _evaluated(self, is_tuned: bool) -> tuple[list[Term], str]:
+        """Return the weights of the models that an evaluation holds, and which these are."""
+        sums = self._whole()
+        if not self.job.method.quantizes:
+            if is_tuned:
+                return self._plain(sums, "weights"), "tuned model; then the base"
+            return self._plain(sums, "weights"), "base"
+        quantized, whole = sums.base_weights(), self._plain(sums, "weights in 16 bits")
+        gib = [sum(term.gib for term in terms) for terms in (whole, quantized)]
+        if not has_room_for_whole(*gib, self.gpu.memory_gib):
+            return quantized, "adapter on the quantized base" if is_tuned else "quantized base"
+        if is_tuned:
+            return whole, "a merged model; then the base"
+        return [*quantized, *whole], "quantized base, base"
+
+    def _autocast_copies(self) -> list[Term]:
+        """Return autocast's copies of all trained matrices, which it keeps until the forward pass has ended."""
+        job = self.job
+        trained = sum(
+            layers * sum(linear.inputs * linear.outputs for linear in stack.linears if job.trains(linear))
+            for stack, layers in zip(part_of_rank(self.architecture, job).stacks, self.share.layers, strict=True)
+        )
+        copies = numbers("weights", "autocast's copies of the trained matrices", trained, job.arithmetic_bytes)
+        return where((job.autocasts, copies))
+
+    # -- a forward pass without gradients
+
+    def _layer(self, tokens: int, target_tokens: int, a: int) -> list[Term]:
+        """Return what the widest layer works on; `target_tokens` are those of an encoder-decoder's decoder."""
+        widths = [
+            (target_tokens if stack.kind == "cross-decoder" else tokens) * self._widest_moment(stack)
+            for stack in self.architecture.stacks
+        ]
+        formula = f"T ({self._moments()}) a"
+        return [activations("hidden states, and what one layer makes of them", formula, max(widths) * a)]
+
+    def _widest_moment(self, stack: Stack) -> int:
+        """Return the numbers per token: four hidden states, and what the MLP or the attention makes of the last.
+
+        (The embeddings, the layer's input, its sum with the attention's result, and the norm of that sum.)
+        """
+        hidden, mlp = self.architecture.hidden, self.architecture.intermediate
+        q = self.architecture.heads * self.architecture.head_dim
+        return 4 * hidden + max((3 if self.architecture.family.is_llama_like else 2) * mlp, 5 * q)
+
+    def _moments(self) -> str:
+        return f"4 H + max({3 if self.architecture.family.is_llama_like else 2} I, 5 Q)"
+
+    def _losses(self, labelled: int, a: int) -> list[Term]:
+        if self.architecture.classes:
+            return []
+        at_once = min(labelled, max(1, LOGITS_AT_ONCE // self.architecture.vocab))
+        each = 8 if a == 4 else a + 8
+        return [
+            Term(
+                "logits",
+                "a chunk's logits and log-probabilities",
+                f"C V {each}",
+                at_once * self.architecture.vocab * each,
+            ),
+            activations("inputs of the head", "P H a", labelled * self.architecture.hidden * a),
+        ]
+
+    def _answers(self, a: int) -> dict[str, list[Term]]:
+        """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""
+        shape, architecture = self.shape, self.architecture
+        read = shape.rows * shape.prompt_length
+        if not shape.new_tokens:
+            return {"labels": self._layer(read, read, a)}
+        rows = shape.rows * shape.beams
+        logits = Term(
+            "logits", "logits of a token, and their fp32 copy", "B V (a + 4)", rows * architecture.vocab * (a + 4)
+        )
+        if len(architecture.stacks) > 1:
+            return self._summaries(read, rows, logits, a)
+        last = shape.prompt_length + shape.new_tokens
+        return {
+            "the prompts": [*self._cached(rows, shape.prompt_length, a), *self._layer(read, read, a), logits],
+            "the last new token": [
+                *self._cached(rows, last, a),
+                *self._layer(rows, rows, a),
+                Term("buffers", "a layer's keys while a token is added", "B (S + N) K a", self._keys(rows, last, a)),
+                logits,
+            ],
+        }
+
+    def _summaries(self, read: int, rows: int, logits: Term, a: int) -> dict[str, list[Term]]:
+        """Return the same of an encoder-decoder, whose beams share nothing."""
+        length = self.shape.prompt_length
+        of_texts = self._cached(rows, length, a, "keys and values of the texts")
+        encoded = activations(
+            "encoder's output for each beam", "B W S H a", rows * length * self.architecture.hidden * a
+        )
+        copies = Term("buffers", "a layer's, before they are kept", "2 B W S K a", 2 * self._keys(rows, length, a))
+        new = self._cached(rows, self.shape.new_tokens, a, "keys and values of the new tokens")
+        return {
+            "the texts": self._layer(read, 0, a),
+            "the first new token": [*of_texts, encoded, copies, logits],
+            "the last new token": [*of_texts, encoded, *new, *self._layer(0, rows, a), logits],
+        }
+
+    def _keys(self, rows: int, tokens: int, a: int) -> int:
+        return rows * tokens * self.architecture.kv_heads * self.architecture.head_dim * a
+
+    def _cached(self, rows: int, tokens: int, a: int, what: str = "keys and values of all tokens") -> list[Term]:
+        layers = sum(
+            layers
+            for stack, layers in zip(self.architecture.stacks, self._whole().share.layers, strict=True)
+            if stack.kind != "encoder"
+        )
+        return [Term("buffers", what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]
