@@ -247,6 +247,9 @@ def test_an_unknown_architecture_is_planned_by_dry_run(tmp_path: Path, asked) ->
     answer = json.loads(out)
     assert code == 0
     assert "'gpt2'" in answer["assumptions"][0]
+    assert answer["run"].startswith("make run FOLDER=2.4_full_finetuning/run_")
+    assert f"--model {tmp_path}" in answer["run"]
+    assert answer["ranked"][0]["tokens_per_s_best"] is None
     device = answer["ranked"][0]["per_device"][0]
     assert 0 < device["peak_gib"] - device["overhead_gib"] < 0.1
     full, pure = (
