@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -381,10 +382,16 @@ def answer(options: PlannerOptions) -> int:
     )
     assumptions = _assumptions_of(plans, options)
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
-    command, why_not = _command_of(plans[0], options)
+
+    def command_of(plan: Plan) -> str:
+        return run_command(plan, options.model, options.model_revision)
+
     if options.json:
-        said = as_json(options.model, plans, assumptions, options.rows_per_epoch) | {"run": command or None}
-        print(json.dumps(said, indent=2))
+        run = None
+        with suppress(BadInputError):
+            run = command_of(plans[0]) if plans[0].fits else None
+        said = as_json(options.model, plans, assumptions, options.rows_per_epoch)
+        print(json.dumps(said | {"run": run}, indent=2))
         return 0 if plans[0].fits else 1
     machines = f" on {cluster.nodes} machines" if cluster.nodes > 1 else ""
     names = " + ".join(f"{cluster.gpus.count(gpu)} x {gpu.name}" for gpu in dict.fromkeys(cluster.gpus))
@@ -396,20 +403,10 @@ def answer(options: PlannerOptions) -> int:
         explanation(plans[0]) if options.explain else "",
         compared,
         "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
-        "\n".join(last_lines(plans[0], options.rows_per_epoch, command, why_not)),
+        "\n".join(last_lines(plans, options.rows_per_epoch, command_of)),
     ]
     print("\n\n".join(filter(None, parts)))
     return 0 if plans[0].fits else 1
-
-
-def _command_of(plan: Plan, options: PlannerOptions) -> tuple[str, str]:
-    """Return the command that starts the plan, or why there is none."""
-    if not plan.fits:
-        return "", "it does not fit."
-    try:
-        return run_command(plan, options.model, options.model_revision), ""
-    except BadInputError as refused:
-        return "", str(refused)
 
 
 def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> str:

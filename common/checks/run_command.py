@@ -1,13 +1,15 @@
 """The command of this repository that starts a plan: `make run` with the run folder that differs least from it."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_file_of, read_lora, run_folders
+from common.base.run_folders import literal_file_of, read_lora, run_folders, workflow_does
+from common.base.specs import HasSpecs
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
 from common.planning.architectures import MODEL_CONFIGS, find_config, is_hub_id
@@ -32,8 +34,12 @@ TRIED = (
 """Settings of a run that a dry run tries."""
 
 
-def last_lines(best: Plan, rows_per_epoch: int, command: str, why_not: str) -> tuple[str, str]:
-    """Return the answer's last two lines: what to do, and the command that does it, or why there is none."""
+def last_lines(plans: Sequence[Plan], rows_per_epoch: int, command_of: Callable[[Plan], str]) -> tuple[str, str]:
+    """Return the answer's last two lines: what to do, and the command that does it.
+
+    Where no run folder takes the first plan, the reason stands there, and the next plan that one takes.
+    """
+    best = plans[0]
     if not best.fits:
         return "Recommended: none of these, as nothing fits.", "Run: nothing yet."
     phase, gpu, usd = best.highest.phase, best.highest.gpu, best.epoch_usd(rows_per_epoch)
@@ -42,8 +48,20 @@ def last_lines(best: Plan, rows_per_epoch: int, command: str, why_not: str) -> t
         f"Recommended: {best.name}, {best.job.precision}: {phase.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB at its "
         f"highest moment, {best.tokens_per_s:,.0f} tokens per s, {best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} "
         f"per epoch of {rows_per_epoch:,} rows.",
-        f"Run: {command or f'no run folder takes this plan: {why_not}'}",
+        f"Run: {_first_command(plans, command_of)}",
     )
+
+
+def _first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> str:
+    """Return the first plan's command, or why it has none, and the next plan's that has one."""
+    try:
+        return command_of(plans[0])
+    except BadInputError as refused:
+        said = f"no run folder takes this plan: {refused}"
+    for plan in plans[1:]:
+        with suppress(BadInputError):
+            return f"{said} For {plan.name}: {command_of(plan)}" if plan.fits else said
+    return said
 
 
 def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
@@ -60,7 +78,9 @@ def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
             f"none has runs for {plan.architecture.name}'s own head; with --classes it is a classifier."
         )
     device = "cpu" if plan.cluster.gpus[0].name == CPU_DEVICE else "cuda"
-    return _command(task, device, lambda own: _settings(plan, own) | _model_settings(own, model, model_revision))
+    return _command(
+        plan.job, task, device, lambda own: _settings(plan, own) | _model_settings(own, model, model_revision)
+    )
 
 
 def command_of_run(run: RunConfig, device: str) -> str:
@@ -73,18 +93,26 @@ def command_of_run(run: RunConfig, device: str) -> str:
     lengths = ("max_length", "max_target_length") if run.goal.summarizes else ("max_length",)
     wanted = {name: getattr(run, name) for name in (*TRIED, *adapters, *lengths)}
     return _command(
-        run.task, device, lambda own: wanted | _model_settings(own, run.model, run.model_revision) | _fitting(run, own)
+        run,
+        run.task,
+        device,
+        lambda own: wanted | _model_settings(own, run.model, run.model_revision) | _fitting(run, own),
     )
 
 
-def _command(task: str, device: str, settings: Callable[[RunConfig], dict[str, object]]) -> str:
-    """Return the command with the run folder that takes the settings with the fewest options."""
-    taken, refusal = [], f"there is none for {task} on {device}."
+def _command(way: HasSpecs, task: str, device: str, settings: Callable[[RunConfig], dict[str, object]]) -> str:
+    """Return the command with the run folder that takes the settings with the fewest options.
+
+    Raises:
+        BadInputError: None takes them, and why.
+    """
+    taken, refusal = [], f"none does {way.technique} with {way.parallel}."
     for folder, literal in run_folders().items():
-        if (literal.device, literal.task, literal.loop) != (device, task, "trainer"):
+        is_alike = (literal.device, literal.task, literal.loop) == (device, task, "trainer")
+        if not is_alike or not workflow_does(literal, way.technique, way.parallel):
             continue
         try:
-            options = _options(folder, literal, settings)
+            options = _options(folder, literal, way, settings)
         except BadInputError as refused:
             refusal = str(refused)
         else:
@@ -105,16 +133,16 @@ def _task_of(plan: Plan) -> str:
     return "classification" if plan.job.batch.classes else ""
 
 
-def _options(folder: Path, literal: RunConfig, settings: Callable[[RunConfig], dict[str, object]]) -> list[str]:
+def _options(
+    folder: Path, literal: RunConfig, way: HasSpecs, settings: Callable[[RunConfig], dict[str, object]]
+) -> list[str]:
     """Return what to pass to the folder's command, for the settings that a run like its own is to have.
 
     Raises:
         BadInputError: The folder's runs do not take them.
     """
-    wanted = settings(literal)
-    technique, parallel = str(wanted["technique"]), str(wanted["parallel"])
     has_settings = read_lora(literal_file_of(folder))
-    own = setting_of_folder(folder, technique, parallel) if has_settings else literal
+    own = setting_of_folder(folder, way.technique, way.parallel) if has_settings else literal
     wanted = settings(own)
     own.changed_to(**{name: value for name, value in wanted.items() if value != getattr(own, name)})
     # technique and parallelism decide about a folder's own settings: they are named where its literal has others

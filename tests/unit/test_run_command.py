@@ -10,8 +10,9 @@ import pytest
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
+from common.checks.inputs import check_folder
 from common.checks.planner_command import cluster_of, evaluation_of, job_of, read_options, techniques_asked
-from common.checks.run_command import command_of_run, run_command
+from common.checks.run_command import command_of_run, last_lines, run_command
 from common.hardware.devices import find_gpu
 from common.planning.architectures import MODEL_CONFIGS, read_architecture
 from common.planning.job import ALL_LINEAR, Job
@@ -72,6 +73,7 @@ def test_each_plan_s_command_is_the_plan_s_run(question: str) -> None:
         run, gpu = run_of(command), plan.cluster.gpus[0].name
         assert in_common(job_of_run(run, plan.job.batch)) == in_common(plan.job), command
         assert (run.per_device_train_batch_size, run.max_length) == (plan.job.batch.rows, plan.job.batch.length)
+        check_folder(run)  # its workflow does what is asked
         assert run.gpu == gpu or run.device == "cpu"
         assert run.per_device_eval_batch_size == plan.job.evaluation.rows
         assert read_architecture(run.model).parameters == read_architecture(asked.model).parameters
@@ -84,12 +86,23 @@ def test_a_plan_that_no_folder_takes_says_why() -> None:
     (plan,) = plans_of("--model qwen2.5-7b --gpu v100-16gb --gpus 2 --technique lora --parallel pp --batch-size 4")
     with pytest.raises(BadInputError, match="fp16-mixed, which pp does not scale losses for"):
         run_command(plan, "qwen2.5-7b")
+    (plan,) = plans_of("--model qwen2.5-7b --gpu a6000 --gpus 2 --technique lora --parallel mp")
+    with pytest.raises(BadInputError, match="none does lora with mp"):
+        run_command(plan, "qwen2.5-7b")
     many = plans_of("--model qwen2.5-7b --gpu h100 --gpus 16 --nodes 2 --technique lora")[0]
     with pytest.raises(BadInputError, match="one machine, not on several"):
         run_command(many, "qwen2.5-7b")
     headed = plans_of("--model roberta-large --gpu a6000 --seq-len 128 --technique full")[0]
     with pytest.raises(BadInputError, match="with --classes it is a classifier"):
         run_command(headed, "roberta-large")
+
+
+def test_where_the_first_plan_has_no_command_the_next_one_s_stands_there() -> None:
+    plans = plans_of("--model qwen2.5-7b --gpu v100-16gb --gpus 4")
+    _, run = last_lines(plans, 1000, lambda plan: run_command(plan, "qwen2.5-7b"))
+    reason, _, command = run.partition(" For QLoRA, ddp, checkpointed: ")
+    assert "no run folder takes this plan: none does lora with mp" in reason
+    assert run_of(command).technique == "qlora"
 
 
 def test_a_model_of_one_s_own_is_named_by_its_place(tmp_path: Path) -> None:
