@@ -32,8 +32,8 @@ DEFAULT_ROWS_PER_EPOCH = 10_000
 ABOUT_AS_FAST = 0.9
 SORTED_BY = (
     "what fits; full fine-tuning, LoRA, QLoRA; speed, where of those within "
-    f"{1 - ABOUT_AS_FAST:.0%} of the fastest the simplest is on top; a tight plan stands below all that are about as "
-    "fast and not tight"
+    f"{1 - ABOUT_AS_FAST:.0%} of the fastest the simplest is on top; last of what fits is what is tight, where another "
+    "is about as fast and not tight"
 )
 
 
@@ -258,9 +258,9 @@ def ranked_plans(
 ) -> list[Plan]:
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
-    Of plans that are about as fast as the fastest of their technique, the simplest comes first. A tight plan stands
-    below all plans that are about as fast and not tight, whatever their technique. What does not fit is sorted by how
-    much it lacks.
+    Of plans that are about as fast as the fastest of their technique, the simplest comes first. A tight plan comes
+    after all that are not tight, where one of these is about as fast, whatever its technique. What does not fit is
+    sorted by how much it lacks.
 
     `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
     does not fit without. `micro_batches` None: with pp as many as make sense. `dp_replicate_size` None: with fsdp one
@@ -331,28 +331,18 @@ def _micro_batches(rows: int, parallel: str, cluster: Cluster) -> int:
 
 
 def _best_first(plans: list[Plan]) -> list[Plan]:
-    """Sort plans that fit: by technique, speed and simplicity; tight ones below all that are about as fast."""
-    remaining, ranked = list(plans), []
-    while remaining:
-        ranked.append(_best_of(remaining))
-        remaining.remove(ranked[-1])
-    return ranked
-
-
-def _best_of(plans: list[Plan]) -> Plan:
+    """Sort plans that fit: by technique, speed and simplicity; last those that are tight, where others are as fast."""
+    fastest_roomy = max((plan.tokens_per_s for plan in plans if not plan.is_tight), default=0.0)
+    fastest = {plan.job.technique: plan.tokens_per_s for plan in sorted(plans, key=lambda plan: plan.tokens_per_s)}
     techniques, simplest_first = list(TECHNIQUES), list(PARALLELISMS)
-    technique = min((plan.job.technique for plan in plans), key=techniques.index)
-    best = [plan for plan in plans if plan.job.technique == technique]
-    fastest = max(plan.tokens_per_s for plan in best)
-    alike = [plan for plan in best if plan.tokens_per_s >= ABOUT_AS_FAST * fastest]
 
-    def rank(plan: Plan) -> tuple[int, bool, int, float]:
-        simplicity = simplest_first.index(plan.job.parallel)
-        return techniques.index(plan.job.technique), plan.is_tight, simplicity, -plan.tokens_per_s
+    def rank(plan: Plan) -> tuple[bool, int, bool, float, float]:
+        is_needless = plan.is_tight and fastest_roomy >= ABOUT_AS_FAST * plan.tokens_per_s
+        is_slow = plan.tokens_per_s < ABOUT_AS_FAST * fastest[plan.job.technique]
+        simplicity = 0 if is_slow else simplest_first.index(plan.job.parallel)
+        return is_needless, techniques.index(plan.job.technique), is_slow, simplicity, -plan.tokens_per_s
 
-    first = min(alike, key=rank)
-    roomy = [plan for plan in plans if not plan.is_tight and plan.tokens_per_s >= ABOUT_AS_FAST * first.tokens_per_s]
-    return min(roomy, key=rank) if first.is_tight and roomy else first
+    return sorted(plans, key=rank)
 
 
 def why(plan: Plan) -> str:
