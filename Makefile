@@ -14,7 +14,7 @@ NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
 # Two workers; tests/conftest.py says which tests share one.
 PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 
-.PHONY: demo install gpu-check deepspeed test test-all mutants soak lint lab run record tables tables-check notebooks siblings bench
+.PHONY: demo install gpu-check deepspeed test test-all mutants soak lint lab run record records tables tables-check notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 .venv/.has-%: pyproject.toml constraints.txt install.py
@@ -48,6 +48,9 @@ run: $(RUNS) ## make run FOLDER=2.1_lora_finetuning/run_0_cpu_x1 ARGS="--batch_s
 record: $(RUNS) ## make record RUN=2.1_lora_finetuning/run_0_cpu_x1/results/<run name>
 	@test -n "$(RUN)" || { echo "error: pass RUN=<run folder>/results/<run name>" >&2; exit 2; }
 	@$(BIN)/python -m common.run_record "$(RUN)"
+
+records: $(RUNS) ## run every kept record's command again, on a quiet machine, and keep the new records; FOLDERS="2.1_... 2.6_..."
+	@$(BIN)/python -m common.repeat $(FOLDERS)
 
 tables: $(RUNS) ## render the READMEs' tables from the records
 	@$(BIN)/python -m common.report --write

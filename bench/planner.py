@@ -190,7 +190,7 @@ def divided_points() -> list[GridPoint]:
     """Layers divided among GPUs: of one process (mp), and of a pipeline with either schedule (pp)."""
     pipeline = {"parallel": "pp", "micro_batches": 4}
     ways = ({"parallel": "mp"}, {**pipeline, "schedule": "1f1b"}, {**pipeline, "schedule": "gpipe"})
-    common = {"target_modules": "all-linear", "device": "cuda"}
+    common = {"target_modules": "all-linear"}
     return [
         _point(technique, model, False, (8, 512), gpu=gpu, devices=devices, **common, **way)
         for (model, gpu, devices), technique, way in product(DIVIDED, ("lora", "full"), ways)
@@ -212,6 +212,7 @@ def _point(
         model=model,
         gradient_checkpointing=checkpointing,
         weights="random",
+        device="cuda",
         **{"precision": "bf16", "target_modules": "all" if technique == "full" else "all-linear", **settings},
     )
     return GridPoint(run, BatchShape(rows, length, labelled or length - 1, padded))

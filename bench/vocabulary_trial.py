@@ -15,7 +15,7 @@ import torch
 from bench.clock import Clock
 from bench.recipe import Trial, material_of
 from bench.tools import TOOLS
-from common.training.memory_tracker import MemoryTracker
+from common.runtime.memory_tracker import MemoryTracker
 
 WARM_UP_STEP, COUNTED_STEP = 1, 2
 """The optimizer has its states after the first. Bytes are counted in the second, which takes longer by that."""

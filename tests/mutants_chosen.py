@@ -687,7 +687,7 @@ PLANS = (
     ),
     Fault(
         "dry run: memory that is freed is counted for ever",
-        "common/training/memory_tracker.py",
+        "common/runtime/memory_tracker.py",
         "            weakref.finalize(storage, self._free, entry)\n",
         "",
         _unit("dry_run", "the_tracker_forgets_what_is_freed"),

@@ -87,7 +87,7 @@ def merge_both_ways(
     batch, expected, _ = save_and_free(trainer, folder / "adapter")
     differences, error = {}, None
     if log.rank.is_main:
-        differences["adapter"] = reloaded_difference(run, folder / "adapter", device, batch, expected)
+        differences["adapter"] = reloaded_difference(run, folder / "adapter", device, batch, expected, log.memory)
         error = _save_merged(run, folder, tokenizer)
     wait_for_everyone()
     if not has_room:

@@ -63,6 +63,17 @@ def original_judge(log: RunRecorder, tokenizer: Tokenizer) -> Judge:
     return Judge("base", load_base_model(log.run, whole_model_on(log.rank.device), quantized=False), tokenizer)
 
 
+def judges_before(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, has_room: bool) -> Iterator[Judge]:
+    """Yield the judges of the quantized base: the original one, or without room the quantized base itself; another."""
+    if has_room:
+        judge = original_judge(log, tokenizer)
+        yield judge
+        free_model(judge.model)
+    else:
+        yield Judge("base", model, tokenizer)
+    yield from independent_judges(log.run, log.rank.device)
+
+
 def evaluate_before(
     log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits, has_room: bool
 ) -> Evaluation:
@@ -73,9 +84,7 @@ def evaluate_before(
     if not has_room and log.rank.is_main:
         print("no room for unquantized models on this device: the quantized base judges, the original's merge does not")
     with log.phase("baseline evaluation"):
-        judge = original_judge(log, tokenizer) if has_room else Judge("base", model, tokenizer)
-        judges = [judge, *independent_judges(log.run, log.rank.device)]
-        return evaluate(model, tokenizer, data.test, judges, log, "before")
+        return evaluate(model, tokenizer, data.test, judges_before(log, model, tokenizer, has_room), log, "before")
 
 
 def merge(log: RunRecorder, trainer: AuditedTrainer, tokenizer: Tokenizer, has_room: bool) -> Merged:

@@ -35,7 +35,7 @@ from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share
 from common.planning.terms import PARTS
-from common.training.memory_tracker import Bytes, Timeline
+from common.runtime.memory_tracker import Bytes, Timeline
 from common.training.placement import place_stages
 
 SMALL_DEPTHS = (2, 3)

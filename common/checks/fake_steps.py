@@ -35,10 +35,7 @@ from common.planning.device_maps import device_map_of
 from common.planning.job import BatchShape
 from common.planning.plans import architecture_of_run
 from common.planning.shares import Share
-from common.runtime.rank import name_deepspeeds_device
-from common.runtime.world import Rank
-from common.tasks.objectives import objective_of
-from common.training.memory_tracker import (
+from common.runtime.memory_tracker import (
     HANDING_ON,
     MemoryTracker,
     Timeline,
@@ -47,6 +44,9 @@ from common.training.memory_tracker import (
     mark,
     watch_gradients,
 )
+from common.runtime.rank import name_deepspeeds_device
+from common.runtime.world import Rank
+from common.tasks.objectives import objective_of
 from common.training.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
 from common.training.pipeline_parallel import PipelineParallel
 from common.training.strategy import chunk_loss, loss_is_chunked, tell_of_answers

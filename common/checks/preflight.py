@@ -308,7 +308,7 @@ def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap
     batch, expected, compares = save_and_free(trainer, folder)
     if not compares:
         return 0.0
-    return reloaded_difference(run, folder, device_map_of_rank(stage_map, rank), batch, expected)
+    return reloaded_difference(run, folder, device_map_of_rank(stage_map, rank), batch, expected, trainer.memory)
 
 
 @torch.no_grad()
@@ -438,7 +438,7 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
             f"{len(rows.validation)} {unit}{_planned_peak(plan, planned_phase)}"
             for name, key, planned_phase in (
                 ("validation", "validation", "validation"),
-                ("answers", "answers", "final evaluation"),
+                ("answers", "answers", "baseline evaluation"),
             )
         ),
         f"passed: trained, validated, saved, reloaded and answered; logits measured {found['logit_difference']:.1e} "

@@ -1,6 +1,6 @@
 """Weights of which a rank holds a part (FSDP's, DeepSpeed's) or all: measure them, and make them whole."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,6 +14,14 @@ def local_part(weight: torch.Tensor) -> torch.Tensor:
 def global_numel(weight: torch.Tensor) -> int:
     """Return the number of elements of a weight, wherever they are."""
     return getattr(weight, "ds_numel", weight.numel())
+
+
+def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield what a rank holds of a model: weights, or its part of them, buffers, and the scales of 4-bit weights."""
+    for weight in (*model.parameters(), *model.buffers()):
+        yield local_part(weight)
+        scales = getattr(weight, "quant_state", None)
+        yield from (value for value in (scales.as_dict() if scales else {}).values() if torch.is_tensor(value))
 
 
 def byte_count(tensors: Iterable[torch.Tensor]) -> int:

@@ -13,15 +13,15 @@ from common.planning.gpu_overhead import memory_with_overhead, overhead_terms
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
 from common.planning.memory_plan import DeviceMemory, DeviceSums
 from common.planning.shares import Share, parameters_of, part_of_rank, whole_model
-from common.planning.terms import Term, activations, numbers, where
+from common.planning.terms import Term, activations, numbers, times_each, where
 
 TRAINING = "training"
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
 """In the order of a run; validation and saving come again and again in training."""
 ROOM_FOR_MODELS = 0.9
 """Of a device's memory: what models may take."""
-JUDGE_BYTES = 22_713_216 * 4
-"""Weights of all-MiniLM-L6-v2, the independent judge, in fp32."""
+JUDGE_WEIGHTS, JUDGE_HIDDEN = 22_713_216, 384
+"""Of all-MiniLM-L6-v2, the independent judge, which is in fp32; its MLP is four times as wide as its hidden states."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _PhaseSums:
         trained = self._trained()
         cast = self.architecture.embedding_parameters * self.job.arithmetic_bytes
         waits = Term("weights", "embeddings in 16 bits, while they are cast to fp32", "V H a", cast)
-        terms = where((True, trained.base_weights()), (self.job.method.quantizes, waits))
+        terms = where((True, trained.weights()), (self.job.method.quantizes, waits))
         return self._phase("loading", "trained model", ("the last weight", terms))
 
     def validation(self) -> Phase:
@@ -105,34 +105,35 @@ class _PhaseSums:
         """Return the comparison of the trained model's logits with those of what was saved, loaded again."""
         architecture, shape, a = self.architecture, self.shape, self.job.arithmetic_bytes
         # as `common.training.export.rows_to_compare` chooses them
-        tokens = min(shape.rows * shape.length, max(shape.length, LOGITS_AT_ONCE // architecture.vocab))
+        tokens = min(shape.rows * shape.length, LOGITS_AT_ONCE // architecture.vocab)
         count = (shape.rows if architecture.classes else tokens) * architecture.vocab
-        logits = Term("logits", "whole logits of a few rows, and their fp32 copy", "P V (a + 4)", count * (a + 4))
-        held = 2 if self.job.method.has_adapters else 1  # also those with the adapter, when those without it come
-        expected = Term("logits", "those of before, to compare with", f"{held} P V 4", held * count * 4)
-        widest = max(linear.inputs * linear.outputs for stack in architecture.stacks for linear in stack.linears)
-        product = numbers("weights", "an adapter's product, and its sum with the matrix", widest, 4 + 4)
+        each = 4 if a == 4 else a + 4
+        logits = Term("logits", f"whole logits of a few rows{'' if a == 4 else ', and their fp32 copy'}", f"P V {each}",
+                      count * each)  # fmt: skip
+        compared = Term(
+            "logits", "logits before and after, and two tensors of their differences", "4 P V 4", 16 * count
+        )
         moments = [
             ("the trained model's logits", [*self._trained().resting(), logits]),
-            ("the saved model's logits", [*self._reloaded(), logits, expected]),
+            ("the comparison with the saved model's", [*self._reloaded(), compared]),
         ]
         if self.job.method.has_adapters:
-            moments.append(("an adapter is merged", [*self._reloaded(), product, expected]))
+            widest = max(linear.inputs * linear.outputs for stack in architecture.stacks for linear in stack.linears)
+            product = numbers("weights", "an adapter's product, and its sum with the matrix", widest, 4 + 4)
+            moments.append(("an adapter is merged", [*self._reloaded(), product]))
         return self._phase("merging", "trained model; then the saved one", *moments)
 
     def evaluation(self, name: str) -> Phase:
         """Return the answers to a batch of questions (or its labels, or summaries), and their judging."""
         shape, a = self.shape, self.job.whole_model_bytes
-        models, alive = self._evaluated(is_tuned=name == "final evaluation")
-        moments = [(moment, [*models, *terms]) for moment, terms in self._answers(a).items()]
+        answering, judging, alive = self._evaluated(is_tuned=name == "final evaluation")
+        moments = [(moment, [*answering, *terms]) for moment, terms in self._answers(a).items()]
         read = shape.rows * max(shape.new_tokens, shape.labelled)
-        judge = where((
-            shape.has_independent_judge,
-            Term("weights", "independent judge", f"{JUDGE_BYTES:,} bytes", JUDGE_BYTES),
-        ))  # fmt: skip
-        hidden = activations("hidden states in fp32", "2 T H 4", 2 * read * self.architecture.hidden * 4)
         if shape.judged:
-            moments.append(("judging", [*models, *judge, *self._layer(read, read, a), hidden]))
+            hidden = activations("hidden states in fp32", "2 T H 4", 2 * read * self.architecture.hidden * 4)
+            moments.append(("the base judges", [*judging, *self._layer(read, read, a), hidden]))
+        if shape.has_independent_judge:
+            moments.append(("the independent judge", [*answering, *_independent_judge(shape.rows * shape.labelled)]))
         return self._phase(name, alive, *moments)
 
     def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]]) -> Phase:
@@ -168,20 +169,21 @@ class _PhaseSums:
     def _plain(self, sums: DeviceSums, what: str) -> list[Term]:
         return [numbers("weights", what, parameters_of(self.architecture, sums.share), self.job.whole_model_bytes)]
 
-    def _evaluated(self, is_tuned: bool) -> tuple[list[Term], str]:
-        """Return the weights of the models that an evaluation holds, and which these are."""
+    def _evaluated(self, is_tuned: bool) -> tuple[list[Term], list[Term], str]:
+        """Return the weights that answer, those that are there while the base judges, and which models these are."""
         sums = self._whole()
         if not self.job.method.quantizes:
-            if is_tuned:
-                return self._plain(sums, "weights"), "tuned model; then the base"
-            return self._plain(sums, "weights"), "base"
+            weights = self._plain(sums, "weights")
+            if is_tuned and self.job.parallelism.layers_in_turn:  # a model on several GPUs does not wait on the host
+                return weights, times_each(weights, 2, "2 x "), "tuned model and base"
+            return weights, weights, "tuned model; then the base" if is_tuned else "base"
         quantized, whole = sums.base_weights(), self._plain(sums, "weights in 16 bits")
         gib = [sum(term.gib for term in terms) for terms in (whole, quantized)]
         if not has_room_for_whole(*gib, self.gpu.memory_gib):
-            return quantized, "adapter on the quantized base" if is_tuned else "quantized base"
+            return quantized, quantized, "adapter on the quantized base" if is_tuned else "quantized base"
         if is_tuned:
-            return whole, "a merged model; then the base"
-        return [*quantized, *whole], "quantized base, base"
+            return whole, whole, "a merged model; then the base"
+        return quantized, [*quantized, *whole], "quantized base; base"
 
     def _autocast_copies(self) -> list[Term]:
         """Return autocast's copies of all trained matrices, which it keeps until the forward pass has ended."""
@@ -279,3 +281,12 @@ class _PhaseSums:
             if stack.kind != "encoder"
         )
         return [Term("buffers", what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]
+
+
+def _independent_judge(tokens: int) -> list[Term]:
+    """Return its weights, and what its widest layer works on."""
+    size = tokens * (4 + 2 * 4) * JUDGE_HIDDEN * 4
+    return [
+        numbers("weights", "independent judge", JUDGE_WEIGHTS, 4),
+        activations("the judge's hidden states, and what one layer makes of them", "T 12 H 4", size),
+    ]

@@ -116,30 +116,32 @@ class Plan:
         """What the fullest device lacks in its highest phase; negative where it has room."""
         return self.highest.phase.peak_gib - self.highest.gpu.memory_gib
 
-    @cached_property
-    def evaluated_at_once(self) -> int:
-        """The most rows, halved from the job's own, with which every phase beside training fits; 0: none."""
+    def evaluated_at_once(self, share: float = 1.0) -> int:
+        """Return the most rows, halved from the job's own, of which no phase beside training takes a larger share.
+
+        (Of a device's memory; 0: not even one row.)
+        """
         rows = self.job.evaluation.rows
-        while rows and not self._evaluates(rows):
+        while rows and self._evaluating(rows) > share:
             rows //= 2
         return rows
 
-    def _evaluates(self, rows: int) -> bool:
-        evaluation = replace(self.job.evaluation, rows=rows)
-        phases = replace(self, job=replace(self.job, evaluation=evaluation)).phases
-        return all(
-            phase.peak_gib <= gpu.memory_gib
+    def _evaluating(self, rows: int) -> float:
+        """Return the largest share of a device that a phase beside training takes, with so many rows at once."""
+        phases = replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows))).phases
+        return max(
+            phase.peak_gib / gpu.memory_gib
             for gpu, of_device in zip(self.cluster.gpus, phases, strict=True)
             for phase in of_device
             if phase.name != TRAINING
         )
 
     def with_fewer_evaluated(self) -> "Plan":
-        """Return the plan with as many rows evaluated at once as fit; itself where that does not help."""
-        if self.fits or self.job.evaluation is None or not self.evaluated_at_once:
+        """Return the plan with as many rows evaluated at once as leave room, or at least fit; else itself."""
+        if self.job.evaluation is None:
             return self
-        evaluation = replace(self.job.evaluation, rows=self.evaluated_at_once)
-        return replace(self, job=replace(self.job, evaluation=evaluation))
+        rows = self.evaluated_at_once(TIGHT) or self.evaluated_at_once() or self.job.evaluation.rows
+        return replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
 
     @property
     def rows_per_step(self) -> int:
@@ -381,7 +383,7 @@ def _largest_parts(memory: DeviceMemory) -> str:
 def phase_that_is_too_large(plan: Plan) -> str:
     """Return the phase beside training that a device cannot hold, by how much, and what would fit."""
     device, gpu, phase = plan.highest
-    fewer = plan.evaluated_at_once
+    fewer = plan.evaluated_at_once()
     help_ = (
         f"--per_device_eval_batch_size {fewer} would fit"
         if fewer
@@ -625,7 +627,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         # a budget may divide each micro-batch
         accumulation_steps=max(run.gradient_accumulation_steps, 2 if run.max_batch_tokens else 1),
         offload=run.offload == "cpu",
-        cpu_operations=run.device == "cpu" and batch.classes > 0,  # runs in chat are planned as on a GPU
+        cpu_operations=run.device == "cpu",
         evaluation=evaluation or evaluation_of_run(run, batch),
     )
 

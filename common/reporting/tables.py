@@ -18,6 +18,7 @@ from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
 from common.reporting import classification, full, outcomes, own_data, qlora, rates, summarization
+from common.reporting.memory import memory_by_phase
 from common.reporting.rows import (
     FACTORS,
     FULL,
@@ -224,6 +225,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "bench-all": bench,
     "front": front,
     "planner": partial(bench, about="planner"),
+    "memory-by-phase": memory_by_phase,
     "master": master,
     "lora-quality": partial(quality_table, shown=(LORA,)),
     "lora-speed": partial(speed_table, shown=(LORA,)),

@@ -3,13 +3,14 @@
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice, repeat
 from pathlib import Path
 
+import torch
 from accelerate.utils import gather_object
 
 from common.base.errors import (
@@ -40,6 +41,7 @@ from common.records.store import (
     write_json,
 )
 from common.runtime.disks import ResultsFolder
+from common.runtime.memory_tracker import MemoryTracker
 from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank, was_restarted
 
@@ -218,10 +220,11 @@ PHASE_OF = {
 class PeakMemory:
     """The peak memory of a rank's devices in each phase, in GiB.
 
-    A process's peak cannot be reset: of a CPU there is that at the end of training, and of the whole run.
+    A GPU's allocator knows it. A process's peak cannot be reset, and most of it is Python's and the libraries': on a
+    CPU tensors are counted instead, in a step of each phase, beside the process's peak at the end of training.
 
     Attributes:
-        by_phase: Peaks of the GPUs, by phase and device; of phases that come several times the highest.
+        by_phase: Peaks by phase and device; of phases that come several times the highest.
     """
 
     rank: Rank
@@ -245,6 +248,23 @@ class PeakMemory:
         self.enter(phase)
         yield
         self.enter(before)
+
+    @contextmanager
+    def counting(self, phase: str, parts: Mapping[str, Iterable[torch.Tensor]]) -> Iterator[MemoryTracker | None]:
+        """On a CPU, count the tensors that are alive meanwhile as those of a phase; `parts` were there before."""
+        if self.rank.device != "cpu":
+            yield None
+            return
+        tracker = MemoryTracker(vocab_size=0, rounded_to=1)
+        for part, tensors in parts.items():
+            for tensor in tensors:
+                tracker.add(tensor, part)
+        with tracker:
+            tracker.enter(phase)
+            yield tracker
+        peak_gib = max(sum(alive.values()) for alive in tracker.timeline.values()) / devices.GIB
+        peaks = self.by_phase.setdefault(phase, {})
+        peaks["cpu"] = max(peaks.get("cpu", 0.0), peak_gib)
 
     def training_ended(self) -> None:
         """Remember each device's peak in training; on CPU it is the process's highest so far."""
@@ -270,12 +290,10 @@ class PeakMemory:
             "device": device,
             # as it is measured: the whole process on CPU, what is allocated on a GPU
             "planned_gib": planned and (planned.peak_gib if on_cpu else planned.allocated_gib),
-            "planned_gib_by_phase": {
-                phase.name: phase.peak_gib if on_cpu else phase.memory.allocated_gib for phase in phases
-            },
+            "planned_gib_by_phase": {phase.name: phase.memory.allocated_gib for phase in phases},
             "peak_training_gib": self.training_gib.get(device),
             "peak_gib_by_phase": measured,
-            "peak_allocated_gib": max(measured.values(), default=None),
+            "peak_allocated_gib": None if on_cpu else max(measured.values(), default=None),
             "peak_reserved_gib": reading.peak_reserved_gib,
             "peak_rss_gib": devices.read_memory("cpu").peak_gib,
             "total_gib": reading.total_gib,

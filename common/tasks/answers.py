@@ -218,12 +218,14 @@ def evaluate(
     def answered(numbers: list[int]) -> list[str]:
         return generate_answers(model, tokenizer, [rows[number] for number in numbers], log.run.max_new_tokens)
 
-    answers = predict_rows(log, lengths, "answers", when, answered)
+    answers = predict_rows(log, lengths, "answers", when, answered, model)
     texts = Texts(answers, [answer_of(row) for row in rows], shuffled_answers(rows))
     scores = {}
     for judge in judges:
         judged = partial(judge.judge, texts)
-        scores[judge.name] = predict_rows(log, lengths, f"answers, judged by {judge.name},", when, judged)
+        what = f"answers, judged by {judge.name},"
+        beside = [model] if judge.name == "minilm" else []  # the tuned model waits while the base judges
+        scores[judge.name] = predict_rows(log, lengths, what, when, judged, judge.model, *beside)
     evaluation = Evaluation(scored_answers(rows, texts, scores))
     report_predictions(log, when, evaluation.answers, evaluation)
     answers_before = log.folder / "predictions_before.csv"

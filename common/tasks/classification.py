@@ -131,7 +131,7 @@ def classify(
         batch = tokenizer.pad({"input_ids": [texts[number] for number in numbers]}, return_tensors="pt")
         return model(**batch.to(log.rank.device)).logits.argmax(-1).tolist()
 
-    found = predict_rows(log, list(map(len, texts)), "labels", when, labels_of)
+    found = predict_rows(log, list(map(len, texts)), "labels", when, labels_of, model)
     names = tuple(model.config.id2label[number] for number in range(model.config.num_labels))
     classified = Classified(names, tuple(found), tuple(row["class"] for row in rows))
     report_predictions(log, when, classified.lines(rows), classified)

@@ -2,13 +2,16 @@
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pandas as pd
+import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from common.base.print_prefix import rank_prefix
+from common.models.shards import tensors_of
 from common.runtime.recorder import RunRecorder
 
 
@@ -19,20 +22,29 @@ def title_of(when: str) -> str:
 
 
 def predict_rows(
-    log: RunRecorder, lengths: list[int], what: str, when: str, predict: Callable[[list[int]], Iterable[Any]]
+    log: RunRecorder,
+    lengths: list[int],
+    what: str,
+    when: str,
+    predict: Callable[[list[int]], Iterable[Any]],
+    *models: torch.nn.Module,
 ) -> list[Any]:
     """Return the prediction for every row, in the data's order and the same on every rank; no row is predicted twice.
 
     Every rank takes its share of the rows, longest first, so that batches hold little padding: `lengths` has the tokens
     of each row. `predict` gets the numbers of a batch's rows, and returns a prediction for each; `what` names them.
+    In the first batch memory is counted, of which `models` take a part.
     """
     rank, size = log.rank, log.run.per_device_eval_batch_size
     share = sorted(range(len(lengths)), key=lambda number: -lengths[number])[rank.rank :: rank.world_size]
     batches = [share[start : start + size] for start in range(0, len(share), size)]
     title = f"{rank_prefix(rank.rank, rank.device)} {what} {title_of(when)}, batches"
     predicted: dict[int, Any] = {}
+    memory, weights = log.memory, [tensor for model in models for tensor in tensors_of(model)]
     for numbers in tqdm(batches, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):
-        predicted.update(zip(numbers, predict(numbers), strict=True))
+        counting = nullcontext() if predicted else memory.counting(memory.current, {"weights": weights})
+        with counting:
+            predicted.update(zip(numbers, predict(numbers), strict=True))
     of_all = dict(gather_object(list(predicted.items())))
     return [of_all[number] for number in range(len(lengths))]
 

@@ -95,7 +95,7 @@ def summarize(
         )
         return [text.strip() for text in tokenizer.batch_decode(generated, skip_special_tokens=True)]
 
-    written = predict_rows(log, list(map(len, texts)), "summaries", when, summaries_of)
+    written = predict_rows(log, list(map(len, texts)), "summaries", when, summaries_of, model)
     references = [row["summary"] for row in rows]
     scores = gather_object([rouge_scores(written, references)] if rank.is_main else [])[0]
     exact = sum(text == reference.strip() for text, reference in zip(written, references, strict=True))

@@ -16,10 +16,12 @@ from common.data.batches import within_budget
 from common.data.rows import Tokens
 from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype
 from common.models.quantization import dequantized
+from common.models.shards import tensors_of
 from common.planning.device_maps import whole_model_on
 from common.planning.job import LOGITS_AT_ONCE
 from common.runtime.disks import broadcast_folder
-from common.runtime.recorder import RunRecorder
+from common.runtime.recorder import PeakMemory, RunRecorder
+from common.training.counted_steps import resting
 from common.training.strategy import as_computed
 from common.training.trainer import AuditedTrainer, free_model
 
@@ -49,7 +51,7 @@ def save_and_reload(
     if run.method.has_adapters:
         adapter, folder = folder, log.folder / "merged"
         if compares:
-            differences["adapter"] = reloaded_difference(run, adapter, device_map, batch, expected)
+            differences["adapter"] = reloaded_difference(run, adapter, device_map, batch, expected, log.memory)
         if log.rank.is_main:
             tokenizer.save_pretrained(adapter)
             merged(run, adapter, device_map).save_pretrained(folder)
@@ -60,7 +62,8 @@ def save_and_reload(
     tuned = load_base_model(run, device_map, source=folder)
     if expected is not None:
         what = "merged model" if run.method.has_adapters else "model"
-        differences[folder.name] = check_equal_logits(expected, tuned, batch, what, run.precision)
+        with log.memory.counting("merging", {"weights": tensors_of(tuned), "logits": [expected]}):
+            differences[folder.name] = check_equal_logits(expected, tuned, batch, what, run.precision)
     of_ranks = gather_object([differences])
     return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
 
@@ -73,7 +76,8 @@ def save_and_free(trainer: AuditedTrainer, folder: Path) -> tuple[dict[str, torc
         ranks that do not know them; and whether this rank is the first that does.
     """
     batch = trainer.collated(rows_to_compare(trainer))
-    expected = trainer.strategy.logits(batch)
+    with trainer.memory.counting("merging", resting(trainer)):
+        expected = trainer.strategy.logits(batch)
     trainer.strategy.export(folder)
     if trainer.strategy.rank.is_main:
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's: an empty card, with the base's path on this machine
@@ -84,22 +88,35 @@ def save_and_free(trainer: AuditedTrainer, folder: Path) -> tuple[dict[str, torc
 
 
 def rows_to_compare(trainer: AuditedTrainer) -> list[Tokens]:
-    """Return the first validation rows, as many as have no more logits than a chunk of the loss, but at least one.
+    """Return the first validation rows, as many as have no more logits than a chunk of the loss; a longer one is cut.
 
     Logits are compared at all positions: those of a whole batch could take more memory than training did.
     """
+    goal, most = trainer.strategy.run.goal, tokens_at_once(trainer.model)
     rows = list(islice(trainer.eval_dataset, trainer.args.per_device_eval_batch_size))  # the others may be on disk
-    tokens = [len(row["labels"] if trainer.strategy.run.goal.summarizes else row["input_ids"]) for row in rows]
-    return [rows[place] for place in whole_logits_at_once(tokens, trainer.model)[0]]
+    if goal.chats:  # what precedes a token decides on its logits
+        rows = [{name: tokens[:most] for name, tokens in row.items()} for row in rows]
+    tokens = [len(row["labels"] if goal.summarizes else row["input_ids"]) for row in rows]
+    return [rows[place] for place in within_budget(tokens, most)[0]]
+
+
+def tokens_at_once(model: torch.nn.Module) -> int:
+    """Return how many tokens have whole logits that are held at once: as many as a chunk of the loss has."""
+    return LOGITS_AT_ONCE // model.config.get_text_config().vocab_size
 
 
 def whole_logits_at_once(tokens: Sequence[int], model: torch.nn.Module) -> list[list[int]]:
     """Return the places of rows with so many `tokens` in groups whose logits at all positions are held at once."""
-    return within_budget(tokens, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
+    return within_budget(tokens, tokens_at_once(model))
 
 
 def reloaded_difference(
-    run: RunConfig, folder: Path, device_map: DeviceMap, batch: dict[str, torch.Tensor], expected: torch.Tensor
+    run: RunConfig,
+    folder: Path,
+    device_map: DeviceMap,
+    batch: dict[str, torch.Tensor],
+    expected: torch.Tensor,
+    memory: PeakMemory,
 ) -> float:
     """Load what `save_and_free` wrote as any user would, return the largest absolute difference of logits, and free it.
 
@@ -111,9 +128,10 @@ def reloaded_difference(
     else:
         reloaded = load_base_model(run, device_map, source=folder)
     what = "adapter" if run.method.has_adapters else "model"
-    difference = check_equal_logits(expected, reloaded, batch, what, run.precision)
-    if run.method.has_adapters:
-        check_changes_logits(reloaded, batch, folder)
+    with memory.counting("merging", {"weights": tensors_of(reloaded), "logits": [expected]}):
+        difference = check_equal_logits(expected, reloaded, batch, what, run.precision)
+        if run.method.has_adapters:
+            check_changes_logits(reloaded, batch, folder)
     free_model(reloaded)
     return difference
 

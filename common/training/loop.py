@@ -14,8 +14,9 @@ import torch
 from torch.nn.utils import get_total_norm
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
+from typing_extensions import override
 
-from common.data.rows import without_labels
+from common.data.rows import Tokens, without_labels
 from common.runtime.watch import reached
 from common.training.checkpoints import STATE_FILE, verify_once
 from common.training.strategy import Batch
@@ -155,6 +156,18 @@ class LoopTrainer(AuditedTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    @override
+    def back_propagate(self, rows: list[Tokens]) -> None:
+        batches = self.at_once(rows)
+        labels = sum(map(self.strategy.labels_in, rows)) * self.batches.world_size
+        for batch, is_last in Step(batches, labels):
+            self.strategy.backward(batch, labels, is_last)
+        self.strategy.finish_gradients()
+
+    @override
+    def validate(self, rows: list[Tokens]) -> None:
+        self.strategy.sums(self.collated(rows))
 
     # -- batches
 

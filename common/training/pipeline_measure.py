@@ -12,8 +12,8 @@ import torch
 from accelerate.utils import gather_object, wait_for_everyone
 
 from common.hardware.devices import MIB
+from common.runtime.memory_tracker import MemoryTracker, watch_gradients
 from common.training.loop import LoopTrainer
-from common.training.memory_tracker import MemoryTracker, watch_gradients
 from common.training.pipeline import Pipeline
 from common.training.strategy import Batch
 

@@ -183,7 +183,7 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
         return tokens_of(few, tokenizer, replace(run, long_texts="cut"))  # those too long were refused before
 
     batch = longest_batch(longest(splits.train, run.per_device_train_batch_size), run.per_device_train_batch_size, run)
-    evaluation = evaluation_of_rows(run, longest(splits.validation, 1))
+    evaluation = evaluation_of_rows(run, longest(splits.validation, run.per_device_eval_batch_size))
     if run.parallelism.splits_layers:
         plan = place_stages(run, batch, gpu).plan
         if plan is None:
@@ -198,8 +198,8 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
 
 
 def evaluation_of_rows(run: RunConfig, validation: Sequence[Tokens]) -> EvaluationShape:
-    """Return what the phases beside training work on, by the longest validation row; tests' are taken to be as long."""
-    longest = longest_batch(validation, 1)
+    """Return what the phases beside training work on, by the longest validation rows, as if tests' were as long."""
+    longest = longest_batch(validation, run.per_device_eval_batch_size)
     return evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
 
 

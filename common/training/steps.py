@@ -15,6 +15,7 @@ from common.records.store import Record
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, Judge, evaluate, independent_judges
 from common.training.compiled_layers import as_written
+from common.training.counted_steps import count_steps
 from common.training.export import DeviceMap, save_and_reload
 from common.training.results import check_training, training_metrics
 from common.training.trainer import AuditedTrainer, free_model, make_trainer
@@ -71,6 +72,7 @@ def train(log: RunRecorder, trainer: AuditedTrainer, loop: Callable[[AuditedTrai
             trainer.train()
         as_written(trainer.model)
         world = check_training(trainer, log.rank)
+    count_steps(trainer, log.memory)
     return {**training_metrics(trainer, world, log), **trainer.strategy.for_record()}
 
 

@@ -278,6 +278,18 @@ class AuditedTrainer(CheckpointedTrainer):
                 losses.append(super().training_step(model, self.strategy.to_device(batch), *args, **kwargs))
         return torch.stack(losses).sum()
 
+    def back_propagate(self, rows: list[Tokens]) -> None:
+        """Compute the gradients of some rows, and take no step: it is none of the run's."""
+        work, self.work = self.work, WorkDone()
+        labels = sum(map(self.strategy.labels_in, rows)) * self.args.world_size
+        self.training_step(self.model_wrapped, self.at_once(rows), num_items_in_batch=labels)
+        self.work = work
+
+    def validate(self, rows: list[Tokens]) -> None:
+        """Compute the results of some validation rows, without reporting them."""
+        self.model.eval()
+        self.prediction_step(self.model, self.collated(rows))
+
     @override
     def _get_num_items_in_batch(self, batch_samples: list[list[Batch]], device: torch.device) -> torch.Tensor | int:
         """Return the labels of an optimizer step on all ranks; the Trainer's own copies would wait for the GPU."""

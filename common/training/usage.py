@@ -30,10 +30,15 @@ class Held:
         return ", ".join(f"{name.removesuffix('_bytes')} {count / MIB:.2f} MiB" for name, count in asdict(self).items())
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of an optimizer's states on this rank; their step counters are left out."""
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return an optimizer's states on this rank; their step counters are left out."""
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return byte_count(local_part(state) for state in states if state.numel() > 1)
+    return [local_part(state) for state in states if state.numel() > 1]
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's states on this rank."""
+    return byte_count(state_tensors(optimizer))
 
 
 def check_share(what: str, local_bytes: int, whole_bytes: int, world_size: int) -> None:

@@ -35,13 +35,13 @@ from common.checks.fake_steps import (
 from common.checks.tried_rows import batch_of_run
 from common.models.loading import any_shape_config
 from common.planning.architectures import read_architecture
-from common.planning.job import BatchShape
+from common.planning.job import BatchShape, Job
 from common.planning.memory_plan import device_memory
 from common.planning.plans import architecture_of_run, job_of_run
 from common.planning.shares import Share, whole_model
 from common.planning.terms import PARTS
+from common.runtime import memory_tracker
 from common.runtime.world import Rank
-from common.training import memory_tracker
 from common.training.placement import place_stages
 from common.training.strategy import keep_answer_logits
 from tests.forked import run_forked
@@ -156,6 +156,11 @@ def grid() -> list:
     return [*points, attention, pytest.param(*mlp, marks=[pytest.mark.slow])]
 
 
+def gpu_job(run: RunConfig, batch: BatchShape) -> Job:
+    """Return the job with the operations of a GPU, which dry runs choose unless they are told otherwise."""
+    return replace(job_of_run(run, batch), cpu_operations=False)
+
+
 @pytest.mark.parametrize(("model", "technique", "targets", "precision", "checkpointing", "batch"), grid())
 def test_the_closed_form_says_the_same(
     model: str, technique: str, targets: str, precision: str, checkpointing: bool, batch: BatchShape
@@ -170,7 +175,7 @@ def test_the_closed_form_says_the_same(
         weights="random",
     )
     architecture = read_architecture(model)
-    closed = device_memory(architecture, job_of_run(run, batch), whole_model(architecture))
+    closed = device_memory(architecture, gpu_job(run, batch), whole_model(architecture))
     assert closed.allocated_gib == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
 
 
@@ -196,12 +201,12 @@ def test_the_closed_form_says_the_same_of_texts_with_summaries(settings: dict, b
         **settings,
     )
     architecture = read_architecture("bart-large-cnn")
-    closed = device_memory(architecture, job_of_run(run, batch), whole_model(architecture))
+    closed = device_memory(architecture, gpu_job(run, batch), whole_model(architecture))
     as_long = replace(batch, target_length=0)
     fake, other = (dry_run(run, shape).peak_gib for shape in (batch, replace(batch, target_length=batch.length)))
     assert closed.allocated_gib == pytest.approx(fake, rel=0.02)
     assert abs(fake - other) > 0.03 * fake  # what the decoder works on is no small part
-    assert device_memory(architecture, job_of_run(run, as_long), whole_model(architecture)).allocated_gib == (
+    assert device_memory(architecture, gpu_job(run, as_long), whole_model(architecture)).allocated_gib == (
         pytest.approx(other, rel=0.02)
     )
 
@@ -277,7 +282,7 @@ def test_ddp_keeps_all_gradients_all_the_time() -> None:
         weights, rel=0.01
     )  # no second copy
     architecture = read_architecture("llama-3.2-1b")
-    closed = device_memory(architecture, job_of_run(shared, batch), whole_model(architecture))
+    closed = device_memory(architecture, gpu_job(shared, batch), whole_model(architecture))
     assert closed.allocated_gib == pytest.approx(many.peak_gib, rel=0.05)
 
 
@@ -396,7 +401,7 @@ def test_the_closed_form_says_the_same_of_each_device(
     asked = {"model": model, "technique": technique, "target_modules": targets, "precision": "bf16"}
     run = RunConfig(**{**PIPELINE, **asked, **settings, "per_device_train_batch_size": batch.rows})
     plan = place_stages(run, batch).plan
-    for memory, device in zip(plan.devices, dry_runs(run, batch), strict=True):
+    for memory, device in zip(plan.devices, dry_runs(run, batch, as_on_gpu=run.device != "cpu"), strict=True):
         assert memory.allocated_gib == pytest.approx(device.peak_gib, rel=0.05)
 
 

@@ -24,7 +24,7 @@ from common.planning.memory_plan import DeviceMemory, DeviceSums, device_memory
 from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
 from common.planning.terms import PARTS
 from common.planning.time_plan import sent_bytes
-from common.training.memory_tracker import MemoryTracker, like_cuda, watch_gradients
+from common.runtime.memory_tracker import MemoryTracker, like_cuda, watch_gradients
 from common.training.tensor_parallel import split_by_plan
 
 LLAMA = read_architecture("llama-3.1-8b")

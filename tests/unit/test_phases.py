@@ -17,8 +17,8 @@ from common.planning.job import BatchShape, EvaluationShape, Job
 from common.planning.phases import PHASES, TRAINING, Phase, phases_of
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import whole_model
+from common.runtime.memory_tracker import MemoryTracker
 from common.training.chunked_loss import compute_loss_in_chunks
-from common.training.memory_tracker import MemoryTracker
 from common.training.placement import check_fits
 from common.training.strategy import keep_answer_logits
 
@@ -106,3 +106,12 @@ def test_models_that_wait_elsewhere_take_nothing() -> None:
     """The tuned model and its judge are in a device's memory one after the other."""
     weights = small().phases[0][-1].memory.parts_gib["weights"]
     assert weights == pytest.approx(7_615_616_512 * 2 / GIB, rel=0.01)
+
+
+def test_a_model_on_several_devices_stays_there_while_the_base_judges() -> None:
+    run = RunConfig(technique="full", parallel="mp", devices=2, stages=0, model="qwen2.5-7b", device="cuda",
+                    gpu="RTX A6000 48GB", precision="bf16")  # fmt: skip
+    phases = {phase.name: phase for phase in plan_run(run, BatchShape(1, 256, 255), find_gpu("a6000")).phases[0]}
+    assert phases["final evaluation"].memory.parts_gib["weights"] == pytest.approx(
+        2 * phases["baseline evaluation"].memory.parts_gib["weights"], rel=0.05
+    )

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
 from common.tasks.objectives import VALIDATION_LOSS
+from common.training.counted_steps import count_steps
+from common.training.export import rows_to_compare
 from common.training.loop import LoopTrainer
 from common.training.results import check_rows_seen, check_training, training_flops
 from common.training.strategy import Strategy, strategy_class
@@ -300,3 +303,39 @@ def test_validation_computes_logits_at_answers_alone_and_the_same_loss(run_confi
     assert len(positions) == 3
     assert max(positions) < max(len(row["input_ids"]) for row in rows) - 1
     end_rank()
+
+
+def test_logits_of_a_few_tokens_are_compared_where_the_vocabulary_is_large(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.training.export.LOGITS_AT_ONCE", 1000)
+    rows = [dict.fromkeys(("input_ids", "attention_mask", "labels"), [1] * length) for length in (6, 30, 3)]
+    config = LlamaConfig(vocab_size=100)
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(run=run_config),
+        model=SimpleNamespace(config=config),
+        eval_dataset=rows,
+        args=SimpleNamespace(per_device_eval_batch_size=3),
+    )
+    assert [len(row["input_ids"]) for row in rows_to_compare(trainer)] == [6, 3]
+    config.vocab_size = 250
+    assert [{len(tokens) for tokens in row.values()} for row in rows_to_compare(trainer)] == [{4}]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
+def test_counting_a_phases_tensors_leaves_the_run_as_it_was(
+    trainer_of: Callable[..., AuditedTrainer], loop: str
+) -> None:
+    trainer = trainer_of(loop)
+    trainer.train()
+    weights = [weight.clone() for weight in trainer.model.parameters()]
+    rows, random = list(trainer.work.rows), torch.get_rng_state()
+    count_steps(trainer, trainer.memory)
+    assert trainer.work.rows == rows
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(*pair) for pair in zip(weights, trainer.model.parameters(), strict=True))
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+    peaks = {phase: of_devices["cpu"] for phase, of_devices in trainer.memory.by_phase.items() if of_devices}
+    assert peaks.keys() == {"saving", "training", "validation"}
+    assert peaks["saving"] < peaks["validation"] < peaks["training"]

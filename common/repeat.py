@@ -1,0 +1,97 @@
+"""Run the commands of kept records again, and keep their new records in the place of the old ones.
+
+    python -m common.repeat                                   # all of them: one to two hours on two cores
+    python -m common.repeat 2.1_lora_finetuning 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
+
+One after the other, unattended, on a machine that does nothing else. A run that fails leaves its old record where it
+is, and is named at the end. Records of notebooks are left out: `make notebooks` runs them, `make record` keeps them.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from common.base.command_line import refused_in_one_sentence
+from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
+from common.base.paths import REPOSITORY
+from common.records.store import KEPT, Record, keep_record, load_record
+from common.runtime.launchers import stream_command
+
+LOOKED_AT_S = 5.0
+BUSY_PERCENT = 15.0
+NOTEBOOK = "the notebook"
+PROGRAMS = {"torchrun": ["-m", "torch.distributed.run"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
+"""What stands for a launcher's program, by this Python."""
+
+
+def records_in(folders: Sequence[str]) -> dict[Path, Record]:
+    """Return the kept records by path; those below some folders of the repository, or all.
+
+    Raises:
+        BadInputError: a folder has none.
+    """
+    found: dict[Path, Record] = {}
+    for folder in folders or [""]:
+        paths = [path for path in sorted(REPOSITORY.glob(f"{KEPT}/*.json")) if path.is_relative_to(REPOSITORY / folder)]
+        if not paths:
+            raise BadInputError(f"There is no kept record below {folder}: pass a technique's folder or a run folder.")
+        found |= {path: load_record(path) for path in paths}
+    return found
+
+
+def check_quiet() -> None:
+    """Refuse to measure beside other work.
+
+    Raises:
+        BadInputError: with how busy the machine is.
+    """
+    busy = psutil.cpu_percent(interval=LOOKED_AT_S)
+    if busy > BUSY_PERCENT:
+        raise BadInputError(
+            f"This machine's processors were {busy:.0f} % busy in the last {LOOKED_AT_S:g} s, and times measured "
+            "beside other work are no times to keep: end it, and start again."
+        )
+
+
+def repeat(record: Record) -> Path:
+    """Run a record's command in its run folder, and keep the new record; return where.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    program, *words = shlex.split(record["command"])
+    folder = REPOSITORY / record["run_folder"]
+    stream_command([sys.executable, *PROGRAMS.get(program, []), *words], cwd=folder)
+    return keep_record(folder / "results" / record["run_name"])
+
+
+@refused_in_one_sentence()
+def main() -> None:
+    """Run the command line."""
+    parser = OneSentenceParser(prog="python -m common.repeat", description=__doc__)
+    parser.add_argument("folders", nargs="*", help="technique folders or run folders; without any, all records")
+    records = records_in(parser.parse_args().folders)
+    commands = {path: record for path, record in records.items() if record["command"] != NOTEBOOK}
+    check_quiet()
+    failed = []
+    for number, (path, record) in enumerate(commands.items(), 1):
+        print(f"== {number} of {len(commands)}: {record['run_folder']}: {record['command']}", flush=True)
+        try:
+            repeat(record)
+        except RuntimeError as error:
+            failed.append(f"{path.relative_to(REPOSITORY)}: {error}")
+    for path in sorted(records.keys() - commands.keys()):
+        print(f"left out, as a notebook's: {path.relative_to(REPOSITORY)}")
+    print(
+        "\n".join(f"FAILED: {line}" for line in failed)
+        or f"{len(commands)} records are new; `make tables` renders them"
+    )
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Kept records are made again by their own commands; one that fails stays as it was."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import repeat
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.records.store import RECORD_NAME
+
+FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
+KEPT = REPOSITORY / FOLDER / "records"
+NEW = "2027-01-01T00:00:00+00:00"
+
+
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with three of the kept records, on a quiet machine, whose runs take no time."""
+    records = tmp_path / FOLDER / "records"
+    records.mkdir(parents=True)
+    for name in ("python-batch16-seed42", "python-batch16-seed7", "notebook-batch16-seed42"):
+        (records / f"{name}.json").write_bytes((KEPT / f"{name}.json").read_bytes())
+
+    def run(command: list[str], cwd: Path) -> None:
+        assert command[0] == sys.executable
+        assert cwd == tmp_path / FOLDER
+        if "7" in command:
+            raise RuntimeError("The command above ended with exit code 1; its last lines say why.")
+        results = cwd / "results" / "python-batch16-seed42"
+        results.mkdir(parents=True)
+        record = json.loads((records / "python-batch16-seed42.json").read_text())
+        (results / RECORD_NAME).write_text(json.dumps({**record, "started_at": NEW}))
+
+    monkeypatch.setattr(repeat, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(repeat, "stream_command", run)
+    monkeypatch.setattr(repeat.psutil, "cpu_percent", lambda interval: 1.0)
+    monkeypatch.setattr(sys, "argv", ["repeat"])
+    return records
+
+
+def test_each_record_is_made_again_or_stays(copies: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        repeat.main()
+    assert ended.value.code == 1
+    started = {path.stem: json.loads(path.read_text())["started_at"] for path in copies.iterdir()}
+    assert started["python-batch16-seed42"] == NEW
+    assert NEW not in (started["python-batch16-seed7"], started["notebook-batch16-seed42"])
+    said = capsys.readouterr().out
+    assert "FAILED: 2.1_lora_finetuning/run_0_cpu_x1/records/python-batch16-seed7.json" in said
+    assert "left out, as a notebook's" in said
+
+
+@pytest.mark.usefixtures("copies")
+def test_a_busy_machine_keeps_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeat.psutil, "cpu_percent", lambda interval: 80.0)
+    with pytest.raises(BadInputError, match="80 % busy"):
+        repeat.check_quiet()
+
+
+@pytest.mark.usefixtures("copies")
+def test_a_folder_without_records_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"no kept record below 2\.9_nothing"):
+        repeat.records_in(["2.9_nothing"])
