@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 from common.base.errors import BadInputError, closest
@@ -10,6 +11,13 @@ from common.base.run_config import RunConfig
 
 # literals right after `RUN`: how the runs of a technique, or of a loop, differ from it
 OWN_CHANGES = ("LORA", "MACHINES")
+# techniques and parallelisms that the workflows of a technique folder do besides those of their literal
+FOLDERS_TAKE = (
+    ("2.3_qlora_finetuning", ("qlora",), ("single", "ddp")),
+    ("2.6_full_finetuning_with_fsdp", ("full", "lora"), ("ddp", "fsdp", "zero1", "zero2", "zero3")),
+    ("2.6_full_finetuning_with_fsdp", ("qlora",), ("fsdp",)),
+    ("2.7_full_finetuning_with_pp", ("full", "lora"), ("pp",)),
+)
 LITERAL = re.compile(r"^RUN = RunConfig\(", re.MULTILINE)
 
 
@@ -54,6 +62,7 @@ def literal_file_of(run_folder: Path) -> Path:
     return found[0]
 
 
+@cache
 def assignments(source: str) -> dict[str, ast.Assign]:
     """Return a module's top-level statements `NAME = value` by name."""
     found = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
@@ -92,3 +101,15 @@ def literal_of(run_folder: Path) -> RunConfig:
         BadInputError: If it is no run folder.
     """
     return read_literal(literal_file_of(run_folder if run_folder.is_dir() else REPOSITORY / run_folder))
+
+
+def workflow_does(own: RunConfig, technique: str, parallel: str) -> bool:
+    """Return whether the workflow of the folder whose own run is `own` trains so.
+
+    Others would do their own all the same. A task's own folder does all that the task is done with.
+    """
+    folder = own.run_folder.partition("/")[0]
+    taken = [settings for name, *settings in FOLDERS_TAKE if name == folder]
+    taken.append(((own.technique,), (own.parallel,)))
+    is_taken = any(technique in techniques and parallel in parallels for techniques, parallels in taken)
+    return bool(own.goal.folder_for_one) or is_taken

@@ -23,8 +23,6 @@ class Technique:
         folder_for_one: The technique folder that trains so on one device.
         has_adapters: Low-rank adapters are trained, and the base is frozen; else the model's own weights are trained.
         quantizes: The base is stored in 4 bits.
-        speed_factor: Of full fine-tuning's share of a GPU's peak, what is reached (github.com/QwenLM/Qwen, its table of
-            speeds).
         merged_models: Whole models that a run saves at its end: with a quantized base one merged into each base.
     """
 
@@ -34,7 +32,6 @@ class Technique:
     folder_for_one: str
     has_adapters: bool = False
     quantizes: bool = False
-    speed_factor: float = 1.0
     merged_models: int = 1
 
     @property
@@ -176,9 +173,7 @@ TECHNIQUES = {
     each.name: each
     for each in (
         Technique("full", "full", "full fine-tuning", "2.4_full_finetuning"),
-        Technique(
-            "lora", "LoRA", "LoRA", "2.1_lora_finetuning", has_adapters=True, speed_factor=0.62
-        ),  # 31 of 50 %, on an A100
+        Technique("lora", "LoRA", "LoRA", "2.1_lora_finetuning", has_adapters=True),
         Technique(
             "qlora",
             "QLoRA",
@@ -186,7 +181,6 @@ TECHNIQUES = {
             "2.3_qlora_finetuning",
             has_adapters=True,
             quantizes=True,
-            speed_factor=0.45,  # 23 of 50 %, as weights are de-quantized on the way
             merged_models=2,
         ),
     )

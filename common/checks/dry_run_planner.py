@@ -13,13 +13,14 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
 from common.checks.dry_run import DryRun, dry_run
-from common.hardware.devices import GIB, Gpu
+from common.checks.run_command import command_of_run
+from common.hardware.devices import CATALOGUE, CPU_DEVICE, GIB, Gpu
 from common.models.families import experts_at_work, suited_to_model
 from common.models.loading import model_without_weights
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, RANKS_GIB, SPREAD_SHARE, WORKSPACE_GIB
 from common.planning.job import Job
 
-"""Parts that are allocated and freed in every step, and leave gaps."""
+SORTED_BY = "what fits; what is not tight; full fine-tuning, LoRA; memory, as dry runs show no time"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,16 @@ class Tried:
         return self.safe_gib <= self.gpu.memory_gib
 
     @property
+    def may_fit(self) -> bool:
+        """Whether the GPU holds what is likely."""
+        return self.peak_gib <= self.gpu.memory_gib
+
+    @property
+    def verdict(self) -> str:
+        """`yes`, `tight` or `no`."""
+        return "yes" if self.fits else "tight" if self.may_fit else "no"
+
+    @property
     def max_batch_size(self) -> int:
         """Rows per device that fit: memory grows by as much for each."""
         rows = self.run.per_device_train_batch_size
@@ -79,7 +90,7 @@ def answer_by_dry_runs(
 ) -> int:
     """Print the runs of `asked` that dry runs can show, best first; return 0 if one fits, else 1.
 
-    `checkpointing`: None where gradient checkpointing is to be used if nothing fits without.
+    `checkpointing`: None where gradient checkpointing is to be used if it does not fit, or only tightly, without.
 
     Raises:
         BadInputError: the dry run does not know a technique or a parallelism that is asked for.
@@ -99,23 +110,28 @@ def answer_by_dry_runs(
         f"{best.peak_gib:.1f} GiB, safe with {best.safe_gib:.1f}, of {best.gpu.memory_gib:.1f} on each {best.gpu.name}"
     )
     fitting = f"{best.name}: {needs}; up to {best.max_batch_size} rows"
-    advice = fitting if best.fits else f"Nothing fits. Nearest is {best.name}: {needs}"
+    advice = fitting if best.may_fit else f"Nothing fits. Nearest is {best.name}: {needs}"
+    command, why_not = _command_of(best)
     if as_json:
         answer = {
             "model": runs[0].model,
             "figures": "projected",
+            "sorted_by": SORTED_BY,
             "ranked": [_as_json(each) for each in tried],
             "recommendation": advice,
             "assumptions": said,
+            "run": command or None,
         }
         print(json.dumps(answer, indent=2))
     else:
-        print("\n\n".join([said[0], f"{said[1]}; every figure is projected", _table(tried), advice]))
-    return 0 if best.fits else 1
+        table = f"{_table(tried)}\nsorted by {SORTED_BY}"
+        last = f"Recommended: {advice}\nRun: {command or why_not}"
+        print("\n\n".join([said[0], f"{said[1]}; every figure is projected", table, last]))
+    return 0 if best.may_fit else 1
 
 
 def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Tried:
-    """Take the dry runs; unless gradient checkpointing was asked for or not, it is used where nothing fits without."""
+    """Take the dry runs; unless gradient checkpointing was asked for or not, it is used where memory is short."""
     print(f"dry run: {run.technique}, {run.parallel} ...", file=sys.stderr, flush=True)
     result, doubled = dry_run(run, job.batch), dry_run(run, replace(job.batch, rows=2 * job.batch.rows))
     tried = Tried(run, result, (doubled.peak_gib - result.peak_gib) / job.batch.rows, gpu)
@@ -124,9 +140,22 @@ def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Trie
     return _try(replace(run, gradient_checkpointing=True), job, gpu, True)
 
 
-def _rank(tried: Tried) -> tuple[bool, int, float]:
-    """What fits comes first, then the better technique, then the one that needs less."""
-    return not tried.fits, list(TECHNIQUES).index(tried.run.technique) if tried.fits else 0, tried.peak_gib
+def _rank(tried: Tried) -> tuple[bool, bool, int, float]:
+    """What fits comes first, what is tight after what is not, then the better technique, then what needs less."""
+    technique = list(TECHNIQUES).index(tried.run.technique) if tried.may_fit else 0
+    return not tried.may_fit, not tried.fits, technique, tried.peak_gib
+
+
+def _command_of(best: Tried) -> tuple[str, str]:
+    """Return the command that starts the run, or why there is none."""
+    if not best.may_fit:
+        return "", "nothing yet."
+    gpu = best.gpu.name if best.gpu in CATALOGUE else ""
+    device = "cpu" if best.gpu.name == CPU_DEVICE else "cuda"
+    try:
+        return command_of_run(replace(best.run, gpu=gpu), device), ""
+    except BadInputError as refused:
+        return "", f"no run folder takes this: {refused}"
 
 
 def _table(tried: Sequence[Tried]) -> str:
@@ -134,7 +163,7 @@ def _table(tried: Sequence[Tried]) -> str:
         [
             each.name,
             each.run.precision,
-            "yes" if each.fits else "no",
+            each.verdict,
             f"{each.peak_gib:.1f} to {each.safe_gib:.1f} / {each.gpu.memory_gib:.1f}",
             each.max_batch_size or "-",
         ]
@@ -160,6 +189,6 @@ def _as_json(tried: Tried) -> dict[str, object]:
         "gradient_checkpointing": tried.run.gradient_checkpointing,
         "per_device": [{"device": number, **device} for number in range(tried.run.devices)],
         "max_batch_size": tried.max_batch_size,
-        **dict.fromkeys(("step_time_s", "tokens_per_s", "cost_usd_per_epoch")),
+        **dict.fromkeys(("step_time_s", "tokens_per_s", "tokens_per_s_best", "cost_usd_per_epoch")),
         "why": f"by dry run: {tried.peak_gib:.1f} of {tried.gpu.memory_gib:.1f} GiB",
     }

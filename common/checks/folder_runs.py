@@ -11,7 +11,6 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, check_choice
 from common.base.run_folders import literal_file_of, read_literal, read_lora
 from common.base.specs import PARALLELISMS, TECHNIQUES
-from common.data.splits import load_splits
 from common.records.store import default_run_name
 
 QUICK_SHARE = 10  # `--quick` takes one in so many rows
@@ -94,6 +93,8 @@ def first_options(run: RunConfig) -> OneSentenceParser:
 
 def quick(run: RunConfig) -> RunConfig:
     """Return the run with a tenth of its rows, each split's first ones."""
+    from common.data.splits import load_splits  # here: it imports Transformers, and the planner reads folders, too
+
     splits = load_splits(run)
     counts = {name: max(1, len(getattr(splits, name)) // QUICK_SHARE) for name in ("train", "validation", "test")}
     return replace(run, **{f"{name}_rows": count for name, count in counts.items()})

@@ -55,9 +55,8 @@ KEPT_LINES = 40  # of the output of a part that does not work
 Record = dict[str, Any]  # what is kept of a part: `part`, `status`, `why`, `seconds`, and what it measured
 
 SCHEMA_VERSION = 1
-# measured over planned time of a step, above which it is called slower. The planner's speed is a published share of
-# the card's peak, and publications differ: 30 to 48 % of a V100's (`ACHIEVED_SHARES` in common/planning/time_plan.py).
-# Up to about this factor the plan may be what is wrong
+# measured over planned time of a step, above which it is called slower. Nearly all published rates lie within this
+# factor of what the planner says of them (docs/published_rates.md): up to it the plan may be what is wrong
 SLOWER_FACTOR = 1.5
 LEAST_S = 30.0  # with fewer seconds left no part is begun: starting Python, PyTorch and two ranks takes most of them
 PART_S = 100.0  # a technique's part takes less than a minute where all is well; one that takes so long hangs

@@ -13,7 +13,7 @@ import torch
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, check_choice
-from common.base.run_folders import literal_of
+from common.base.run_folders import literal_of, workflow_does
 from common.data.rows import Row
 from common.data.splits import load_splits
 from common.hardware.devices import GIB
@@ -30,13 +30,6 @@ from common.training.compiled_layers import check_compiler
 from common.training.placement import check_placement_and_memory
 from common.training.strategy import strategy_class
 
-# techniques and parallelisms that the workflows of a technique folder do besides those of their literal
-FOLDERS_TAKE = (
-    ("2.3_qlora_finetuning", ("qlora",), ("single", "ddp")),
-    ("2.6_full_finetuning_with_fsdp", ("full", "lora"), ("ddp", "fsdp", "zero1", "zero2", "zero3")),
-    ("2.6_full_finetuning_with_fsdp", ("qlora",), ("fsdp",)),
-    ("2.7_full_finetuning_with_pp", ("full", "lora"), ("pp",)),
-)
 # at the same time: the best, the two newest, and the one that is written (`CheckpointedTrainer._save_checkpoint`)
 CHECKPOINTS = 4
 
@@ -174,11 +167,7 @@ def check_folder(run: RunConfig) -> None:
             f"loop is {run.loop}, but this workflow's is {main.loop}: leave --loop out, and take the other workflow of "
             f"{run.run_folder}."
         )
-    folder = run.run_folder.partition("/")[0]
-    taken = [settings for name, *settings in FOLDERS_TAKE if name == folder]
-    taken.append(((own.technique,), (own.parallel,)))
-    is_taken = any(run.technique in techniques and run.parallel in parallels for techniques, parallels in taken)
-    if own.goal.folder_for_one or is_taken:  # a task's own folder does all that the task is done with
+    if workflow_does(own, run.technique, run.parallel):
         return
     setting = "technique" if run.technique != own.technique else "parallel"
     raise BadInputError(

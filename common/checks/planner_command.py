@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
@@ -21,6 +22,7 @@ from common.base.parsing import SettingsParser
 from common.base.run_config import RunConfig, not_meant_for
 from common.base.settings import setting
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
+from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
 from common.planning.architectures import Architecture, UnknownArchitectureError, read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
@@ -46,7 +48,9 @@ from common.planning.plans import (
     usual_precision,
     with_head_for,
 )
+from common.planning.published_rates import evidence
 from common.planning.time_plan import (
+    MEASURED,
     Cluster,
     break_even_gbit,
     calibration_from,
@@ -103,6 +107,8 @@ class PlannerOptions:
     attention: Literal["eager", "sdpa", "flash"] = shared(
         "attention", "sdpa", "Attention implementation; flash = the package flash-attn."
     )
+    use_liger_kernel: bool = shared("use_liger_kernel", False, "Plan with Liger's fused kernels.")
+    torch_compile: bool = shared("torch_compile", False, "Plan with layers compiled by torch.compile.")
     gradient_checkpointing: bool | None = shared(
         "gradient_checkpointing",
         None,
@@ -237,6 +243,7 @@ def job_of(options: PlannerOptions) -> Job:
         quantization=options.quantization or "nf4",
         optimizer=options.optim,
         attention=options.attention,
+        kernels="fused" if options.use_liger_kernel else "compiled" if options.torch_compile else "plain",
         lora_rank=options.lora_r,
         target_modules=tuple(options.target_modules.split(",")) if options.target_modules else (),
         lora_dropout=options.lora_dropout,
@@ -267,9 +274,10 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
     summaries = f" with summaries of {job.batch.target_length:,}" if job.batch.target_length else ""
     said = [
-        f"rows of {job.batch.length:,} tokens{summaries}, {learnt}; {job.optimizer}, {job.attention} attention"
+        f"rows of {job.batch.length:,} tokens{summaries}, {learnt}; {job.optimizer}, {job.attention} attention, "
+        f"{job.kernels} kernels"
         + (f", LoRA rank {job.lora_rank}" if any(plan.job.method.has_adapters for plan in plans) else ""),
-        *dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources),
+        *_speeds_of(plans),
         f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps, blocks that "
         f"only some moments use; safe: {SPREAD_SHARE:.0%} of it more, which 19 in 20 published peaks did not need",
         f"an epoch is {options.rows_per_epoch:,} rows",
@@ -294,6 +302,14 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         elif gpu.usd_per_hour:
             said.append(f"{gpu.name}: {gpu.usd_per_hour} USD per hour, read {gpu.price_date} ({gpu.price_source})")
     return said
+
+
+def _speeds_of(plans: Sequence[Plan]) -> list[str]:
+    """Return how fast each GPU is taken to be, and what that rests on."""
+    sources = dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources)
+    gpus_and_sources = zip(dict.fromkeys(plans[0].cluster.gpus), plans[0].speed_sources, strict=True)
+    modelled = [gpu for gpu, source in gpus_and_sources if MEASURED not in source]
+    return [*sources, *(f"{gpu.name}: {evidence(gpu)}" for gpu in modelled)]
 
 
 def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
@@ -367,8 +383,16 @@ def answer(options: PlannerOptions) -> int:
     )
     assumptions = _assumptions_of(plans, options)
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
+
+    def command_of(plan: Plan) -> str:
+        return run_command(plan, options.model, options.model_revision)
+
     if options.json:
-        print(json.dumps(as_json(options.model, plans, assumptions, options.rows_per_epoch), indent=2))
+        run = None
+        with suppress(BadInputError):
+            run = command_of(plans[0]) if plans[0].may_fit else None
+        said = as_json(options.model, plans, assumptions, options.rows_per_epoch)
+        print(json.dumps(said | {"run": run}, indent=2))
         return 0 if plans[0].may_fit else 1
     machines = f" on {cluster.nodes} machines" if cluster.nodes > 1 else ""
     names = " + ".join(f"{cluster.gpus.count(gpu)} x {gpu.name}" for gpu in dict.fromkeys(cluster.gpus))
@@ -380,6 +404,7 @@ def answer(options: PlannerOptions) -> int:
         explanation(plans[0]) if options.explain else "",
         compared,
         "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
+        "\n".join(last_lines(plans, options.rows_per_epoch, command_of)),
     ]
     print("\n\n".join(filter(None, parts)))
     return 0 if plans[0].may_fit else 1

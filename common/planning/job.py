@@ -9,6 +9,7 @@ from common.planning.architectures import Architecture, Linear, Stack
 
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
 Quantization = Literal["nf4", "nf4-double", "int8"]
+Kernels = Literal["plain", "fused", "compiled"]
 
 # bytes of the optimizer's states per trained weight (bitsandbytes/optim: blocksize 256)
 OPTIMIZER_BYTES = {
@@ -159,6 +160,7 @@ class Job(HasSpecs):
         quantization: Of the frozen weights, with qlora.
         target_modules: Names of the linear layers that get adapters or, with full, are trained; empty = all but the
             head, or with full every weight of the model.
+        kernels: What computes besides the matrix products: PyTorch's kernels, hand-written ones, or torch.compile's.
         micro_batches: With pp: parts that the batch is cut into.
         schedule: With pp: the order of the micro-batches' passes.
         loop: How the step computes.
@@ -180,6 +182,7 @@ class Job(HasSpecs):
     quantization: Quantization = "nf4"
     optimizer: str = "adamw_torch_fused"
     attention: Literal["eager", "sdpa", "flash"] = "sdpa"
+    kernels: Kernels = "plain"
     gradient_checkpointing: bool = False
     lora_rank: int = 8
     target_modules: tuple[str, ...] = ()

@@ -19,8 +19,9 @@ from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import ALL_LINEAR, BatchShape, EvaluationShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
 from common.planning.phases import TRAINING, Phase, phases_of
+from common.planning.published_rates import best_tokens_per_s
 from common.planning.shares import Share, part_of_rank, whole_model
-from common.planning.time_plan import Cluster, StepTime, achieved_speed, calibration_from, step_time
+from common.planning.time_plan import Cluster, StepTime, calibration_from, speed_of, step_time
 from common.records.store import kept_records
 
 LARGEST_BATCH = 4096  # beyond it nobody asks
@@ -28,8 +29,9 @@ DEFAULT_ROWS_PER_EPOCH = 10_000
 # projected times are not good to a tenth: nearer than that, the simpler parallelism is better
 ABOUT_AS_FAST = 0.9
 SORTED_BY = (
-    "what fits; full fine-tuning, LoRA, QLoRA; speed, where within "
-    f"{1 - ABOUT_AS_FAST:.0%} of the fastest the plans that are not tight come first, the simplest of them on top"
+    "what fits; full fine-tuning, LoRA, QLoRA; speed, where of those within "
+    f"{1 - ABOUT_AS_FAST:.0%} of the fastest the simplest is on top; last of what fits is what is tight, where another "
+    "is about as fast and not tight"
 )
 
 
@@ -171,6 +173,11 @@ class Plan:
         of_a_row = sum({stack.kind: self.job.batch.length_in(stack) for stack in self.architecture.stacks}.values())
         return self.rows_per_step * of_a_row / self.time.total_s
 
+    @cached_property
+    def tokens_per_s_best(self) -> float | None:
+        """What the best published run of this kind leads to; None = nothing is published. See `best_tokens_per_s`."""
+        return best_tokens_per_s(self.architecture, self.job, self.cluster, self.shares, self.tokens_per_s)
+
     def epoch_s(self, rows: int) -> float:
         """Return the seconds to go once through so many rows."""
         return self.time.total_s * rows / self.rows_per_step
@@ -202,6 +209,11 @@ class Plan:
         """`LoRA, ddp, checkpointed`."""
         checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
         return f"{self.job.method.label}, {self.job.sharing}{checkpointed}"
+
+    @property
+    def short_name(self) -> str:
+        """The same for columns of tables: `full, fsdp, checkpointed`."""
+        return self.name.replace(self.job.method.label, self.job.method.short, 1)
 
 
 # -- plans
@@ -240,7 +252,7 @@ def make_plan(
         pair: memory_with_overhead(architecture, job, *pair)
         for pair in dict.fromkeys(zip(placed, cluster.gpus, strict=True))
     }
-    speeds = {gpu: achieved_speed(gpu, job, calibration) for gpu in dict.fromkeys(cluster.gpus)}
+    speeds = {gpu: speed_of(gpu, job, calibration) for gpu in dict.fromkeys(cluster.gpus)}
     return Plan(
         architecture,
         job,
@@ -267,8 +279,9 @@ def ranked_plans(
 ) -> list[Plan]:
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
-    Of plans that are about as fast as the fastest of their technique, those that are not tight come first, and of
-    these the simplest. What does not fit is sorted by how much it lacks.
+    Of plans that are about as fast as the fastest of their technique, the simplest comes first. A tight plan comes
+    after all that are not tight, where one of these is about as fast, whatever its technique. What does not fit is
+    sorted by how much it lacks.
 
     `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
     does not fit without. `micro_batches` None: with pp as many as make sense. `dp_replicate_size` None: with fsdp one
@@ -280,6 +293,8 @@ def ranked_plans(
         with_copies = [(each, copies) for each in usual for copies in _copies(each, cluster, dp_replicate_size)]
         for parallel, copies in with_copies:
             if PARALLELISMS[parallel].splits_layers and parallels is None and len(cluster.gpus) > architecture.layers:
+                continue
+            if parallels is None and not _scales_losses(parallel, precision or usual_precision(technique, cluster)):
                 continue
             if PARALLELISMS[parallel].layers_in_turn and cluster.nodes > 1:
                 if parallels is None:
@@ -311,8 +326,14 @@ def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> 
     """Return the parallelisms that this repository uses with the technique and so many devices."""
     task = TASKS[batch.task]
     suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
-    usual = task.parallelisms if task.classifies and technique in task.techniques else suggested
+    usual = suggested if task.chats or technique not in task.techniques else task.parallelisms
     return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
+
+
+def _scales_losses(parallel: str, precision: Precision) -> bool:
+    """Return whether training takes the precision: fp16 needs scaled losses, which sharding and pipelines lack here."""
+    sharing = PARALLELISMS[parallel]
+    return precision != "fp16-mixed" or not (sharing.shards or sharing.pipelines)
 
 
 def _copies(parallel: str, cluster: Cluster, asked: int | None) -> tuple[int, ...]:
@@ -331,13 +352,16 @@ def _micro_batches(rows: int, parallel: str, cluster: Cluster) -> int:
 
 
 def _best_first(plans: list[Plan]) -> list[Plan]:
-    techniques, simplest_first = list(TECHNIQUES), list(PARALLELISMS)
+    """Sort plans that fit: by technique, speed and simplicity; last those that are tight, where others are as fast."""
+    fastest_roomy = max((plan.tokens_per_s for plan in plans if not plan.is_tight), default=0.0)
     fastest = {plan.job.technique: plan.tokens_per_s for plan in sorted(plans, key=lambda plan: plan.tokens_per_s)}
+    techniques, simplest_first = list(TECHNIQUES), list(PARALLELISMS)
 
-    def rank(plan: Plan) -> tuple[int, bool, bool, float, float]:
+    def rank(plan: Plan) -> tuple[bool, int, bool, float, float]:
+        is_needless = plan.is_tight and fastest_roomy >= ABOUT_AS_FAST * plan.tokens_per_s
         is_slow = plan.tokens_per_s < ABOUT_AS_FAST * fastest[plan.job.technique]
         simplicity = 0 if is_slow else simplest_first.index(plan.job.parallel)
-        return techniques.index(plan.job.technique), is_slow, plan.is_tight, simplicity, -plan.tokens_per_s
+        return is_needless, techniques.index(plan.job.technique), is_slow, simplicity, -plan.tokens_per_s
 
     return sorted(plans, key=rank)
 
@@ -465,6 +489,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                 "max_batch_size": plan.max_batch_size,
                 "step_time_s": plan.time.total_s,
                 "tokens_per_s": plan.tokens_per_s,
+                "tokens_per_s_best": plan.tokens_per_s_best,
                 "epoch_time_s": plan.epoch_s(rows_per_epoch),
                 "cost_usd_per_epoch": plan.epoch_usd(rows_per_epoch),
                 "why": why(plan),
@@ -482,18 +507,19 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
     for plan in plans:
         (_, gpu, phase), usd = plan.highest, plan.epoch_usd(rows_per_epoch)
         rows.append([
-            plan.name,
+            plan.short_name,
             plan.job.precision,
             plan.verdict,
             f"{phase.peak_gib:.1f} to {phase.safe_gib:.1f} / {gpu.memory_gib:.1f}",
             plan.max_batch_size or "-",
             _seconds(plan.time.total_s),
             f"{plan.tokens_per_s:,.0f}",
+            "-" if plan.tokens_per_s_best is None else f"{plan.tokens_per_s_best:,.0f}",
             _seconds(plan.epoch_s(rows_per_epoch)),
             "-" if usd is None else f"{usd:,.2f}",
         ])  # fmt: skip
     headers = ("way", "precision", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch", "step", "tokens\nper s",
-               "epoch", "epoch\nUSD")  # fmt: skip
+               "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
     return _outlined(rows, headers, text_columns=3)
 
 
@@ -625,6 +651,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         optimizer=run.optim,
         attention="flash" if run.attention == "flash3" else run.attention,
         gradient_checkpointing=run.gradient_checkpointing,
+        kernels="fused" if run.use_liger_kernel else "compiled" if run.torch_compile else "plain",
         lora_rank=run.lora_r,
         target_modules=targets.get(run.target_modules, tuple(run.target_modules.split(","))),
         lora_dropout=run.lora_dropout if run.method.has_adapters else 0.0,

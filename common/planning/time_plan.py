@@ -2,9 +2,7 @@
 
     step = computing + what of the communication is not hidden behind it + the optimizer's pass over its states
 
-Floating-point operations are counted as they happen: forward, gradients of the activations, gradients of what is
-trained (frozen weights have none), and the second forward pass of gradient checkpointing. A GPU reaches a share of its
-dense peak; that share is a published one, or the median of the records kept for that GPU.
+How long a GPU computes, `common.planning.step_speed` says, or the median of the records kept for that GPU.
 """
 
 import re
@@ -19,26 +17,19 @@ from common.hardware.devices import Gpu, cpu_device, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.job import QUANTIZED_NUMBER_BYTES, Job
 from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
-from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, trains_head, whole_model
+from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
+from common.planning.step_speed import (
+    BANDWIDTH_REACHED,
+    computing_time,
+    peak_tflops,
+    products_per_s,
+    step_flops,
+)
 
-# published share of the dense peak that training reaches, by the start of the GPU's name
-ACHIEVED_SHARES = {
-    "A100": (0.50, "53 to 64 % without recompute counted: github.com/mosaicml/llm-foundry, scripts/train/benchmarking"),
-    "H100": (0.40, "38 to 46 %: github.com/mosaicml/llm-foundry, scripts/train/benchmarking"),
-    "RTX 4090": (0.46, "0.57B, sequences of 2048: yandesbiens.com/blog/forgelm-4090-cost"),
-    "V100": (0.30, "30 to 48 %: nv-adlr.github.io/MegatronLMV1"),
-    "RTX A6000": (0.35, "25 to 47 % in single layers: github.com/fanghostt/transformers-benchmarks"),
-}
-# the same of the peak in fp32, which is that of other units than the tensor cores
-FP32_SHARES = {
-    "V100": (
-        0.50,
-        "49 to 51 %: BERT-large, 7.56 rows/s of 512 tokens and 33.36 of 128: github.com/NVIDIA/DeepLearningExamples, "
-        "PyTorch/LanguageModeling/BERT",
-    ),
-}
-# where nothing is published: an assumption, in the midst of the others
-ASSUMED_SHARE = 0.35
+# what Adam's pass reads and writes of each trained weight, in numbers: weight, gradient and two states, three of them
+# written again; and clipping, which reads gradients twice and writes them. PyTorch's kernels for lists of tensors
+# (`foreach`) take each operation of the update alone: three times as much
+ADAM_TOUCHES, CLIPPING_TOUCHES, FOREACH = 7, 3, 3
 # share of NVLink's one-direction bandwidth in an all-reduce: 0.67 to 0.82 (github.com/NVIDIA/nccl-tests, issues 149
 # and 212)
 NVLINK_ACHIEVED = 0.75
@@ -50,6 +41,7 @@ ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, TCP_GBIT = 0.9, 0.4, 45
 ASSUMED_ETHERNET_GBIT = 25
 OFFLOADED_GB_PER_S = 12.0  # across PCIe, as measured rarely above
 SECONDS_PER_HOUR = 3600
+MEASURED = "measured"  # in the source of a speed that the model has no part in
 
 
 @dataclass(frozen=True)
@@ -138,32 +130,57 @@ def ethernet(gbit: float) -> Link:
 
 @dataclass(frozen=True)
 class Speed:
-    """Floating-point operations per second that a GPU reaches, and the source of that number."""
+    """How fast a GPU trains, and the source of that.
 
-    flops_per_s: float
+    Attributes:
+        flops_per_s: Operations per second over all that it computes, where that was measured; None = the model of
+            `common.planning.step_speed`.
+    """
+
+    flops_per_s: float | None
     source: str
 
+    def compute_s(self, architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> float:
+        """Return the seconds that one device computes in a step.
 
-def achieved_speed(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
-    """Return what `gpu` reaches in training: the median of its records kept here, or a published share of its peak.
+        Raises:
+            BadInputError: The GPU does not compute in the job's precision.
+        """
+        if self.flops_per_s is None:
+            return computing_time(architecture, job, share, gpu).total_s
+        weights = sum(
+            layers * stack.layer_parameters for stack, layers in zip(architecture.stacks, share.layers, strict=True)
+        )
+        passes = 3 if job.gradient_checkpointing else 2
+        read_s = passes * weights * job.arithmetic_bytes / (gpu.memory_bandwidth_gb_per_s * 1e9)
+        return max(step_flops(architecture, job, share).total / self.flops_per_s, read_s)
+
+    def in_words(self, architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> str:
+        """Return where the seconds of `compute_s` go; empty where they were measured as a whole."""
+        if self.flops_per_s is not None:
+            return ""
+        parts = computing_time(architecture, job, share, gpu)
+        return (
+            f": matrix products {parts.products_s:.3g} s, other kernels {parts.others_s:.3g} s; launches take "
+            f"{parts.launches_s:.3g} s meanwhile"
+        )
+
+
+def speed_of(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
+    """Return the speed of `gpu`: the median of its records kept here, or else what published rates lead to.
 
     Raises:
         BadInputError: The GPU does not compute in the job's precision.
     """
     if measured := calibration.get(gpu.name):
-        return Speed(median(measured), f"{gpu.name}: measured, median of {len(measured)} records kept here")
-    peak = gpu.tflops_dense[job.precision.removesuffix("-mixed")]
-    if peak is None:
-        raise BadInputError(f"The {gpu.name} does not compute in {job.precision}: pass --precision fp16-mixed or fp32.")
-    published = {**ACHIEVED_SHARES, **(FP32_SHARES if job.precision == "fp32" else {})}
-    share, source = next(
-        (entry for name, entry in published.items() if gpu.name.startswith(name)),
-        (ASSUMED_SHARE, "an assumption: nothing published was found"),
+        return Speed(median(measured), f"{gpu.name}: {MEASURED}, median of {len(measured)} records kept here")
+    peak = peak_tflops(gpu, job)
+    share = products_per_s(gpu, job) / (peak * 1e12)
+    return Speed(
+        None,
+        f"{gpu.name}: matrix products at {share:.0%} of {peak:g} TFLOP/s, all else at {BANDWIDTH_REACHED:.0%} of "
+        f"{gpu.memory_bandwidth_gb_per_s:,g} GB/s",
     )
-    if job.method.has_adapters:
-        source += f"; times {job.method.speed_factor} for {job.technique}, github.com/QwenLM/Qwen"
-    share *= job.method.speed_factor
-    return Speed(peak * 1e12 * share, f"{gpu.name}, {job.technique}: {share:.0%} of {peak:g} TFLOP/s ({source})")
 
 
 def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> dict[str, list[float]]:
@@ -185,47 +202,6 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
         flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
         reached.setdefault(gpu.name, []).append(flops_per_s * (again if config["gradient_checkpointing"] else 1))
     return reached
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """Floating-point operations of one step on one data-parallel rank, or of one device's share of the layers."""
-
-    forward: float
-    activation_gradients: float
-    weight_gradients: float
-    recomputed: float
-
-    @property
-    def total(self) -> float:
-        """All of them."""
-        return self.forward + self.activation_gradients + self.weight_gradients + self.recomputed
-
-
-def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
-    """Count the operations of a step: a product of (m, k) and (k, n) takes 2 m k n (Kaplan et al. 2020, section 2.1).
-
-    Causal attention reads half of the earlier tokens on average.
-    """
-    batch, queries = job.batch, architecture.heads * architecture.head_dim
-    layers, attention, adapters, trained = 0.0, 0.0, 0.0, 0.0
-    for stack, count in zip(architecture.stacks, share.layers, strict=True):
-        for linear in stack.linears:
-            twice_tokens = count * 2 * batch.tokens_into(linear, stack)
-            layers += twice_tokens * linear.inputs * linear.outputs
-            trained += twice_tokens * linear.inputs * linear.outputs * job.trains(linear)
-            adapters += twice_tokens * linear.lora_parameters(job.lora_rank) * job.adapts(linear)
-        for number, (asking, asked) in enumerate(batch.attentions_in(stack)):
-            is_causal = stack.kind != "encoder" and number == 0  # cross attention reads the whole text
-            attention += count * 4 * batch.rows * asking * asked * queries * (0.5 if is_causal else 1.0)
-    positions = batch.rows * batch.labelled
-    head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
-    forward = layers + attention + adapters + head
-    trained += adapters + (head if trains_head(architecture, job) else 0.0)
-    recomputed = forward - head if job.gradient_checkpointing else 0.0
-    if job.schedule == "gpipe" and job.micro_batches > 1:  # losses that wait come again in the backward pass
-        recomputed += head
-    return StepFlops(forward, layers + 2 * attention + adapters + head, trained, recomputed)
 
 
 @dataclass(frozen=True)
@@ -264,8 +240,9 @@ def step_time(
     """
     part, parallelism = part_of_rank(architecture, job), job.parallelism
     devices = list(zip(cluster.gpus, shares, speeds, strict=True))
-    seconds = [_compute_s(part, job, gpu, share, speed) for gpu, share, speed in devices]
-    optimizer_s = max(_optimizer_s(part, job, gpu, share) for gpu, share, _ in devices) / job.accumulation_steps
+    known = {each: each[2].compute_s(part, job, each[1], each[0]) for each in dict.fromkeys(devices)}
+    seconds = [known[device] for device in devices]
+    optimizer_s = max(_optimizer_s(part, job, gpu, share) for gpu, share, _ in known) / job.accumulation_steps
     sent, communication_s, links = _communication(architecture, job, cluster)
     exposed_s = communication_s
     slowest, bubble_s = max(seconds), 0.0
@@ -288,7 +265,8 @@ def step_time(
     return StepTime(
         slowest, exposed_s, bubble_s, optimizer_s, sent / 1e9,
         (
-            f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s",
+            f"computing: {step_flops(part, job, shares[0]).total / 1e12:,.1f} TFLOP, {slowest:.3g} s"
+            + speeds[0].in_words(part, job, shares[0], cluster.gpus[0]),
             f"communication: {sent / 1e9:,.3g} GB by {links}, {communication_s:.3g} s, "
             f"of which {exposed_s:.3g} s are not hidden",
             f"waiting: {bubble_s:.3g} s",
@@ -315,20 +293,13 @@ def _communication(architecture: Architecture, job: Job, cluster: Cluster) -> tu
     return in_copy + between_copies, near_s + far_s, words
 
 
-def _compute_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share, speed: Speed) -> float:
-    passes = 3 if job.gradient_checkpointing else 2
-    weights = sum(
-        layers * stack.layer_parameters for stack, layers in zip(architecture.stacks, share.layers, strict=True)
-    )
-    read_s = passes * weights * job.arithmetic_bytes / (gpu.memory_bandwidth_gb_per_s * 1e9)
-    return max(step_flops(architecture, job, share).total / speed.flops_per_s, read_s)
-
-
 def _optimizer_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share) -> float:
-    """Return the seconds of Adam's pass: it reads weight, gradient and two states, and writes three of them."""
-    touched = trained_parameters(architecture, job, share) / job.shard_ranks * 7 * job.trained_bytes
-    bandwidth_gb_per_s = OFFLOADED_GB_PER_S if job.offload else gpu.memory_bandwidth_gb_per_s
-    return touched / (bandwidth_gb_per_s * 1e9)
+    """Return the seconds of the update's pass over the trained weights, their gradients and states."""
+    touches = CLIPPING_TOUCHES + ADAM_TOUCHES * (FOREACH if job.optimizer == "adamw_torch" else 1)
+    touched = trained_parameters(architecture, job, share) / job.shard_ranks * touches * job.trained_bytes
+    if job.offload:
+        return touched / (OFFLOADED_GB_PER_S * 1e9)
+    return touched / (gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED)
 
 
 def sent_bytes(architecture: Architecture, job: Job) -> float:
@@ -408,7 +379,7 @@ def break_even_gbit(
     """
 
     def bill(cluster: Cluster) -> float:
-        speeds = [achieved_speed(gpu, job, calibration) for gpu in cluster.gpus]
+        speeds = [speed_of(gpu, job, calibration) for gpu in cluster.gpus]
         shares = [whole_model(architecture)] * len(cluster.gpus)
         price = cluster.usd_per_second
         if price is None:

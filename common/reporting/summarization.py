@@ -13,6 +13,7 @@ from common.hardware.devices import Machine, find_gpu, find_machine
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, job_of_run, make_plan
+from common.planning.published_rates import evidence
 from common.planning.time_plan import Cluster, break_even_gbit, calibration_from, ethernet
 from common.records.store import Record
 from common.reporting.rows import (
@@ -277,7 +278,12 @@ def machines_table(records: list[Record]) -> pd.DataFrame:
         {
             "Machine": fleet.machine.name,
             "GPUs": f"{fleet.machine.gpus} x {fleet.machine.gpu}",
-            "Speed": "; ".join(fleet.plan(fleet.clusters[0], records).speed_sources),
+            "Speed": "; ".join(
+                [
+                    *fleet.plan(fleet.clusters[0], records).speed_sources,
+                    evidence(find_gpu(fleet.machine.gpu)),
+                ]
+            ),
             "Network, always / for minutes (Gbit/s)": f"{fleet.machine.network_gbit:g} / {fleet.machine.peak_gbit:g}",
             "Published": fleet.machine.network_source,
             "USD per hour": f"{fleet.machine.usd_per_hour:g}",

@@ -17,7 +17,7 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
-from common.reporting import classification, full, outcomes, own_data, peaks, qlora, summarization
+from common.reporting import classification, full, outcomes, own_data, peaks, qlora, rates, summarization
 from common.reporting.memory import memory_by_phase
 from common.reporting.rows import (
     FACTORS,
@@ -273,6 +273,10 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "families-of-tasks": outcomes.families_of_tasks,
     "faults": outcomes.faults,
     "llama-cpp": outcomes.llama_cpp,
+    "rates-by-source": rates.sources_table,
+    "rates-well-known": rates.well_known_table,
+    "rates-all": rates.all_table,
+    "rates-not-used": rates.excluded_table,
 }
 
 

@@ -9,15 +9,16 @@ from common.hardware.devices import find_gpu
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.job import ALL_LINEAR, BatchShape, Job
 from common.planning.plans import make_plan
-from common.planning.shares import whole_model
+from common.planning.published_rates import published_rates
+from common.planning.shares import part_of_rank, whole_model
 from common.planning.time_plan import (
     Cluster,
     Speed,
-    achieved_speed,
     break_even_gbit,
     calibration_from,
     parse_link,
     sent_bytes,
+    speed_of,
     step_flops,
     step_time,
     traffic,
@@ -120,10 +121,13 @@ def test_tensor_parallel_divides_layers_and_waits_for_its_sums() -> None:
     lora = replace(job, technique="lora", target_modules=("query", "value"))
     between = ROBERTA.layers * 2 * BATCH.tokens * lora.lora_rank * 2
     assert sent_bytes(ROBERTA, lora) == 2 * 3 / 4 * (hidden * (sums - 4) + between)
-    one = make_plan(ROBERTA, FULL, Cluster((A100,)), {}).time
-    four = make_plan(ROBERTA, job, Cluster((A100,) * 4), {}).time
-    head = 6 * BATCH.tokens * ROBERTA.vocab * ROBERTA.hidden / (A100.tflops_dense["bf16"] * 1e12 * 0.5)
-    assert four.compute_s - head == pytest.approx((one.compute_s - head) / 4, rel=0.01)
+    many = BatchShape(64, 512, 512)  # few rows would wait for launches, which are as many on each rank
+    one = make_plan(ROBERTA, replace(FULL, batch=many), Cluster((A100,)), {}).time
+    four = make_plan(ROBERTA, replace(job, batch=many), Cluster((A100,) * 4), {}).time
+    flops = [step_flops(part_of_rank(ROBERTA, each), each, whole_model(ROBERTA)) for each in (FULL, job)]
+    head = 6 * BATCH.tokens * ROBERTA.vocab * ROBERTA.hidden
+    assert flops[1].total - head == pytest.approx((flops[0].total - head) / 4, rel=0.01)
+    assert one.compute_s / 4 < four.compute_s < one.compute_s / 2  # norms and head are whole on each
     sent_s = four.sent_gb / Cluster((A100,) * 4).slowest_link.gb_per_s
     assert four.exposed_s == pytest.approx(sent_s)  # nothing hides it
     assert sent_s > 0
@@ -178,12 +182,14 @@ def test_accumulation_sends_and_updates_once_for_several_micro_batches() -> None
         assert part.exposed_s == pytest.approx(step.exposed_s / times)
 
 
-def test_fp32_has_a_share_of_its_own_peak() -> None:
-    speed = achieved_speed(V100, replace(FULL, precision="fp32"), {})
-    assert speed.flops_per_s == pytest.approx(0.5 * 15.7e12)
-    assert achieved_speed(V100, replace(FULL, precision="fp16-mixed"), {}).flops_per_s == pytest.approx(0.3 * 125e12)
-    of_bert_large = 33.36 * 128 * 6 * 302e6  # published: rows/s, tokens, operations per weight, weights of its layers
-    assert speed.flops_per_s == pytest.approx(of_bert_large, rel=0.06)
+def test_fp32_is_slower_than_half_precision_as_published() -> None:
+    """BERT-large on a V100: 33.36 rows of 128 tokens per second, and 125.44 (NVIDIA's DeepLearningExamples)."""
+    bert = next(rate for rate in published_rates() if rate.source == "nvidia-bert")
+    rows = {"fp32": (8, 33.36), "fp16-mixed": (16, 125.44)}
+    for precision, (count, rows_per_s) in rows.items():
+        job = replace(bert.job, batch=BatchShape(count, 128, 128), precision=precision)
+        plan = make_plan(bert.architecture, job, Cluster((V100,)), {})
+        assert plan.tokens_per_s == pytest.approx(rows_per_s * 128, rel=0.35)
 
 
 def plan_time(job: Job, cluster: Cluster) -> float:
@@ -191,12 +197,13 @@ def plan_time(job: Job, cluster: Cluster) -> float:
 
 
 def test_one_after_the_other_takes_as_long_as_one_and_micro_batches_less() -> None:
-    alone = make_plan(LLAMA, FULL, Cluster((A100,)), {}).time
+    job = replace(FULL, batch=BatchShape(16, 1024, 1024))
+    alone = make_plan(LLAMA, job, Cluster((A100,)), {}).time
     four = Cluster((A100,) * 4)
-    naive = make_plan(LLAMA, replace(FULL, parallel="mp", devices=4), four, {}).time
-    piped = make_plan(LLAMA, replace(FULL, parallel="pp", devices=4, micro_batches=4), four, {})
+    naive = make_plan(LLAMA, replace(job, parallel="mp", devices=4), four, {}).time
+    piped = make_plan(LLAMA, replace(job, parallel="pp", devices=4, micro_batches=4), four, {})
     assert naive.compute_s + naive.bubble_s == pytest.approx(alone.compute_s, rel=0.05)
-    assert piped.time.total_s < 0.6 * naive.total_s
+    assert piped.time.total_s < 0.65 * naive.total_s  # the last stage, with the head, computes longest
     idle = piped.time.bubble_s / (piped.time.bubble_s + piped.time.compute_s)
     assert idle == pytest.approx((4 - 1) / (4 + 4 - 1), rel=0.02)
 
@@ -245,10 +252,12 @@ def test_measured_runs_recalibrate_their_gpu() -> None:
     assert calibration == {"A100 80GB SXM": [1e14]}
     checkpointed = {**record, "technique": "lora", "config": {"device": "cuda", "gradient_checkpointing": True}}
     assert calibration_from([checkpointed]) == {"A100 80GB SXM": [1.5e14]}
-    speed = achieved_speed(A100, FULL, calibration)
+    speed = speed_of(A100, FULL, calibration)
     assert speed.flops_per_s == 1e14
     assert "measured" in speed.source
-    assert "measured" not in achieved_speed(A100, FULL, {}).source
+    flops = step_flops(LLAMA, FULL, whole_model(LLAMA)).total
+    assert make_plan(LLAMA, FULL, Cluster((A100,)), calibration).time.compute_s == pytest.approx(flops / 1e14)
+    assert "measured" not in speed_of(A100, FULL, {}).source
 
 
 @pytest.mark.parametrize("link", ["infiniband", "ethernet-", "ethernet-0", "ethernet-fast", ""])
@@ -261,6 +270,6 @@ def test_what_a_gpu_cannot_do_is_refused() -> None:
     with pytest.raises(BadInputError, match="has no NVLink"):
         parse_link("nvlink", find_gpu("t4"))
     with pytest.raises(BadInputError, match="does not compute in bf16"):
-        achieved_speed(V100, FULL, {})
+        speed_of(V100, FULL, {})
     with pytest.raises(BadInputError, match="cannot be spread evenly over --nodes 3"):
         Cluster((A100,) * 4, nodes=3)

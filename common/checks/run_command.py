@@ -1,0 +1,235 @@
+"""The command of this repository that starts a plan: `make run` with the run folder that differs least from it."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.base.run_folders import literal_file_of, read_lora, run_folders, workflow_does
+from common.base.specs import HasSpecs
+from common.checks.folder_runs import setting_of_folder
+from common.hardware.devices import CATALOGUE, CPU_DEVICE
+from common.planning.architectures import MODEL_CONFIGS, find_config, is_hub_id
+from common.planning.job import ALL_LINEAR, Job
+from common.planning.plans import Plan
+
+# models with weights for the shapes of assets/model_configs; tuned ones, as rows of messages need a chat template
+HUB_IDS = {
+    "all-minilm-l6-v2": "sentence-transformers/all-MiniLM-L6-v2",
+    "bart-large-cnn": "facebook/bart-large-cnn",
+    "llama-3.1-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "roberta-large": "FacebookAI/roberta-large",
+}
+TRIED = (
+    *("technique", "parallel", "devices", "gpu", "precision", "optim", "attention", "gradient_checkpointing"),
+    *("per_device_train_batch_size", "target_modules"),
+)
+"""Settings of a run that a dry run tries."""
+
+
+def last_lines(plans: Sequence[Plan], rows_per_epoch: int, command_of: Callable[[Plan], str]) -> tuple[str, str]:
+    """Return the answer's last two lines: what to do, and the command that does it.
+
+    Where no run folder takes the first plan, the reason stands there, and the next plan that one takes.
+    """
+    best = plans[0]
+    if not best.may_fit:
+        return "Recommended: none of these, as nothing fits.", "Run: nothing yet."
+    phase, gpu, usd = best.highest.phase, best.highest.gpu, best.epoch_usd(rows_per_epoch)
+    price = "" if usd is None else f" and {usd:,.2f} USD"
+    return (
+        f"Recommended: {best.name}, {best.job.precision}: {phase.peak_gib:.1f} (safe: {phase.safe_gib:.1f}) of "
+        f"{gpu.memory_gib:.1f} GiB, {best.tokens_per_s:,.0f} tokens per s, "
+        f"{best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} per epoch of {rows_per_epoch:,} rows.",
+        f"Run: {_first_command(plans, command_of)}",
+    )
+
+
+def _first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> str:
+    """Return the first plan's command, or why it has none, and the next plan's that has one."""
+    try:
+        return command_of(plans[0])
+    except BadInputError as refused:
+        said = f"no run folder takes this plan: {refused}"
+    for plan in plans[1:]:
+        with suppress(BadInputError):
+            return f"{said} For {plan.name}: {command_of(plan)}" if plan.may_fit else said
+    return said
+
+
+def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
+    """Return `make run FOLDER=... ARGS="..."` for a plan of `model`, named as the planner was asked.
+
+    Raises:
+        BadInputError: No run folder takes it, and why.
+    """
+    if plan.cluster.nodes > 1:
+        raise BadInputError("they start processes on one machine, not on several.")
+    task = _task_of(plan)
+    if not task:
+        raise BadInputError(
+            f"none has runs for {plan.architecture.name}'s own head; with --classes it is a classifier."
+        )
+    device = "cpu" if plan.cluster.gpus[0].name == CPU_DEVICE else "cuda"
+    return _command(
+        plan.job, task, device, lambda own: _settings(plan, own) | _model_settings(own, model, model_revision)
+    )
+
+
+def command_of_run(run: RunConfig, device: str) -> str:
+    """Return the same for a run that a dry run stood in for, on `device` (cpu, cuda).
+
+    Raises:
+        BadInputError: No run folder takes it, and why.
+    """
+    adapters = ("lora_r", "lora_dropout") if run.method.has_adapters else ()
+    lengths = ("max_length", "max_target_length") if run.goal.summarizes else ("max_length",)
+    wanted = {name: getattr(run, name) for name in (*TRIED, *adapters, *lengths)}
+    return _command(
+        run,
+        run.task,
+        device,
+        lambda own: wanted | _model_settings(own, run.model, run.model_revision) | _fitting(run, own),
+    )
+
+
+def _command(way: HasSpecs, task: str, device: str, settings: Callable[[RunConfig], dict[str, object]]) -> str:
+    """Return the command with the run folder that takes the settings with the fewest options.
+
+    Raises:
+        BadInputError: None takes them, and why.
+    """
+    taken, refusal = [], f"none does {way.technique} with {way.parallel}."
+    for folder, literal in run_folders().items():
+        is_alike = (literal.device, literal.task, literal.loop) == (device, task, "trainer")
+        if not is_alike or not workflow_does(literal, way.technique, way.parallel):
+            continue
+        try:
+            options = _options(folder, literal, way, settings)
+        except BadInputError as refused:
+            refusal = str(refused)
+        else:
+            taken.append((len(options), str(folder.relative_to(REPOSITORY)), options))
+    if not taken:
+        raise BadInputError(refusal)
+    _, folder, options = min(taken)
+    return f'make run FOLDER={folder} ARGS="{" ".join(options)}"'
+
+
+def _task_of(plan: Plan) -> str:
+    """Return what a run with the plan's model learns; empty = nothing: no run has an encoder's own head."""
+    kinds = {stack.kind for stack in plan.architecture.stacks}
+    if kinds == {"decoder"}:
+        return "chat"
+    if len(kinds) > 1:
+        return "summarization"
+    return "classification" if plan.job.batch.classes else ""
+
+
+def _options(
+    folder: Path, literal: RunConfig, way: HasSpecs, settings: Callable[[RunConfig], dict[str, object]]
+) -> list[str]:
+    """Return what to pass to the folder's command, for the settings that a run like its own is to have.
+
+    Raises:
+        BadInputError: The folder's runs do not take them.
+    """
+    has_settings = read_lora(literal_file_of(folder))
+    own = setting_of_folder(folder, way.technique, way.parallel) if has_settings else literal
+    wanted = settings(own)
+    own.changed_to(**{name: value for name, value in wanted.items() if value != getattr(own, name)})
+    # technique and parallelism decide about a folder's own settings: they are named where its literal has others
+    base = {name: getattr(own, name) for name in wanted}
+    base |= {"technique": literal.technique, "parallel": literal.parallel}
+    # the batch is named in any case: it is what one comes back to change
+    changed = {
+        name: value for name, value in wanted.items() if value != base[name] or name == "per_device_train_batch_size"
+    }
+    spelt = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in changed.items()}
+    return [word for name, value in spelt.items() for word in (f"--{name}", shlex.quote(value))]
+
+
+def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
+    """Return the settings of a run that is to do as planned, in a folder whose own run is `own`."""
+    job, gpu = plan.job, plan.cluster.gpus[0]
+    wanted: dict[str, object] = {
+        "technique": job.technique,
+        "parallel": job.parallel,
+        "devices": job.devices,
+        "gpu": gpu.name if gpu in CATALOGUE else own.gpu,
+        "precision": _precision(job),
+        "optim": job.optimizer,
+        "attention": job.attention,
+        "use_liger_kernel": job.kernels == "fused",
+        "torch_compile": job.kernels == "compiled",
+        "gradient_checkpointing": job.gradient_checkpointing,
+        "per_device_train_batch_size": job.batch.rows,
+        "gradient_accumulation_steps": job.accumulation_steps,
+        "max_length": job.batch.length,
+        "target_modules": _target_modules(job),
+        "offload": "cpu" if job.offload else "none",
+        "dp_replicate_size": job.dp_replicate_size,
+        "micro_batches": job.micro_batches,
+    }
+    if job.evaluation:
+        wanted["per_device_eval_batch_size"] = job.evaluation.rows
+    if job.method.has_adapters:
+        wanted |= {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout}
+    if job.parallelism.pipelines:
+        wanted["schedule"] = job.schedule
+    if job.method.quantizes:
+        wanted["quantization"] = job.quantization
+    if len(plan.architecture.stacks) > 1:
+        wanted["max_target_length"] = job.batch.target_length or job.batch.length
+    return wanted | _fitting(job, own)
+
+
+def _fitting(way: Job | RunConfig, own: RunConfig) -> dict[str, object]:
+    """Return what has to change besides in a folder's own run, so that its settings do not exclude each other."""
+    changes: dict[str, object] = {}
+    if way.gradient_checkpointing and way.parallelism.why_not_reentrant:
+        changes["use_reentrant"] = False
+    if way.data_parallel_ranks == 1:
+        changes["learning_rate_scaling"] = "none"
+    length = way.batch.length if isinstance(way, Job) else way.max_length
+    if own.pad_to_multiple_of and length % own.pad_to_multiple_of:
+        changes["pad_to_multiple_of"] = 0
+    return changes
+
+
+def _precision(job: Job) -> str:
+    """Return the setting: DeepSpeed keeps an fp32 copy of weights in 16 bits in any case, and a run calls it bf16."""
+    return "bf16" if job.parallelism.uses_deepspeed and job.precision == "bf16-mixed" else job.precision
+
+
+def _target_modules(job: Job) -> str:
+    if job.target_modules and job.target_modules != ALL_LINEAR:
+        return ",".join(job.target_modules)
+    return "all" if job.trains_all else "all-linear"
+
+
+def _model_settings(own: RunConfig, model: str, model_revision: str) -> dict[str, object]:
+    """Return the settings that name the model: the folder's own where it has the same shape."""
+    shape = find_config(model, model_revision)
+    if not model_revision and _has_shape(own.model, shape):
+        return {"model": own.model}
+    if shape.parent != MODEL_CONFIGS or is_hub_id(model):
+        folder = shape.parent if model.endswith(".json") else model
+        return {"model": str(folder), "model_revision": model_revision}
+    if shape.stem in HUB_IDS:
+        return {"model": HUB_IDS[shape.stem]}
+    return {"model": shape.stem, "weights": "random"}
+
+
+def _has_shape(model: str, shape: Path) -> bool:
+    try:
+        return find_config(model) == shape
+    except BadInputError:
+        return False

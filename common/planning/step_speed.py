@@ -1,0 +1,317 @@
+"""How long a GPU computes in a step: a model with few constants, fitted to published rates.
+
+    computing = max(GPU's work, launches)
+    GPU's work = matrix products / (a share of the peak) + bytes of all else / (a share of the memory's bandwidth)
+
+- Matrix products are counted as they happen (`step_flops`). What share of the peak they reach, depends on the GPU's
+  generation; attention's scores reach less.
+- All else waits for memory: norms, activations, rotary positions, residuals, adapters, the loss over the vocabulary,
+  4-bit weights that are unpacked, and the products' own matrices. Its bytes are counted operation by operation.
+- Launches are what Python takes to start a layer's kernels. Short rows and small batches wait for them.
+
+The bytes are counted, not fitted. Fitted are the constants that say so, to the points of assets/published_rates.json
+(`common.planning.published_rates` reads them, and compares).
+"""
+
+from dataclasses import dataclass, replace
+
+from common.base.errors import BadInputError
+from common.hardware.devices import Gpu
+from common.planning.architectures import Architecture, Linear, Stack
+from common.planning.job import Job, Kernels
+from common.planning.shares import Share, trains_head
+
+# share of the data sheet's memory bandwidth that kernels reach which only move numbers: an assumption, not fitted
+BANDWIDTH_REACHED = 0.8
+# attention's scores, of what other products reach: fitted, mainly to llm-foundry's rows of up to 65,536 tokens
+ATTENTION_REACHED = 0.36
+# what unpacking a 4-bit weight takes, in bytes at that bandwidth: fitted to QLoRA on bases in nf4 (bitsandbytes) and by
+# GPTQ. Read and written are 2.5: the kernels are far from the bandwidth
+UNPACKING_BYTES = 19.0
+# what Python, Transformers' modules and autograd take to start a kernel, in seconds: fitted, mainly to Qwen's rows of
+# 256 and 512 tokens on an A100. The published rates show no more of it with adapters
+LAUNCH_S = 36e-6
+BACKWARD_PASSES = 2  # the backward pass takes as long as two forward passes
+
+
+@dataclass(frozen=True)
+class Generation:
+    """GPUs that reach about the same share of their peak.
+
+    Attributes:
+        starts: How their names begin.
+        reached: Share of the dense peak that large matrix products reach in training.
+        reached_fp32: The same of the peak in fp32 without tensor cores. The V100's is assumed for all: BERT-large alone
+            would give 0.94, and BART-large, one row at a time, took half as long again as planned with that
+            (published.json).
+        assumed: Why the shares are no fitted ones; empty = they are.
+    """
+
+    name: str
+    starts: tuple[str, ...]
+    reached: float
+    reached_fp32: float = 0.82
+    assumed: str = ""
+
+
+# Cards whose sheet counts tensor cores at half rate (GeForce, L40) reach all of it; those with the full rate are held
+# back by their power
+GENERATIONS = (
+    Generation("Hopper", ("H100", "H200"), 0.61),
+    Generation("A100", ("A100", "A800"), 0.82),
+    Generation("half-rate Ampere and Ada", ("RTX 3090", "RTX 4090", "A10G", "L40 "), 1.0),
+    Generation("full-rate Ampere and Ada", ("RTX A", "RTX 6000 Ada", "L40S", "L4 "), 0.70),
+    Generation("Volta", ("V100",), 0.90),
+    Generation("Turing", ("T4",), 0.70, 0.70, assumed="as of other cards that their power holds back"),
+)
+UNKNOWN = Generation("unknown", (), 0.61, 0.61, assumed="the least that any generation reaches")
+"""Of a GPU that is described by hand, and of a CPU without records."""
+
+
+def generation_of(gpu: Gpu) -> Generation:
+    """Return the generation of a GPU by its name; `UNKNOWN` where none has it."""
+    return next((each for each in GENERATIONS if gpu.name.startswith(each.starts)), UNKNOWN)
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    """What kernels besides the matrix products read and write, in numbers of the arithmetic's format per token.
+
+    Attributes:
+        norm: Of an RMS norm, per number of the hidden state. A layer norm is one kernel in PyTorch: 2.
+        rotary: Of rotary positions, per number of the queries and keys.
+        gate: Of a gated MLP's activation, per number of its width. Without a gate: 2.
+        adapter_inputs, adapter_outputs: Of an adapter, per number of its projection's input and output: in the forward
+            pass, and in the backward pass.
+        loss: Per logit, both passes together.
+        kernels: Started per layer and forward pass.
+    """
+
+    norm: float
+    rotary: float
+    gate: float
+    adapter_inputs: tuple[float, float]
+    adapter_outputs: tuple[float, float]
+    loss: float
+    kernels: int
+
+
+# Counted from the operations of Transformers' Llama and PEFT's `Linear`. PyTorch's own kernels do one operation each: a
+# norm turns numbers to fp32, squares, averages, scales, turns them back, and multiplies by its weights: 18 numbers of
+# 16 bits for each of the hidden state. A fused kernel reads it and writes it: 2.
+KERNEL_SETS: dict[Kernels, KernelSet] = {
+    "plain": KernelSet(18, 10, 5, (1, 5), (6, 4), 22, 40),
+    "fused": KernelSet(2, 2, 3, (1, 3), (3, 2), 5, 20),
+    "compiled": KernelSet(2, 2, 3, (1, 3), (3, 2), 10, 15),
+}
+RESIDUAL, LAYER_NORM, UNGATED, DROPOUT = 3, 2, 2, 2.5
+EAGER_SCORE = 15  # of attention without a fused kernel, per score
+
+
+# -- operations
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Floating-point operations of one step on one data-parallel rank, or of one device's share of the layers.
+
+    Attributes:
+        attention: Of the others together, those of attention's scores.
+    """
+
+    forward: float
+    activation_gradients: float
+    weight_gradients: float
+    recomputed: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.forward + self.activation_gradients + self.weight_gradients + self.recomputed
+
+
+def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
+    """Count the operations of a step: a product of (m, k) and (k, n) takes 2 m k n (Kaplan et al. 2020, section 2.1).
+
+    Causal attention reads half of the earlier tokens on average.
+    """
+    batch, queries = job.batch, architecture.heads * architecture.head_dim
+    layers, attention, adapters, trained = 0.0, 0.0, 0.0, 0.0
+    for stack, count in zip(architecture.stacks, share.layers, strict=True):
+        for linear in stack.linears:
+            twice_tokens = count * 2 * batch.tokens_into(linear, stack)
+            layers += twice_tokens * linear.inputs * linear.outputs
+            trained += twice_tokens * linear.inputs * linear.outputs * job.trains(linear)
+            adapters += twice_tokens * linear.lora_parameters(job.lora_rank) * job.adapts(linear)
+        for number, (asking, asked) in enumerate(batch.attentions_in(stack)):
+            is_causal = stack.kind != "encoder" and number == 0  # cross attention reads the whole text
+            attention += count * 4 * batch.rows * asking * asked * queries * (0.5 if is_causal else 1.0)
+    positions = batch.rows * batch.labelled
+    head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
+    forward = layers + attention + adapters + head
+    trained += adapters + (head if trains_head(architecture, job) else 0.0)
+    recomputed = forward - head if job.gradient_checkpointing else 0.0
+    if job.schedule == "gpipe" and job.micro_batches > 1:  # losses that wait come again in the backward pass
+        recomputed += head
+    return StepFlops(
+        forward,
+        layers + 2 * attention + adapters + head,
+        trained,
+        recomputed,
+        attention * (_forward_passes(job) + BACKWARD_PASSES),
+    )
+
+
+def _forward_passes(job: Job) -> int:
+    return 1 + job.gradient_checkpointing
+
+
+# -- bytes
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """What a device's memory sends and takes in a step, besides attention's and the optimizer's.
+
+    Attributes:
+        products: The matrices that are multiplied, and the results.
+        between: Norms, activations, rotary positions, residuals, and what attention reads and writes.
+        adapters: Adapters' own.
+        loss: Of the loss over the vocabulary.
+        unpacking: Of weights in 4 or 8 bits, turned to 16 bits in each pass.
+    """
+
+    products: float
+    between: float
+    adapters: float
+    loss: float
+    unpacking: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.products + self.between + self.adapters + self.loss + self.unpacking
+
+
+def step_bytes(architecture: Architecture, job: Job, share: Share) -> StepBytes:
+    """Count the bytes of a step's kernels: what each operation reads and writes, once."""
+    a, kernels = job.arithmetic_bytes, KERNEL_SETS[job.kernels]
+    forward_passes, products, between, adapters, unpacking = _forward_passes(job), 0.0, 0.0, 0.0, 0.0
+    for stack, layers in zip(architecture.stacks, share.layers, strict=True):
+        between += layers * (forward_passes + BACKWARD_PASSES) * a * _between_products(architecture, job, stack)
+        for linear in stack.linears:
+            tokens, size = job.batch.tokens_into(linear, stack), linear.inputs * linear.outputs
+            passes = forward_passes + 1 + job.trains(linear)
+            products += layers * passes * a * (tokens * (linear.inputs + linear.outputs) + size)
+            products += layers * forward_passes * (4 + a) * size * _casts(job)
+            unpacking += layers * (forward_passes + 1) * UNPACKING_BYTES * size * job.method.quantizes
+            adapters += layers * a * tokens * _adapter(kernels, linear, forward_passes) * job.adapts(linear)
+    logits = job.batch.rows * job.batch.labelled * architecture.vocab * share.has_head
+    return StepBytes(products, between, adapters, 2 * kernels.loss * logits, unpacking)
+
+
+def _casts(job: Job) -> bool:
+    """Return whether each forward pass makes 16-bit copies of fp32 weights."""
+    return job.autocasts and not job.method.quantizes
+
+
+def _adapter(kernels: KernelSet, linear: Linear, forward_passes: int) -> float:
+    """Return the numbers per token that an adapter's operations read and write in a step."""
+    (inputs, inputs_back), (outputs, outputs_back) = kernels.adapter_inputs, kernels.adapter_outputs
+    return (forward_passes * inputs + inputs_back) * linear.inputs + (
+        forward_passes * outputs + outputs_back
+    ) * linear.outputs
+
+
+def _between_products(architecture: Architecture, job: Job, stack: Stack) -> float:
+    """Return the numbers that a layer's other operations read and write in a forward pass, for all tokens."""
+    kernels, batch = KERNEL_SETS[job.kernels], job.batch
+    queries, keys = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
+    blocks = 3 if stack.kind == "cross-decoder" else 2
+    if architecture.family.is_llama_like:
+        hidden = kernels.norm + RESIDUAL
+        per_token = kernels.rotary * (queries + keys) + kernels.gate * architecture.intermediate
+    else:
+        hidden = LAYER_NORM + RESIDUAL + (DROPOUT if architecture.dropout else 0)
+        per_token = UNGATED * architecture.intermediate
+    count = batch.tokens_in(stack) * (blocks * hidden * architecture.hidden + per_token)
+    for asking, asked in batch.attentions_in(stack):
+        scores = batch.rows * architecture.heads * asking * asked
+        count += 2 * batch.rows * (asking * queries + asked * keys) + EAGER_SCORE * scores * (job.attention == "eager")
+    return count
+
+
+# -- seconds
+
+
+@dataclass(frozen=True)
+class Computing:
+    """Seconds that a device computes in a step.
+
+    Attributes:
+        products_s: Of the matrix products.
+        others_s: Of all other kernels.
+        launches_s: Of starting them all, meanwhile.
+    """
+
+    products_s: float
+    others_s: float
+    launches_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Kernels are started while earlier ones run: what takes longer decides."""
+        return max(self.products_s + self.others_s, self.launches_s)
+
+
+def computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> Computing:
+    """Compute how long a device computes in one step; `architecture` is the part that each rank holds.
+
+    Adapters take no longer than the weights' gradients that they save: of 81 published pairs of LoRA and full
+    fine-tuning in the same steps, LoRA is slower in 12, by up to a fifth, all of models with 1.8B and 3B parameters at
+    rows of 4,096 tokens and more (QwenLM/Qwen; PowerLM-3b in foundation-model-stack/fms-acceleration).
+
+    Raises:
+        BadInputError: The GPU does not compute in the job's precision.
+    """
+    own = _computing_time(architecture, job, share, gpu)
+    if not job.method.has_adapters:
+        return own
+    unquantized = replace(job, technique="lora")
+    full = replace(job, technique="full", target_modules=())
+    lora_s, full_s = (_computing_time(architecture, each, share, gpu).total_s for each in (unquantized, full))
+    return replace(own, others_s=own.others_s - max(0.0, lora_s - full_s))
+
+
+def _computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> Computing:
+    flops, per_s = step_flops(architecture, job, share), products_per_s(gpu, job)
+    weighed = flops.total - flops.attention + flops.attention / ATTENTION_REACHED
+    bytes_per_s = gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED
+    passes = (_forward_passes(job) + BACKWARD_PASSES) * job.micro_batches
+    launches = sum(share.layers) * passes * KERNEL_SETS[job.kernels].kernels
+    others_s = step_bytes(architecture, job, share).total / bytes_per_s
+    return Computing(weighed / per_s, others_s, launches * LAUNCH_S)
+
+
+def products_per_s(gpu: Gpu, job: Job) -> float:
+    """Return the operations per second that large matrix products reach.
+
+    Raises:
+        BadInputError: The GPU does not compute in the job's precision.
+    """
+    generation = generation_of(gpu)
+    reached = generation.reached_fp32 if job.precision == "fp32" else generation.reached
+    return peak_tflops(gpu, job) * 1e12 * reached
+
+
+def peak_tflops(gpu: Gpu, job: Job) -> float:
+    """Return the GPU's dense peak in the job's arithmetic, in TFLOP/s.
+
+    Raises:
+        BadInputError: The GPU does not compute in the job's precision.
+    """
+    peak = gpu.tflops_dense[job.precision.removesuffix("-mixed")]
+    if peak is None:
+        raise BadInputError(f"The {gpu.name} does not compute in {job.precision}: pass --precision fp16-mixed or fp32.")
+    return peak

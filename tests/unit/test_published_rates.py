@@ -1,0 +1,126 @@
+"""The planner's times beside rates that others published, and what must hold where nothing is published."""
+
+from dataclasses import replace
+from itertools import product
+from statistics import median
+
+import pytest
+
+from common.hardware.devices import CATALOGUE, Gpu, cpu_device, find_gpu
+from common.planning.architectures import MODEL_CONFIGS, Architecture, read_architecture
+from common.planning.job import BatchShape, Job, Kernels
+from common.planning.plans import make_plan
+from common.planning.published_rates import best_published, evidence, excluded_rates, published_rates
+from common.planning.shares import whole_model
+from common.planning.step_speed import UNKNOWN, computing_time, generation_of, step_bytes
+from common.planning.time_plan import Cluster, speed_of, step_time
+from common.reporting.rates import WELL_KNOWN, is_near
+
+# sources that the constants do as well on when they are fitted without them (assets/README.md)
+HELD_OUT = {"peft", "torchtitan", "automodel", "vectorlm", "ms-swift", "kempnerforge"}
+LLAMA = read_architecture("llama-3.1-8b")
+FROM_1B = [
+    architecture
+    for architecture in (read_architecture(path.stem) for path in sorted(MODEL_CONFIGS.glob("*.json")))
+    if architecture.parameters >= 1e9
+]
+LORA = Job(technique="lora", parallel="single", batch=BatchShape(4, 1024, 1024))
+FULL = replace(LORA, technique="full")
+H100 = find_gpu("h100")
+
+
+@pytest.mark.parametrize("sources", [None, HELD_OUT], ids=["all", "held out"])
+def test_planned_rates_are_near_the_published_ones(sources: set[str] | None) -> None:
+    rates = [rate for rate in published_rates() if sources is None or rate.source in sources]
+    assert len(rates) >= (600 if sources is None else 48)
+    assert median(abs(rate.ratio - 1) for rate in rates) <= 0.2
+    assert sum(map(is_near, rates)) >= 0.9 * len(rates)
+
+
+@pytest.mark.parametrize("technique", ["full", "lora", "qlora"])
+def test_no_technique_is_planned_too_fast_or_too_slow(technique: str) -> None:
+    ratios = [rate.ratio for rate in published_rates() if rate.job.technique == technique]
+    assert len(ratios) > 50
+    assert 0.9 < median(ratios) < 1.1
+
+
+def test_every_point_names_its_source_and_every_exclusion_its_reason() -> None:
+    assert all(rate.where.count("/") >= 1 and ":" in rate.where and rate.stated for rate in published_rates())
+    assert all(entry["reason"] and entry["source"] for entry in excluded_rates())
+    labels = {rate.label for rate in published_rates()}
+    assert set(WELL_KNOWN) <= labels
+
+
+def one(gpu: Gpu) -> Cluster:
+    return Cluster((gpu,))
+
+
+def planned_s(architecture: Architecture, job: Job, gpu: Gpu) -> float:
+    share, speed = whole_model(architecture), speed_of(gpu, job, {})
+    return step_time(architecture, job, one(gpu), [share], [speed]).total_s
+
+
+@pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
+def test_lora_is_never_slower_than_full_fine_tuning_of_the_same_rows(gpu: Gpu) -> None:
+    precision = "bf16" if gpu.tflops_dense["bf16"] else "fp16-mixed"
+    slower = []
+    for architecture, rows, length, checkpointed in product(FROM_1B, (1, 16), (256, 2048, 8192), (False, True)):
+        batch = BatchShape(rows, length, length)
+        lora, full = (
+            replace(job, batch=batch, precision=precision, gradient_checkpointing=checkpointed) for job in (LORA, FULL)
+        )
+        if planned_s(architecture, lora, gpu) > planned_s(architecture, full, gpu):
+            slower.append((architecture.name, rows, length, checkpointed))
+    assert not slower
+    assert len(FROM_1B) >= 5
+
+
+def test_short_rows_wait_for_the_launches_and_long_ones_do_not() -> None:
+    share = whole_model(LLAMA)
+    short, long = (
+        computing_time(LLAMA, replace(LORA, batch=BatchShape(1, length, length)), share, H100) for length in (64, 4096)
+    )
+    assert short.total_s == short.launches_s == long.launches_s < long.total_s
+    fewer = computing_time(LLAMA, replace(LORA, batch=BatchShape(1, 64, 64), kernels="fused"), share, H100)
+    assert fewer.total_s < short.total_s
+
+
+@pytest.mark.parametrize("kernels", ["fused", "compiled"])
+def test_other_kernel_sets_move_less_and_are_faster(kernels: Kernels) -> None:
+    share, other = whole_model(LLAMA), replace(LORA, kernels=kernels)
+    assert step_bytes(LLAMA, other, share).total < 0.8 * step_bytes(LLAMA, LORA, share).total
+    assert planned_s(LLAMA, other, H100) < 0.9 * planned_s(LLAMA, LORA, H100)
+
+
+def test_four_bits_cost_as_many_seconds_whatever_the_tokens() -> None:
+    """They are unpacked in each pass: the fewer tokens, the more of a step that is."""
+    extra = {}
+    for rows in (4, 16):
+        lora, qlora = (replace(LORA, technique=name, batch=BatchShape(rows, 1024, 1024)) for name in ("lora", "qlora"))
+        extra[rows] = planned_s(LLAMA, qlora, H100) - planned_s(LLAMA, lora, H100)
+    assert extra[4] == pytest.approx(extra[16], rel=0.01)
+    assert extra[4] > 0
+
+
+def test_the_best_published_run_of_its_kind_gives_the_second_figure() -> None:
+    plan = make_plan(read_architecture("qwen2.5-7b"), replace(LORA, batch=BatchShape(2, 4096, 4096)), one(H100), {})
+    best = best_published("lora", "Hopper", plan.architecture.parameters)
+    assert best.source == "automodel"
+    assert plan.tokens_per_s < plan.tokens_per_s_best
+    as_there = replace(plan.job, kernels="fused", lora_rank=16)
+    same = make_plan(plan.architecture, as_there, one(H100), {})
+    assert same.tokens_per_s_best == pytest.approx(best.tokens_per_s, rel=0.01)  # the very run
+
+
+def test_where_nothing_is_published_there_is_no_second_figure_and_it_is_said() -> None:
+    t4 = find_gpu("t4")
+    plan = make_plan(LLAMA, replace(LORA, precision="fp16-mixed"), one(t4), {})
+    assert plan.tokens_per_s_best is None
+    assert "no published rate is of it" in evidence(t4)
+    assert "published rates are of it" in evidence(H100)
+    a6000 = evidence(find_gpu("a6000"))
+    assert "no published rate" in a6000
+    assert "RTX A5000 24GB" in a6000
+    by_hand = replace(H100, name="mine")
+    assert generation_of(by_hand) == generation_of(cpu_device()) == UNKNOWN
+    assert UNKNOWN.reached <= min(generation_of(gpu).reached for gpu in CATALOGUE)

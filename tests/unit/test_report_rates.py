@@ -1,0 +1,26 @@
+"""The tables of published rates beside planned ones: every point, and narrow enough for a readme."""
+
+import pytest
+
+from common.planning.published_rates import excluded_rates, published_rates
+from common.reporting.tables import rendered
+
+WIDEST = 120
+
+
+@pytest.mark.parametrize("name", ["rates-by-source", "rates-well-known"])
+def test_the_readme_s_tables_are_narrow(name: str) -> None:
+    lines = rendered(name, []).splitlines()
+    assert len(lines) > 10
+    assert max(map(len, lines)) <= WIDEST
+
+
+def test_the_page_has_every_point_and_the_readme_counts_them() -> None:
+    _, _, *lines = rendered("rates-all", []).splitlines()
+    assert len(lines) == len(published_rates())
+    assert all("https://github.com/" in line for line in lines)
+    _, _, *sources, total = rendered("rates-by-source", []).splitlines()
+    counts = [int(line.split("|")[3]) for line in (*sources, total)]
+    assert sum(counts[:-1]) == counts[-1] == len(published_rates())
+    _, _, *reasons = rendered("rates-not-used", []).splitlines()
+    assert sum(int(line.split("|")[2]) for line in reasons) == len(excluded_rates())

@@ -1,0 +1,126 @@
+"""The command that the planner's answer ends with is the plan's own, by the folder's own parser."""
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.checks.folder_runs import run_of_folder
+from common.checks.inputs import check_folder
+from common.checks.planner_command import cluster_of, evaluation_of, job_of, read_options, techniques_asked
+from common.checks.run_command import command_of_run, last_lines, run_command
+from common.hardware.devices import find_gpu
+from common.planning.architectures import MODEL_CONFIGS, read_architecture
+from common.planning.job import ALL_LINEAR, Job
+from common.planning.plans import Plan, job_of_run, ranked_plans, with_head_for
+
+QUESTIONS = (
+    "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --attention flash",
+    "--model qwen2.5-7b --gpu h100 --batch-size 4 --use-liger-kernel true",
+    "--model llama-3.2-1b --gpu a5000 --gpus 4 --batch-size 4 --lora-rank 32 --target-modules q_proj,v_proj",
+    "--model llama-3.2-3b --gpu v100-16gb --gpus 2 --seq-len 500",
+    "--model llama-27m --gpu cpu --seq-len 128",
+    "--model roberta-large --gpu a100-80gb --gpus 2 --classes 3 --seq-len 256 --batch-size 8",
+    "--model bart-large-cnn --gpu v100-16gb --gpus 4 --target-len 100 --technique full",
+)
+
+
+def plans_of(question: str) -> list[Plan]:
+    options = read_options(question.split())
+    architecture = with_head_for(read_architecture(options.model), options.classes)
+    job = replace(job_of(options), evaluation=evaluation_of(options, architecture))
+    return ranked_plans(
+        architecture, job, cluster_of(options), techniques_asked(options),
+        (options.parallel,) if options.parallel else None, None, {},
+    )  # fmt: skip
+
+
+def run_of(command: str) -> RunConfig:
+    """Return the run that `make run FOLDER=... ARGS="..."` starts."""
+    make, target, folder, arguments = shlex.split(command)
+    assert (make, target, folder[:7], arguments[:5]) == ("make", "run", "FOLDER=", "ARGS=")
+    return run_of_folder(Path(folder[7:]), shlex.split(arguments[5:]))
+
+
+def in_common(job: Job) -> Job:
+    """Return the job without what means nothing for it, or has two names."""
+    adapters, own = job.method.has_adapters, {"cpu_operations": False, "evaluation": None}
+    if adapters and job.target_modules == ALL_LINEAR:
+        own["target_modules"] = ()
+    if job.parallelism.uses_deepspeed and job.precision == "bf16-mixed":
+        own["precision"] = "bf16"
+    return replace(
+        job,
+        **own,
+        lora_rank=job.lora_rank if adapters else Job.lora_rank,
+        quantization=job.quantization if job.method.quantizes else Job.quantization,
+    )
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_each_plan_s_command_is_the_plan_s_run(question: str) -> None:
+    asked = read_options(question.split())
+    commands = 0
+    for plan in plans_of(question):
+        try:
+            command = run_command(plan, asked.model)
+        except BadInputError:
+            continue
+        run, gpu = run_of(command), plan.cluster.gpus[0].name
+        assert in_common(job_of_run(run, plan.job.batch)) == in_common(plan.job), command
+        assert (run.per_device_train_batch_size, run.max_length) == (plan.job.batch.rows, plan.job.batch.length)
+        check_folder(run)  # its workflow does what is asked
+        assert run.gpu == gpu or run.device == "cpu"
+        assert run.per_device_eval_batch_size == plan.job.evaluation.rows
+        assert read_architecture(run.model).parameters == read_architecture(asked.model).parameters
+        commands += 1
+    assert commands > 0
+    assert run_command(plans_of(question)[0], asked.model), "the recommended one has a command"
+
+
+def test_a_plan_that_no_folder_takes_says_why() -> None:
+    (plan,) = plans_of("--model qwen2.5-7b --gpu v100-16gb --gpus 2 --technique lora --parallel pp --batch-size 4")
+    with pytest.raises(BadInputError, match="fp16-mixed, which pp does not scale losses for"):
+        run_command(plan, "qwen2.5-7b")
+    (plan,) = plans_of("--model qwen2.5-7b --gpu a6000 --gpus 2 --technique lora --parallel mp")
+    with pytest.raises(BadInputError, match="none does lora with mp"):
+        run_command(plan, "qwen2.5-7b")
+    many = plans_of("--model qwen2.5-7b --gpu h100 --gpus 16 --nodes 2 --technique lora")[0]
+    with pytest.raises(BadInputError, match="one machine, not on several"):
+        run_command(many, "qwen2.5-7b")
+    headed = plans_of("--model roberta-large --gpu a6000 --seq-len 128 --technique full")[0]
+    with pytest.raises(BadInputError, match="with --classes it is a classifier"):
+        run_command(headed, "roberta-large")
+
+
+def test_where_the_first_plan_has_no_command_the_next_one_s_stands_there() -> None:
+    plans = plans_of("--model qwen2.5-7b --gpu v100-16gb --gpus 4")
+    _, run = last_lines(plans, 1000, lambda plan: run_command(plan, "qwen2.5-7b"))
+    reason, _, command = run.partition(" For QLoRA, ddp, checkpointed: ")
+    assert "no run folder takes this plan: none does lora with mp" in reason
+    assert run_of(command).technique == "qlora"
+
+
+def test_a_model_of_one_s_own_is_named_by_its_place(tmp_path: Path) -> None:
+    config = json.loads((MODEL_CONFIGS / "llama-3.2-1b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    for name in (str(tmp_path), f"{tmp_path}/config.json"):
+        plan = plans_of(f"--model {name} --gpu a6000 --technique lora")[0]
+        run = run_of(run_command(plan, name))
+        assert (run.model, run.weights) == (str(tmp_path), "pretrained")
+
+
+def test_a_dry_run_s_command_is_its_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 4}))
+    tried = RunConfig(
+        technique="full", model=str(tmp_path), weights="random", precision="bf16-mixed", target_modules="all",
+        gpu=find_gpu("a6000").name, parallel="ddp", devices=2, per_device_train_batch_size=3, max_length=96,
+    )  # fmt: skip
+    run = run_of(command_of_run(tried, "cuda"))
+    for name in ("technique", "model", "precision", "target_modules", "gpu", "parallel", "devices", "max_length"):
+        assert getattr(run, name) == getattr(tried, name)
+    assert (run.per_device_train_batch_size, run.weights, run.device) == (3, "pretrained", "cuda")
