@@ -100,7 +100,8 @@ class UnfinishedCheckpoint:
 
     def is_written(self) -> bool:
         """Return whether nothing is being written any more on any rank; called on every rank."""
-        return all(gather_object([self.background is None or self.background.done()]))
+        is_written = self.background is None or self.background.done()
+        return all(gather_object([is_written and self.digests.are_done()]))
 
     def commit(self) -> None:
         """Wait until all is written, list it, and give it its name; called on every rank.

@@ -20,7 +20,7 @@ from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.runtime.world import Rank
-from common.training.digests import begin_hashing, hashing_stream
+from common.training.digests import begin_hashing
 from common.training.module_maps import StageMap
 from common.training.pipeline import Pipeline, StageModule, trained_stage
 from common.training.strategy import Batch, Model, Strategy
@@ -115,8 +115,9 @@ class PipelineParallel(Strategy):
     def save(self, folder: Path) -> None:
         """Write the stages as parts of one model, and each stage's optimizer."""
         self.save_weights(folder)
-        with hashing_stream(folder / OPTIMIZER_FILE.format(self.rank.rank)) as file:
-            torch.save(self.optimizer.state_dict(), file)
+        optimizer_file = folder / OPTIMIZER_FILE.format(self.rank.rank)
+        torch.save(self.optimizer.state_dict(), optimizer_file)
+        begin_hashing([optimizer_file])
 
     def save_weights(self, folder: Path) -> None:
         """Write the stages as parts of one model."""

@@ -23,7 +23,7 @@ from common.data.rows import IGNORED_LABEL, Tokens
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
 from common.training.checkpoints import newest_whole, steps_at
-from common.training.digests import hashing_stream
+from common.training.digests import begin_hashing
 from common.training.loop import LoopTrainer
 from common.training.strategy import Batch, WholeModel
 
@@ -63,8 +63,8 @@ class Replicas(WholeModel):
 
     def _write(self, folder: Path, content: dict[str, Any]) -> None:
         if self.writes:
-            with hashing_stream(folder / WEIGHTS_FILE) as file:
-                torch.save(content, file)
+            torch.save(content, folder / WEIGHTS_FILE)
+            begin_hashing([folder / WEIGHTS_FILE])
 
     def _take_back(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint's weights, and return all that it has."""

@@ -3,7 +3,7 @@
 A parallelism names its strategy in `common.base.specs.PARALLELISMS`; without one the Trainer itself does it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -41,7 +41,7 @@ from common.runtime.world import BACKENDS, Rank
 from common.tasks.objectives import objective_of
 from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
 from common.training.compiled_layers import compile_layers
-from common.training.digests import HashingWriter
+from common.training.digests import begin_hashing, begin_hashing_after
 from common.training.known_padding import padding_known
 from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
@@ -261,7 +261,8 @@ class Strategy:
         if self.rank.world_size > 1 and not self.saving_group:
             self.saving_group = dist.new_group(backend=BACKENDS["cpu"])
         parts = self._weights() | (self._states() if is_full else {})
-        return dcp.async_save(parts, storage_writer=HashingWriter(folder / SHARDS), process_group=self.saving_group)
+        writing = dcp.async_save(parts, storage_writer=shard_writer(folder), process_group=self.saving_group)
+        return begin_hashing_after(writing, self._own_shards(folder))
 
     def load(self, folder: Path) -> None:
         """Take back this rank's shards, also from a checkpoint of another number of ranks."""
@@ -289,7 +290,11 @@ class Strategy:
         set_model_state_dict(self.model, parts["model"], options=options)
 
     def _write_shards(self, folder: Path, parts: dict[str, Any]) -> None:
-        dcp.save(parts, storage_writer=HashingWriter(folder / SHARDS))
+        dcp.save(parts, storage_writer=shard_writer(folder))
+        begin_hashing(self._own_shards(folder))
+
+    def _own_shards(self, folder: Path) -> Iterator[Path]:
+        return (folder / SHARDS).glob(f"__{self.rank.rank}_*")
 
     def _read_shards(self, folder: Path, parts: dict[str, Any]) -> dict[str, Any]:
         dcp.load(parts, storage_reader=SafeReader(str(folder / SHARDS)), planner=SafePlanner())
@@ -338,6 +343,11 @@ class Strategy:
     def for_record(self) -> dict[str, object]:
         """Return what was measured in training; called on every rank."""
         return self.usage.for_record() if self.measures_usage else {}
+
+
+def shard_writer(folder: Path) -> dcp.FileSystemWriter:
+    """Return DCP's writer of a checkpoint's shards, which are flushed as they are hashed (`Digests.begin`)."""
+    return dcp.FileSystemWriter(folder / SHARDS, sync_files=False)
 
 
 class WholeModel(Strategy):
