@@ -489,7 +489,7 @@ CHECKPOINTS = (
     Fault(
         "the bytes of a checkpoint are not compared with its list",
         "common/training/checkpoints.py",
-        '        if _digest(path) != file["sha256"]:\n',
+        '        if digest_of(path) != file["sha256"]:\n',
         '        if not file["sha256"]:\n',
         _faults("checkpoints", "any_flipped_byte_is_caught"),
     ),
@@ -503,15 +503,15 @@ CHECKPOINTS = (
     Fault(
         "the checkpoint before is removed before the new one is whole",
         "common/training/checkpoints.py",
-        "        shutil.rmtree(partial.parent, ignore_errors=True)\n        partial.mkdir(parents=True)\n",
-        "        remove(found_in(folder.parent))\n        partial.mkdir(parents=True, exist_ok=True)\n",
+        "            self.partial.mkdir(parents=True)\n",
+        "            remove(found_in(folder.parent))\n            self.partial.mkdir(parents=True, exist_ok=True)\n",
         _faults("checkpoints", "killed_at_any_write_the_checkpoint_before_is_used"),
     ),
     Fault(
         "the best checkpoint is removed when others follow",
-        "common/training/trainer.py",
-        'newest | ({f"checkpoint-{best}"} if best else set())',
-        "newest",
+        "common/training/checkpoints.py",
+        '{f"checkpoint-{step}" for step in best_ones if step} | ',
+        "",
         _unit("training", "training_ends_after_validations_without_a_better_model"),
     ),
     Fault(
