@@ -353,8 +353,8 @@ SEVERAL_RANKS = (
     Fault(
         "pipeline: each micro-batch weighs the same, however many tokens it has",
         "common/training/pipeline.py",
-        'ignore_index=IGNORED_LABEL, reduction="sum") / self.loss_divisor',
-        'ignore_index=IGNORED_LABEL, reduction="mean")',
+        "output, target, in_backward) / self.loss_divisor",
+        "output, target, in_backward) / (target != -100).sum()",
         _unit("pipeline", "stages_compute_what_the_whole_model_computes"),
     ),
     Fault(
@@ -775,8 +775,8 @@ REPORTS = (
     Fault(
         "updates that round away are called updates",
         "common/training/callbacks.py",
-        "int((after != before).sum())",
-        "int((after == after).sum())",
+        "(after != before).sum()",
+        "(after == after).sum()",
         _unit("callbacks", "bfloat16_loses_most_of_small_updates_and_fp32_none"),
     ),
     Fault(

@@ -58,7 +58,7 @@ class Strategy:
     """What the ranks of one parallelism do in a `LoopTrainer`.
 
     As it stands here, each rank has rows of its own and calls one model, and the ranks' losses are parts of one sum;
-    subclasses add at least `backward`, and how the model is divided.
+    subclasses say how the model is divided, and how gradients come together.
 
     Attributes:
         takes_steps: Whether a `LoopTrainer` takes the steps; else the Trainer does.
@@ -123,7 +123,9 @@ class Strategy:
 
         The step's loss is a mean over its `num_items_in_batch` labels on all ranks; `is_last`: no batch of it follows.
         """
-        raise NotImplementedError
+        loss = self.loss(batch, num_items_in_batch)
+        loss.backward()
+        return loss.detach()
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients as far as this rank holds them."""
