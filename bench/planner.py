@@ -8,11 +8,10 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -28,6 +27,20 @@ from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
+from common.planning.published_memory import (
+    CALIBRATION,
+    LIKELY,
+    PEAKS_PATH,
+    architectures_of,
+    errors_of,
+    held_out_points,
+    points,
+    points_of,
+    safe_share,
+    sources,
+    t4_job,
+    verdicts_on,
+)
 from common.planning.shares import whole_model
 from common.records.store import kept_records
 from common.reporting.rows import NOT_RUN
@@ -35,11 +48,12 @@ from common.training.placement import place_stages
 
 COMMAND = "python -m bench planner"
 POINTS_COMMAND = "python -m bench.planner_points && python -m bench planner"
-PEAKS_PATH = REPOSITORY / "assets" / "published_peaks.json"
 
 DRY_RUN_BARS = (0.02, 0.05)
 MEASURED_BARS = (0.03, 0.08)
 """Largest mean and largest single error."""
+HELD_OUT_BARS = (0.08, 0.9)
+"""Largest mean error of what is likely, and smallest share of errors within 15 %, where no constant was fitted."""
 PLANNER_BAR_S, DRY_RUN_BAR_S = 1.0, 20.0
 ROUNDS, DRY_RUN_ROUNDS, QUICK_ROUNDS = 5, 3, 1
 
@@ -94,6 +108,7 @@ def entries(quick: bool) -> list[Entry]:
     return [
         *grid_entries(compared, fitcheck),
         *published_entries(fitcheck),
+        *published_memory_entries(),
         *gpu_entries(POINTS_PATH),
         *record_entries(kept_records()),
         *speed_entries(*((QUICK_ROUNDS, QUICK_ROUNDS) if quick else (ROUNDS, DRY_RUN_ROUNDS))),
@@ -150,8 +165,8 @@ class GridPoint:
 
     @property
     def job(self) -> Job:
-        """As the closed form wants it."""
-        return job_of_run(self.run, self.batch)
+        """As the closed form wants it, on a GPU: so dry runs count operations, too, whatever the run's device."""
+        return replace(job_of_run(self.run, self.batch), cpu_operations=False)
 
 
 def dry_run_grid() -> list[GridPoint]:
@@ -339,7 +354,7 @@ def fitcheck_gib(fitcheck: Any, architecture: Architecture, job: Job) -> float:
 def published_entries(fitcheck: Any) -> list[Entry]:
     """Ours and fitcheck's errors for a T4's measured peaks, by kind; only ours have bars, and eager attention none."""
     peaks = json.loads(PEAKS_PATH.read_text(encoding="utf-8"))
-    architectures = published_architectures(peaks["models"])
+    architectures = architectures_of(peaks["models"])
     rows = peaks["peaks"]
     kinds = {
         "sdpa, unquantized": [row for row in rows if row["attention"] == "sdpa" and row["quantization"] == "none"],
@@ -352,7 +367,7 @@ def published_entries(fitcheck: Any) -> list[Entry]:
     for kind, chosen in kinds.items():
         ours, theirs = [], []
         for row in chosen:
-            architecture, job = architectures[row["model"]], published_job(row)
+            architecture, job = architectures[row["model"]], t4_job(row)
             name, gib = published_name(row), row["peak_allocated_gib"]
             ours.append(Compared(name, planned_gib(architecture, job), gib))
             theirs.append(Compared(name, fitcheck_gib(fitcheck, architecture, job), gib))
@@ -362,33 +377,31 @@ def published_entries(fitcheck: Any) -> list[Entry]:
     return found
 
 
-def published_architectures(models: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
-    """The models' architectures, from their shapes as published with the peaks."""
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for model, shape in models.items():
-            path = Path(folder) / f"{model.rpartition('/')[2]}.json"
-            # how long its rows may be was not published, and takes no memory
-            path.write_text(json.dumps({**shape, "max_position_embeddings": sys.maxsize}), encoding="utf-8")
-            found[model] = read_architecture(str(path))
-    return found
-
-
-def published_job(row: dict[str, Any]) -> Job:
-    """The step that was measured: a plain loop in fp16, whose bytes are bf16's."""
-    return Job(
-        technique="lora" if row["quantization"] == "none" else "qlora",
-        parallel="single",
-        batch=BatchShape(row["rows"], row["length"], row["length"]),
-        precision="bf16",
-        quantization="nf4-double" if row["double_quant"] else "nf4",
-        optimizer="adamw_torch",
-        attention=row["attention"],
-        gradient_checkpointing=row["gradient_checkpointing"],
-        lora_rank=row["lora_rank"],
-        target_modules=tuple(row["target_modules"]),
-        plain_loop=True,
-    )
+def published_memory_entries() -> list[Entry]:
+    """Errors of the likely memory against published figures, and whether what was said to fit did; all projected."""
+    held_out, calibration = held_out_points(), points_of(CALIBRATION)
+    errors, fitted = errors_of(held_out, LIKELY), errors_of(calibration, LIKELY)
+    names = " and ".join(source.title.partition(",")[0] for source in sources().values() if source.held_out)
+    name, verdicts = f"planner, likely memory, held out ({names})", verdicts_on(points())
+    of_calibration = f"planner, likely memory, calibration ({sources()[CALIBRATION].title.partition(',')[0]})"
+    ran = f"planner, {verdicts.ran} published runs that fitted"
+    mean_bar, within_bar = HELD_OUT_BARS
+    return [
+        measured(f"{name}, {errors.figures} figures: mean error", errors.mean, "share", COMMAND, at_most=mean_bar),
+        measured(f"{name}: within 15 %", errors.within_15, "share", COMMAND, at_least=within_bar),
+        measured(f"{name}: at most the safe memory", safe_share(held_out), "share", COMMAND),
+        measured(f"{of_calibration}, {fitted.figures} figures: mean error", fitted.mean, "share", COMMAND),
+        measured(f"{of_calibration}: within 15 %", fitted.within_15, "share", COMMAND),
+        measured(
+            f"planner, {verdicts.ran_out} published runs that ran out of memory: said to fit",
+            verdicts.false_fits,
+            "runs",
+            COMMAND,
+            at_most=0,
+        ),
+        measured(f"{ran}: said not to fit", verdicts.refused, "runs", COMMAND),
+        measured(f"{ran}: called tight", verdicts.tight, "runs", COMMAND),
+    ]
 
 
 def published_name(row: dict[str, Any]) -> str:

@@ -618,15 +618,29 @@ PLANS = (
     Fault(
         "memory plan: the overhead of eager attention is left out",
         "common/planning/gpu_overhead.py",
-        "EAGER_SCORE_BYTES = 4\n# buffers",
-        "EAGER_SCORE_BYTES = 0\n# buffers",
+        "EAGER_SCORE_BYTES = 4\n# with",
+        "EAGER_SCORE_BYTES = 0\n# with",
         _unit("memory_plan", "tensor_parallel_divides_layers_and_leaves_hidden_states_whole"),
+    ),
+    Fault(
+        "planner: the safe figure is no more than the likely one",
+        "common/planning/memory_plan.py",
+        "return self.peak_gib + self.spread / GIB",
+        "return self.peak_gib",
+        _unit("published_memory", "no_run_that_ran_out_of_memory_is_said_to_fit_nor_one_above_its_card"),
+    ),
+    Fault(
+        "planner: rows of differing lengths leave no blocks behind",
+        "common/planning/memory_plan.py",
+        "left_behind = (layer + loss) * self.batch.padded",
+        "left_behind = 0.0",
+        _unit("published_memory", "plans_of_held_out_points_are_within_the_bars"),
     ),
     Fault(
         "planner: what does not fit is said to fit",
         "common/planning/plans.py",
-        "            memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices,",
-        "            memory.peak_gib >= gpu.memory_gib for memory, gpu in zip(self.devices,",
+        "        return all(memory.peak_gib <= gpu.memory_gib for",
+        "        return all(memory.peak_gib >= gpu.memory_gib for",
         _unit("planner", "what_does_not_fit_ends_with_1_and_advice"),
     ),
     Fault(

@@ -173,7 +173,7 @@ def table_of(plans: Sequence[Plan], rows_per_epoch: int) -> pd.DataFrame:
     return pd.DataFrame([
         {
             "way": plan.name,
-            "fits": "yes" if plan.fits else "no",
+            "fits": plan.verdict,
             "peak GiB": round(plan.fullest[0].peak_gib, 1),
             "largest batch": plan.max_batch_size,
             "tokens per s": round(plan.tokens_per_s),

@@ -218,9 +218,11 @@ def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
 def verdict(plan: Plan, number: int) -> str:
     """Return what the closed form says of device `number`, and whether its GPU holds it."""
     memory, gpu = plan.devices[number], plan.cluster.gpus[number]
+    may_fit = "tight" if memory.peak_gib <= gpu.memory_gib else "does not fit"
+    fits = "fits" if memory.safe_gib <= gpu.memory_gib else may_fit
     return (
-        f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB "
-        f"on {gpu.name}: {'fits' if memory.peak_gib <= gpu.memory_gib else 'does not fit'}"
+        f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f}, safe {memory.safe_gib:.2f} "
+        f"of {gpu.memory_gib:.1f} GiB on {gpu.name}: {fits}"
     )
 
 

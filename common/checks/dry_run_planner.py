@@ -17,12 +17,9 @@ from common.checks.run_command import command_of_run
 from common.hardware.devices import CATALOGUE, CPU_DEVICE, GIB, Gpu
 from common.models.families import experts_at_work, suited_to_model
 from common.models.loading import model_without_weights
-from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, NCCL_GIB, WORKSPACE_GIB
+from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, PASSING_PARTS, RANKS_GIB, SPREAD_SHARE, WORKSPACE_GIB
 from common.planning.job import Job
-from common.planning.plans import TIGHT
 
-PASSING = ("activations", "logits", "gradients")
-"""Parts that are allocated and freed in every step, and leave gaps."""
 SORTED_BY = "what fits; what is not tight; full fine-tuning, LoRA; memory, as dry runs show no time"
 
 
@@ -43,8 +40,12 @@ class Tried:
     @property
     def overhead_gib(self) -> float:
         """What a GPU needs besides: context, workspace, gaps, and NCCL's buffers where there are several."""
-        gaps_gib = GAP_SHARE * sum(self.result.peak[part] for part in PASSING) / GIB
-        return CONTEXT_GIB + WORKSPACE_GIB + gaps_gib + NCCL_GIB * (self.run.devices > 1)
+        return CONTEXT_GIB + WORKSPACE_GIB + GAP_SHARE * self.passing_gib + RANKS_GIB * (self.run.devices > 1)
+
+    @property
+    def passing_gib(self) -> float:
+        """What is allocated and freed in every step."""
+        return sum(self.result.peak[part] for part in PASSING_PARTS) / GIB
 
     @property
     def peak_gib(self) -> float:
@@ -52,20 +53,30 @@ class Tried:
         return self.result.peak_gib + self.overhead_gib
 
     @property
+    def safe_gib(self) -> float:
+        """With what published peaks had on top."""
+        return self.peak_gib + SPREAD_SHARE * self.passing_gib
+
+    @property
     def fits(self) -> bool:
-        """Whether the GPU holds it."""
+        """Whether the GPU is safe to hold it."""
+        return self.safe_gib <= self.gpu.memory_gib
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether the GPU holds what is likely."""
         return self.peak_gib <= self.gpu.memory_gib
 
     @property
-    def is_tight(self) -> bool:
-        """Whether it fits, but nearly fills the GPU."""
-        return self.fits and self.peak_gib > TIGHT * self.gpu.memory_gib
+    def verdict(self) -> str:
+        """`yes`, `tight` or `no`."""
+        return "yes" if self.fits else "tight" if self.may_fit else "no"
 
     @property
     def max_batch_size(self) -> int:
         """Rows per device that fit: memory grows by as much for each."""
         rows = self.run.per_device_train_batch_size
-        return max(0, rows + math.floor((self.gpu.memory_gib - self.peak_gib) / self.row_gib))
+        return max(0, rows + math.floor((self.gpu.memory_gib - self.safe_gib) / self.row_gib))
 
     @property
     def name(self) -> str:
@@ -95,9 +106,11 @@ def answer_by_dry_runs(
         f"{runs[0].model}: {experts_at_work(model_without_weights(runs[0]))}",
     ]
     best = tried[0]
-    needs = f"{best.peak_gib:.1f} of {best.gpu.memory_gib:.1f} GiB on each {best.gpu.name}"
+    needs = (
+        f"{best.peak_gib:.1f} GiB, safe with {best.safe_gib:.1f}, of {best.gpu.memory_gib:.1f} on each {best.gpu.name}"
+    )
     fitting = f"{best.name}: {needs}; up to {best.max_batch_size} rows"
-    advice = fitting if best.fits else f"Nothing fits. Nearest is {best.name}: {needs}"
+    advice = fitting if best.may_fit else f"Nothing fits. Nearest is {best.name}: {needs}"
     command, why_not = _command_of(best)
     if as_json:
         answer = {
@@ -114,7 +127,7 @@ def answer_by_dry_runs(
         table = f"{_table(tried)}\nsorted by {SORTED_BY}"
         last = f"Recommended: {advice}\nRun: {command or why_not}"
         print("\n\n".join([said[0], f"{said[1]}; every figure is projected", table, last]))
-    return 0 if best.fits else 1
+    return 0 if best.may_fit else 1
 
 
 def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Tried:
@@ -122,20 +135,20 @@ def _try(run: RunConfig, job: Job, gpu: Gpu, checkpointing: bool | None) -> Trie
     print(f"dry run: {run.technique}, {run.parallel} ...", file=sys.stderr, flush=True)
     result, doubled = dry_run(run, job.batch), dry_run(run, replace(job.batch, rows=2 * job.batch.rows))
     tried = Tried(run, result, (doubled.peak_gib - result.peak_gib) / job.batch.rows, gpu)
-    if (tried.fits and not tried.is_tight) or checkpointing is not None:
+    if tried.fits or checkpointing is not None:
         return tried
     return _try(replace(run, gradient_checkpointing=True), job, gpu, True)
 
 
 def _rank(tried: Tried) -> tuple[bool, bool, int, float]:
     """What fits comes first, what is tight after what is not, then the better technique, then what needs less."""
-    technique = list(TECHNIQUES).index(tried.run.technique) if tried.fits else 0
-    return not tried.fits, tried.is_tight, technique, tried.peak_gib
+    technique = list(TECHNIQUES).index(tried.run.technique) if tried.may_fit else 0
+    return not tried.may_fit, not tried.fits, technique, tried.peak_gib
 
 
 def _command_of(best: Tried) -> tuple[str, str]:
     """Return the command that starts the run, or why there is none."""
-    if not best.fits:
+    if not best.may_fit:
         return "", "nothing yet."
     gpu = best.gpu.name if best.gpu in CATALOGUE else ""
     device = "cpu" if best.gpu.name == CPU_DEVICE else "cuda"
@@ -150,13 +163,13 @@ def _table(tried: Sequence[Tried]) -> str:
         [
             each.name,
             each.run.precision,
-            "no" if not each.fits else "tight" if each.is_tight else "yes",
-            f"{each.peak_gib:.1f} / {each.gpu.memory_gib:.1f}",
+            each.verdict,
+            f"{each.peak_gib:.1f} to {each.safe_gib:.1f} / {each.gpu.memory_gib:.1f}",
             each.max_batch_size or "-",
         ]
         for each in tried
     ]
-    headers = ["way", "precision", "fits", "peak / GPU\nGiB", "largest\nbatch"]
+    headers = ["way", "precision", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch"]
     return tabulate(rows, headers, tablefmt="rounded_outline", disable_numparse=True)
 
 
@@ -165,6 +178,7 @@ def _as_json(tried: Tried) -> dict[str, object]:
         **{f"{part}_gib": size / GIB for part, size in tried.result.peak.items()},
         "overhead_gib": tried.overhead_gib,
         "peak_gib": tried.peak_gib,
+        "safe_gib": tried.safe_gib,
         "capacity_gib": tried.gpu.memory_gib,
         "fits": tried.fits,
     }

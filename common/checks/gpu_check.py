@@ -308,7 +308,7 @@ def fitting_settings(trial: Trial, devices: Devices) -> dict[str, object]:
     for shape in trial.shapes:
         run = replace(own, **settings, model=shape)
         plan = plan_run(run, batch_of_length(run, GPU_TOKENS), devices.card)
-        if plan.fits and not plan.is_tight:
+        if plan.fits:
             return {**settings, "model": shape}
     raise NoRoomError(
         f"by the plan even {shape} needs {plan.fullest[0].peak_gib:.1f} GiB, and {devices.card.memory_gib:.1f} are free"

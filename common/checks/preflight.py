@@ -211,7 +211,7 @@ def smaller_batch(run: RunConfig, rows: int, plan: Plan | None) -> str:
     """Return what to do when `rows` at once run out of memory: what fits by the plan, or half where it was wrong."""
     said = f"the plan said {max(memory.peak_gib for memory in plan.devices):.1f} GiB, " if plan else ""
     half = rows // 2 - rows // 2 % run.micro_batches
-    fitting = plan.max_batch_size if plan and not plan.fits else half
+    fitting = plan.max_batch_size if plan and not plan.may_fit else half
     if fitting == 0:
         return f"{said}and not even one row fits: set gradient_checkpointing, lower --max_length, or use larger devices"
     accumulated = -(-rows * run.gradient_accumulation_steps // fitting)
@@ -505,7 +505,7 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
     stage_map, plan, no_plan = place_and_plan(run, batch_of(run, rows), evaluation)
     if detect_launcher() != "torchrun":
         print(announcement(run, rows, plan, no_plan), flush=True)
-        if plan and not plan.fits and not options.anyway:
+        if plan and not plan.may_fit and not options.anyway:
             print("not tried; --anyway tries it all the same")
             return 1
         check_room_to_save(run)

@@ -40,14 +40,14 @@ def last_lines(plans: Sequence[Plan], rows_per_epoch: int, command_of: Callable[
     Where no run folder takes the first plan, the reason stands there, and the next plan that one takes.
     """
     best = plans[0]
-    if not best.fits:
+    if not best.may_fit:
         return "Recommended: none of these, as nothing fits.", "Run: nothing yet."
     phase, gpu, usd = best.highest.phase, best.highest.gpu, best.epoch_usd(rows_per_epoch)
     price = "" if usd is None else f" and {usd:,.2f} USD"
     return (
-        f"Recommended: {best.name}, {best.job.precision}: {phase.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB at its "
-        f"highest moment, {best.tokens_per_s:,.0f} tokens per s, {best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} "
-        f"per epoch of {rows_per_epoch:,} rows.",
+        f"Recommended: {best.name}, {best.job.precision}: {phase.peak_gib:.1f} (safe: {phase.safe_gib:.1f}) of "
+        f"{gpu.memory_gib:.1f} GiB, {best.tokens_per_s:,.0f} tokens per s, "
+        f"{best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} per epoch of {rows_per_epoch:,} rows.",
         f"Run: {_first_command(plans, command_of)}",
     )
 
@@ -60,7 +60,7 @@ def _first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> 
         said = f"no run folder takes this plan: {refused}"
     for plan in plans[1:]:
         with suppress(BadInputError):
-            return f"{said} For {plan.name}: {command_of(plan)}" if plan.fits else said
+            return f"{said} For {plan.name}: {command_of(plan)}" if plan.may_fit else said
     return said
 
 

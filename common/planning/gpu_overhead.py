@@ -1,5 +1,6 @@
 """What a device needs in training besides the step's tensors: context, workspace, gaps, buffers, a CPU's process."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 from common.hardware.devices import CPU_DEVICE, GIB, Gpu
@@ -12,19 +13,26 @@ from common.planning.terms import Term, where
 # CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
 # eager loading (github.com/pytorch/pytorch/pull/86509)
 CONTEXT_GIB = 0.3
+# PyTorch's allocator asks CUDA for multiples of so many bytes (c10/cuda/CUDACachingAllocator.cpp: `kRoundLarge`)
+BLOCK_BYTES = 2 * 2**20
+CONTEXT, RANKS, APART = "CUDA context", "NCCL's buffers", "blocks that other moments use"
+PASSING_PARTS = ("activations", "logits", "gradients")
 # cuBLAS workspace (PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp)
 WORKSPACE_GIB, HOPPER_WORKSPACE_GIB = 8_519_680 / GIB, 32 / 1024
 # per attention score, beyond what the dry run shows: a T4's peaks with eager attention (assets/published_peaks.json)
 # have up to that much more, 1.0 GiB for TinyLlama at 2 x 2048; why is not known
 EAGER_SCORE_BYTES = 4
-# buffers of one communicator: an assumption; 4 MiB a channel and peer (github.com/NVIDIA/nccl/issues/391)
-NCCL_GIB = 0.5
+# with several ranks: NCCL's buffers (4 MiB a channel and peer, github.com/NVIDIA/nccl/issues/391); fitted to 93 figures
+# of `nvidia-smi` (`published_memory.CALIBRATION`)
+RANKS_GIB = 2.0
 # resident memory of a run's process at the end of training, besides its tensors: Python, PyTorch's CPU build,
 # Transformers, PEFT, judge and rows; measured once, on one machine
 CPU_PROCESS_GIB = 0.62
-# gaps between blocks, of what is allocated and freed in every step: reserved over allocated memory was 1.01 to 1.07 in
-# Llama-1B training logs (huggingface.co/nanotron/old_bench), 1.04 to 1.25 on a T4 (fitcheck-llm)
-GAP_SHARE = 0.05
+# gaps between blocks, of what is allocated and freed in every step; fitted to 156 figures of `nvidia-smi` (the same)
+GAP_SHARE = 0.06
+# beyond the likely memory, of what comes and goes in every step: 19 in 20 of the same figures need no more, 53 of
+# losses in chunks or fused, and 103 whose logits are there all at once, in blocks that hardly anything else fills
+SPREAD_SHARE, WHOLE_LOGITS_SPREAD_SHARE = 0.12, 0.35
 
 
 def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> list[Term]:
@@ -32,21 +40,51 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
     if gpu.name == CPU_DEVICE:
         return [Term("overhead", "process: Python, PyTorch, libraries, data", "measured", CPU_PROCESS_GIB * GIB)]
     workspace = HOPPER_WORKSPACE_GIB if gpu.name.startswith(("H100", "H200")) else WORKSPACE_GIB
-    passing = sum(term.count for term in memory.terms if term.part in ("activations", "logits", "gradients"))
+    passing = passing_bytes(memory)
     length, rows = max(job.batch.length, job.batch.target_length), job.batch.rows // job.micro_batches
     scores = EAGER_SCORE_BYTES * rows * part_of_rank(architecture, job).heads * length**2
     is_eager, has_ranks = job.attention == "eager", job.devices > 1 and not job.parallelism.layers_in_turn
-    return where(
-        (True, Term("overhead", "CUDA context", f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB)),
+    terms = where(
+        (True, Term("overhead", CONTEXT, f"{CONTEXT_GIB} GiB", CONTEXT_GIB * GIB)),
         (True, Term("overhead", "cuBLAS workspace", f"{workspace * 1024:.0f} MiB", workspace * GIB)),
         (True, Term("overhead", "gaps between blocks", f"{GAP_SHARE:.0%} of what comes and goes", GAP_SHARE * passing)),
         (is_eager, Term("overhead", "eager attention on CUDA", f"B heads S S {EAGER_SCORE_BYTES}", scores)),
-        (has_ranks, Term("overhead", "NCCL's buffers", f"{NCCL_GIB} GiB", NCCL_GIB * GIB)),
+        (has_ranks, Term("overhead", RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB)),
     )
+    # where there is no room the allocator gives free blocks back
+    room = gpu.memory_gib * GIB - sum(term.count for term in (*memory.terms, *terms))
+    apart = max(0.0, min(blocks_apart(memory), room // BLOCK_BYTES * BLOCK_BYTES))
+    return terms + where((apart, Term("overhead", APART, "free at the highest moment, as far as there is room", apart)))
+
+
+def outside_gib(memory: DeviceMemory) -> float:
+    """Return what `nvidia-smi` shows beside the memory that PyTorch's allocator has reserved."""
+    return sum(term.gib for term in memory.terms if term.part == "overhead" and term.what in (CONTEXT, RANKS))
+
+
+def blocks_apart(memory: DeviceMemory) -> float:
+    """Return the bytes of blocks beyond what is allocated at the highest moment."""
+    return max(0.0, memory.blocks - sum(term.count for term in memory.terms))
+
+
+def passing_bytes(memory: DeviceMemory) -> float:
+    """Return what is allocated and freed in every step, blocks of other moments included."""
+    return blocks_apart(memory) + sum(term.count for term in memory.terms if term.part in PASSING_PARTS)
+
+
+def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> DeviceMemory:
+    """Return the memory with the device's own needs, the likely ones and their spread."""
+    overhead = overhead_terms(architecture, job, gpu, memory)
+    if gpu.name == CPU_DEVICE:
+        return replace(memory, terms=(*memory.terms, *overhead))
+    given_back = blocks_apart(memory) - sum(term.count for term in overhead if term.what == APART)
+    share = WHOLE_LOGITS_SPREAD_SHARE if job.loop.logit_bytes else SPREAD_SHARE
+    spread = given_back + share * passing_bytes(memory)
+    return replace(memory, terms=(*memory.terms, *overhead), spread=spread)
 
 
 @lru_cache(maxsize=10_000)
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
     """Return the memory of one device, the GPU's own needs included; searches ask often for the same."""
     memory = device_memory(architecture, job, share)
-    return DeviceMemory(memory.moment, (*memory.terms, *overhead_terms(architecture, job, gpu, memory)))
+    return with_overhead(architecture, job, gpu, memory)

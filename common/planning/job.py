@@ -126,6 +126,29 @@ class EvaluationShape:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """How a training loop computes; by default as this repository's does. Published peaks are of other loops, too.
+
+    Attributes:
+        logit_bytes: Bytes per logit at the highest moment of a loss that has a decoder's logits all at once (16 bits,
+            fp32, shifted copies, log-probabilities, gradients, as the loop's libraries hold them); 0: they come in
+            chunks of tokens.
+        autocasts: Under autocast, as the Trainer computes with `bf16` or `fp16`; else adapters compute in their own
+            format.
+        short_adapters: Adapters are in the base's 16 bits; PEFT makes them fp32.
+        short_ends: Embeddings, norms and head of a quantized base stay in 16 bits; PEFT's
+            `prepare_model_for_kbit_training` makes them fp32.
+        first_fsdp: FSDP of the first version (`FullyShardedDataParallel`), with reentrant checkpointing.
+    """
+
+    logit_bytes: int = 0
+    autocasts: bool = True
+    short_adapters: bool = False
+    short_ends: bool = False
+    first_fsdp: bool = False
+
+
+@dataclass(frozen=True)
 class Job(HasSpecs):
     """What is to be trained, and how; of the model only what its architecture does not say.
 
@@ -140,7 +163,7 @@ class Job(HasSpecs):
         kernels: What computes besides the matrix products: PyTorch's kernels, hand-written ones, or torch.compile's.
         micro_batches: With pp: parts that the batch is cut into.
         schedule: With pp: the order of the micro-batches' passes.
-        plain_loop: Not the Trainer's step: no autocast, and the model's output is held while it is back-propagated.
+        loop: How the step computes.
         offload: Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory.
         cpu_operations: Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its
             scores.
@@ -167,7 +190,7 @@ class Job(HasSpecs):
     micro_batches: int = 1
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     accumulation_steps: int = 1
-    plain_loop: bool = False
+    loop: Loop = Loop()
     offload: bool = False
     cpu_operations: bool = False
     evaluation: EvaluationShape | None = None
@@ -250,8 +273,13 @@ class Job(HasSpecs):
     @property
     def trained_bytes(self) -> int:
         """Bytes of a trained weight; PEFT keeps adapters in fp32, but DeepSpeed makes all of a module bf16."""
-        as_the_base = not self.method.has_adapters or (self.parallelism.uses_deepspeed and self.precision != "fp32")
-        return self.weight_bytes if as_the_base else 4
+        shortened = self.loop.short_adapters or (self.parallelism.uses_deepspeed and self.precision != "fp32")
+        return self.weight_bytes if shortened or not self.method.has_adapters else 4
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes of a weight of a quantized base that is not quantized: of embeddings, norms and head."""
+        return self.weight_bytes if self.loop.short_ends else 4
 
     def in_flight(self, stage: int) -> int:
         """Return the micro-batches of which a stage, counted from 0, holds activations at once; 1 without a pipeline.

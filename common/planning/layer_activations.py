@@ -134,7 +134,8 @@ class LayerActivations:
     def _adapters(self, stack: Stack) -> list[Term]:
         job, batch, a = self.job, self.batch, self.job.arithmetic_bytes
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
-        own_copies = job.lora_dropout > 0 or job.precision != "fp32" or job.method.quantizes
+        differ = (job.precision != "fp32" or job.method.quantizes) and not job.loop.short_adapters
+        own_copies = job.lora_dropout > 0 or differ
         # without cast and dropout all adapters of an input keep the input itself; attention's result is counted there
         shared = {
             (linear.block, linear.ends_block): linear
@@ -150,7 +151,7 @@ class LayerActivations:
             count = own * batch.tokens_in(stack) + of_encoder * batch.tokens
             return count, f"T {own:,}" + (f" + TE {of_encoder:,}" if of_encoder else "")
 
-        each = 4 if job.plain_loop else a  # without autocast adapters compute in their own fp32
+        each = a if job.loop.autocasts else job.trained_bytes  # without autocast adapters compute in their own format
         mask_bytes = 4 if job.cpu_operations else 1
         inputs, inputs_formula = of_tokens([(linear, linear.inputs) for linear in kept])
         masks, masks_formula = of_tokens([(linear, linear.inputs * mask_bytes) for linear in adapted])

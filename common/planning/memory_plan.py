@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
+from common.hardware.devices import GIB
 from common.planning.architectures import Architecture, Stack
 from common.planning.job import (
     LEVEL_TABLE_BYTES,
@@ -35,14 +36,23 @@ from common.planning.terms import PARTS, Term, activations, numbers, times_each,
 FSDP_GATHERED_LAYERS = 2
 # weights that stage 3 keeps gathered, as they are soon used again (`stage3_max_reuse_distance`, DeepSpeed's own)
 ZERO_REUSED_WEIGHTS = 1_000_000_000
+OPTIMIZER_STEP = "optimizer step"
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What one device holds at its highest moment."""
+    """What one device holds at its highest moment.
+
+    Attributes:
+        blocks: Bytes of the blocks that PyTorch's allocator comes to hold in the course of a step, without gaps between
+            them; 0: no more than at the highest moment.
+        spread: Bytes beyond the likely ones with which a GPU has enough.
+    """
 
     moment: str
     terms: tuple[Term, ...] = field(repr=False)
+    blocks: float = 0.0
+    spread: float = 0.0
 
     @cached_property
     def parts_gib(self) -> dict[str, float]:
@@ -56,8 +66,13 @@ class DeviceMemory:
 
     @property
     def peak_gib(self) -> float:
-        """With the overhead."""
+        """With the overhead: what `nvidia-smi` is likely to show."""
         return sum(self.parts_gib.values())
+
+    @property
+    def safe_gib(self) -> float:
+        """With the spread, too: what is enough even where PyTorch's allocator wastes more than is likely."""
+        return self.peak_gib + self.spread / GIB
 
 
 def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceMemory:
@@ -76,7 +91,13 @@ def hidden_bytes(architecture: Architecture, job: Job) -> int:
     fp32 embeddings.
     """
     ends_with_norm = not architecture.family.is_llama_like
-    return 4 if ends_with_norm or job.method.quantizes or job.precision == "fp32" or job.autocasts else 2
+    has_wide_ends = job.method.quantizes and job.end_bytes == 4
+    return 4 if ends_with_norm or has_wide_ends or job.precision == "fp32" or job.autocasts else 2
+
+
+def _size(terms: list[Term]) -> float:
+    """Return the bytes of all terms."""
+    return sum(term.count for term in terms)
 
 
 class DeviceSums:
@@ -97,22 +118,45 @@ class DeviceSums:
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
         self.layers_saved, self.ends_saved = cache(self.layers_saved), cache(self.ends_saved)  # of many moments
         self.ends_waiting, self.before_backward = cache(self.ends_waiting), cache(self.before_backward)
+        self.resting, self.loss, self.layer_backward = cache(self.resting), cache(self.loss), cache(self.layer_backward)
         self._layer_saved = cache(self.layer.saved)
 
     def resting(self) -> list[Term]:
         """Return what is there all the time that training takes."""
         return self.weights() + self.optimizer_states() + self.buffers()
 
+    def beside_optimizer(self) -> list[Term]:
+        """Return what is there when the optimizer steps: FSDP has let go of what it had gathered."""
+        gathers = self.job.parallelism.uses_fsdp
+        return self.weights() + self.optimizer_states() + ([] if gathers else self.buffers())
+
     def highest(self) -> DeviceMemory:
         """Return the moment with the most bytes, and its terms."""
-        resting = self.resting()
         moments = self.moments()
         if self.share.in_flight > 1 and not self.gradients_before_backward():
             # the second backward pass: one micro-batch has gone, and left all gradients
             later = DeviceSums(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
             moments |= {f"{name}, later": terms for name, terms in later.backward_moments().items()}
-        name = max(moments, key=lambda moment: sum(term.count for term in moments[moment]))
-        return DeviceMemory(name, tuple(term for term in (*resting, *moments[name]) if term.count))
+        beside = dict.fromkeys(moments, self.resting()) | {OPTIMIZER_STEP: self.beside_optimizer()}
+        alive = {name: [*beside[name], *terms] for name, terms in moments.items()}
+        name = max(alive, key=lambda moment: _size(alive[moment]))
+        return DeviceMemory(name, tuple(term for term in alive[name] if term.count), self.blocks())
+
+    def blocks(self) -> float:
+        """Return the bytes of all blocks of PyTorch's allocator, without gaps.
+
+        A freed block serves what is as large or smaller. So what a layer, the loss and the optimizer work on have
+        blocks of their own: those of a layer are too small for the logits, and pieces of larger ones are soon in use.
+        Where rows differ in length, blocks of shorter ones are too small for longer ones. Lengths that are drawn evenly
+        leave about as much behind as the longest needs (1/2 + 1/4 + ... of it), of which gradients and the
+        optimizer's lists then take their share.
+        """
+        layer = max(_size(self.layer_backward(stack)) for stack, _ in self.stacks)
+        loss = max(_size(self.loss()), _size(self.loss_forward()) if self.splits_loss else 0.0)
+        left_behind = (layer + loss) * self.batch.padded
+        updates = _size(self.gradients()) + _size(self.optimizer_step())
+        waiting = [*self.resting(), *self.layers_saved(), *self.ends_saved(), *self.ends_waiting()]
+        return _size(waiting) + layer + loss + max(updates, left_behind)
 
     def moments(self) -> dict[str, list[Term]]:
         """Return all moments: the end of the last forward pass in flight, the backward pass, and what follows it."""
@@ -125,10 +169,10 @@ class DeviceSums:
                 *self.adapter_casts(last),
                 *self.hidden_states(last),
             ],
-            **({} if self.chunks_loss else {"forward of the loss": [*self.before_backward(), *self.loss_forward()]}),
+            **({"forward of the loss": [*self.before_backward(), *self.loss_forward()]} if self.splits_loss else {}),
             **self.backward_moments(),
             "sum of the tied gradients": [*self.gradients(), *self.tied_gradient_received()],
-            "optimizer step": [*self.gradients(), *self.optimizer_step()],
+            OPTIMIZER_STEP: [*self.gradients(), *self.optimizer_step()],
         }
 
     def before_backward(self) -> list[Term]:
@@ -147,7 +191,7 @@ class DeviceSums:
         without_embeddings = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
         of_embeddings = self.parameters - without_embeddings if self.job.trains_all else 0
         return {
-            "loss": [*before_backward, *(self.chunk_of_loss() if self.chunks_loss else self.loss())],
+            "loss": [*before_backward, *self.loss()],
             "backward of the head": [
                 *before_backward,
                 *(self.chunk_of_head_backward() if self.chunks_loss else self.head_backward()),
@@ -164,7 +208,7 @@ class DeviceSums:
             **self.encoder_backward_moments(),
             "backward of the first layer": [
                 *self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers"),
-                *self.layers_saved(one_left=True),
+                *(self.inputs_and_gradients() if self.keeps_inputs else self.layers_saved(one_left=True)),
                 *self.embeddings_saved(self.stacks[:1]),
                 *self.ends_waiting(),
                 *self.held_by_schedule(),
@@ -225,18 +269,19 @@ class DeviceSums:
         return self.job.shard_ranks if self.job.parallelism.shards_weights else 1
 
     def _quantized_weights(self, ranks: int) -> list[Term]:
-        kind = self.job.quantization
+        job, kind = self.job, self.job.quantization
         count = sum(layers * stack.matrix_weights for stack, layers in self.stacks)
         matrices = sum(layers * len(stack.linears) for stack, layers in self.stacks)
         per_weight, number, table = QUANTIZED_BYTES[kind], QUANTIZED_NUMBER_BYTES[kind], LEVEL_TABLE_BYTES[kind]
         what, scales = f"{kind} weights of the layers", per_weight - number
+        ends = "embeddings, norms and head" + (", cast to fp32" if job.end_bytes == 4 else "")
         return where(
             # scales are no parameters of a module, so that FSDP leaves them whole on each rank
             (ranks > 1, numbers("weights", what, count, number, ranks)),
             (ranks > 1, Term("weights", "scales of their blocks", f"{count:,} x {scales:.3f} bytes", count * scales)),
             (ranks == 1, Term("weights", what, f"{count:,} x {per_weight:.3f} bytes", count * per_weight)),
             (True, Term("weights", "tables of levels", f"{matrices:,} matrices x {table:,} bytes", matrices * table)),
-            (True, numbers("weights", "embeddings, norms and head, cast to fp32", self.parameters - count, 4, ranks)),
+            (True, numbers("weights", ends, self.parameters - count, job.end_bytes, ranks)),
         )
 
     def optimizer_states(self) -> list[Term]:
@@ -352,6 +397,19 @@ class DeviceSums:
             ),
         )
 
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether the inputs of layers are kept, with their gradients, until the backward pass has ended.
+
+        FSDP's first version hooks them where a layer's weights are frozen, and lets go of the hooks at the very end
+        (torch/distributed/fsdp/_runtime_utils.py: `_register_post_backward_reshard_only_hook`).
+        """
+        return self.job.loop.first_fsdp and self.job.method.has_adapters and self.job.gradient_checkpointing
+
+    def inputs_and_gradients(self) -> list[Term]:
+        """Return all layers' inputs, and gradients of these."""
+        return [*self.layers_saved(), *times_each(self.layers_saved(), 1, "gradients: ")]
+
     def _layers_kept(self, micro_batches: int, stacks: list[tuple[Stack, int]]) -> list[Term]:
         terms = []
         for number, (stack, layers) in enumerate(stacks if micro_batches else []):
@@ -451,7 +509,7 @@ class DeviceSums:
     def chunks_loss(self) -> bool:
         """Whether the logits come in chunks (common/training/chunked_loss.py)."""
         writes = self.architecture.stacks[-1].kind != "encoder" and not self.architecture.classes
-        return writes and not self.job.plain_loop
+        return writes and not self.job.loop.logit_bytes
 
     @property
     def chunks(self) -> int:
@@ -462,6 +520,17 @@ class DeviceSums:
     def positions_at_once(self) -> int:
         """`C`: positions of a chunk."""
         return math.ceil(self.positions / self.chunks)
+
+    @property
+    def splits_loss(self) -> bool:
+        """Whether the loss has a forward and a backward moment of its own; a whole loss of a decoder is one moment."""
+        return not self.chunks_loss and not self.job.loop.logit_bytes
+
+    def loss(self) -> list[Term]:
+        """Return what the highest moment of the loss, or that of its backward pass, holds."""
+        if self.chunks_loss:
+            return self.chunk_of_loss()
+        return self.loss_backward() if self.splits_loss else self.whole_loss()
 
     def chunk_of_loss(self) -> list[Term]:
         """Return what the loss of the last chunk holds."""
@@ -495,12 +564,19 @@ class DeviceSums:
             ),
         )
 
-    def loss(self) -> list[Term]:
+    def loss_backward(self) -> list[Term]:
         """Return, in fp32, log-probabilities, their gradient, and the logits' gradient."""
         size = 12 * self.positions * self.architecture.vocab
         what = "log-probabilities, their and the logits' gradients, in fp32"
-        held = self._logits("logits that the loop still holds") if self.job.plain_loop else self.held_by_schedule()
-        return where((self.share.has_head, [Term("logits", what, "3 P V 4", size), *held, *self._head_copy()]))
+        held = [*self.held_by_schedule(), *self._head_copy()]
+        return where((self.share.has_head, [Term("logits", what, "3 P V 4", size), *held]))
+
+    def whole_loss(self) -> list[Term]:
+        """Return what a decoder's loss holds that has all logits at once."""
+        each = self.job.loop.logit_bytes
+        size = each * self.positions * self.architecture.vocab
+        logits = Term("logits", "logits, log-probabilities and gradients", f"P V {each}", size)
+        return where((self.share.has_head, [logits, *self._head_copy()]))
 
     def held_by_schedule(self) -> list[Term]:
         """Return what, with pp, the last stage has made and holds until its backward pass is done.
@@ -537,9 +613,10 @@ class DeviceSums:
 
     def _head_copy(self) -> list[Term]:
         job = self.job
-        is_cast = job.autocasts or (job.method.quantizes and job.precision != "fp32" and job.shard_ranks == 1)
+        has_wide_head = job.method.quantizes and job.end_bytes == 4 and job.precision != "fp32"
+        is_cast = job.autocasts or (has_wide_head and job.shard_ranks == 1)
         size = self.architecture.vocab * self.architecture.hidden * job.arithmetic_bytes
-        return where((is_cast and not job.plain_loop, Term("weights", "autocast's copy of the head", "V H a", size)))
+        return where((is_cast and job.loop.autocasts, Term("weights", "autocast's copy of the head", "V H a", size)))
 
     def head_backward(self) -> list[Term]:
         """Return the logits' gradient in the arithmetic's format, and the gradient of the head's matrix."""
@@ -587,7 +664,7 @@ class DeviceSums:
         """Return what only a forward pass holds: an adapter's input in its own fp32, before and after dropout."""
         job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
         widest = max((linear.inputs for linear in stack.linears if job.adapts(linear)), default=0)
-        casts = widest and not job.plain_loop
+        casts = widest and job.loop.autocasts and not job.loop.short_adapters
         each = 0 if a == 4 else 8 if job.lora_dropout else 4
         return where(
             (casts, activations("result within the MLP", "T I a", t * self.architecture.intermediate * a)),

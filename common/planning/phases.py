@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture, Stack
-from common.planning.gpu_overhead import memory_with_overhead, overhead_terms
+from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
 from common.planning.memory_plan import DeviceMemory, DeviceSums
 from common.planning.shares import Share, parameters_of, part_of_rank, whole_model
@@ -40,8 +40,13 @@ class Phase:
 
     @property
     def peak_gib(self) -> float:
-        """What the device must have."""
+        """What the device is likely to need."""
         return self.memory.peak_gib
+
+    @property
+    def safe_gib(self) -> float:
+        """What is enough, as far as published peaks show."""
+        return self.memory.safe_gib
 
 
 def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float) -> bool:
@@ -139,8 +144,7 @@ class _PhaseSums:
     def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]]) -> Phase:
         moment, terms = max(moments, key=lambda each: sum(term.count for term in each[1]))
         memory = DeviceMemory(moment, tuple(term for term in terms if term.count))
-        overhead = overhead_terms(self.architecture, self.job, self.gpu, memory)
-        return Phase(name, alive, replace(memory, terms=(*memory.terms, *overhead)))
+        return Phase(name, alive, with_overhead(self.architecture, self.job, self.gpu, memory))
 
     # -- models
 

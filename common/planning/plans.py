@@ -25,8 +25,6 @@ from common.planning.shares import Share, part_of_rank, whole_model
 from common.planning.time_plan import Cluster, StepTime, calibration_from, speed_of, step_time
 from common.records.store import kept_records
 
-# of a GPU's memory: above it a plan that fits is called tight, and `preflight` should have the last word
-TIGHT = 0.9
 LARGEST_BATCH = 4096  # beyond it nobody asks
 DEFAULT_ROWS_PER_EPOCH = 10_000
 # projected times are not good to a tenth: nearer than that, the simpler parallelism is better
@@ -47,7 +45,12 @@ class Highest(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the device's memory."""
+        """Of the device's memory, by the safe figure."""
+        return self.phase.safe_gib / self.gpu.memory_gib
+
+    @property
+    def likely_share(self) -> float:
+        """The same by the likely figure."""
         return self.phase.peak_gib / self.gpu.memory_gib
 
 
@@ -79,33 +82,51 @@ class Plan:
 
     @cached_property
     def highest(self) -> Highest:
-        """The device and the phase in which a device is fullest."""
-        each = [
+        """The device and the phase in which a device is fullest, by the safe figure."""
+        return max(self._each_phase(), key=lambda each: each.share)
+
+    @cached_property
+    def highest_likely(self) -> Highest:
+        """The same by the likely figure."""
+        return max(self._each_phase(), key=lambda each: each.likely_share)
+
+    def _each_phase(self) -> list[Highest]:
+        return [
             Highest(number, gpu, phase)
             for number, (gpu, phases) in enumerate(zip(self.cluster.gpus, self.phases, strict=True))
             for phase in phases
         ]
-        return max(each, key=lambda highest: highest.share)
 
     @property
     def fits(self) -> bool:
-        """Whether every device holds its part in every phase."""
+        """Whether every device is safe to hold its part in every phase: published peaks were hardly ever higher."""
         return self.highest.share <= 1
 
     @property
+    def may_fit(self) -> bool:
+        """Whether every device is likely to hold its part in every phase."""
+        return self.highest_likely.likely_share <= 1
+
+    @property
     def trains(self) -> bool:
-        """Whether every device holds its part of a training step, whatever the other phases take."""
-        return self.fullest[0].peak_gib <= self.fullest[1].memory_gib
+        """Whether every device is likely to hold its part of a training step, whatever the other phases take."""
+        gpus = self.cluster.gpus
+        return all(memory.peak_gib <= gpu.memory_gib for memory, gpu in zip(self.devices, gpus, strict=True))
 
     @property
     def is_tight(self) -> bool:
-        """Whether a device is so full that the plan's own error, or gaps between blocks, may decide."""
-        return self.highest.share > TIGHT
+        """Whether the plan is likely to fit, but not safe to: what PyTorch's allocator wastes may decide."""
+        return self.may_fit and not self.fits
+
+    @property
+    def verdict(self) -> str:
+        """`yes`: it fits; `tight`: it is likely to; `no`."""
+        return "yes" if self.fits else "tight" if self.may_fit else "no"
 
     @property
     def tightest(self) -> int:
         """The device whose memory is fullest in training."""
-        return max(range(len(self.devices)), key=lambda i: self.devices[i].peak_gib / self.cluster.gpus[i].memory_gib)
+        return max(range(len(self.devices)), key=lambda i: self.devices[i].safe_gib / self.cluster.gpus[i].memory_gib)
 
     @property
     def fullest(self) -> tuple[DeviceMemory, Gpu]:
@@ -114,34 +135,32 @@ class Plan:
 
     @property
     def shortfall_gib(self) -> float:
-        """What the fullest device lacks in its highest phase; negative where it has room."""
-        return self.highest.phase.peak_gib - self.highest.gpu.memory_gib
+        """What the fullest device lacks in its highest phase to be safe; negative where it has room."""
+        return self.highest.phase.safe_gib - self.highest.gpu.memory_gib
 
-    def evaluated_at_once(self, share: float = 1.0) -> int:
-        """Return the most rows, halved from the job's own, of which no phase beside training takes a larger share.
+    def evaluated_at_once(self, is_safe: bool = True) -> int:
+        """Return the most rows, halved from the job's own, with which every phase beside training fits; 0: none.
 
-        (Of a device's memory; 0: not even one row.)
+        `is_safe`: by the safe figure; else by the likely one.
         """
         rows = self.job.evaluation.rows
-        while rows and self._evaluating(rows) > share:
+        while rows and not self._evaluates(rows, is_safe):
             rows //= 2
         return rows
 
-    def _evaluating(self, rows: int) -> float:
-        """Return the largest share of a device that a phase beside training takes, with so many rows at once."""
-        phases = replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows))).phases
-        return max(
-            phase.peak_gib / gpu.memory_gib
-            for gpu, of_device in zip(self.cluster.gpus, phases, strict=True)
-            for phase in of_device
-            if phase.name != TRAINING
+    def _evaluates(self, rows: int, is_safe: bool) -> bool:
+        evaluating = replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
+        return all(
+            (each.share if is_safe else each.likely_share) <= 1
+            for each in evaluating._each_phase()
+            if each.phase.name != TRAINING
         )
 
     def with_fewer_evaluated(self) -> "Plan":
-        """Return the plan with as many rows evaluated at once as leave room, or at least fit; else itself."""
+        """Return the plan with as many rows evaluated at once as are safe, or at least likely to fit; else itself."""
         if self.job.evaluation is None:
             return self
-        rows = self.evaluated_at_once(TIGHT) or self.evaluated_at_once() or self.job.evaluation.rows
+        rows = self.evaluated_at_once() or self.evaluated_at_once(is_safe=False) or self.job.evaluation.rows
         return replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
 
     @property
@@ -182,7 +201,7 @@ class Plan:
         if job.parallelism.splits_layers and not self.placed_by_hand:
             return shares_that_fit(architecture, job, gpus) is not None
         return all(
-            memory_with_overhead(architecture, job, share, gpu).peak_gib <= gpu.memory_gib
+            memory_with_overhead(architecture, job, share, gpu).safe_gib <= gpu.memory_gib
             for share, gpu in dict.fromkeys(zip(self.shares, gpus, strict=True))
         )
 
@@ -298,10 +317,10 @@ def ranked_plans(
                 ).with_fewer_evaluated()
                 for on in tries
             ]
-            roomy = [plan for plan in found if not plan.is_tight]
-            plans.append([*roomy, *(plan for plan in found if plan.fits), found[-1]][0])
-    return [*_best_first([plan for plan in plans if plan.fits]),
-            *sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
+            safe = [plan for plan in found if plan.fits]
+            plans.append([*safe, *(plan for plan in found if plan.may_fit), found[-1]][0])
+    return [*_best_first([plan for plan in plans if plan.may_fit]),
+            *sorted((plan for plan in plans if not plan.may_fit), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
 
 
 def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
@@ -358,7 +377,7 @@ def why(plan: Plan) -> str:
             f"does not fit: {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB on device {plan.tightest}, most of it "
             f"{_largest_parts(memory)}; {help_}"
         )
-    if not plan.fits:
+    if not plan.may_fit:
         return f"does not fit: {phase_that_is_too_large(plan)}"
     # a pipeline idles while it fills and empties; where layers are computed in turn, there is one micro-batch
     dividing = job.shard_ranks if job.parallelism.shards else n
@@ -370,10 +389,15 @@ def why(plan: Plan) -> str:
         f"hybrid: {job.dp_replicate_size} such copies average their gradients" if job.dp_replicate_size > 1 else "",
         f"waits {waits:.0%} of the time for {plan.cluster.slowest_link.name}{remedy}" if waits > 0.1 else "",
         "gradient checkpointing, so that activations are computed twice" if job.gradient_checkpointing else "",
-        "tight: let `python -m common.preflight` have the last word" if plan.is_tight else "",
-        f"{-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows",
+        f"tight, as {_safe_figure(plan)}: let `python -m common.preflight` have the last word" if plan.is_tight else "",
+        f"{-plan.shortfall_gib:.1f} GiB to spare, up to {plan.max_batch_size} rows" if plan.fits else "",
     ]
     return "; ".join(filter(None, reasons))
+
+
+def _safe_figure(plan: Plan) -> str:
+    device, gpu, phase = plan.highest
+    return f"{phase.name} is safe with {phase.safe_gib:.1f} GiB, and device {device} has {gpu.memory_gib:.1f}"
 
 
 def _largest_parts(memory: DeviceMemory) -> str:
@@ -383,7 +407,7 @@ def _largest_parts(memory: DeviceMemory) -> str:
 
 def phase_that_is_too_large(plan: Plan) -> str:
     """Return the phase beside training that a device cannot hold, by how much, and what would fit."""
-    device, gpu, phase = plan.highest
+    device, gpu, phase = plan.highest_likely
     fewer = plan.evaluated_at_once()
     help_ = (
         f"--per_device_eval_batch_size {fewer} would fit"
@@ -416,11 +440,11 @@ def recommendation(plans: Sequence[Plan]) -> str:
     """Return what to do, in a sentence or two."""
     best = plans[0]
     sentence = f"{best.name}: {why(best)}."
-    if not best.fits:
+    if not best.may_fit:
         return f"Nothing fits. Nearest is {sentence}"
     if not best.job.method.has_adapters and best.job.precision == "bf16" and not best.job.parallelism.uses_deepspeed:
         sentence += " In pure bf16 small updates round away: compare with --precision bf16-mixed."
-    fastest = max((plan for plan in plans if plan.fits), key=lambda plan: plan.tokens_per_s)
+    fastest = max((plan for plan in plans if plan.may_fit), key=lambda plan: plan.tokens_per_s)
     times = fastest.tokens_per_s / best.tokens_per_s
     if times > 1.1:
         sentence += f" Faster, at some cost in quality: {fastest.name}, {times:.1f} times as many tokens per second."
@@ -451,10 +475,12 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                         "moment": memory.moment,
                         "layers": sum(share.layers),
                         **{f"{part}_gib": gib for part, gib in memory.parts_gib.items()},
+                        "allocated_gib": memory.allocated_gib,
                         "peak_gib": memory.peak_gib,
+                        "safe_gib": memory.safe_gib,
                         "phases_gib": {phase.name: phase.peak_gib for phase in phases},
                         "capacity_gib": gpu.memory_gib,
-                        "fits": all(phase.peak_gib <= gpu.memory_gib for phase in phases),
+                        "fits": all(phase.safe_gib <= gpu.memory_gib for phase in phases),
                     }
                     for number, (memory, gpu, share, phases) in enumerate(
                         zip(plan.devices, plan.cluster.gpus, plan.shares, plan.phases, strict=True)
@@ -484,8 +510,8 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
         rows.append([
             plan.short_name,
             plan.job.precision,
-            "no" if not plan.fits else "tight" if plan.is_tight else "yes",
-            f"{phase.peak_gib:.1f} / {gpu.memory_gib:.1f}",
+            plan.verdict,
+            f"{phase.peak_gib:.1f} to {phase.safe_gib:.1f} / {gpu.memory_gib:.1f}",
             plan.max_batch_size or "-",
             _seconds(plan.time.total_s),
             f"{plan.tokens_per_s:,.0f}",
@@ -493,7 +519,7 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
             _seconds(plan.epoch_s(rows_per_epoch)),
             "-" if usd is None else f"{usd:,.2f}",
         ])  # fmt: skip
-    headers = ("way", "precision", "fits", "peak / GPU\nGiB", "largest\nbatch", "step", "tokens\nper s",
+    headers = ("way", "precision", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch", "step", "tokens\nper s",
                "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
     return _outlined(rows, headers, text_columns=3)
 
@@ -536,8 +562,14 @@ def _unfolded(phase: Phase, gpu: Gpu, plan: Plan) -> list[str]:
 
 
 def _phase_table(phases: Sequence[Phase]) -> str:
-    rows = [[phase.name, phase.alive, phase.memory.moment, f"{phase.peak_gib:.1f}"] for phase in phases]
-    return _outlined(rows, ("phase", "models in memory", "highest moment", "GiB"), text_columns=3)
+    rows = [[phase.name, phase.alive, phase.memory.moment, *_three_figures(phase.memory)] for phase in phases]
+    headers = ("phase", "models in memory", "highest moment", "allocated\nGiB", "likely\nGiB", "safe\nGiB")
+    return _outlined(rows, headers, text_columns=3)
+
+
+def _three_figures(memory: DeviceMemory) -> list[str]:
+    """Return what PyTorch allocates, what `nvidia-smi` is likely to show, and what is safe."""
+    return [f"{gib:.1f}" for gib in (memory.allocated_gib, memory.peak_gib, memory.safe_gib)]
 
 
 def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:
@@ -547,7 +579,8 @@ def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:
         rows += [[part if term is terms[0] else "", term.what, term.formula, f"{term.gib:.3f}"] for term in terms]
         if len(terms) > 1:
             rows.append(["", "", f"{part} together", f"{gib:.3f}"])
-    rows.append(["peak", "", f"of {gpu.memory_gib:.2f} GiB", f"{memory.peak_gib:.3f}"])
+    rows.append(["likely", "", f"of {gpu.memory_gib:.2f} GiB", f"{memory.peak_gib:.3f}"])
+    rows.append(["safe", "", "with its spread among published peaks", f"{memory.safe_gib:.3f}"])
     return _outlined(rows, ("part", "what", "formula", "GiB"), text_columns=3)
 
 
@@ -659,8 +692,8 @@ def _planned(run: RunConfig, name: str) -> str:
         return ""
     memory, gpu = plan.fullest
     planned = f"{memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB planned for rows of {run.max_length} tokens"
-    remedy = "" if plan.fits else ": not even one row fits"
-    if not plan.fits and plan.max_batch_size:
+    remedy = "" if plan.may_fit else ": not even one row fits"
+    if not plan.may_fit and plan.max_batch_size:
         steps = -(-run.rows_per_rank // plan.max_batch_size)
         remedy = f": pass --batch_size {plan.max_batch_size} --gradient_accumulation_steps {steps}"
     return f" ({planned}{remedy})"

@@ -125,8 +125,8 @@ def full_memory(records: list[Record]) -> Iterator[Row]:
             "Optimizer (GiB)": f"{parts['optimizer']:.1f}",
             "Activations, logits (GiB)": f"{parts['activations'] + parts['logits']:.1f}",
             "Peak (GiB)": f"{plan.devices[0].peak_gib:.1f}",
-            "Fits an A100 80GB": fits(plan.devices[0].peak_gib, "A100 80GB SXM"),
-            "Fits an H200 141GB": fits(plan.devices[0].peak_gib, "H200 141GB"),
+            "Fits an A100 80GB": fits(plan.devices[0].safe_gib, "A100 80GB SXM"),
+            "Fits an H200 141GB": fits(plan.devices[0].safe_gib, "H200 141GB"),
             "Figures": PROJECTED,
         }
 
@@ -304,7 +304,7 @@ def sharding_memory(records: list[Record]) -> Iterator[Row]:
             "Weights (GiB)": f"{memory.parts_gib['weights']:.1f}",
             "Optimizer (GiB)": f"{memory.parts_gib['optimizer']:.1f}",
             "Peak per GPU (GiB)": f"{memory.peak_gib:.1f} of {gpu.memory_gib:.1f}",
-            "Fits": "yes" if plan.fits else "no",
+            "Fits": plan.verdict,
             "A step": f"{plan.time.total_s:.1f} s",
             "Sent per rank and step (GB)": f"{plan.time.sent_gb:.1f}",
             "Figures": PROJECTED,

@@ -125,20 +125,24 @@ def qlora_memory(records: list[Record]) -> Iterator[Row]:
             rows = f"{run.per_device_train_batch_size} rows of {PROJECTED_LENGTH:,} tokens"
             compared = {
                 "weights, 7B model": _saved(lora.parts_gib["weights"], qlora.parts_gib["weights"], 1),
-                "training's peak": _saved(lora.peak_gib, qlora.peak_gib, 1, run.gpu),
+                "training's peak": {
+                    **_saved(lora.peak_gib, qlora.peak_gib, 1),
+                    "LoRA fits": fits(lora.safe_gib, run.gpu),
+                    "QLoRA fits": fits(qlora.safe_gib, run.gpu),
+                },
             }
             name = f"`{folder.name}`, {run.quantization}, {rows}"
             yield from ({"Run": name, "Of": what, **saved, "Figures": PROJECTED} for what, saved in compared.items())
 
 
-def _saved(lora_gib: float, qlora_gib: float, digits: int, gpu: str = "") -> Row:
+def _saved(lora_gib: float, qlora_gib: float, digits: int) -> Row:
     return {
         "LoRA (GiB)": f"{lora_gib:.{digits}f}",
         "QLoRA (GiB)": f"{qlora_gib:.{digits}f}",
         "Factor": f"{lora_gib / qlora_gib:.2f}x",
         "Saved (GiB)": f"{lora_gib - qlora_gib:.{digits}f}",
-        "LoRA fits": fits(lora_gib, gpu) if gpu else "-",
-        "QLoRA fits": fits(qlora_gib, gpu) if gpu else "-",
+        "LoRA fits": "-",
+        "QLoRA fits": "-",
     }
 
 

@@ -17,7 +17,7 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
-from common.reporting import classification, full, outcomes, own_data, qlora, rates, summarization
+from common.reporting import classification, full, outcomes, own_data, peaks, qlora, rates, summarization
 from common.reporting.memory import memory_by_phase
 from common.reporting.rows import (
     FACTORS,
@@ -225,6 +225,9 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "bench-all": bench,
     "front": front,
     "planner": partial(bench, about="planner"),
+    "published-memory": peaks.published_memory,
+    "published-verdicts": peaks.published_verdicts,
+    "published-excluded": peaks.excluded_memory,
     "memory-by-phase": memory_by_phase,
     "master": master,
     "lora-quality": partial(quality_table, shown=(LORA,)),

@@ -211,7 +211,7 @@ def check_fits(plan: Plan) -> None:
     """
     memory, gpu = plan.fullest
     if memory.peak_gib <= gpu.memory_gib * (1 + PLAN_TOLERANCE):
-        if plan.highest.share > 1 + PLAN_TOLERANCE:
+        if plan.highest_likely.likely_share > 1 + PLAN_TOLERANCE:
             raise BadInputError(f"This run cannot fit: {phase_that_is_too_large(plan)}.")
         return
     fits = plan.max_batch_size

@@ -15,6 +15,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB, find_gpu
 from common.planning.job import BatchShape
+from common.planning.published_memory import architectures_of, t4_job
 from common.training.placement import place_stages
 
 PEAKS = json.loads(planner.PEAKS_PATH.read_text())
@@ -98,7 +99,7 @@ def test_published_peaks_are_whole() -> None:
     for row in PEAKS["peaks"]:
         assert row["session"] in PEAKS["sessions"]
         assert 0 < row["peak_allocated_gib"] <= row["peak_reserved_gib"] < 14.6  # a T4's
-    for model, architecture in planner.published_architectures(PEAKS["models"]).items():
+    for model, architecture in architectures_of(PEAKS["models"]).items():
         assert architecture.parameters == PEAKS["models"][model]["parameters"], model
 
 
@@ -118,9 +119,9 @@ def test_without_fitcheck_the_command_that_installs_it_is_told(monkeypatch: pyte
 
 def test_fitcheck_is_asked_for_the_same_step() -> None:
     row = next(row for row in PEAKS["peaks"] if row["held_out"] and "Qwen2.5-7B" in row["model"])
-    architecture = planner.published_architectures(PEAKS["models"])[row["model"]]
+    architecture = architectures_of(PEAKS["models"])[row["model"]]
     # what its authors had it predict for this row: 10,581 MiB
-    answer_gib = planner.fitcheck_gib(planner.fitcheck_module(), architecture, planner.published_job(row))
+    answer_gib = planner.fitcheck_gib(planner.fitcheck_module(), architecture, t4_job(row))
     assert answer_gib * 1024 == pytest.approx(10_581, abs=1)
 
 

@@ -44,7 +44,7 @@ def with_layers(architecture: Architecture, layers: int) -> Architecture:
 
 def fullest(architecture: Architecture, job: Job, shares: tuple[Share, ...], gpus: tuple[Gpu, ...]) -> float:
     pairs = zip(shares, gpus, strict=True)
-    return max(memory_with_overhead(architecture, job, share, gpu).peak_gib / gpu.memory_gib for share, gpu in pairs)
+    return max(memory_with_overhead(architecture, job, share, gpu).safe_gib / gpu.memory_gib for share, gpu in pairs)
 
 
 def best_of_all(architecture: Architecture, job: Job, gpus: tuple[Gpu, ...]) -> float:

@@ -23,7 +23,7 @@ def run_of(folder: str) -> RunConfig:
             "2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4",
             [A4000],
             "`python my_workflow",
-            "--batch_size 6 --gradient_a",
+            "--batch_size 2 --gradient_a",
         ),
         ("2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4", ["NVIDIA XYZ"], "`python my_workflow", "--devices 1`, or"),
         ("2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2", [A6000], "a run folder of 2.4_full", "of 47.4 GiB"),

@@ -1,0 +1,278 @@
+"""Memory that others measured and published, planned as it was measured: how far plans are from it.
+
+`assets/published_memory.json` holds the points, `assets/published_peaks.json` those of a T4 (assets/README.md says
+where they are from). A point has one or several figures: allocated by PyTorch, reserved by its allocator, or shown by
+`nvidia-smi`, in GiB.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from common.base.paths import REPOSITORY
+from common.hardware.devices import Gpu, find_gpu
+from common.planning.architectures import Architecture, read_architecture
+from common.planning.gpu_overhead import memory_with_overhead, outside_gib
+from common.planning.job import BatchShape, Job, Loop
+from common.planning.memory_plan import DeviceMemory
+from common.planning.shares import whole_model
+
+MEMORY_PATH = REPOSITORY / "assets" / "published_memory.json"
+PEAKS_PATH = REPOSITORY / "assets" / "published_peaks.json"
+T4_SOURCE = "fitcheck"
+CALIBRATION = "ibm"
+"""The source that the constants of `gpu_overhead` are fitted to."""
+T4_LOGIT_BYTES = {"none": 14, "nf4": 16}
+"""Per logit: two in the loop's output (four where the head is in fp32), twelve in the loss's backward pass."""
+
+Kind = Literal["allocated", "reserved", "nvidia_smi"]
+KINDS: tuple[Kind, ...] = ("allocated", "reserved", "nvidia_smi")
+LIKELY: tuple[Kind, ...] = ("reserved", "nvidia_smi")
+"""What users see: allocated memory and what PyTorch's allocator, and the GPU, need beside it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Who published points.
+
+    Attributes:
+        title: Who, and what.
+        where: Repository and file.
+        held_out: Whether no constant of the plan is fitted to it.
+    """
+
+    title: str
+    where: str
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run whose memory was published.
+
+    Attributes:
+        source: By its name in `sources()`.
+        at: Where in the source, or as it is stated there.
+        figures: GiB by kind; none where the run ran out of memory.
+    """
+
+    source: str
+    at: str
+    architecture: Architecture
+    job: Job
+    gpu: Gpu
+    figures: dict[Kind, float]
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether the run ran out of its GPU's memory."""
+        return not self.figures
+
+    @cached_property
+    def planned(self) -> DeviceMemory:
+        """The plan of one device."""
+        return memory_with_overhead(self.architecture, self.job, whole_model(self.architecture), self.gpu)
+
+    def planned_gib(self, kind: Kind) -> float:
+        """Return what a kind of figure is likely to be, in GiB."""
+        if kind == "allocated":
+            return self.planned.allocated_gib
+        not_reserved = outside_gib(self.planned) if kind == "reserved" else 0.0
+        return self.planned.peak_gib - not_reserved
+
+    def error(self, kind: Kind) -> float:
+        """Return planned over published memory, less one: above zero too much was planned."""
+        return self.planned_gib(kind) / self.figures[kind] - 1
+
+    def is_safe(self, kind: Kind) -> bool:
+        """Return whether the published figure, of what was reserved or shown, is at most the safe one."""
+        beyond_likely = self.planned.safe_gib - self.planned.peak_gib
+        return self.figures[kind] <= self.planned_gib(kind) + beyond_likely
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan says that the run fits: by its safe figure."""
+        return self.planned.safe_gib <= self.gpu.memory_gib
+
+
+def sources() -> dict[str, Source]:
+    """Return who published points, by name."""
+    of_file = {
+        name: Source(source["title"], source["where"], source["held_out"])
+        for name, source in _memory()["sources"].items()
+    }
+    peaks = _peaks()
+    return {T4_SOURCE: Source("fitcheck, LoRA and QLoRA on a T4", peaks["source"], held_out=False), **of_file}
+
+
+@cache
+def points() -> tuple[Point, ...]:
+    """Return all points that can be planned, those of runs that ran out of memory included."""
+    architectures = architectures_of(_memory()["models"])
+    others = (_point(row, architectures[row["model"]]) for row in _memory()["points"])
+    return (*t4_points(), *others)
+
+
+@cache
+def t4_points() -> tuple[Point, ...]:
+    """Return those of a T4."""
+    peaks, gpu = _peaks(), find_gpu("t4")
+    architectures = architectures_of(peaks["models"])
+    return tuple(
+        Point(
+            T4_SOURCE,
+            " ".join((row["quantization"], row["attention"])),
+            architectures[row["model"]],
+            t4_job(row),
+            gpu,
+            {"allocated": row["peak_allocated_gib"], "reserved": row["peak_reserved_gib"]},
+        )
+        for row in peaks["peaks"]
+    )
+
+
+def excluded() -> list[dict[str, Any]]:
+    """Return the published points that are not planned: reason, number of points, and two examples of each."""
+    return _memory()["excluded"]
+
+
+def architectures_of(models: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
+    """Return the models' architectures, from their shapes as published with the points."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model, shape in models.items():
+            path = Path(folder) / f"{model.rpartition('/')[2]}.json"
+            # how long its rows may be was not published, and takes no memory
+            path.write_text(json.dumps({**shape, "max_position_embeddings": sys.maxsize}), encoding="utf-8")
+            found[model] = read_architecture(str(path))
+    return found
+
+
+def t4_job(row: dict[str, Any]) -> Job:
+    """Return the step that was measured on a T4: a plain loop in fp16, whose bytes are bf16's."""
+    quantization = row["quantization"]
+    return Job(
+        technique="lora" if quantization == "none" else "qlora",
+        parallel="single",
+        batch=BatchShape(row["rows"], row["length"], row["length"]),
+        precision="bf16",
+        quantization="nf4-double" if row["double_quant"] else "nf4",
+        optimizer="adamw_torch",
+        attention=row["attention"],
+        gradient_checkpointing=row["gradient_checkpointing"],
+        lora_rank=row["lora_rank"],
+        target_modules=tuple(row["target_modules"]),
+        loop=Loop(T4_LOGIT_BYTES[quantization], autocasts=False),
+    )
+
+
+def _point(row: dict[str, Any], architecture: Architecture) -> Point:
+    figures: dict[Kind, float] = {kind: row[f"{kind}_gib"] for kind in KINDS if f"{kind}_gib" in row}
+    job = Job(
+        technique=row["technique"],
+        parallel=row["parallel"],
+        batch=BatchShape(row["rows"], row["length"], row["length"], padded=row.get("padded", False)),
+        devices=row["devices"],
+        precision=row["precision"],
+        quantization=row.get("quantization", "nf4"),
+        optimizer="adamw_torch",
+        attention=row["attention"],
+        gradient_checkpointing=row["gradient_checkpointing"],
+        lora_rank=row.get("lora_rank", 8),
+        target_modules=tuple(row.get("target_modules", ())),
+        lora_dropout=row.get("lora_dropout", 0.0),
+        offload=row.get("offload", False),
+        loop=Loop(**row["loop"]),
+    )
+    return Point(row["source"], row["at"], architecture, job, find_gpu(row["gpu"]), figures)
+
+
+@cache
+def _memory() -> dict[str, Any]:
+    return json.loads(MEMORY_PATH.read_text(encoding="utf-8"))
+
+
+@cache
+def _peaks() -> dict[str, Any]:
+    return json.loads(PEAKS_PATH.read_text(encoding="utf-8"))
+
+
+# -- how far plans are from what was published
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The errors of some figures.
+
+    Attributes:
+        figures: How many.
+        mean: Of their sizes, as a share.
+        bias: Of them with their signs: above zero plans are too high.
+        within_15: The share whose size is at most 15 %.
+        worst: The largest size.
+    """
+
+    figures: int
+    mean: float
+    bias: float
+    within_15: float
+    worst: float
+
+
+def errors_of(chosen: Iterable[Point], kinds: Sequence[Kind] = KINDS) -> Errors:
+    """Return the errors of all figures of some kinds; at least one point must have such a figure."""
+    found = [point.error(kind) for point in chosen for kind in kinds if kind in point.figures]
+    sizes = [abs(error) for error in found]
+    within = sum(size <= 0.15 for size in sizes) / len(sizes)
+    return Errors(len(found), statistics.fmean(sizes), statistics.fmean(found), within, max(sizes))
+
+
+def safe_share(chosen: Iterable[Point]) -> float:
+    """Return the share of the figures of what was reserved or shown that are at most the safe one."""
+    are_safe = [point.is_safe(kind) for point in chosen for kind in LIKELY if kind in point.figures]
+    return sum(are_safe) / len(are_safe)
+
+
+def points_of(source: str) -> list[Point]:
+    """Return a source's points."""
+    return [point for point in points() if point.source == source]
+
+
+def held_out_points() -> list[Point]:
+    """Return the points of sources that no constant is fitted to."""
+    return [point for name, source in sources().items() if source.held_out for point in points_of(name)]
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """What plans say of runs of which it is published whether they fitted.
+
+    Attributes:
+        ran: Runs that fitted.
+        refused: Of these, those that are likely not to fit by the plan ("no").
+        tight: Of these, those that are likely to fit, but not safe ("tight").
+        ran_out: Runs that ran out of memory.
+        false_fits: Of these, those that fit by the plan ("yes").
+    """
+
+    ran: int
+    refused: int
+    tight: int
+    ran_out: int
+    false_fits: int
+
+
+def verdicts_on(chosen: Iterable[Point]) -> Verdicts:
+    """Return the verdicts on some points."""
+    ran, ran_out = [], []
+    for point in chosen:
+        (ran_out if point.ran_out else ran).append(point)
+    refused = sum(point.planned.peak_gib > point.gpu.memory_gib for point in ran)
+    unsafe = sum(not point.fits for point in ran)
+    return Verdicts(len(ran), refused, unsafe - refused, len(ran_out), sum(point.fits for point in ran_out))
