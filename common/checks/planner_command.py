@@ -46,9 +46,9 @@ from common.planning.plans import (
     recommendation,
     table,
     usual_precision,
-    with_head_for,
 )
 from common.planning.published_rates import evidence
+from common.planning.run_jobs import with_head_for
 from common.planning.time_plan import (
     MEASURED,
     Cluster,

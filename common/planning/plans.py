@@ -13,13 +13,14 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device
-from common.planning.architectures import Architecture, as_classifier, read_architecture
+from common.planning.architectures import Architecture
 from common.planning.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
 from common.planning.gpu_overhead import memory_with_overhead
-from common.planning.job import ALL_LINEAR, BatchShape, EvaluationShape, Job, Precision
+from common.planning.job import BatchShape, EvaluationShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
+from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import Share, part_of_rank, whole_model
 from common.planning.time_plan import Cluster, StepTime, calibration_from, speed_of, step_time
 from common.records.store import kept_records
@@ -616,67 +617,6 @@ def _letters_of_evaluation(plan: Plan) -> str:
 
 
 # -- runs
-
-
-def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
-    """Return what a run's phases beside training work on, where its rows to validate and test are like `batch`'s."""
-    return EvaluationShape(
-        rows=run.per_device_eval_batch_size,
-        length=batch.length,
-        labelled=batch.target_length or batch.labelled,
-        prompt_length=batch.length,
-        new_tokens=0 if run.goal.classifies else run.max_new_tokens,
-        beams=run.num_beams if run.goal.summarizes else 1,
-        judged=run.goal.chats,
-        has_independent_judge=run.goal.chats and run.independent_judge != "none",
-    )
-
-
-def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | None = None) -> Job:
-    """Return the job of a run folder's run; on one device, which holds all stages or rows, as if it were not divided.
-
-    A batch is filled up until the micro-batches divide it, as training does (`PipelineParallel.fill`). `evaluation`:
-    what the other phases work on; None: rows like those of the batch.
-    """
-    filled_up = -(-batch.rows // run.micro_batches) * run.micro_batches
-    targets = {"all": (), "all-linear": () if run.method.has_adapters else ALL_LINEAR}
-    return Job(
-        technique=run.technique,
-        parallel="single" if run.devices == 1 else run.parallel,
-        batch=replace(batch.padded_to(run.pad_to_multiple_of), rows=filled_up),
-        devices=run.devices,
-        dp_replicate_size=run.dp_replicate_size,
-        precision=run.precision,
-        quantization=run.quantization,
-        optimizer=run.optim,
-        attention="flash" if run.attention == "flash3" else run.attention,
-        gradient_checkpointing=run.gradient_checkpointing,
-        kernels="fused" if run.use_liger_kernel else "compiled" if run.torch_compile else "plain",
-        lora_rank=run.lora_r,
-        target_modules=targets.get(run.target_modules, tuple(run.target_modules.split(","))),
-        lora_dropout=run.lora_dropout if run.method.has_adapters else 0.0,
-        micro_batches=run.micro_batches,
-        schedule=run.schedule,
-        # a budget may divide each micro-batch
-        accumulation_steps=max(run.gradient_accumulation_steps, 2 if run.max_batch_tokens else 1),
-        offload=run.offload == "cpu",
-        cpu_operations=run.device == "cpu",
-        evaluation=evaluation or evaluation_of_run(run, batch),
-    )
-
-
-def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
-    """Return the run's model as `job_of_run` trains it: for a batch with labels with a classifier's head.
-
-    Raises:
-        BadInputError: There is no shape of the model, or it is no encoder and cannot classify.
-    """
-    return with_head_for(read_architecture(run.model, run.model_revision), batch.classes)
-
-
-def with_head_for(architecture: Architecture, classes: int) -> Architecture:
-    """Return the architecture with a classifier's head, where there are classes."""
-    return as_classifier(architecture, classes) if classes else architecture
 
 
 def plan_run(

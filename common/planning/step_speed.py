@@ -268,9 +268,9 @@ class Computing:
 def computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> Computing:
     """Compute how long a device computes in one step; `architecture` is the part that each rank holds.
 
-    Adapters take no longer than the weights' gradients that they save: of 81 published pairs of LoRA and full
-    fine-tuning in the same steps, LoRA is slower in 12, by up to a fifth, all of models with 1.8B and 3B parameters at
-    rows of 4,096 tokens and more (QwenLM/Qwen; PowerLM-3b in foundation-model-stack/fms-acceleration).
+    Adapters take no longer than the weights' gradients that they save: of 47 steps that were published with LoRA and
+    with full fine-tuning, LoRA is slower in 10, by up to a fifth, all of models with 1.8B and 3B parameters at rows of
+    4,096 tokens and more (QwenLM/Qwen; PowerLM-3b in foundation-model-stack/fms-acceleration).
 
     Raises:
         BadInputError: The GPU does not compute in the job's precision.

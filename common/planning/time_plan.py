@@ -2,7 +2,7 @@
 
     step = computing + what of the communication is not hidden behind it + the optimizer's pass over its states
 
-How long a GPU computes, `common.planning.step_speed` says, or the median of the records kept for that GPU.
+How long a GPU computes, `common.planning.step_speed` says, times the median of the records kept for that GPU.
 """
 
 import re
@@ -13,8 +13,9 @@ from typing import Any
 
 from common.base.errors import BadInputError
 from common.base.specs import TECHNIQUES
-from common.hardware.devices import Gpu, cpu_device, gpu_of_device
+from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
 from common.planning.architectures import Architecture
+from common.planning.calibration import times_as_fast
 from common.planning.job import QUANTIZED_NUMBER_BYTES, Job
 from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
 from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
@@ -41,7 +42,7 @@ ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, TCP_GBIT = 0.9, 0.4, 45
 ASSUMED_ETHERNET_GBIT = 25
 OFFLOADED_GB_PER_S = 12.0  # across PCIe, as measured rarely above
 SECONDS_PER_HOUR = 3600
-MEASURED = "measured"  # in the source of a speed that the model has no part in
+MEASURED = "measured"  # in the source of a speed that rests on records
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,14 @@ class Speed:
     """How fast a GPU trains, and the source of that.
 
     Attributes:
-        flops_per_s: Operations per second over all that it computes, where that was measured; None = the model of
+        flops_per_s: Of a CPU, operations per second over all that it computes, as measured; None = the model of
             `common.planning.step_speed`.
+        times: As fast as that model has it, by what was measured.
     """
 
     flops_per_s: float | None
     source: str
+    times: float = 1.0
 
     def compute_s(self, architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> float:
         """Return the seconds that one device computes in a step.
@@ -147,7 +150,7 @@ class Speed:
             BadInputError: The GPU does not compute in the job's precision.
         """
         if self.flops_per_s is None:
-            return computing_time(architecture, job, share, gpu).total_s
+            return computing_time(architecture, job, share, gpu).total_s / self.times
         weights = sum(
             layers * stack.layer_parameters for stack, layers in zip(architecture.stacks, share.layers, strict=True)
         )
@@ -167,40 +170,48 @@ class Speed:
 
 
 def speed_of(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
-    """Return the speed of `gpu`: the median of its records kept here, or else what published rates lead to.
+    """Return the speed of `gpu`: what published rates lead to, times what was measured; a CPU's as measured.
 
     Raises:
         BadInputError: The GPU does not compute in the job's precision.
     """
-    if measured := calibration.get(gpu.name):
+    measured = calibration.get(gpu.name)
+    if measured and gpu.name == CPU_DEVICE:
         return Speed(median(measured), f"{gpu.name}: {MEASURED}, median of {len(measured)} records kept here")
     peak = peak_tflops(gpu, job)
     share = products_per_s(gpu, job) / (peak * 1e12)
-    return Speed(
-        None,
+    source = (
         f"{gpu.name}: matrix products at {share:.0%} of {peak:g} TFLOP/s, all else at {BANDWIDTH_REACHED:.0%} of "
-        f"{gpu.memory_bandwidth_gb_per_s:,g} GB/s",
+        f"{gpu.memory_bandwidth_gb_per_s:,g} GB/s"
+    )
+    if not measured:
+        return Speed(None, source)
+    times = median(measured)
+    return Speed(
+        None, f"{source}; {MEASURED} {times:.2f} times as fast, median of {len(measured)} records kept here", times
     )
 
 
 def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> dict[str, list[float]]:
-    """Return the floating-point operations per second that kept runs on one device reached, by the GPU's name.
+    """Return how fast kept runs on one device were, by the device's name; of runs of the same task alone.
 
-    Of runs of the same task alone: those of others have models and rows of other sizes.
-
-    The operations are the record's own count, which leaves out that checkpointing computes the forward pass again: 2N
-    more than full training's 6N, or LoRA's 4N.
+    Those of other tasks have models and rows of other sizes. Of a GPU: how many times as fast they were as the model of
+    `common.planning.step_speed` has it. Of a CPU, which that model is not made for: the floating-point operations per
+    second that they reached. These are the record's own count, which leaves out that checkpointing computes the forward
+    pass again: 2N more than full training's 6N, or LoRA's 4N.
     """
     reached: dict[str, list[float]] = {}
     for record in records:
         config, devices = record["config"], record["environment"]["devices"]
-        gpu = cpu_device() if config["device"] == "cpu" else gpu_of_device(devices[0])
         is_other = config.get("task", "chat") != task  # older records know one task only
-        if record["status"] != "completed" or gpu is None or is_other or len(record["world"]) > 1:
+        if record["status"] != "completed" or is_other or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
-        again = 3 / 2 if TECHNIQUES[record["technique"]].has_adapters else 4 / 3
-        flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
-        reached.setdefault(gpu.name, []).append(flops_per_s * (again if config["gradient_checkpointing"] else 1))
+        if config["device"] == "cpu":
+            again = 3 / 2 if TECHNIQUES[record["technique"]].has_adapters else 4 / 3
+            flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
+            reached.setdefault(CPU_DEVICE, []).append(flops_per_s * (again if config["gradient_checkpointing"] else 1))
+        elif (gpu := gpu_of_device(devices[0])) and (times := times_as_fast(record, gpu)):
+            reached.setdefault(gpu.name, []).append(times)
     return reached
 
 

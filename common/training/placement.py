@@ -28,12 +28,12 @@ from common.planning.job import BatchShape, EvaluationShape, Job
 from common.planning.plans import (
     Plan,
     architecture_of_run,
-    evaluation_of_run,
     job_of_run,
     make_plan,
     phase_that_is_too_large,
     plan_run,
 )
+from common.planning.run_jobs import evaluation_of_run
 from common.planning.time_plan import Cluster, calibration_from
 from common.records.store import PLAN_TOLERANCE, kept_records
 from common.training.module_maps import StageMap, auto_map, even_map, layer_names

@@ -16,7 +16,8 @@ from common.checks.run_command import command_of_run, last_lines, run_command
 from common.hardware.devices import find_gpu
 from common.planning.architectures import MODEL_CONFIGS, read_architecture
 from common.planning.job import ALL_LINEAR, Job
-from common.planning.plans import Plan, job_of_run, ranked_plans, with_head_for
+from common.planning.plans import Plan, ranked_plans
+from common.planning.run_jobs import job_of_run, with_head_for
 
 QUESTIONS = (
     "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --attention flash",

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from common.base.errors import BadInputError
-from common.hardware.devices import find_gpu
+from common.base.run_config import RunConfig
+from common.hardware.devices import CPU_DEVICE, cpu_device, find_gpu
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.job import ALL_LINEAR, BatchShape, Job
 from common.planning.plans import make_plan
@@ -235,29 +236,53 @@ def test_many_machines_bill_more_until_their_network_is_fast() -> None:
     assert break_even_gbit(BART, job, together, replace(apart, usd_per_hour=0.01), {}) < gbit
 
 
-def test_measured_runs_recalibrate_their_gpu() -> None:
-    record = {
+def record_of(run: RunConfig, tokens_per_s: float, devices: tuple[str, ...] = ("NVIDIA A100-SXM4-80GB",)) -> dict:
+    """Return the record of a run with rows of 512 tokens."""
+    return {
         "status": "completed",
-        "technique": "full",
-        "config": {"device": "cuda", "gradient_checkpointing": False},
-        "environment": {"devices": ["NVIDIA A100-SXM4-80GB"]},
-        "tokens_per_s": 1000.0,
-        "flops_per_token": 1e11,
-        "world": [{}],
+        "technique": run.technique,
+        "config": run.to_dict(),
+        "environment": {"devices": list(devices)},
+        "planned": {"batch": {"rows": run.per_device_train_batch_size, "length": 600, "labelled": 600}},
+        "tokens_per_s": tokens_per_s,
+        "flops_per_token": 1e6,
+        "world": [{"samples": 100, "tokens": 51_200}] * len(devices),
     }
-    failed, shared = {**record, "status": "failed"}, {**record, "world": [{}, {}]}
-    assert calibration_from([failed, shared]) == {}
+
+
+def test_kept_runs_say_how_many_times_as_fast_their_gpu_is() -> None:
+    run = RunConfig(
+        technique="full", device="cuda", gpu=A100.name, model="llama-3.1-8b", weights="random", precision="bf16",
+        target_modules="all", per_device_train_batch_size=4, max_length=600,
+    )  # fmt: skip
+    modelled = BATCH.tokens / make_plan(LLAMA, FULL, Cluster((A100,)), {}).time.compute_s
+    record = record_of(run, 1.5 * modelled)
+    failed, shared = {**record, "status": "failed"}, record_of(run, modelled, ("NVIDIA A100-SXM4-80GB",) * 2)
+    unplanned, unheard = {**record, "planned": None}, record_of(run, modelled, ("an unheard-of card",))
+    assert calibration_from([failed, shared, unplanned, unheard]) == {}
     assert calibration_from([record], "summarization") == {}
     calibration = calibration_from([record])
-    assert calibration == {"A100 80GB SXM": [1e14]}
-    checkpointed = {**record, "technique": "lora", "config": {"device": "cuda", "gradient_checkpointing": True}}
-    assert calibration_from([checkpointed]) == {"A100 80GB SXM": [1.5e14]}
-    speed = speed_of(A100, FULL, calibration)
-    assert speed.flops_per_s == 1e14
-    assert "measured" in speed.source
-    flops = step_flops(LLAMA, FULL, whole_model(LLAMA)).total
-    assert make_plan(LLAMA, FULL, Cluster((A100,)), calibration).time.compute_s == pytest.approx(flops / 1e14)
+    assert calibration == {A100.name: [pytest.approx(1.5)]}
+    for job in (FULL, replace(FULL, technique="lora", batch=BatchShape(1, 64, 64))):
+        uncalibrated, calibrated = (make_plan(LLAMA, job, Cluster((A100,)), known) for known in ({}, calibration))
+        assert uncalibrated.time.compute_s == pytest.approx(1.5 * calibrated.time.compute_s)
+    assert "measured 1.50 times as fast, median of 1 records" in speed_of(A100, FULL, calibration).source
     assert "measured" not in speed_of(A100, FULL, {}).source
+
+
+def test_kept_runs_say_how_many_operations_a_cpu_does() -> None:
+    """Checkpointing's second forward pass is a third more of full training's, and half more of LoRA's."""
+    for technique, again in (("full", 4 / 3), ("lora", 3 / 2)):
+        run = RunConfig(technique=technique, target_modules="all-linear")
+        plain, checkpointed = (
+            record_of(replace(run, gradient_checkpointing=on), 1000.0, ("a CPU",)) for on in (False, True)
+        )
+        calibration = calibration_from([plain, checkpointed])
+        assert calibration == {CPU_DEVICE: [1e9, pytest.approx(again * 1e9)]}
+    job = replace(FULL, precision="fp32")
+    flops = step_flops(LLAMA, job, whole_model(LLAMA)).total
+    plan = make_plan(LLAMA, job, Cluster((cpu_device(),)), {CPU_DEVICE: [1e9]})
+    assert plan.time.compute_s == pytest.approx(flops / 1e9)
 
 
 @pytest.mark.parametrize("link", ["infiniband", "ethernet-", "ethernet-0", "ethernet-fast", ""])
