@@ -244,6 +244,24 @@ def test_a_short_run_saves_its_best_weights_and_a_full_state_at_the_end(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @LOOPS
+def test_at_its_end_a_run_has_its_best_weights(trainer_of: Callable[..., AuditedTrainer], loop: str) -> None:
+    trainer = trainer_of(loop, learning_rate=0.01, num_train_epochs=1)
+    own, validated = trainer.evaluate, []
+
+    def worse_each_time(*args: Any, **others: Any) -> dict[str, float]:
+        validated.append([weight.detach().clone() for weight in trainer.model.parameters()])
+        return {**own(*args, **others), ACCURACY: -len(validated)}
+
+    trainer.evaluate = worse_each_time
+    trainer.train()
+    assert len(validated) == 4
+    for first, last, loaded in zip(validated[0], validated[-1], trainer.model.parameters(), strict=True):
+        assert torch.equal(loaded, first)
+        assert not torch.equal(last, first) or not last.any()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
 def test_no_more_minutes_than_allowed_are_lost(trainer_of: Callable[..., AuditedTrainer], loop: str) -> None:
     trainer = trainer_of(loop, learning_rate=1e-12, num_train_epochs=1, max_lost_minutes=1e-9)
     trainer.train()
