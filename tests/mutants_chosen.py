@@ -353,8 +353,8 @@ SEVERAL_RANKS = (
     Fault(
         "pipeline: each micro-batch weighs the same, however many tokens it has",
         "common/training/pipeline.py",
-        'ignore_index=IGNORED_LABEL, reduction="sum") / self.loss_divisor',
-        'ignore_index=IGNORED_LABEL, reduction="mean")',
+        "output, target, in_backward) / self.loss_divisor",
+        "output, target, in_backward) / (target != -100).sum()",
         _unit("pipeline", "stages_compute_what_the_whole_model_computes"),
     ),
     Fault(
@@ -489,7 +489,7 @@ CHECKPOINTS = (
     Fault(
         "the bytes of a checkpoint are not compared with its list",
         "common/training/checkpoints.py",
-        '        if _digest(path) != file["sha256"]:\n',
+        '        if digest_of(path) != file["sha256"]:\n',
         '        if not file["sha256"]:\n',
         _faults("checkpoints", "any_flipped_byte_is_caught"),
     ),
@@ -503,15 +503,15 @@ CHECKPOINTS = (
     Fault(
         "the checkpoint before is removed before the new one is whole",
         "common/training/checkpoints.py",
-        "        shutil.rmtree(partial.parent, ignore_errors=True)\n        partial.mkdir(parents=True)\n",
-        "        remove(found_in(folder.parent))\n        partial.mkdir(parents=True, exist_ok=True)\n",
+        "            self.partial.mkdir(parents=True)\n",
+        "            remove(found_in(folder.parent))\n            self.partial.mkdir(parents=True, exist_ok=True)\n",
         _faults("checkpoints", "killed_at_any_write_the_checkpoint_before_is_used"),
     ),
     Fault(
         "the best checkpoint is removed when others follow",
-        "common/training/trainer.py",
-        'newest | ({f"checkpoint-{best}"} if best else set())',
-        "newest",
+        "common/training/checkpoints.py",
+        '{f"checkpoint-{step}" for step in best_ones if step} | ',
+        "",
         _unit("training", "training_ends_after_validations_without_a_better_model"),
     ),
     Fault(
@@ -775,8 +775,8 @@ REPORTS = (
     Fault(
         "updates that round away are called updates",
         "common/training/callbacks.py",
-        "int((after != before).sum())",
-        "int((after == after).sum())",
+        "(after != before).sum()",
+        "(after == after).sum()",
         _unit("callbacks", "bfloat16_loses_most_of_small_updates_and_fp32_none"),
     ),
     Fault(

@@ -43,7 +43,7 @@ class Range:
 RANGES = (
     Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.",
           ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
-           "warmup_steps", "max_batch_tokens", "pad_to_multiple_of")),
+           "warmup_steps", "max_batch_tokens", "pad_to_multiple_of", "save_steps")),
     Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
           ("devices", "threads", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
            "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size",
@@ -51,7 +51,9 @@ RANGES = (
     Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.",
           ("max_length", "max_target_length")),
     Range(lambda value: 0 < value < math.inf, "{name} is {value}, but must be above 0 and finite, such as {default}.",
-          ("learning_rate", "eval_steps", "bucket_cap_mb", "start_timeout_s", "step_timeout_s")),
+          ("learning_rate", "eval_steps", "max_lost_minutes", "bucket_cap_mb", "start_timeout_s", "step_timeout_s")),
+    Range(lambda value: value < 1 or value % 1 == 0,
+          "{name} is {value}: pass a whole number of steps, or below 1 a share of all.", ("save_steps",)),
     Range(lambda value: 0 <= value < 1,
           "{name} is {value}, but is a fraction: pass a number from 0 up to, not with, 1.",
           ("lora_dropout", "max_truncated_fraction")),
@@ -94,6 +96,7 @@ ONLY_FOR = (
     OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines",
             ("gradient_exchange", "bucket_cap_mb", "link")),
     OnlyFor("the Trainer", lambda run: run.loop == "trainer", ("early_stopping_patience",)),
+    OnlyFor("runs without save_steps", lambda run: not run.save_steps, ("max_lost_minutes",)),
 )  # fmt: skip
 
 

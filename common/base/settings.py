@@ -266,11 +266,21 @@ class ParallelismSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How often the loss is logged and the model validated and saved (one interval for all), and how it is judged."""
+    """How often the model is validated and saved, and how it is judged."""
 
     _argument_group_name = "evaluation"
     eval_steps: float = setting(
-        0.05, "Steps after which the loss is logged, and the model validated and saved; below 1, a share of all steps."
+        0.05,
+        "Steps after which the loss is logged and the model validated; below 1, a share of all steps. Where it is the "
+        "best so far, its weights are saved.",
+    )
+    save_steps: float = setting(
+        0.0,
+        "Steps after which a full state (weights, optimizer, random numbers) is saved, to resume from, and one at the "
+        "end; below 1, a share of all steps. 0 = as often as max_lost_minutes says, and at the end if at most 1 GiB.",
+    )
+    max_lost_minutes: float = setting(
+        15.0, "Without save_steps: minutes of training that a failure may lose; a full state is saved about as often."
     )
     early_stopping_patience: int = setting(
         0, "Validations in a row without a better model after which training ends; 0 = never."

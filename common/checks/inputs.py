@@ -16,22 +16,23 @@ from common.base.run_config import RunConfig, check_choice
 from common.base.run_folders import literal_of, workflow_does
 from common.data.rows import Row
 from common.data.splits import load_splits
-from common.hardware.devices import GIB
+from common.hardware.devices import size_text
 from common.models.families import check_quantizable, suited_to_model
 from common.models.loading import any_shape_config, check_attention, check_liger, load_tokenizer, model_without_weights
 from common.models.quantization import check_bitsandbytes
 from common.models.trained_weights import with_trained_weights
-from common.planning.job import OPTIMIZER_BYTES
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher, was_restarted
 from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint
 from common.training.compiled_layers import check_compiler
 from common.training.placement import check_placement_and_memory
+from common.training.saves import CheckpointSize, checkpoint_size
 from common.training.strategy import strategy_class
 
-# at the same time: the best, the two newest, and the one that is written (`CheckpointedTrainer._save_checkpoint`)
-CHECKPOINTS = 4
+# at the same time (`common.training.checkpoints.to_keep`): two full states and the one that is written; the best
+# weights, and those that were the best when the newest full state was written
+FULL_STATES, BEST_WEIGHTS = 3, 2
 
 
 def check_inputs(run: RunConfig) -> RunConfig:
@@ -182,19 +183,24 @@ def check_folder(run: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """What a run writes, in bytes: checkpoints, so many at the same time, and models, which are saved at its end.
+    """What a run writes: full states and best weights, so many at the same time, and at its end models, in bytes.
 
     Records, logs and pictures, which are small, are left out.
     """
 
-    checkpoint_bytes: int
-    checkpoints: int
+    checkpoint: CheckpointSize
+    full_states: int
+    best_weights: int
     models_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """The most that is there at the same time."""
-        return self.checkpoints * self.checkpoint_bytes + self.models_bytes
+        return (
+            self.full_states * self.checkpoint.state_bytes
+            + self.best_weights * self.checkpoint.weights_bytes
+            + self.models_bytes
+        )
 
 
 def disk_need(run: RunConfig) -> DiskNeed:
@@ -204,19 +210,21 @@ def disk_need(run: RunConfig) -> DiskNeed:
         BadInputError: no shape is known of the model, or it has no such target modules.
     """
     model = model_without_weights(run)
-    saved_bytes = sum(weight.nbytes for weight in model.parameters())
-    models_bytes = run.method.merged_models * saved_bytes
+    models_bytes = run.method.merged_models * sum(weight.nbytes for weight in model.parameters())
     with torch.random.fork_rng(devices=[]):  # adapters draw their start, which the run's own are to draw
         model = with_trained_weights(model, run)
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    if run.method.has_adapters:  # checkpoints have adapters alone, and so has what is saved beside the merged model
-        saved_bytes = sum(weight.nbytes for weight in trained)
-        models_bytes += saved_bytes
-    # DeepSpeed's bf16 has momentum, variance and a copy of the weights in fp32
-    per_weight = 3 * 4 if run.parallelism.uses_deepspeed else OPTIMIZER_BYTES.get(run.optim)
-    # None: two states as wide as the weight, as Adam has
-    states = sum(weight.numel() * (2 * weight.itemsize if per_weight is None else per_weight) for weight in trained)
-    return DiskNeed(saved_bytes + math.ceil(states), min(CHECKPOINTS, math.ceil(1 / run.eval_steps)), models_bytes)
+    size = checkpoint_size(run, model.parameters())
+    if run.method.has_adapters:  # they are saved beside the merged model
+        models_bytes += size.weights_bytes
+    return DiskNeed(
+        size, _at_once(run.save_steps, run, FULL_STATES), _at_once(run.eval_steps, run, BEST_WEIGHTS), models_bytes
+    )
+
+
+def _at_once(interval: float, run: RunConfig, most: int) -> int:
+    """Return how many of the checkpoints after each `interval` steps (0 = unknown) are there at once, up to `most`."""
+    steps = 1 if interval < 1 else run.max_steps  # the interval is a share of all, or their number may be known
+    return min(most, math.ceil(steps / interval)) if interval and steps > 0 else most
 
 
 def check_disk(run: RunConfig) -> None:
@@ -233,10 +241,11 @@ def check_disk(run: RunConfig) -> None:
     there = next(each for each in run.results_folder("any").parents if each.exists())
     free = shutil.disk_usage(there).free
     if free < need.total_bytes:
-        fewer = ", or --eval_steps 0.5 for two checkpoints at a time" if need.checkpoints > 2 else ""
+        fewer = ", or --save_steps 0.5 for two full states" if need.full_states > 2 else ""
         raise BadInputError(
-            f"This run would write up to {size_text(need.total_bytes)} ({need.checkpoints} checkpoints of "
-            f"{size_text(need.checkpoint_bytes)} and {size_text(need.models_bytes)} of tuned models), but "
+            f"This run would write up to {size_text(need.total_bytes)} ({need.full_states} full states of "
+            f"{size_text(need.checkpoint.state_bytes)}, {need.best_weights} times the best weights of "
+            f"{size_text(need.checkpoint.weights_bytes)}, and {size_text(need.models_bytes)} of tuned models), but "
             f"{size_text(free)} are free in {there}: make room there, or pass --results_root with a folder on another "
             f"disk{fewer}."
         )
@@ -257,9 +266,3 @@ def check_room_to_save(run: RunConfig) -> None:
             f"The preflight saves the model once, {size_text(size)}, but {size_text(free)} are free in {folder}: set "
             "TMPDIR to a folder on another disk."
         )
-
-
-def size_text(byte_count: float) -> str:
-    """Return bytes for a reader, such as `14.2 GiB` or `4.0 MiB`."""
-    gib = byte_count / GIB
-    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"

@@ -29,6 +29,12 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 CUDA_DRIVER = "libcuda.so.1"
 
 
+def size_text(byte_count: float) -> str:
+    """Return bytes for a reader, such as `14.2 GiB` or `4.0 MiB`."""
+    gib = byte_count / GIB
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{byte_count / MIB:.1f} MiB"
+
+
 def device_name(kind: str, local_rank: int) -> str:
     """Return the device that a rank works on, as torch spells it: `cpu`, or `cuda:1` for local rank 1."""
     return "cpu" if kind == "cpu" else f"{kind}:{local_rank}"

@@ -15,7 +15,8 @@ EQUIVALENCE = REPOSITORY / "tests" / "recipes" / "equivalence.json"
 """What tests/recipes/test_equivalence.py measured: a list of `task`, `strategy`, `technique`, `note`, and the largest
 `loss_difference` (relative) and `weight_difference` (absolute), or None where a case was skipped."""
 ENDED_FAULTS = REPOSITORY / "tests" / "faults" / "outcomes.json"
-"""What `make soak` measured: a list of `fault`, `technique`, `outcome`, `noticed_s`, `ended_s`, `lost_steps`."""
+"""What `make soak` measured: a list of `fault`, `technique`, `outcome`, `noticed_s`, `ended_s`, `lost_steps`;
+of a run that resumes also `lost_minutes`, and the longest wait for one of its saves, `held_up_s`."""
 FAMILIES_FILE = REPOSITORY / "tests" / "recipes" / "families.json"
 """What tests/recipes/test_families.py found: a list of `family`, `model_type`, and for each way to train what came of
 it."""
@@ -57,12 +58,20 @@ FAULTS = {
     33: "a run name that leads elsewhere",
     34: "an error with a token in it",
 }
+FAULT_FIGURES = {
+    "Noticed (s)": ("noticed_s", "{:.1f}"),
+    "Ended (s)": ("ended_s", "{:.1f}"),
+    "Steps lost": ("lost_steps", "{}"),
+    "Minutes lost": ("lost_minutes", "{:.2f}"),
+    "A save holds up (s)": ("held_up_s", "{:.2f}"),
+}
+"""Of the table's columns: where a row has the figure, and how it is written."""
 ELSEWHERE = (
     {
         "fault": 3,
         "technique": "all",
-        "outcome": "cannot be: every save is done before the next step",
-        "test": "common/training/checkpoints.py",
+        "outcome": "the checkpoint before is used: a name is given when all is written",
+        "test": "tests/unit/test_training.py",
     },
     {
         "fault": 11,
@@ -161,20 +170,19 @@ def llama_cpp(_: list[Record]) -> pd.DataFrame:
 
 
 def faults(_: list[Record]) -> pd.DataFrame:
-    """Return one line per fault and technique; seconds count from the fault on."""
-    return pd.DataFrame(
+    """Return one line per fault and technique; seconds count from the fault on. Columns without any are left out."""
+    table = pd.DataFrame(
         {
             "": str(row["fault"]),
             "Fault": FAULTS[row["fault"]],
             "Technique": row["technique"],
             "Outcome": row["outcome"],
-            "Noticed (s)": _figure(row.get("noticed_s"), "{:.1f}"),
-            "Ended (s)": _figure(row.get("ended_s"), "{:.1f}"),
-            "Steps lost": _figure(row.get("lost_steps"), "{}"),
+            **{header: _figure(row.get(name), form) for header, (name, form) in FAULT_FIGURES.items()},
             "Where": f"[{Path(row['test']).name}]({row['test']})",
         }
         for row in sorted([*read_outcomes(ENDED_FAULTS), *ELSEWHERE], key=lambda row: row["fault"])
     )
+    return table.loc[:, [header not in FAULT_FIGURES or (table[header] != "").any() for header in table]]
 
 
 def _figure(value: float | None, form: str) -> str:

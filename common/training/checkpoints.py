@@ -1,16 +1,18 @@
 """Checkpoints that are there whole or not at all: written aside, flushed, listed with their digests, then renamed.
 
+A checkpoint is a full state, which a training resumes from, or the best weights alone.
+
 A process that dies at any moment leaves the checkpoint before, the new one, or both. What is read again is first
 compared with its list: PyTorch, safetensors and DCP all load a file with a wrong byte without an error.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from hashlib import file_digest, sha256
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from common.hardware.devices import GIB
 from common.records.store import default_run_name
 from common.runtime.faults import fault_at
 from common.runtime.watch import reached
+from common.training.digests import Digests, collecting_digests, digest_of, flush_file
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 """The name of a checkpoint's folder, as Transformers gives it: with the optimizer steps that were taken."""
@@ -34,6 +37,9 @@ PARTIAL, GOING = ".partial", ".going"
 BAD = ".bad"
 """What is added to the name of a checkpoint that is not as it was written."""
 SPARE_BYTES = 2**20
+HOLDS, BEST = "holds", "best"
+"""Of what a checkpoint says: `FULL_STATE` or `WEIGHTS`; and the best step so far, 0 where there is none."""
+FULL_STATE, WEIGHTS = "full state", "weights"
 
 
 class DamagedCheckpointError(BadInputError):
@@ -47,45 +53,100 @@ class DamagedCheckpointError(BadInputError):
 def atomic_checkpoint(folder: Path, about: Mapping[str, Any], byte_count: int, commits: bool) -> Iterator[Path]:
     """Yield a fresh folder to write into, which becomes `folder` when every rank has left this context.
 
-    Called on every rank. `about` says what run the checkpoint is of, `byte_count` how much this rank is about to write,
-    and `commits` whether it is the one of its disk that lists and renames.
-
-    Raises:
-        RunStoppedError: there is no space for it, or it could not be written; what was there before is as it was.
+    Called on every rank; arguments and errors are those of `UnfinishedCheckpoint`.
     """
-    step, partial = steps_at(folder), folder.parent / PARTIAL / folder.name
-    reached("saving", step)
-    _check_space(folder, byte_count, commits)
-    if commits:
-        shutil.rmtree(partial.parent, ignore_errors=True)
-        partial.mkdir(parents=True)
-    wait_for_everyone()
-    try:
+    unfinished = UnfinishedCheckpoint(folder, about, byte_count, commits)
+    with unfinished.being_written() as partial:
         yield partial
-        fault_at("written", step)
-        wait_for_everyone()  # every rank has written its part
+    unfinished.commit()
+
+
+class UnfinishedCheckpoint:
+    """A checkpoint that is being written, aside, until it is committed; a process has one at a time.
+
+    Attributes:
+        background: What is still being written while training goes on.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], byte_count: int, commits: bool) -> None:
+        """Make a fresh folder to write into; called on every rank.
+
+        `about` says what run the checkpoint is of, `byte_count` how much this rank is about to write, and `commits`
+        whether it is the one of its disk that lists and renames.
+
+        Raises:
+            RunStoppedError: there is no space for it; what was there before is as it was.
+        """
+        self.folder, self.about, self.commits = folder, about, commits
+        self.step, self.partial = steps_at(folder), folder.parent / PARTIAL / folder.name
+        self.digests = Digests()
+        self.background: Future[Any] | None = None
+        reached("saving", self.step)
+        _check_space(folder, byte_count, commits)
         if commits:
-            flush(partial)
-            fault_at("flushed", step)
-            write_manifest(partial, about)
-            fault_at("listed", step)
-            if folder.exists():  # of the same step, from an earlier start
-                remove([folder])
-            partial.rename(folder)
-            _flush_file(folder.parent)
-            fault_at("renamed", step)
-    except (KeyboardInterrupt, SystemExit, RunStoppedError):
-        raise
-    except BaseException as error:  # DCP's own derives from it
-        if is_of_the_network(error):
+            shutil.rmtree(self.partial.parent, ignore_errors=True)
+            self.partial.mkdir(parents=True)
+        wait_for_everyone()
+
+    @contextmanager
+    def being_written(self) -> Iterator[Path]:
+        """Yield the folder to write into.
+
+        Raises:
+            RunStoppedError: it could not be written; what was there before is as it was.
+        """
+        with self._telling_of_failures(), collecting_digests(self.digests):
+            yield self.partial
+
+    def is_written(self) -> bool:
+        """Return whether nothing is being written any more on any rank; called on every rank."""
+        is_written = self.background is None or self.background.done()
+        return all(gather_object([is_written and self.digests.are_done()]))
+
+    def commit(self) -> None:
+        """Wait until all is written, list it, and give it its name; called on every rank.
+
+        Raises:
+            RunStoppedError: it could not be written; what was there before is as it was.
+        """
+        reached("saving", self.step)
+        with self._telling_of_failures():
+            if self.background:
+                self.background.result()
+            fault_at("written", self.step)
+            own = self.digests.collect(self.partial)
+            of_ranks = gather_object([own])  # every rank has written its part
+            if self.commits:
+                # where disks are apart each has a file of the same name, whose bytes may differ
+                self._rename({name: digest for each in (*of_ranks, own) for name, digest in each.items()})
+        wait_for_everyone()
+
+    def _rename(self, known: Mapping[str, str]) -> None:
+        flush(self.partial)
+        fault_at("flushed", self.step)
+        write_manifest(self.partial, self.about, known)
+        fault_at("listed", self.step)
+        if self.folder.exists():  # of the same step, from an earlier start
+            remove([self.folder])
+        self.partial.rename(self.folder)
+        flush_file(self.folder.parent)
+        fault_at("renamed", self.step)
+
+    @contextmanager
+    def _telling_of_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit, RunStoppedError):
             raise
-        raise RunStoppedError(
-            f"The checkpoint after step {step} could not be written ({said_by(error)}; "
-            f"{shutil.disk_usage(folder.parent).free / GIB:.2f} GiB are free in {folder.parent}): make room there, or "
-            f"pass another --results_root; the checkpoint before is whole, and --resume_from_checkpoint {LAST} resumes "
-            "from it."
-        ) from error
-    wait_for_everyone()
+        except BaseException as error:  # DCP's own derives from it
+            if is_of_the_network(error):
+                raise
+            root = self.folder.parent
+            raise RunStoppedError(
+                f"The checkpoint after step {self.step} could not be written ({said_by(error)}; "
+                f"{shutil.disk_usage(root).free / GIB:.2f} GiB are free in {root}): make room there, or pass another "
+                f"--results_root; the checkpoint before is whole, and --resume_from_checkpoint {LAST} resumes from it."
+            ) from error
 
 
 def _check_space(folder: Path, byte_count: int, commits: bool) -> None:
@@ -102,17 +163,22 @@ def _check_space(folder: Path, byte_count: int, commits: bool) -> None:
         )
 
 
-def write_manifest(folder: Path, about: Mapping[str, Any]) -> None:
-    """List the files of a folder, with what they are of; the last file that is written."""
+def write_manifest(folder: Path, about: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
+    """List the files of a folder, with what they are of; the last file that is written.
+
+    `known`: the digests of files by their names, where they were hashed while they were written.
+    """
+    known = known or {}
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        name: {"bytes": path.stat().st_size, "sha256": known.get(name) or digest_of(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
+        for name in [path.relative_to(folder).as_posix()]
     }
     path = folder / MANIFEST_FILE
     path.write_bytes(_as_bytes({"about": dict(about), "files": files}))
-    _flush_file(path)
-    _flush_file(folder)
+    flush_file(path)
+    flush_file(folder)
 
 
 def _as_bytes(listed: Mapping[str, Any]) -> bytes:
@@ -121,23 +187,31 @@ def _as_bytes(listed: Mapping[str, Any]) -> bytes:
     return (json.dumps({**listed, "sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
-
-
 def flush(folder: Path) -> None:
     """Have the system write a folder's files, and their names, to the disk now."""
     for path in [*folder.rglob("*"), folder]:
-        _flush_file(path)
+        flush_file(path)
 
 
-def _flush_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def to_keep(checkpoints: Path, best: int | None) -> set[str]:
+    """Return the names of the checkpoints that are still needed: at most two full states, and best weights.
+
+    Those are the weights after step `best`, the newest full state, and the weights that were the best when it was
+    written: a run that resumes from it begins with them. Should it be damaged there is one full state more: one of
+    those weights is, or else it is the one before.
+    """
+    states = [folder for folder in found_in(checkpoints) if _has_full_state(folder)]
+    best_ones = {best, *(read_manifest(newest)["about"].get(BEST) for newest in states[:1])}
+    kept = {f"checkpoint-{step}" for step in best_ones if step} | {newest.name for newest in states[:1]}
+    spare = [state.name for state in states if state.name not in kept]
+    return kept | set(spare[: max(0, 2 - (len(states) - len(spare)))])
+
+
+def _has_full_state(folder: Path) -> bool:
+    """Return whether a training can resume from a checkpoint, by its list; from a damaged list none can."""
+    with suppress(DamagedCheckpointError):
+        return holds(folder) == FULL_STATE
+    return False
 
 
 def rotate(checkpoints: Path, keep: set[str]) -> None:
@@ -197,6 +271,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return listed
 
 
+def holds(folder: Path) -> str:
+    """Return what a checkpoint is, by its list: a `FULL_STATE`, as all were once, or `WEIGHTS` alone.
+
+    Raises:
+        DamagedCheckpointError: see `read_manifest`.
+    """
+    return read_manifest(folder)["about"].get(HOLDS, FULL_STATE)
+
+
 def verify(folder: Path) -> dict[str, Any]:
     """Read every byte of a checkpoint, and return what it is of (`about`).
 
@@ -214,7 +297,7 @@ def verify(folder: Path) -> dict[str, Any]:
             raise _damaged(folder, f"{name} is missing")
         if path.stat().st_size != file["bytes"]:
             raise _damaged(folder, f"{name} has {path.stat().st_size:,} of {file['bytes']:,} bytes")
-        if _digest(path) != file["sha256"]:
+        if digest_of(path) != file["sha256"]:
             raise _damaged(folder, f"{name} has other bytes than were written")
     return listed["about"]
 
@@ -246,9 +329,11 @@ def verify_once(folder: Path, is_main: bool) -> dict[str, Any]:
 
 
 def newest_whole(checkpoints: Path) -> Path | None:
-    """Return a run's newest undamaged checkpoint; damaged ones are named and renamed."""
+    """Return a run's newest undamaged full state; damaged checkpoints are named and renamed."""
     for folder in found_in(checkpoints):
         try:
+            if holds(folder) == WEIGHTS:
+                continue
             verify(folder)
         except DamagedCheckpointError as damage:
             print(f"WARNING: {damage}")
@@ -292,9 +377,9 @@ def check_checkpoint(run: RunConfig, launcher: str, rows: int) -> None:
     own_name = run.run_name or default_run_name(run, launcher)
     own = run.results_folder(own_name)
     if run.resume_from_checkpoint == LAST:
-        for newest in found_in(own / "checkpoints")[:1]:
-            with suppress(DamagedCheckpointError):  # it is named, and kept aside, when training begins
-                _check_listed(newest, run, rows)
+        # a damaged one is named, and kept aside, when training begins
+        for newest in list(filter(_has_full_state, found_in(own / "checkpoints")))[:1]:
+            _check_listed(newest, run, rows)
         return
     folder = Path(run.resume_from_checkpoint).expanduser()
     _check_listed(folder, run, rows)
@@ -328,6 +413,10 @@ def check_resumable(run: RunConfig, rows: int, folder: Path, about: Mapping[str,
     about = {"order": GROUPED, **about}  # the only one that older checkpoints had
     differs = {name: about[name] != value for name, value in own.items()}
     problems = [
+        (
+            about.get(HOLDS) == WEIGHTS,
+            f"with the best weights alone: pass one with a full state, or --resume_from_checkpoint {LAST}",
+        ),
         (
             differs["parallel"] and not are_whole,
             f"of {about['parallel']}, but parallel is {run.parallel}: pass --parallel {about['parallel']}",

@@ -3,14 +3,18 @@
 Settings, optimizer, learning-rate schedule, reports and logs stay the Trainer's.
 """
 
+import os
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from accelerate.utils import gather_object
 from torch.nn.utils import get_total_norm
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
@@ -86,10 +90,12 @@ class LoopTrainer(AuditedTrainer):
                     self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
                     yield self._step_of(rows)
                     self._end_step()
+        with self.saves.holding_up():
+            self.finish_save()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             best = Path(self.state.best_model_checkpoint)
             verify_once(best, self.rank.is_main)
-            self.strategy.load(best)
+            self.strategy.load_weights(best)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def update(self) -> None:
@@ -135,15 +141,23 @@ class LoopTrainer(AuditedTrainer):
         self.state.epoch = self.state.global_step / self.steps_per_epoch
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         with self.reporting():
+            self._look_at_save()
             if self.control.should_log:
                 loss = self.strategy.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
                 self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
                 self.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
             if self.control.should_evaluate:
-                self._determine_best_metric(self.evaluate(), trial=None)
+                self.control.should_save = self._determine_best_metric(self.evaluate(), trial=None)
             if self.control.should_save:
                 self._save_checkpoint(self.model)
                 self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _look_at_save(self) -> None:
+        """Commit what was written while training went on, where the ranks meet anyway, or nearly so."""
+        if self.unfinished and (self.control.should_evaluate or self.schedule.is_meeting(self.state)):
+            with self.saves.holding_up():
+                if self.unfinished.is_written():
+                    self.finish_save()
 
     def evaluate(self, *_: object, **__: object) -> dict[str, float]:
         """Return the metrics of all validation rows, such as the mean loss."""
@@ -192,15 +206,28 @@ class LoopTrainer(AuditedTrainer):
 
     # -- checkpoints
 
-    def write_checkpoint(self, folder: Path) -> None:
-        """Write weights and optimizer, every rank's random numbers, and the history."""
-        self.strategy.save(folder)
-        self._save_rng_state(str(folder))
+    def write_checkpoint(self, folder: Path, is_full: bool) -> Future[Any] | None:
+        """Write weights and optimizer, every rank's random numbers, and the history; or weights and history alone."""
+        background = None
+        if self.saves_in_background and self._has_room_to_copy(is_full):
+            background = self.strategy.save_in_background(folder, is_full)
+        elif is_full:
+            self.strategy.save(folder)
+        else:
+            self.strategy.save_weights(folder)
+        if is_full:
+            self._save_rng_state(str(folder))
         for each in self.callback_handler.callbacks:  # not `self.control`: what has stopped may be told to train longer
             if isinstance(each, ExportableState):
                 self.state.stateful_callbacks[type(each).__name__] = each.state()
         if self.writes:
             self.state.save_to_json(str(folder / STATE_FILE))
+        return background
+
+    def _has_room_to_copy(self, is_full: bool) -> bool:
+        """Return whether the hosts of all ranks can hold a copy of what they write; called on every rank."""
+        needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * self.bytes_to_write(is_full)
+        return all(gather_object([needed < psutil.virtual_memory().available]))
 
     def _resume(self, folder: Path) -> None:
         """Resume after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""

@@ -20,6 +20,7 @@ from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.runtime.world import Rank
+from common.training.digests import begin_hashing
 from common.training.module_maps import StageMap
 from common.training.pipeline import Pipeline, StageModule, trained_stage
 from common.training.strategy import Batch, Model, Strategy
@@ -30,7 +31,7 @@ OPTIMIZER_FILE = "optimizer-stage{}.pt"
 class PipelineParallel(Strategy):
     """Every rank holds a stage, and goes through the same rows in the same order."""
 
-    measures_usage = reloads_as_computed = False
+    measures_usage = reloads_as_computed = saves_in_background = False
     divides_checkpoints = True
 
     @classmethod
@@ -113,14 +114,24 @@ class PipelineParallel(Strategy):
 
     def save(self, folder: Path) -> None:
         """Write the stages as parts of one model, and each stage's optimizer."""
-        save_parts(self.model, folder, self.rank)
-        torch.save(self.optimizer.state_dict(), folder / OPTIMIZER_FILE.format(self.rank.rank))
+        self.save_weights(folder)
+        optimizer_file = folder / OPTIMIZER_FILE.format(self.rank.rank)
+        torch.save(self.optimizer.state_dict(), optimizer_file)
+        begin_hashing([optimizer_file])
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the stages as parts of one model."""
+        begin_hashing(save_parts(self.model, folder, self.rank))
 
     def load(self, folder: Path) -> None:
         """Take back this stage's part of the weights, and its optimizer."""
-        load_parts(self.model, folder)
+        self.load_weights(folder)
         states = torch.load(folder / OPTIMIZER_FILE.format(self.rank.rank), map_location="cpu", weights_only=True)
         self.optimizer.load_state_dict(states)
+
+    def load_weights(self, folder: Path) -> None:
+        """Take back this stage's part of the weights."""
+        load_parts(self.model, folder)
 
     def export(self, folder: Path) -> None:
         """Write the stages as one model; see `save_parts`."""
@@ -170,11 +181,14 @@ def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
 # -- the parts as one model
 
 
-def save_parts(model: Model, folder: Path, rank: Rank) -> None:
+def save_parts(model: Model, folder: Path, rank: Rank) -> list[Path]:
     """Save all stages as one model that plain Transformers (or PEFT) loads: call it on every rank.
 
     Each rank writes its stage's weights as a part of a model in several files; no weight is sent. Of adapters, which
     are small, rank 0 writes all.
+
+    Returns:
+        The files of weights that this rank has written.
     """
     if rank.is_main:
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,12 +200,14 @@ def save_parts(model: Model, folder: Path, rank: Rank) -> None:
             model.save_pretrained(folder, save_embedding_layers=False)  # configuration, and weights of this stage only
             every = {name: weight.contiguous() for part in parts for name, weight in part.items()}
             save_file(every, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        written = [folder / SAFETENSORS_WEIGHTS_NAME] if rank.is_main else []
     else:
-        _save_stage(model, folder, rank)
+        written = [_save_stage(model, folder, rank)]
     wait_for_everyone()
+    return written
 
 
-def _save_stage(model: PreTrainedModel, folder: Path, rank: Rank) -> None:
+def _save_stage(model: PreTrainedModel, folder: Path, rank: Rank) -> Path:
     file_name = f"model-{rank.rank + 1:05}-of-{rank.world_size:05}.safetensors"
     weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
     if model.ends_are_tied and not rank.is_main:
@@ -209,6 +225,7 @@ def _save_stage(model: PreTrainedModel, folder: Path, rank: Rank) -> None:
             "weight_map": {name: file_name for file_name, names, _ in parts for name in names},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return folder / file_name
 
 
 def load_parts(model: Model, folder: Path) -> None:

@@ -23,6 +23,7 @@ from common.data.rows import IGNORED_LABEL, Tokens
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
 from common.training.checkpoints import newest_whole, steps_at
+from common.training.digests import begin_hashing
 from common.training.loop import LoopTrainer
 from common.training.strategy import Batch, WholeModel
 
@@ -46,16 +47,30 @@ class Replicas(WholeModel):
 
     def save(self, folder: Path) -> None:
         """Write what all ranks have, on one rank of each disk."""
-        if self.writes:
-            torch.save(
-                {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, folder / WEIGHTS_FILE
-            )
+        self._write(folder, {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
+
+    def save_weights(self, folder: Path) -> None:
+        """Write the weights, on one rank of each disk."""
+        self._write(folder, {"model": self.model.state_dict()})
 
     def load(self, folder: Path) -> None:
         """Take back weights and optimizer, on every rank."""
+        self.optimizer.load_state_dict(self._take_back(folder)["optimizer"])
+
+    def load_weights(self, folder: Path) -> None:
+        """Take back the weights, on every rank."""
+        self._take_back(folder)
+
+    def _write(self, folder: Path, content: dict[str, Any]) -> None:
+        if self.writes:
+            torch.save(content, folder / WEIGHTS_FILE)
+            begin_hashing([folder / WEIGHTS_FILE])
+
+    def _take_back(self, folder: Path) -> dict[str, Any]:
+        """Load a checkpoint's weights, and return all that it has."""
         saved = torch.load(folder / WEIGHTS_FILE, map_location="cpu", weights_only=True)
         self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
+        return saved
 
 
 class PlainLoop(LoopTrainer):
@@ -91,9 +106,19 @@ class PlainLoop(LoopTrainer):
         broadcast_folder(folder, of_ranks.index((newest, True)), lacks, self.rank)
         return folder
 
-    def write_checkpoint(self, folder: Path) -> None:
+    def take_best_along(self, folder: Path) -> None:
+        """Find the best checkpoint so far, which every disk gets from one that has it."""
+        if self.state.best_global_step:
+            best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
+            has_it = self.writes and best.is_dir()
+            of_ranks = gather_object([has_it])
+            if any(of_ranks):
+                broadcast_folder(best, of_ranks.index(True), self.writes and not has_it, self.rank)
+        super().take_best_along(folder)
+
+    def write_checkpoint(self, folder: Path, is_full: bool) -> None:
         """Give every disk every rank's random numbers, so that any of them can start all ranks again."""
-        super().write_checkpoint(folder)
+        super().write_checkpoint(folder, is_full)
         states = gather_object([{path.name: path.read_bytes() for path in folder.glob("rng_state*")}])
         for name, content in {name: state for each in states for name, state in each.items()}.items():
             if self.writes:

@@ -77,7 +77,7 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
     """Return what the record says of training: steps, losses, speed, FLOPs, best checkpoint.
 
     `reporting_s` is the part of `train_time_s` that went into validation and checkpoints; tokens per second and MFU
-    leave it out. `world` comes from `check_training`.
+    leave it out; `saves` has how long training waited for checkpoints. `world` comes from `check_training`.
     """
     log.memory.training_ended()
     history, run = trainer.state.log_history, log.run
@@ -95,6 +95,7 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
         "skipped_steps": trainer.skips.steps,
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
+        "saves": trainer.saves.for_record(),
         "tokens_per_s": tokens_per_s,
         "trained_parameters": trained,
         **trainer.updates.figures(),

@@ -3,7 +3,8 @@
 A parallelism names its strategy in `common.base.specs.PARALLELISMS`; without one the Trainer itself does it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from importlib import import_module
 from inspect import signature
@@ -16,7 +17,13 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
@@ -30,10 +37,11 @@ from common.models.separate_rows import separate_rows, without_mask
 from common.models.shards import byte_count, full_weights, gathered, global_numel, local_part
 from common.models.trained_weights import parameter_counts, with_trained_weights
 from common.planning.device_maps import whole_model_on
-from common.runtime.world import Rank
+from common.runtime.world import BACKENDS, Rank
 from common.tasks.objectives import objective_of
 from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
 from common.training.compiled_layers import compile_layers
+from common.training.digests import begin_hashing, begin_hashing_after
 from common.training.known_padding import padding_known
 from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
@@ -50,7 +58,7 @@ class Strategy:
     """What the ranks of one parallelism do in a `LoopTrainer`.
 
     As it stands here, each rank has rows of its own and calls one model, and the ranks' losses are parts of one sum;
-    subclasses add at least `backward`, and how the model is divided.
+    subclasses say how the model is divided, and how gradients come together.
 
     Attributes:
         takes_steps: Whether a `LoopTrainer` takes the steps; else the Trainer does.
@@ -59,16 +67,18 @@ class Strategy:
             `as_computed`.
         autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
         divides_checkpoints: Whether every rank writes a part of a checkpoint.
+        saves_in_background: Whether `save_in_background` is there.
         gather: Function that returns a weight whole; called on every rank.
     """
 
-    takes_steps = measures_usage = reloads_as_computed = True
+    takes_steps = measures_usage = reloads_as_computed = saves_in_background = True
     autocasts = divides_checkpoints = False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
         """Prepare for `run`; `rank` is this process's place among all, also where all work on the same rows."""
         self.run, self.rank, self.objective = run, rank, objective_of(run)
         self.usage = UsageReport(self)
+        self.saving_group: dist.ProcessGroup | None = None
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -113,7 +123,9 @@ class Strategy:
 
         The step's loss is a mean over its `num_items_in_batch` labels on all ranks; `is_last`: no batch of it follows.
         """
-        raise NotImplementedError
+        loss = self.loss(batch, num_items_in_batch)
+        loss.backward()
+        return loss.detach()
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients as far as this rank holds them."""
@@ -233,15 +245,62 @@ class Strategy:
 
     def save(self, folder: Path) -> None:
         """Write this rank's shards of weights and optimizer; nothing is gathered. Called on every rank."""
-        weights, optimizer = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": weights, "optimizer": optimizer}, checkpoint_id=str(folder / SHARDS))
+        self._write_shards(folder, self._weights() | self._states())
+
+    def save_weights(self, folder: Path) -> None:
+        """Write what `load_weights` takes back; see `save`."""
+        self._write_shards(folder, self._weights())
+
+    def save_in_background(self, folder: Path, is_full: bool) -> Future[Any]:
+        """Copy what `save` or `save_weights` writes to the host, and write it while training goes on.
+
+        Called on every rank. The threads that write have a process group of their own, on the CPU: their collectives
+        would else come among those of training.
+
+        Returns:
+            What is done when all ranks have written.
+        """
+        if self.rank.world_size > 1 and not self.saving_group:
+            self.saving_group = dist.new_group(backend=BACKENDS["cpu"])
+        parts = self._weights() | (self._states() if is_full else {})
+        writing = dcp.async_save(parts, storage_writer=shard_writer(folder), process_group=self.saving_group)
+        return begin_hashing_after(writing, self._own_shards(folder))
 
     def load(self, folder: Path) -> None:
         """Take back this rank's shards, also from a checkpoint of another number of ranks."""
-        weights, optimizer = get_state_dict(self.model, self.optimizer)
-        parts = {"model": weights, "optimizer": optimizer}
+        parts = self._read_shards(folder, self._weights() | self._states())
+        self._set_weights(parts)
+        set_optimizer_state_dict(self.model, self.optimizer, parts["optimizer"])
+
+    def load_weights(self, folder: Path) -> None:
+        """Take back this rank's shards of the weights, which `save` or `save_weights` wrote; not the optimizer."""
+        self._set_weights(self._read_shards(folder, self._weights()))
+
+    def _weights(self) -> dict[str, Any]:
+        """Return this rank's shards of the weights; with adapters of them alone, as the base does not change."""
+        weights = get_model_state_dict(self.model)
+        if self.run.method.has_adapters:
+            trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
+            weights = {name: shard for name, shard in weights.items() if name in trained}
+        return {"model": weights}
+
+    def _states(self) -> dict[str, Any]:
+        return {"optimizer": get_optimizer_state_dict(self.model, self.optimizer)}
+
+    def _set_weights(self, parts: dict[str, Any]) -> None:
+        options = StateDictOptions(strict=not self.run.method.has_adapters)
+        set_model_state_dict(self.model, parts["model"], options=options)
+
+    def _write_shards(self, folder: Path, parts: dict[str, Any]) -> None:
+        dcp.save(parts, storage_writer=shard_writer(folder))
+        begin_hashing(self._own_shards(folder))
+
+    def _own_shards(self, folder: Path) -> Iterator[Path]:
+        return (folder / SHARDS).glob(f"__{self.rank.rank}_*")
+
+    def _read_shards(self, folder: Path, parts: dict[str, Any]) -> dict[str, Any]:
         dcp.load(parts, storage_reader=SafeReader(str(folder / SHARDS)), planner=SafePlanner())
-        set_state_dict(self.model, self.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+        return parts
 
     # -- one model of all parts
 
@@ -288,10 +347,15 @@ class Strategy:
         return self.usage.for_record() if self.measures_usage else {}
 
 
+def shard_writer(folder: Path) -> dcp.FileSystemWriter:
+    """Return DCP's writer of a checkpoint's shards, which are flushed as they are hashed (`Digests.begin`)."""
+    return dcp.FileSystemWriter(folder / SHARDS, sync_files=False)
+
+
 class WholeModel(Strategy):
     """Every rank holds the whole model, with mp on several devices, and the Trainer takes the steps."""
 
-    takes_steps = measures_usage = reloads_as_computed = False
+    takes_steps = measures_usage = reloads_as_computed = saves_in_background = False
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the whole model to train, with mp placed by `stage_map`."""

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
@@ -60,19 +62,34 @@ from common.runtime.world import BACKENDS, Rank
 from common.tasks.objectives import objective_of
 from common.training.callbacks import FirstStepReport, ProgressReport, SkippedSteps, UpdateReport, WorkDone
 from common.training.checkpoints import (
+    BEST,
+    FULL_STATE,
+    HOLDS,
     STATE_FILE,
+    WEIGHTS,
     DamagedCheckpointError,
+    UnfinishedCheckpoint,
     about_run,
-    atomic_checkpoint,
     check_resumable,
-    found_in,
     newest_whole,
+    read_manifest,
     rotate,
     steps_at,
+    to_keep,
     verify_once,
 )
+from common.training.digests import begin_hashing
 from common.training.known_padding import padding_known
 from common.training.placement import evaluation_of_rows
+from common.training.saves import (
+    LITTLE_BYTES,
+    CheckpointSize,
+    SaveSchedule,
+    SavesDone,
+    bytes_per_second,
+    checkpoint_size,
+    describe_saves,
+)
 from common.training.strategy import Batch, Strategy, on_device, strategy_class
 from common.training.usage import optimizer_bytes
 
@@ -88,6 +105,10 @@ class CheckpointedTrainer(Trainer):
         about: What this run's checkpoints say of it.
         writes: Whether this rank writes what all ranks have; without a shared disk there are several that do.
         saves_into: Where Transformers writes a checkpoint's folder.
+        schedule: When a full state is due.
+        saves: What this run has saved.
+        unfinished: The checkpoint that is still being written.
+        saves_in_background: Whether training goes on while what ranks hold is written.
     """
 
     divides, copies = False, 1
@@ -100,6 +121,9 @@ class CheckpointedTrainer(Trainer):
         self.about: dict[str, Any] = {}
         self.writes = self.args.process_index == 0
         self.saves_into = Path(self.args.output_dir)
+        self.schedule, self.saves = SaveSchedule(math.inf), SavesDone()
+        self.unfinished: UnfinishedCheckpoint | None = None
+        self.saves_in_background = False
 
     def train(self, **kwargs: Any) -> Any:
         """Take all optimizer steps; those after `resume_checkpoint`, where that is a checkpoint."""
@@ -110,36 +134,78 @@ class CheckpointedTrainer(Trainer):
 
     # -- writing
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
-        """Write this step's checkpoint, then remove all but the best one, this one and the one before."""
-        folder, best = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", self.state.best_global_step
-        if best and best > self.first_step:
-            self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
-        with atomic_checkpoint(folder, self.about, self.bytes_to_write(), self.writes) as unfinished:
-            self.write_checkpoint(unfinished)
-        if self.writes:
-            newest = {each.name for each in found_in(folder.parent)[:2]}  # should one be damaged there is another
-            rotate(folder.parent, newest | ({f"checkpoint-{best}"} if best else set()))
+    def _determine_best_metric(self, metrics: dict[str, float], trial: None) -> bool:
+        """Return whether to save after a validation: the model is the best so far, or a full state is due."""
+        is_best = super()._determine_best_metric(metrics, trial)
+        self.schedule.meet(self.state)
+        return is_best or self.schedule.is_due(self.state, self.control)
 
-    def write_checkpoint(self, folder: Path) -> None:
-        """Write all that a resumed training needs; called on every rank."""
+    def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
+        """Write a full state, if one is due, or else the weights alone; then remove what is needed no more.
+
+        What is written while training goes on is committed later, by `finish_save`.
+        """
+        with self.saves.holding_up():
+            self.finish_save()
+            step, best = self.state.global_step, self.state.best_global_step or 0
+            folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+            is_full = self.schedule.is_due(self.state, self.control)
+            if best > self.first_step:
+                self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
+            about = {**self.about, HOLDS: FULL_STATE if is_full else WEIGHTS, BEST: best}
+            self.unfinished = UnfinishedCheckpoint(folder, about, self.bytes_to_write(is_full), self.writes)
+            with self.unfinished.being_written() as partial:
+                self.unfinished.background = self.write_checkpoint(partial, is_full)
+            if not self.unfinished.background:
+                self.finish_save()
+            if is_full:
+                self.schedule.saved(step)
+
+    def finish_save(self) -> None:
+        """Commit the checkpoint that is being written, when it is written, if there is one; called on every rank."""
+        if not self.unfinished:
+            return
+        unfinished, self.unfinished = self.unfinished, None
+        unfinished.commit()
+        if self.writes:
+            self.saves.count(read_manifest(unfinished.folder))
+            rotate(unfinished.folder.parent, to_keep(unfinished.folder.parent, unfinished.about[BEST]))
+
+    def write_checkpoint(self, folder: Path, is_full: bool) -> Future[Any] | None:
+        """Write all that a resumed training needs, or the weights alone; called on every rank.
+
+        Returns:
+            What is still being written.
+        """
         best, self.saves_into = self.state.best_model_checkpoint, folder.parent
+        self.args.save_only_model = not is_full
         super()._save_checkpoint(self.model, trial=None)
         self.state.best_model_checkpoint = best
         if self.args.should_save:
             self.state.save_to_json(str(folder / STATE_FILE))
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights, or the adapter, as plain libraries load them."""
+        super().save_model(output_dir, _internal_call)
+        if output_dir and self.args.should_save:
+            begin_hashing(Path(output_dir).glob("*.safetensors"))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            begin_hashing([Path(output_dir, OPTIMIZER_NAME)])
+
     def _get_output_dir(self, trial: None) -> str:
         return str(self.saves_into)
 
-    def bytes_to_write(self) -> int:
-        """Return the bytes that this rank writes of a checkpoint's weights and optimizer; of copies one is written."""
+    def bytes_to_write(self, is_full: bool) -> int:
+        """Return the bytes that this rank writes of the weights, and of the optimizer; of copies one is written."""
         if not self.writes and not self.divides:
             return 0
         only_trained = isinstance(self.model, PeftModel)
         weights = [weight for weight in self.model.parameters() if weight.requires_grad or not only_trained]
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # without Accelerate's wrapper
-        held = byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer else 0)
+        held = byte_count(map(local_part, weights)) + (optimizer_bytes(optimizer) if optimizer and is_full else 0)
         return held // self.copies
 
     # -- resuming
@@ -244,6 +310,7 @@ class AuditedTrainer(CheckpointedTrainer):
         if self.accelerator.ddp_handler:
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         self.strategy, self.batches, self.work = strategy, batches, WorkDone()
+        self.schedule = SaveSchedule(strategy.run.max_lost_minutes)
         strategy.attach(self.model)
         if strategy.takes_chunks:
             self.compute_loss_func = None  # the model's own is in chunks
@@ -442,8 +509,8 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         eval_steps=run.eval_steps,
         logging_strategy="steps",
         logging_steps=run.eval_steps,
-        save_strategy="steps",
-        save_steps=run.eval_steps,
+        save_strategy="best",  # and where `SaveSchedule` asks for it
+        save_steps=run.save_steps,
         save_total_limit=None,  # `rotate` removes, and only after the next checkpoint is there
         restore_callback_states_from_checkpoint=True,  # how long an early stop has waited
         load_best_model_at_end=True,
@@ -495,9 +562,11 @@ def make_trainer(
     )
     trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
     trainer.memory = log.memory
+    trainer.add_callback(trainer.schedule)  # after the strategy's, which count what ranks send
     check_precision(trainer, run)
     log.step = lambda: trainer.state.global_step
     trainer.about = about_run(run, len(train))
+    plan_saves(trainer, run.total_steps(len(train)), log)
     trainer.find_start(log)
     return trainer
 
@@ -522,6 +591,22 @@ def plan_training(log: RunRecorder, batch: BatchShape, evaluation: EvaluationSha
     if log.rank.is_main:
         print(said)
     return plan
+
+
+def plan_saves(trainer: AuditedTrainer, steps: int, log: RunRecorder) -> None:
+    """Find how large checkpoints become, and say on rank 0 how many of them `steps` steps have, and what they take.
+
+    Called on every rank.
+    """
+    size = checkpoint_size(log.run, trainer.model.parameters())
+    if log.run.parallelism.pipelines:  # a rank has its own stage
+        stages = gather_object([size])
+        size = CheckpointSize(sum(each.weights_bytes for each in stages), sum(each.state_bytes for each in stages))
+    trainer.schedule.saves_at_end = size.state_bytes <= LITTLE_BYTES
+    trainer.saves_in_background = trainer.strategy.saves_in_background and size.state_bytes > LITTLE_BYTES
+    if log.rank.is_main:
+        speed = bytes_per_second(log.folder, size.state_bytes)
+        print(describe_saves(log.run, steps, size, speed, waits=not trainer.saves_in_background))
 
 
 def check_precision(trainer: AuditedTrainer, run: RunConfig) -> None:

@@ -4,21 +4,25 @@ import importlib.util
 import os
 import shutil
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.utils.cpp_extension import get_default_build_root
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.loading import next_token_logits
-from common.models.shards import byte_count, global_numel, local_part
+from common.models.shards import byte_count, full_weights, global_numel, local_part
 from common.planning.device_maps import whole_model_on
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
+from common.training.digests import begin_hashing
 from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
 from common.training.usage import Held, check_share, optimizer_bytes
@@ -51,6 +55,8 @@ def is_compiled() -> bool:
 
 class Zero(Strategy):
     """Every rank holds its part of the optimizer's states (stage 1), also of gradients (2), also of weights (3)."""
+
+    saves_in_background = False
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
@@ -112,17 +118,44 @@ class Zero(Strategy):
     def save(self, folder: Path) -> None:
         """Write DeepSpeed's own checkpoint: each rank its part."""
         self.engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=False)
+        begin_hashing((folder / "zero").glob(f"*zero_pp_rank_{self.rank.rank}_mp_rank_*"))
+
+    def save_weights(self, folder: Path) -> None:
+        """Write what is trained from rank 0, whole: DeepSpeed's own checkpoints have the optimizer in any case."""
+        weights = full_weights(self._trained_weights(), self.rank.is_main, self.gather)
+        if self.rank.is_main:
+            save_file(weights, folder / SAFE_WEIGHTS_NAME)
+            begin_hashing([folder / SAFE_WEIGHTS_NAME])
 
     def load(self, folder: Path) -> None:
         """Take back this rank's part."""
         self.engine.load_checkpoint(str(folder), tag="zero")
 
+    def load_weights(self, folder: Path) -> None:
+        """Take back the weights, which the engine does not train any further; each rank its part."""
+        if not (folder / SAFE_WEIGHTS_NAME).exists():  # a full state
+            self.load(folder)
+            return
+        with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as file:
+            for name, weight in self._trained_weights():
+                with self._whole(weight, modifier_rank=0), torch.no_grad():
+                    weight.copy_(file.get_tensor(name))
+
+    def _trained_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [named for named in self.model.named_parameters() if named[1].requires_grad]
+
     def gather(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a weight whole; stage 3 has divided it."""
+        with self._whole(weight):
+            return weight.detach().clone()
+
+    def _whole(self, weight: torch.Tensor, modifier_rank: int | None = None) -> AbstractContextManager[object]:
+        """Return a context in which a weight is whole; what rank `modifier_rank` does to it remains on every rank."""
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters([weight]) if zero_stage(self.run) == 3 else nullcontext():
-            return weight.detach().clone()
+        if zero_stage(self.run) < 3:
+            return nullcontext()
+        return deepspeed.zero.GatheredParameters([weight], modifier_rank)
 
     def free(self) -> None:
         """Free the engine, which has the fp32 copies."""
@@ -146,7 +179,7 @@ class Zero(Strategy):
         return whole if self.run.precision == "fp32" else replace(whole, optimizer_bytes=3 * 4 * self._trained())
 
     def _trained(self) -> int:
-        return sum(global_numel(weight) for weight in self.model.parameters() if weight.requires_grad)
+        return sum(global_numel(weight) for _, weight in self._trained_weights())
 
     def check_shard_memory(self, held: Held) -> None:
         """Check that optimizer states are divided from stage 1 on, and weights in stage 3.

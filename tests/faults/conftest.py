@@ -36,10 +36,11 @@ KEYS = ("fault", "technique", "outcome")
 KEEP = "KEEP_OUTCOMES"
 """Set by `make soak`: the outcomes are kept, for the README."""
 CHAT = ("--train_rows", "65", "--validation_rows", "8", "--test_rows", "1", "--num_train_epochs", "2",
-        "--eval_steps", "0.1", "--independent_judge", "none", "--report_to", "none",
+        "--eval_steps", "0.1", "--save_steps", "0.1", "--independent_judge", "none", "--report_to", "none",
         "--max_new_tokens", "1")  # fmt: skip
 SUMMARIES = ("--train_rows", "65", "--validation_rows", "4", "--test_rows", "2", "--num_train_epochs", "2",
-             "--eval_steps", "0.1", "--report_to", "none", "--num_beams", "1", "--max_new_tokens", "2")  # fmt: skip
+             "--eval_steps", "0.1", "--save_steps", "0.1", "--report_to", "none", "--num_beams", "1",
+             "--max_new_tokens", "2")  # fmt: skip
 WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "single": ("2.1_lora_finetuning/run_0_cpu_x1/my_workflow_lora_finetuning.py", 1, (*CHAT, "--batch_size", "16")),
     "ddp": ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py", 2,
@@ -247,13 +248,15 @@ class Outcomes:
         noticed_s: float | None = None,
         ended_s: float | None = None,
         lost_steps: int | None = None,
+        **of_saves: float,
     ) -> None:
         """One line for each fault, technique and outcome, with the most of each figure; seconds from the fault on.
 
-        None: it was not measured.
+        None: it was not measured. `of_saves`: `lost_minutes` of training, and `held_up_s`, the longest wait for a save.
         """
         key, seconds = (fault, technique, outcome), {"noticed_s": noticed_s, "ended_s": ended_s}
         rounded = {name: None if value is None else round(value, 1) for name, value in seconds.items()}
+        rounded |= {name: round(value, 2) for name, value in of_saves.items()}
         figures, before = {**rounded, "lost_steps": lost_steps}, self.rows.get(key, {})
         most = {name: max(filter(None, (value, before.get(name))), default=value) for name, value in figures.items()}
         self.rows[key] = {**dict(zip(KEYS, key, strict=True)), **most, "test": self.test}

@@ -15,7 +15,7 @@ from common.base.command_line import BAD_INPUT_EXIT_CODE
 from common.base.paths import REPOSITORY
 from common.runtime.launchers import stream_command, torchrun_command
 from common.runtime.watch import HUNG_EXIT_CODE
-from common.training.checkpoints import newest_whole, verify
+from common.training.checkpoints import MANIFEST_FILE, newest_whole, verify
 from tests.forked import CUT_SHORT, Forked
 
 TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
@@ -41,7 +41,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
     victim = run.ranks - 1
     step = run.place(victim)["step"]
     run.workers()[victim].kill()
-    killed_s = time.monotonic()
+    killed_s, killed_at = time.monotonic(), time.time()
     said = ("error:", "closing signal")  # by another rank, or by the launcher
     run.wait_until(lambda: any(word in run.output for word in said) or run.process.poll() is not None, NOTICED_S)
     noticed_s = time.monotonic() - killed_s
@@ -56,6 +56,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
     assert kept is not None
     done = int(kept.name.partition("-")[2])
     assert done >= 3, "nothing that was complete is lost"
+    lost_minutes = (killed_at - (kept / MANIFEST_FILE).stat().st_mtime) / 60
 
     again = start(technique, "--resume_from_checkpoint", "last")
     first_step_s = again.wait_until(lambda: f"resumes after step {done}" in again.output, FIRST_STEP_S)
@@ -63,7 +64,17 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
     assert again.record["status"] == "completed"
     assert again.record["checkpoints"]["went_on_from"] == kept.name
     lost = max(0, step - 1 - done)
-    outcomes.keep(1, technique, f"goes on {first_step_s:.0f} s after its restart", noticed_s, ended_s, lost)
+    held_up_s = again.record["saves"]["longest_s"]
+    outcomes.keep(
+        1,
+        technique,
+        f"goes on {first_step_s:.0f} s after its restart",
+        noticed_s,
+        ended_s,
+        lost,
+        lost_minutes=lost_minutes,
+        held_up_s=held_up_s,
+    )
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

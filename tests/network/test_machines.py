@@ -35,7 +35,7 @@ MASTER = f"10.77.0.1:{PORT}"
 STEPS, PARTITIONS = 30, 3
 RUN = ("--train_rows", "65", "--validation_rows", "17", "--test_rows", "5", "--report_to", "none", "--batch_size", "4",
        "--max_new_tokens", "8", "--num_beams", "1", "--max_steps", f"{STEPS}", "--eval_steps", f"{1 / STEPS}",
-       "--partitions", f"{PARTITIONS}", "--run_name", "test")  # fmt: skip
+       "--save_steps", "1", "--partitions", f"{PARTITIONS}", "--run_name", "test")  # fmt: skip
 JOIN_S = 30
 """How long members wait for each other, unless a test says otherwise: they come some seconds apart."""
 START_S = 60

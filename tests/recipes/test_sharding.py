@@ -20,7 +20,8 @@ SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
 QUICK = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "1", "--independent_judge", "none",
          "--max_new_tokens", "1", "--report_to", "none", "--learning_rate_scaling", "none",
          "--learning_rate", "1e-3")  # fmt: skip
-EIGHT_STEPS = ("--max_steps", "8", "--eval_steps", "0.25", "--warmup_steps", "0", "--batch_size", "6")
+EIGHT_STEPS = ("--max_steps", "8", "--eval_steps", "0.25", "--save_steps", "0.5", "--warmup_steps", "0",
+               "--batch_size", "6")  # fmt: skip
 CONSTANT = ("--lr_scheduler_type", "constant")
 HALF = ("--max_steps", "4", "--eval_steps", "0.5")
 FOUR_STEPS = ("--max_steps", "4", "--eval_steps", "0.5", "--batch_size", "8")

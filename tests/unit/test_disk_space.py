@@ -40,23 +40,34 @@ def test_target_modules_that_are_not_there_are_refused_before_anything_is_loaded
 
 def test_a_checkpoint_has_the_weights_and_both_of_adams_states(full: RunConfig) -> None:
     need = disk_need(full)
-    assert need.checkpoint_bytes == pytest.approx(3 * need.models_bytes)
+    assert need.checkpoint.weights_bytes == need.models_bytes
+    assert need.checkpoint.state_bytes == pytest.approx(3 * need.models_bytes)
     assert need.models_bytes == pytest.approx(saved_bytes(EMBEDDED_BASE), rel=0.01)
-    assert need.checkpoints == 4  # the best, the two newest, and the one that is being written
-    assert disk_need(replace(full, eval_steps=0.5)).checkpoints == 2
-    assert disk_need(replace(full, optim="sgd")).checkpoint_bytes == need.models_bytes
+    assert disk_need(replace(full, optim="sgd")).checkpoint.state_bytes == need.models_bytes
     bf16 = disk_need(replace(full, precision="bf16"))
     assert bf16.total_bytes == need.total_bytes / 2
-    assert disk_need(replace(full, precision="bf16", parallel="zero2", devices=2)).checkpoint_bytes == (
+    assert disk_need(replace(full, precision="bf16", parallel="zero2", devices=2)).checkpoint.state_bytes == (
         bf16.models_bytes + 6 * bf16.models_bytes  # DeepSpeed keeps three numbers in fp32 for each weight
     )
+
+
+def test_how_many_checkpoints_there_are_at_the_same_time_follows_the_settings(full: RunConfig) -> None:
+    def states(**settings: float) -> int:
+        return disk_need(replace(full, **settings)).full_states
+
+    need = disk_need(full)
+    assert (need.full_states, need.best_weights) == (3, 2)  # two full states, and the one that is being written
+    assert need.total_bytes == 3 * need.checkpoint.state_bytes + 3 * need.models_bytes
+    assert [states(save_steps=0.2), states(save_steps=0.5), states(save_steps=0.9)] == [3, 2, 2]
+    assert [states(save_steps=10), states(save_steps=10, max_steps=20), states(save_steps=10, max_steps=9)] == [3, 2, 1]
+    assert disk_need(replace(full, eval_steps=5, max_steps=5)).best_weights == 1
 
 
 def test_adapters_need_room_for_checkpoints_of_their_own_and_for_merged_models(full: RunConfig) -> None:
     whole = disk_need(full).models_bytes
     adapters = replace(full, technique="lora", target_modules="all-linear")
     need, in_4_bits = disk_need(adapters), disk_need(replace(adapters, technique="qlora"))
-    adapter_bytes = need.checkpoint_bytes / 3  # and both of Adam's states
+    adapter_bytes = need.checkpoint.state_bytes / 3  # and both of Adam's states
     assert 0 < adapter_bytes < whole / 10
     assert need.models_bytes == whole + adapter_bytes
     assert in_4_bits.models_bytes == 2 * whole + adapter_bytes
@@ -65,13 +76,13 @@ def test_adapters_need_room_for_checkpoints_of_their_own_and_for_merged_models(f
 def test_the_shape_of_a_7b_model_is_counted_without_loading_it(full: RunConfig) -> None:
     need = disk_need(replace(full, model="qwen2.5-7b", precision="bf16"))
     assert need.models_bytes / GIB == pytest.approx(14.2, abs=0.1)
-    assert need.total_bytes / GIB == pytest.approx(13 * 14.2, rel=0.01)
+    assert need.total_bytes / GIB == pytest.approx(12 * 14.2, rel=0.01)
 
 
 def test_too_little_room_is_refused_with_both_sizes(full: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     run = replace(full, model="qwen2.5-7b", precision="bf16")
     with_free(monkeypatch, 100 * GIB)
-    with pytest.raises(BadInputError, match=r"up to 184\.\d GiB .*but 100\.0 GiB are free in .*--results_root"):
+    with pytest.raises(BadInputError, match=r"up to 170\.\d GiB .*but 100\.0 GiB are free in .*--results_root"):
         check_disk(run)
     with_free(monkeypatch, 200 * GIB)
     check_disk(run)

@@ -1,6 +1,9 @@
 """The truth checks fail when they should; both loops stop, and go on, alike."""
 
+import os
 import shutil
+import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from common.base.specs import PARALLELISMS, TASKS, Parallelism
 from common.data.batches import make_collator
 from common.data.rows import IGNORED_LABEL
 from common.data.splits import load_splits, tokens_of
+from common.hardware.devices import GIB
 from common.models.loading import load_base_model, load_tokenizer, next_token_logits
 from common.models.minilm import minilm_folder
 from common.models.trained_weights import add_lora
@@ -32,8 +36,10 @@ from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
-from common.tasks.objectives import VALIDATION_LOSS
+from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
+from common.training.checkpoints import BAD, FULL_STATE, PARTIAL, WEIGHTS, found_in, holds, newest_whole
 from common.training.counted_steps import count_steps
+from common.training.digests import digest_of
 from common.training.export import rows_to_compare
 from common.training.loop import LoopTrainer
 from common.training.results import check_rows_seen, check_training, training_flops
@@ -204,6 +210,122 @@ def test_what_was_trained_to_its_end_can_be_trained_longer(
     assert ("checkpoint-1, is gone or damaged" in capsys.readouterr().out) == (best != "there")
     own = Path(longer.args.output_dir) / "checkpoint-5"
     assert Path(longer.state.best_model_checkpoint) == (first if best == "there" else own)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
+def test_a_short_run_saves_its_best_weights_and_a_full_state_at_the_end(
+    trainer_of: Callable[..., AuditedTrainer], loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate that changes nothing: the first validation of the four is the best. What is large is not read again."""
+    read_again: list[int] = []
+
+    def digest(path: Path) -> str:
+        read_again.append(path.stat().st_size if PARTIAL in path.parts else 0)
+        return digest_of(path)
+
+    monkeypatch.setattr("common.training.checkpoints.digest_of", digest)
+    trainer = trainer_of(loop, learning_rate=1e-12, num_train_epochs=1)
+    trainer.train()
+    folder = Path(trainer.args.output_dir)
+    assert {path.name: holds(path) for path in found_in(folder)} == {
+        "checkpoint-1": WEIGHTS,
+        "checkpoint-4": FULL_STATE,
+    }
+    assert max(read_again) < 100_000, "random numbers and texts; the weights alone have 0.9 MiB"
+    saves = trainer.saves.for_record()
+    assert (saves["best_weights"], saves["full_states"]) == (1, 1)
+    assert saves["bytes"] > sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) * 0.9
+    assert 0 < saves["longest_s"] < saves["held_up_s"] < trainer.work.reporting_s
+    assert sum(path.stat().st_size for path in (folder / "checkpoint-1").rglob("*")) < 0.6 * sum(
+        path.stat().st_size for path in (folder / "checkpoint-4").rglob("*")
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
+def test_at_its_end_a_run_has_its_best_weights(trainer_of: Callable[..., AuditedTrainer], loop: str) -> None:
+    trainer = trainer_of(loop, learning_rate=0.01, num_train_epochs=1)
+    own, validated = trainer.evaluate, []
+
+    def worse_each_time(*args: Any, **others: Any) -> dict[str, float]:
+        validated.append([weight.detach().clone() for weight in trainer.model.parameters()])
+        return {**own(*args, **others), ACCURACY: -len(validated)}
+
+    trainer.evaluate = worse_each_time
+    trainer.train()
+    assert len(validated) == 4
+    for first, last, loaded in zip(validated[0], validated[-1], trainer.model.parameters(), strict=True):
+        assert torch.equal(loaded, first)
+        assert not torch.equal(last, first) or not last.any()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
+def test_no_more_minutes_than_allowed_are_lost(trainer_of: Callable[..., AuditedTrainer], loop: str) -> None:
+    trainer = trainer_of(loop, learning_rate=1e-12, num_train_epochs=1, max_lost_minutes=1e-9)
+    trainer.train()
+    assert trainer.saves.full_states == 4
+
+
+def better_at_each_validation(trainer: AuditedTrainer) -> AuditedTrainer:
+    own = trainer.evaluate
+    trainer.evaluate = lambda *args, **others: {**own(*args, **others), ACCURACY: trainer.state.global_step}
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(
+    ("loop", "little_bytes"),
+    [("ours", 0), *(pytest.param(loop, GIB, marks=pytest.mark.slow) for loop in ("the Trainer's", "ours"))],
+)
+def test_a_run_that_lost_some_steps_finds_the_best_weights_of_a_straight_one(
+    trainer_of: Callable[..., AuditedTrainer], loop: str, little_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best weights are newer than the full state that is resumed.
+
+    What is not little is written while training goes on, where the strategy can.
+    """
+    monkeypatch.setattr("common.training.trainer.LITTLE_BYTES", little_bytes)
+    settings = {"learning_rate": 0.003, "num_train_epochs": 2, "save_steps": 3}
+    monkeypatch.setenv("FAULT", "raise step=6 point=batch")
+    monkeypatch.setattr("common.runtime.faults._arrivals", Counter())
+    lost = better_at_each_validation(trainer_of(loop, **settings))
+    with pytest.raises(ValueError, match="on purpose"):
+        lost.train()
+    monkeypatch.delenv("FAULT")
+    folder = Path(lost.args.output_dir)
+    found = {path.name: holds(path) for path in found_in(folder)}
+    newest = "checkpoint-5" if little_bytes else "checkpoint-4"  # the last one was not committed yet
+    assert found == {newest: WEIGHTS, "checkpoint-3": FULL_STATE}
+    resumed = trainer_of(loop, **settings, run_name="resumed", resume_from_checkpoint=str(folder / "checkpoint-3"))
+    straight = trainer_of(loop, **settings, run_name="straight")
+    for trainer in (resumed, straight):
+        better_at_each_validation(trainer).train()
+        assert trainer.state.best_global_step == 8
+    for mine, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(("killed_at", "kept"), [(5, 2), (6, 4)])
+def test_killed_while_a_full_state_is_being_written_the_one_before_is_used(
+    trainer_of: Callable[..., AuditedTrainer], monkeypatch: pytest.MonkeyPatch, killed_at: int, kept: int
+) -> None:
+    """That of step 4 has its name after step 5."""
+    monkeypatch.setattr("common.training.trainer.LITTLE_BYTES", 0)
+    monkeypatch.setenv("FAULT", f"kill step={killed_at} point=batch")
+    trainer = better_at_each_validation(trainer_of("ours", num_train_epochs=2, save_steps=2))
+    child = os.fork()
+    if not child:
+        try:
+            trainer.train()
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    folder = Path(trainer.args.output_dir)
+    assert newest_whole(folder) == folder / f"checkpoint-{kept}"
+    assert not list(folder.glob(f"*{BAD}"))
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -1,0 +1,214 @@
+"""When a run saves a full state, how large it is and how long it takes, and what saving took."""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+from common.base.run_config import RunConfig
+from common.hardware.devices import GIB, MIB, size_text
+from common.models.shards import global_numel
+from common.planning.job import OPTIMIZER_BYTES
+from common.training.checkpoints import FULL_STATE, HOLDS
+
+LITTLE_BYTES = GIB
+"""A full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
+it; while a larger one is being written, training goes on, with what is written by DCP."""
+MEANWHILE = "while training goes on"
+PROBE_BYTES = 64 * MIB
+"""What is written to find how fast the disk is; less where checkpoints are smaller."""
+
+
+# -- how large
+
+
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes of a checkpoint on the disk: of the best weights alone, and of a full state, with the optimizer."""
+
+    weights_bytes: int
+    state_bytes: int
+
+
+def checkpoint_size(run: RunConfig, model_weights: Iterable[torch.Tensor]) -> CheckpointSize:
+    """Return the size of `run`'s checkpoints; `model_weights`: all of the model's, also where a rank holds parts.
+
+    With adapters a checkpoint has what is trained alone.
+    """
+    weights = list(model_weights)
+    trained = [weight for weight in weights if weight.requires_grad]
+    saved_bytes = sum(map(_whole_bytes, trained if run.method.has_adapters else weights))
+    # DeepSpeed's bf16 has momentum, variance and a copy of the weights in fp32
+    per_weight = 3 * 4 if run.parallelism.uses_deepspeed else OPTIMIZER_BYTES.get(run.optim)
+    # None: two states as wide as the weight, as Adam has
+    states = (2 * _whole_bytes(each) if per_weight is None else global_numel(each) * per_weight for each in trained)
+    return CheckpointSize(saved_bytes, saved_bytes + math.ceil(sum(states)))
+
+
+def _whole_bytes(weight: torch.Tensor) -> int:
+    return global_numel(weight) * weight.element_size()
+
+
+# -- when
+
+
+class SaveSchedule(TrainerCallback):
+    """Asks for a full state after each `save_steps` steps, or where more minutes than allowed would be lost.
+
+    Ranks have clocks of their own, and must save at the same step. After 1, 2, 4, 8 ... steps since the last full
+    state, and after each validation, they turn the minutes that are left into steps, at the slowest rank's pace.
+
+    Attributes:
+        saves_at_end: Without save_steps: whether a full state is saved at the end of training.
+        due_step: Without save_steps: the step after which the next one is to be saved, as far as that is known.
+    """
+
+    def __init__(self, max_lost_minutes: float) -> None:
+        """Without save_steps a full state is due before `max_lost_minutes` of training would be lost."""
+        self.max_lost_s, self.saves_at_end = 60 * max_lost_minutes, False
+        self.saved_step = self.met_step = -1
+        self.saved_s = self.met_s = self.pace_s = 0.0
+        self.due_step = math.inf
+
+    @override
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self.saved_step < 0:  # what this run resumes from is saved already
+            self.saved(state.global_step)
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self.is_meeting(state):
+            self.meet(state)
+        control.should_save = control.should_save or self.is_due(state, control)
+
+    def is_due(self, state: TrainerState, control: TrainerControl) -> bool:
+        """Return whether a full state is to be saved after the step that was taken last."""
+        if state.save_steps:
+            return control.should_training_stop or state.global_step % state.save_steps == 0
+        return state.global_step >= self.due_step or (control.should_training_stop and self.saves_at_end)
+
+    def is_meeting(self, state: TrainerState) -> bool:
+        """Return whether the ranks meet after this step, of 1, 2, 4, 8 ... since the last full state."""
+        steps = state.global_step - self.saved_step
+        return steps & (steps - 1) == 0
+
+    def meet(self, state: TrainerState) -> None:
+        """Have the ranks agree when the next full state is due; called on every rank."""
+        if state.save_steps:
+            return
+        now_s, step = time.perf_counter(), state.global_step
+        if step > self.met_step:
+            self.pace_s = (now_s - self.met_s) / (step - self.met_step)
+        of_ranks = gather_object([(now_s - self.saved_s, self.pace_s)])
+        lost_s, pace_s = (max(seconds) for seconds in zip(*of_ranks, strict=True))
+        self.due_step = step + max(0, math.floor((self.max_lost_s - lost_s) / pace_s))
+        self.met_step, self.met_s = step, now_s
+
+    def saved(self, step: int) -> None:
+        """Count minutes from now on, as a full state is saved."""
+        self.saved_step = self.met_step = step
+        self.saved_s = self.met_s = time.perf_counter()
+        self.due_step = math.inf
+
+
+# -- how long
+
+
+def bytes_per_second(folder: Path, byte_count: int) -> float:
+    """Return how fast the disk of a folder takes `byte_count` bytes, or 64 MiB of them, flushed."""
+    content = os.urandom(min(byte_count, PROBE_BYTES))  # a file system that compresses gains nothing
+    with tempfile.TemporaryFile(dir=folder) as file:
+        start_s = time.perf_counter()
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        return len(content) / (time.perf_counter() - start_s)
+
+
+def describe_saves(run: RunConfig, steps: int, size: CheckpointSize, speed: float, waits: bool = True) -> str:
+    """Return one line: how often a run of `steps` optimizer steps saves, and how long that takes.
+
+    `speed`: of the disk, in bytes per second; `waits`: whether training does not go on meanwhile.
+    """
+    state_s, weights_s = size.state_bytes / speed, size.weights_bytes / speed
+    state, weights = (
+        f"{size_text(count)}, about {_seconds(seconds)}"
+        for count, seconds in ((size.state_bytes, state_s), (size.weights_bytes, weights_s))
+    )
+    if run.save_steps:
+        every = steps_of(run.save_steps, steps)
+        meanwhile = "" if waits else f", {MEANWHILE}"
+        states = f"{math.ceil(steps / every)} full states ({state} each{meanwhile}), one after every {every} steps"
+    else:
+        share = f"{state_s / (state_s + 60 * run.max_lost_minutes):.1%} of the time" if waits else MEANWHILE
+        at_end = ", and one at the end" if size.state_bytes <= LITTLE_BYTES else ""
+        states = f"a full state ({state}, {share}) every {run.max_lost_minutes:g} minutes{at_end}"
+    validations = math.ceil(steps / steps_of(run.eval_steps, steps))
+    return (
+        f"saves: {states}; the best weights ({weights}) after at most {validations} validations; the disk takes "
+        f"{size_text(speed)} per second"
+    )
+
+
+def steps_of(interval: float, steps: int) -> int:
+    """Return an interval in steps; below 1 it is a share of all `steps`, as in Transformers' `compute_steps`."""
+    return math.ceil(steps * interval) if interval < 1 else int(interval)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s"
+
+
+# -- what it took
+
+
+@dataclass
+class SavesDone:
+    """What one run has saved.
+
+    Attributes:
+        full_states, best_weights: How many; a full state that has the best weights is one of the first.
+        bytes: Of all of them, as they were written.
+        held_up_s: Seconds that training waited for them.
+        longest_s: The longest of these waits.
+    """
+
+    full_states: int = 0
+    best_weights: int = 0
+    bytes: int = 0
+    held_up_s: float = 0.0
+    longest_s: float = 0.0
+
+    def count(self, manifest: Mapping[str, Any]) -> None:
+        """Count a checkpoint by its list."""
+        is_full = manifest["about"][HOLDS] == FULL_STATE
+        self.full_states += is_full
+        self.best_weights += not is_full
+        self.bytes += sum(file["bytes"] for file in manifest["files"].values())
+
+    @contextmanager
+    def holding_up(self) -> Iterator[None]:
+        """Count the seconds of this context: training waits for a checkpoint."""
+        start_s = time.perf_counter()
+        yield
+        waited_s = time.perf_counter() - start_s
+        self.held_up_s += waited_s
+        self.longest_s = max(self.longest_s, waited_s)
+
+    def for_record(self) -> dict[str, object]:
+        """Return the figures for the record."""
+        return asdict(self)

@@ -1,0 +1,198 @@
+"""When a run saves what, what is kept of it, and that no large file is read again for its digest."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import TrainerControl, TrainerState
+
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+from common.hardware.devices import GIB
+from common.runtime.launchers import torchrun_command
+from common.runtime.rank import end_rank
+from common.training import checkpoints, saves
+from common.training.checkpoints import (
+    BEST,
+    FULL_STATE,
+    HOLDS,
+    WEIGHTS,
+    about_run,
+    atomic_checkpoint,
+    check_resumable,
+    newest_whole,
+    read_manifest,
+    rotate,
+    to_keep,
+    verify,
+)
+from common.training.digests import begin_hashing
+from common.training.saves import CheckpointSize, SaveSchedule, checkpoint_size, describe_saves
+from tests.forked import run_forked
+
+ROWS = 64
+
+
+@pytest.fixture(autouse=True)
+def _no_state_left() -> Iterator[None]:
+    yield
+    end_rank()
+
+
+# -- when a full state is due
+
+
+@pytest.fixture
+def steps_saved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """After which of so many steps a full state is saved, of a run whose `step_s(step)` says how long each takes.
+
+    `other_rank`: how many times as long the other rank has been at it.
+    """
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr(saves, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+
+    def saved(
+        minutes: float, steps: int, step_s: Callable[[int], float], other_rank: float = 1, **state: float
+    ) -> list[int]:
+        def gather(own: list[tuple[float, float]]) -> list[tuple[float, float]]:
+            return [*own, tuple(other_rank * each for each in own[0])]
+
+        monkeypatch.setattr(saves, "gather_object", gather)
+        schedule, found = SaveSchedule(minutes), []
+        state = TrainerState(**{"save_steps": 0, **state})
+        for step in range(1, steps + 1):
+            control = TrainerControl(should_training_stop=step == steps)
+            schedule.on_step_begin(None, state, control)
+            clock.now_s += step_s(step)
+            state.global_step = step
+            schedule.on_step_end(None, state, control)
+            if control.should_save:
+                found.append(step)
+                schedule.saved(step)
+        return found
+
+    return saved
+
+
+def test_a_full_state_is_saved_before_more_minutes_than_allowed_are_lost(steps_saved: Callable) -> None:
+    assert steps_saved(1, 20, lambda _: 10.0) == [6, 12, 18]
+    assert steps_saved(10, 20, lambda _: 10.0) == []
+    assert steps_saved(1, 3, lambda _: 100.0) == [1, 2, 3], "a step that takes longer is all that is lost"
+
+
+def test_the_slowest_rank_decides(steps_saved: Callable) -> None:
+    assert steps_saved(1, 20, lambda _: 10.0, other_rank=2) == [3, 6, 9, 12, 15, 18]
+
+
+def test_a_slow_first_step_does_not_count_as_the_pace(steps_saved: Callable) -> None:
+    """A minute of compiling, then a second a step: 4 minutes are over after 181 steps."""
+    assert steps_saved(4, 200, lambda step: 60.0 if step == 1 else 1.0) == [181]
+
+
+def test_with_an_interval_the_clock_plays_no_part(steps_saved: Callable) -> None:
+    assert steps_saved(1, 7, lambda _: 1000.0, save_steps=3) == [3, 6, 7]
+
+
+# -- what is kept
+
+
+def _write(root: Path, step: int, holds: str, best: int) -> None:
+    with atomic_checkpoint(root / f"checkpoint-{step}", {HOLDS: holds, BEST: best}, 10, commits=True) as folder:
+        (folder / "weights").write_text(f"{step}")
+    rotate(root, to_keep(root, best))
+
+
+def test_two_full_states_are_kept_and_the_weights_that_each_resume_needs(tmp_path: Path) -> None:
+    def kept() -> list[str]:
+        return sorted(f"{path.name[11:]} {read_manifest(path)['about'][HOLDS][0]}" for path in tmp_path.glob("check*"))
+
+    _write(tmp_path, 1, WEIGHTS, best=1)
+    _write(tmp_path, 2, WEIGHTS, best=2)
+    assert kept() == ["2 w"]
+    _write(tmp_path, 3, FULL_STATE, best=2)
+    _write(tmp_path, 4, WEIGHTS, best=4)
+    assert kept() == ["2 w", "3 f", "4 w"], "who resumes after step 3 begins with the weights of step 2 as the best"
+    _write(tmp_path, 5, FULL_STATE, best=4)
+    assert kept() == ["3 f", "4 w", "5 f"]
+    _write(tmp_path, 6, FULL_STATE, best=6)
+    _write(tmp_path, 7, FULL_STATE, best=6)
+    assert kept() == ["6 f", "7 f"]
+    _write(tmp_path, 8, FULL_STATE, best=6)
+    assert kept() == ["6 f", "8 f"], "a full state with the best weights is the second one"
+
+
+def test_a_run_resumes_from_the_newest_full_state(tmp_path: Path) -> None:
+    run = RunConfig()
+    about = about_run(run, ROWS)
+    for step, holds in ((3, FULL_STATE), (4, WEIGHTS)):
+        with atomic_checkpoint(tmp_path / f"checkpoint-{step}", {**about, HOLDS: holds}, 0, commits=True):
+            pass
+    assert newest_whole(tmp_path) == tmp_path / "checkpoint-3"
+    check_resumable(run, ROWS, tmp_path / "checkpoint-3", verify(tmp_path / "checkpoint-3"))
+    with pytest.raises(BadInputError, match="weights alone"):
+        check_resumable(run, ROWS, tmp_path / "checkpoint-4", verify(tmp_path / "checkpoint-4"))
+
+
+# -- digests
+
+
+def test_files_that_were_hashed_while_they_were_written_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    own = checkpoints.digest_of
+    monkeypatch.setattr(checkpoints, "digest_of", lambda path: read.append(path.name) or own(path))
+    with atomic_checkpoint(tmp_path / "checkpoint-3", {}, 0, commits=True) as folder:
+        (folder / "model.safetensors").write_bytes(b"w" * 5000)
+        begin_hashing([folder / "model.safetensors"])
+        (folder / "config.json").write_text("{}")
+    assert read == ["config.json"]
+    assert verify(tmp_path / "checkpoint-3") == {}
+
+
+def test_outside_of_a_checkpoint_nothing_is_hashed(tmp_path: Path) -> None:
+    begin_hashing([tmp_path / "is not there"])
+
+
+# -- what is said before
+
+
+def test_a_run_says_how_often_it_saves_and_how_long_that_takes() -> None:
+    size = CheckpointSize(weights_bytes=14 * GIB, state_bytes=84 * GIB)
+    run = RunConfig(eval_steps=0.25)
+    said = describe_saves(run, 100, size, speed=GIB)
+    assert "a full state (84.0 GiB, about 84 s, 8.5% of the time) every 15 minutes;" in said
+    assert "the best weights (14.0 GiB, about 14 s) after at most 4 validations" in said
+    said = describe_saves(replace(run, save_steps=0.3), 100, size, speed=GIB)
+    assert "4 full states (84.0 GiB, about 84 s each), one after every 30 steps" in said
+    assert "about 84 s, while training goes on) every" in describe_saves(run, 100, size, GIB, waits=False)
+    assert "at the end" in describe_saves(run, 100, CheckpointSize(GIB // 2, GIB), speed=GIB)
+
+
+def test_a_full_state_has_the_optimizers_states_of_what_is_trained() -> None:
+    frozen, trained = torch.nn.Parameter(torch.zeros(10), requires_grad=False), torch.nn.Parameter(torch.zeros(6))
+    lora, full = RunConfig(), RunConfig(technique="full", run_folder="2.4_full_finetuning/run_0_cpu_x1")
+    assert checkpoint_size(lora, [frozen, trained]) == CheckpointSize(24, 24 + 48)
+    assert checkpoint_size(full, [frozen, trained]) == CheckpointSize(64, 64 + 48)
+    assert checkpoint_size(replace(full, optim="sgd"), [frozen, trained]) == CheckpointSize(64, 64)
+
+
+# -- while training goes on
+
+
+@pytest.mark.slow
+def test_shards_are_those_of_the_step_after_which_they_were_asked_for(tmp_path: Path) -> None:
+    command = torchrun_command(str(Path(__file__).with_name("background_save_worker.py")), 2, str(tmp_path))
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    log = tmp_path / "worker.log"
+    exit_code = run_forked(command, REPOSITORY, environment, log, timeout=120)
+    said = log.read_text(errors="replace")
+    assert exit_code == 0, said
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("[{")))
+    assert found == [{"has_name": False, "differs": True, "equal": True}] * 2
