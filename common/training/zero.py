@@ -116,8 +116,8 @@ class Zero(Strategy):
         return next_token_logits(self.engine, batch)
 
     def save(self, folder: Path) -> None:
-        """Write DeepSpeed's own checkpoint: each rank its part."""
-        self.engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=False)
+        """Write DeepSpeed's own checkpoint: each rank its part; with adapters of them alone."""
+        self.engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=self.run.method.has_adapters)
         begin_hashing((folder / "zero").glob(f"*zero_pp_rank_{self.rank.rank}_mp_rank_*"))
 
     def save_weights(self, folder: Path) -> None:
@@ -129,7 +129,7 @@ class Zero(Strategy):
 
     def load(self, folder: Path) -> None:
         """Take back this rank's part."""
-        self.engine.load_checkpoint(str(folder), tag="zero")
+        self.engine.load_checkpoint(str(folder), tag="zero", load_module_strict=not self.run.method.has_adapters)
 
     def load_weights(self, folder: Path) -> None:
         """Take back the weights, which the engine does not train any further; each rank its part."""
