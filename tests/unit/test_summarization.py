@@ -17,6 +17,7 @@ from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Row
 from common.data.splits import load_splits
 from common.models.loading import EMBEDDED_SUMMARIZER
+from common.runtime.recorder import PeakMemory
 from common.runtime.world import Rank
 from common.tasks.objectives import step_loss
 from common.tasks.summarization import ROUGE, Summaries, rouge_scores, summarize, summary_results
@@ -112,8 +113,9 @@ def test_summaries_come_back_in_the_datas_order_and_their_figures_are_printed(
         monkeypatch.setattr(f"common.tasks.{module}.gather_object", lambda own: own)
     rows = [{"text": "Ann: " + "yes, " * count + "Bob.", "summary": "Yes."} for count in (1, 9, 4, 2, 7)]
     run = RunConfig(task="summarization", technique="full", per_device_eval_batch_size=2, log_format=figures)
-    log = SimpleNamespace(run=run, rank=Rank(0, 1, "cpu", "python"), folder=tmp_path)
-    parrot = SimpleNamespace(generate=lambda input_ids, attention_mask, **settings: input_ids)
+    rank, parrot = Rank(0, 1, "cpu", "python"), torch.nn.Module()
+    log = SimpleNamespace(run=run, rank=rank, folder=tmp_path, memory=PeakMemory(rank))
+    parrot.generate = lambda input_ids, attention_mask, **settings: input_ids
     summaries = summarize(parrot, AutoTokenizer.from_pretrained(EMBEDDED_SUMMARIZER), rows, log, "after")
     assert list(summaries.written) == [row["text"] for row in rows]
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
