@@ -13,10 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.planning import step_speed
 from common.planning.published_rates import PublishedRate, published_rates

@@ -42,7 +42,6 @@ from common.planning.published_memory import (
     verdicts_on,
 )
 from common.planning.shares import whole_model
-from common.records.store import kept_records
 from common.reporting.rows import NOT_RUN
 from common.training.placement import place_stages
 
@@ -110,7 +109,6 @@ def entries(quick: bool) -> list[Entry]:
         *published_entries(fitcheck),
         *published_memory_entries(),
         *gpu_entries(POINTS_PATH),
-        *record_entries(kept_records()),
         *speed_entries(*((QUICK_ROUNDS, QUICK_ROUNDS) if quick else (ROUNDS, DRY_RUN_ROUNDS))),
     ]
 
@@ -452,20 +450,6 @@ def point_name(record: dict[str, Any]) -> str:
     ]
     words = [record["technique"], record["model"], f"{record['rows']}x{record['length']}", *filter(None, special)]
     return " ".join(words)
-
-
-# -- against the runs that were kept
-
-
-def record_entries(records: Sequence[dict[str, Any]]) -> list[Entry]:
-    """Planned against measured memory of each rank of the kept runs that have both."""
-    compared = [
-        Compared(f"{record['run_folder']} {record['run_name']} rank {rank['rank']}", rank["planned_gib"], peak)
-        for record in records
-        for rank in record["memory"]
-        if rank.get("planned_gib") is not None and (peak := rank.get("peak_training_gib")) is not None
-    ]
-    return error_entries("planner, kept runs, planned against measured memory of each rank", compared)
 
 
 # -- how soon the answer comes

@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from bench.recipe import Technique, load_material, load_model
 from common.base.run_config import RunConfig
+from common.models.families import suited_to_model
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
 from common.training.ceiling import measure_machine_ceiling
@@ -46,12 +47,13 @@ class _StepClock(TrainerCallback):
 def measure(technique: Technique, global_batch_rows: int, steps: int) -> dict[str, float]:
     """Seconds per optimizer step of this world (`step_s`), and its `ceiling` where it has several ranks."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    run = RunConfig(
+    asked = RunConfig(
         parallel="ddp" if world_size > 1 else "single",
         devices=world_size,
         per_device_train_batch_size=global_batch_rows // world_size,
         max_steps=WARM_UP_STEPS + steps,
     )
+    run = suited_to_model(asked)  # rows end to end, as in the run folders
     rank, clock = start_rank(run), _StepClock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(run, technique, rank, clock, folder)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
-from common.checks.planner_command import cluster_of, job_of, read_options
+from common.checks.planner_command import cluster_of, evaluation_of, job_of, read_options
 from common.hardware.devices import CATALOGUE, GIB, cpu_device, find_gpu
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, Job, Precision
@@ -100,10 +100,19 @@ def ask(model: str, gpu: str, gpus: int, batch_size: int, seq_len: int, nodes: i
     given = {"model": model, "gpu": gpu, "gpus": gpus, "batch_size": batch_size, "seq_len": seq_len, "nodes": nodes}
     asked = read_options([f"--{name.replace('_', '-')}={value}" for name, value in (given | options).items()])
     architecture = read_architecture(asked.model, asked.model_revision)
-    return Question(architecture, job_of(asked), cluster_of(asked), asked.precision)
+    job = replace(job_of(asked), evaluation=evaluation_of(asked, architecture))
+    return Question(architecture, job, cluster_of(asked), asked.precision)
 
 
 # -- memory
+
+
+def memory_by_phase(plan: Plan) -> pd.DataFrame:
+    """Return the fullest device's memory in each phase of a run: the models that are in it, and likely and safe GiB."""
+    phases = plan.phases[plan.highest.device]
+    rows = [(each.name, each.alive, each.memory.moment, each.peak_gib, each.safe_gib) for each in phases]
+    columns = ["phase", "models in memory", "highest moment", "likely GiB", "safe GiB"]
+    return pd.DataFrame(rows, columns=columns).set_index("phase")
 
 
 def bytes_per_weight(architecture: Architecture) -> pd.DataFrame:

@@ -2,8 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
+
+import pandas as pd
 
 from common.planning.published_rates import PublishedRate, excluded_rates, published_rates, source_name
 from common.records.store import Record
@@ -70,12 +73,15 @@ def well_known_table(_: list[Record]) -> Iterator[Row]:
         yield {"Run": label, **_compared(known[label])}
 
 
-@as_table
-def all_table(_: list[Record]) -> Iterator[Row]:
-    """Return the table of docs/published_rates.md: every point."""
-    for rates in by_source(published_rates()).values():
+def tables_by_source() -> dict[str, Callable[[list[Record]], pd.DataFrame]]:
+    """Return the tables of docs/published_rates.md by name: every point of a source, with its page there."""
+
+    @as_table
+    def table(_: list[Record], rates: Sequence[PublishedRate]) -> Iterator[Row]:
         for rate in rates:
-            yield {"Run": rate.label, **_compared(rate), "Source": _linked(rate), "Stated there": rate.stated}
+            yield {"Run": rate.label, **_compared(rate), "Page": rate.where.rpartition("/")[2]}
+
+    return {f"rates-{source}": partial(table, rates=rates) for source, rates in by_source(published_rates()).items()}
 
 
 def _compared(rate: PublishedRate) -> Row:
@@ -84,11 +90,6 @@ def _compared(rate: PublishedRate) -> Row:
         "Planned": f"{rate.planned:,.0f}",
         "Ratio": f"{rate.ratio:.2f}",
     }
-
-
-def _linked(rate: PublishedRate) -> str:
-    repository, _, page = rate.where.partition(":")
-    return f"[{repository}](https://github.com/{repository}): {page}"
 
 
 @as_table

@@ -81,12 +81,12 @@ METRICS = (
 """Of each task, the one to look at first before the others."""
 
 
-def as_table(rows_of: Callable[[list[Record]], Iterable[Row]]) -> Callable[[list[Record]], pd.DataFrame]:
+def as_table(rows_of: Callable[..., Iterable[Row]]) -> Callable[..., pd.DataFrame]:
     """Make a function that yields the rows of a table return a `DataFrame`, with `not run` in cells without a value."""
 
     @wraps(rows_of)
-    def table(records: list[Record]) -> pd.DataFrame:
-        return pd.DataFrame(rows_of(records)).fillna(NOT_RUN)
+    def table(records: list[Record], **chosen: Any) -> pd.DataFrame:
+        return pd.DataFrame(rows_of(records, **chosen)).fillna(NOT_RUN)
 
     return table
 

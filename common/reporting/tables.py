@@ -275,7 +275,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "llama-cpp": outcomes.llama_cpp,
     "rates-by-source": rates.sources_table,
     "rates-well-known": rates.well_known_table,
-    "rates-all": rates.all_table,
+    **rates.tables_by_source(),
     "rates-not-used": rates.excluded_table,
 }
 

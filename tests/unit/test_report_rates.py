@@ -2,7 +2,9 @@
 
 import pytest
 
-from common.planning.published_rates import excluded_rates, published_rates
+from common.base.paths import REPOSITORY
+from common.planning.published_rates import excluded_rates, published_rates, source_name
+from common.reporting.rates import tables_by_source
 from common.reporting.tables import rendered
 
 WIDEST = 120
@@ -16,9 +18,11 @@ def test_the_readme_s_tables_are_narrow(name: str) -> None:
 
 
 def test_the_page_has_every_point_and_the_readme_counts_them() -> None:
-    _, _, *lines = rendered("rates-all", []).splitlines()
-    assert len(lines) == len(published_rates())
-    assert all("https://github.com/" in line for line in lines)
+    page = (REPOSITORY / "docs" / "published_rates.md").read_text(encoding="utf-8")
+    tables = tables_by_source()
+    assert all(f"<!-- table: {name} -->" in page for name in tables)
+    assert sum(len(rendered(name, []).splitlines()) - 2 for name in tables) == len(published_rates())
+    assert all(f"https://github.com/{source_name(rate.source)})" in page for rate in published_rates())
     _, _, *sources, total = rendered("rates-by-source", []).splitlines()
     counts = [int(line.split("|")[3]) for line in (*sources, total)]
     assert sum(counts[:-1]) == counts[-1] == len(published_rates())
