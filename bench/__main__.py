@@ -24,7 +24,7 @@ TOOL_NAMES = (
     "bare",
 )
 QUICK_QUESTIONS, QUICK_ROUNDS, QUICK_STEPS = 3, 1, 2
-QUESTIONS, ROUNDS, SCALING_ROUNDS = 74, 3, 5
+QUESTIONS, ROUNDS, SCALING_TURNS = 74, 3, 21
 
 
 def training(options: argparse.Namespace) -> list[Entry]:
@@ -52,12 +52,12 @@ def scaling(options: argparse.Namespace) -> list[Entry]:
     """DDP's speed-up as a share of the machine's ceiling."""
     from bench import scaling
 
-    rounds = QUICK_ROUNDS if options.quick else SCALING_ROUNDS
+    turns = QUICK_ROUNDS if options.quick else SCALING_TURNS
     return [
         entry
         for technique in options.technique
         for rows in options.rows
-        for entry in scaling.entries(technique, rows, rounds, QUICK_STEPS if options.quick else scaling.STEPS[rows])
+        for entry in scaling.entries(technique, rows, turns)
     ]
 
 

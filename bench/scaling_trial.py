@@ -1,16 +1,18 @@
-"""The step time of one world of ranks, and for several the machine's ceiling; `bench.scaling` starts it.
+"""Step times of one world of ranks that takes turns with another, and its ceiling; `bench.scaling` starts both.
 
-    torchrun --nproc_per_node 2 -m bench.scaling_trial lora 16 12
+    torchrun --nproc_per_node 2 -m bench.scaling_trial lora 16 --turns 12 --steps 6 --folder /tmp/turns
 
-Rank 0 prints the result as its last line, as JSON.
+A machine's speed may change by a third within a minute. So both worlds are there at once and take a few steps in turn,
+and the ceiling is measured within the same seconds. Rank 0 prints the figures of its turns as its last line, as JSON.
 """
 
+import argparse
 import faulthandler
 import json
 import os
-import sys
 import tempfile
 import time
+from pathlib import Path
 
 from accelerate.utils import wait_for_everyone
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -24,43 +26,76 @@ from common.training.ceiling import measure_machine_ceiling
 from common.training.trainer import AuditedTrainer, trainer_of_rows, training_arguments
 
 WARM_UP_STEPS = 3
-CEILING_STEPS = 8
 STUCK_AFTER_S = 240
 """A rank that waits for another for so long says where, and ends."""
+POLL_S = 0.002
 
 
-class _StepClock(TrainerCallback):
-    def __init__(self) -> None:
-        self.ends_s: list[float] = []
+class Turns(TrainerCallback):
+    """Times `steps` optimizer steps in each of this world's turns, and lets the other world take its own between them.
+
+    A turn has one step more, at its beginning, that is not timed: the caches are the other world's then.
+    """
+
+    def __init__(self, folder: Path, rank: Rank, steps: int) -> None:
+        self.folder, self.rank, self.steps = folder, rank, steps
+        self.step_times_s: list[float] = []
+        self.ceilings: list[float] = []
+
+    def take_turns_in(self, trainer: AuditedTrainer) -> None:
+        """Time the steps of `trainer`."""
+        self.trainer = trainer
+        trainer.add_callback(self)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.ends_s.append(time.perf_counter())
+        """Begin to time, or end the turn."""
+        step = state.global_step - WARM_UP_STEPS
+        place = step % (self.steps + 1)
+        if step > 0 and place == 0:
+            self._end_turn()
+        if step >= 0 and place == 0:
+            self._hand_over(len(self.step_times_s), is_last=state.global_step == args.max_steps)
+        if place == 1:
+            self.start_s = time.perf_counter()
 
-    @property
-    def step_s(self) -> float:
-        timed_s = self.ends_s[WARM_UP_STEPS - 1 :]
-        return (timed_s[-1] - timed_s[0]) / (len(timed_s) - 1)
+    def _end_turn(self) -> None:
+        self.step_times_s.append((time.perf_counter() - self.start_s) / self.steps)
+        if self.rank.world_size > 1:
+            ceiling = measure_machine_ceiling(self.trainer, self.rank, steps=self.steps, rounds=1)
+            self.ceilings.append(ceiling["strong"])
+
+    def _hand_over(self, turns: int, is_last: bool) -> None:
+        """Say that this world has had its `turns`, and wait until the other one has; one rank begins."""
+        is_one = self.rank.world_size == 1
+        if self.rank.is_main:
+            (self.folder / f"{'one' if is_one else 'several'} {turns}").touch()
+            before = self.folder / (f"several {turns}" if is_one else f"one {turns + 1}")
+            while not is_last and not before.exists():
+                time.sleep(POLL_S)
+        wait_for_everyone()
 
 
-def measure(technique: Technique, global_batch_rows: int, steps: int) -> dict[str, float]:
-    """Seconds per optimizer step of this world (`step_s`), and its `ceiling` where it has several ranks."""
+def measure(
+    technique: Technique, global_batch_rows: int, turns: int, steps: int, folder: Path
+) -> dict[str, list[float]]:
+    """Seconds per optimizer step of this world (`step_times_s`) by turn, and of several ranks their `ceilings`."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     asked = RunConfig(
         parallel="ddp" if world_size > 1 else "single",
         devices=world_size,
         per_device_train_batch_size=global_batch_rows // world_size,
-        max_steps=WARM_UP_STEPS + steps,
+        max_steps=WARM_UP_STEPS + turns * (steps + 1),
     )
     run = suited_to_model(asked)  # rows end to end, as in the run folders
-    rank, clock = start_rank(run), _StepClock()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(run, technique, rank, clock, folder)
+    rank = start_rank(run)
+    clock = Turns(folder, rank, steps)
+    with tempfile.TemporaryDirectory() as results:
+        trainer = _trainer(run, technique, rank, results)
+        clock.take_turns_in(trainer)
         trainer.train()
-    figures = {"step_s": clock.step_s}
-    if world_size > 1:
-        figures["ceiling"] = measure_machine_ceiling(trainer, rank, steps=CEILING_STEPS)["strong"]
+    figures = {"step_times_s": clock.step_times_s, "ceilings": clock.ceilings}
     if rank.is_main:
         print(json.dumps(figures), flush=True)
     wait_for_everyone()
@@ -68,16 +103,22 @@ def measure(technique: Technique, global_batch_rows: int, steps: int) -> dict[st
     return figures
 
 
-def _trainer(run: RunConfig, technique: Technique, rank: Rank, clock: _StepClock, folder: str) -> AuditedTrainer:
+def _trainer(run: RunConfig, technique: Technique, rank: Rank, folder: str) -> AuditedTrainer:
     arguments = training_arguments(run, folder)
     arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
     arguments.load_best_model_at_end = False
     material = load_material(run)
     model = load_model(run, technique)
     rows = material.train, material.validation
-    return trainer_of_rows(run, rank, model, material.tokenizer, *rows, arguments, [clock])
+    return trainer_of_rows(run, rank, model, material.tokenizer, *rows, arguments, [])
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("technique", choices=["lora", "full"])
+    parser.add_argument("global_batch_rows", type=int)
+    parser.add_argument("--turns", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True, help="optimizer steps of a turn")
+    parser.add_argument("--folder", type=Path, required=True, help="where both worlds say whose turn it is")
     faulthandler.dump_traceback_later(STUCK_AFTER_S, exit=True)
-    measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    measure(**vars(parser.parse_args()))

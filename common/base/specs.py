@@ -128,6 +128,11 @@ class Parallelism:
         """Whether DeepSpeed's ZeRO shards."""
         return self.sharded_by == DEEPSPEED
 
+    @property
+    def saves_in_background(self) -> bool:
+        """Whether training goes on while a large checkpoint is written, from a copy in the host's memory."""
+        return self.uses_fsdp or self.splits_matrices
+
 
 @dataclass(frozen=True)
 class Task:

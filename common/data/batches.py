@@ -121,9 +121,9 @@ class EpochBatches(Sampler[list[int]]):
     short rows teaches less per epoch. With windows of one step the order is random.
 
     A step's rows are the same however they are divided between ranks and micro-batches: they are dealt out to the ranks
-    like cards, longest row first, so that ranks have about the same work. Every rank has the same number of batches;
-    where the last ones have fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and Accelerate's samplers repeat
-    or drop rows there, and one device would then not see the rows that two see.)
+    longest row first, there and back, so that ranks have about the same work. Every rank has the same number of
+    batches; where the last ones have fewer rows than ranks, the others get `NO_ROW`. (PyTorch's and Accelerate's
+    samplers repeat or drop rows there, and one device would then not see the rows that two see.)
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class EpochBatches(Sampler[list[int]]):
         self.lengths, self.batch_size, self.accumulation_steps = lengths, batch_size, accumulation_steps
         self.world_size, self.rank, self.seed, self.sorted_steps = world_size, rank, seed, sorted_steps
         self.max_tokens = max_tokens
-        self.epoch = 0
+        self.epoch, self._listed_epoch = 0, -1
         self._draw_from([list(range(len(lengths)))], batch_size * world_size)
 
     def _draw_from(self, parts: list[list[int]], rows_at_once: int) -> None:
@@ -170,6 +170,12 @@ class EpochBatches(Sampler[list[int]]):
         if in_full_steps < max(map(len, orders)):
             yield [row for order in orders for row in self._longest_first(order[in_full_steps:])]
 
+    def rows_of_step(self, step: int) -> list[int]:
+        """Return the rows of all ranks in optimizer step number `step` of the run, from 0, which is of this epoch."""
+        if self._listed_epoch != self.epoch:
+            self._listed_steps, self._listed_epoch = list(self.steps()), self.epoch
+        return self._listed_steps[step % len(self._listed_steps)]
+
     def _longest_first(self, rows: list[int]) -> list[int]:
         return sorted(rows, key=lambda row: -self.lengths[row])  # stable: rows of one length stay in random order
 
@@ -185,8 +191,10 @@ class EpochBatches(Sampler[list[int]]):
         return self.share(rows, self.rank)
 
     def share(self, rows: list[int], rank: int) -> list[int]:
-        """Return a rank's share of the rows that all compute at once."""
-        return rows[rank :: self.world_size] or [NO_ROW]
+        """Return a rank's share of the rows that all compute at once: dealt from first to last rank, and back."""
+        there, back = rank, 2 * self.world_size - 1 - rank
+        own = [row for place, row in enumerate(rows) if place % (2 * self.world_size) in (there, back)]
+        return own or [NO_ROW]
 
     def own_within_budget(self, rows: list[int]) -> list[list[int]]:
         """Return this rank's share in batches of at most `max_tokens`, as many as the rank with the most of them has.

@@ -108,7 +108,8 @@ def labels_in(row: Tokens) -> int:
     """Return how many predictions a row asks for: tokens, or with classification the one label."""
     if isinstance(row["labels"], int):
         return int(row["labels"] != IGNORED_LABEL)
-    return sum(label != IGNORED_LABEL for label in row["labels"][1:])
+    predicted = row["labels"][1:]
+    return len(predicted) - predicted.count(IGNORED_LABEL)
 
 
 def without_labels(row: Tokens) -> Tokens:

@@ -16,12 +16,14 @@ from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
 from common.planning.gpu_overhead import memory_with_overhead
+from common.planning.host_memory import host_terms
 from common.planning.job import BatchShape, EvaluationShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import Share, part_of_rank, whole_model
+from common.planning.terms import Term
 from common.planning.time_plan import Cluster, StepTime, calibration_from, speed_of, step_time
 from common.records.store import kept_records
 
@@ -122,6 +124,16 @@ class Plan:
     def verdict(self) -> str:
         """`yes`: it fits; `tight`: it is likely to; `no`."""
         return "yes" if self.fits else "tight" if self.may_fit else "no"
+
+    @cached_property
+    def host_terms(self) -> list[Term]:
+        """What a machine's own memory holds for its GPUs, beside what programs take."""
+        return host_terms(self.architecture, self.job, self.cluster.nodes)
+
+    @property
+    def host_gib(self) -> float:
+        """Of each machine's own memory."""
+        return sum(term.gib for term in self.host_terms)
 
     @property
     def tightest(self) -> int:
@@ -487,6 +499,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                     )
                 ],
                 "highest_phase": plan.highest.phase.name,
+                "host_gib": plan.host_gib,
                 "max_batch_size": plan.max_batch_size,
                 "step_time_s": plan.time.total_s,
                 "tokens_per_s": plan.tokens_per_s,
@@ -550,9 +563,19 @@ def explanation(plan: Plan) -> str:
         *_unfolded(training, gpu, plan),
         "",
         *higher,
+        *_host_lines(plan),
         "a step's time:",
         *(f"  {term}" for term in plan.time.terms),
     ])  # fmt: skip
+
+
+def _host_lines(plan: Plan) -> list[str]:
+    """Return what each machine's own memory holds; nothing where it holds nothing for the GPUs."""
+    if not plan.host_terms:
+        return []
+    rows = [[term.what, term.formula, f"{term.gib:.1f}"] for term in plan.host_terms]
+    rows.append(["together", "beside what programs take", f"{plan.host_gib:.1f}"])
+    return ["each machine's own memory:", _outlined(rows, ("what", "formula", "GiB"), text_columns=2), ""]
 
 
 def _unfolded(phase: Phase, gpu: Gpu, plan: Plan) -> list[str]:

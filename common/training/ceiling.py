@@ -3,6 +3,7 @@
 import statistics
 import time
 from contextlib import nullcontext
+from itertools import islice
 
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
@@ -41,8 +42,8 @@ def measure_machine_ceiling(
     before = [weight.detach().clone() for weight in trained]
     optimizer_class, settings = Trainer.get_optimizer_cls_and_kwargs(trainer.args)
     optimizer = optimizer_class(trained, **settings)
-    share_batches = list(trainer.get_train_dataloader())[:steps]
-    every_row = list(trainer.batches.global_batches())[:steps]
+    share_batches = list(islice(trainer.get_train_dataloader(), steps))
+    every_row = islice(trainer.batches.global_batches(), steps)
     global_batches = [trainer.at_once([trainer.train_dataset[row] for row in rows]) for rows in every_row]
     timed = {
         "one_rank_global_batch_step_s": (model, global_batches if rank.is_main else []),

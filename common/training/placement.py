@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pandas as pd
+import psutil
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
@@ -13,7 +14,7 @@ from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.rows import Row, Splits, Tokens, texts_of
 from common.data.splits import tokens_of
-from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_here
+from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
 from common.planning.architectures import Architecture, is_known_architecture
 from common.planning.device_maps import (
@@ -24,6 +25,7 @@ from common.planning.device_maps import (
     read_device_map,
     shares_of_map,
 )
+from common.planning.host_memory import offloaded
 from common.planning.job import BatchShape, EvaluationShape, Job
 from common.planning.plans import (
     Plan,
@@ -195,6 +197,7 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
         except BadInputError:
             return
     check_fits(plan)
+    check_host(plan, psutil.virtual_memory().available)
 
 
 def evaluation_of_rows(run: RunConfig, validation: Sequence[Tokens]) -> EvaluationShape:
@@ -220,6 +223,20 @@ def check_fits(plan: Plan) -> None:
         f"A batch of {plan.job.batch.rows} rows of {plan.job.batch.length} tokens cannot fit: device {plan.tightest} "
         f"would need {memory.peak_gib:.1f} of {gpu.memory_gib:.1f} GiB: {remedy}."
     )
+
+
+def check_host(plan: Plan, available_bytes: int) -> None:
+    """Refuse a run whose weights and states are offloaded to a machine without room for them.
+
+    Raises:
+        BadInputError: with what is offloaded and what the machine has.
+    """
+    needed_gib = sum(term.gib for term in offloaded(plan.architecture, plan.job, plan.cluster.nodes))
+    if needed_gib * GIB > available_bytes:
+        raise BadInputError(
+            f"--offload cpu would keep {needed_gib:.1f} GiB in the machine's own memory, of which "
+            f"{available_bytes / GIB:.1f} GiB are free: pass --offload none and more GPUs, or a smaller --model."
+        )
 
 
 def placement_table(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> pd.DataFrame:

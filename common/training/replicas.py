@@ -19,7 +19,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.data.rows import IGNORED_LABEL, Tokens
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
 from common.training.checkpoints import newest_whole, steps_at
@@ -40,10 +39,6 @@ class Replicas(WholeModel):
         """`log` knows which rank of each disk writes what all have."""
         super().__init__(log.run, log.rank)
         self.writes = log.writes
-
-    def labels_in(self, row: Tokens) -> int:
-        """Return the number of a summary's tokens: every one is to be predicted."""
-        return sum(label != IGNORED_LABEL for label in row["labels"])
 
     def save(self, folder: Path) -> None:
         """Write what all ranks have, on one rank of each disk."""

@@ -16,14 +16,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from common.base.run_config import RunConfig
-from common.hardware.devices import GIB, MIB, size_text
+from common.hardware.devices import MIB, size_text
 from common.models.shards import global_numel
+from common.planning.host_memory import LITTLE_BYTES
 from common.planning.job import OPTIMIZER_BYTES
 from common.training.checkpoints import FULL_STATE, HOLDS
 
-LITTLE_BYTES = GIB
-"""A full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
-it; while a larger one is being written, training goes on, with what is written by DCP."""
 MEANWHILE = "while training goes on"
 PROBE_BYTES = 64 * MIB
 """What is written to find how fast the disk is; less where checkpoints are smaller."""

@@ -67,11 +67,10 @@ class Strategy:
             `as_computed`.
         autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
         divides_checkpoints: Whether every rank writes a part of a checkpoint.
-        saves_in_background: Whether `save_in_background` is there.
         gather: Function that returns a weight whole; called on every rank.
     """
 
-    takes_steps = measures_usage = reloads_as_computed = saves_in_background = True
+    takes_steps = measures_usage = reloads_as_computed = True
     autocasts = divides_checkpoints = False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
@@ -185,6 +184,8 @@ class Strategy:
 
     def labels_in(self, row: Tokens) -> int:
         """Return how many labels of a row are to be predicted."""
+        if self.run.goal.summarizes:  # a decoder that reads another text predicts its own first token, too
+            return len(row["labels"]) - row["labels"].count(IGNORED_LABEL)
         return rows.labels_in(row)
 
     def own_rows(self, of_ranks: list[Any]) -> list[Any]:
@@ -355,7 +356,7 @@ def shard_writer(folder: Path) -> dcp.FileSystemWriter:
 class WholeModel(Strategy):
     """Every rank holds the whole model, with mp on several devices, and the Trainer takes the steps."""
 
-    takes_steps = measures_usage = reloads_as_computed = saves_in_background = False
+    takes_steps = measures_usage = reloads_as_computed = False
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the whole model to train, with mp placed by `stage_map`."""

@@ -50,7 +50,7 @@ from common.data.batches import (
     within_budget,
 )
 from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
-from common.data.rows import IGNORED_LABEL, Tokens
+from common.data.rows import Tokens
 from common.models.quantization import drop_quantized
 from common.models.shards import byte_count, local_part
 from common.planning.job import BatchShape, EvaluationShape
@@ -90,7 +90,7 @@ from common.training.saves import (
     checkpoint_size,
     describe_saves,
 )
-from common.training.strategy import Batch, Strategy, on_device, strategy_class
+from common.training.strategy import Batch, Strategy, strategy_class
 from common.training.usage import optimizer_bytes
 
 
@@ -358,20 +358,10 @@ class AuditedTrainer(CheckpointedTrainer):
         self.prediction_step(self.model, self.collated(rows))
 
     @override
-    def _get_num_items_in_batch(self, batch_samples: list[list[Batch]], device: torch.device) -> torch.Tensor | int:
-        """Return the labels of an optimizer step on all ranks; the Trainer's own copies would wait for the GPU."""
-        count = sum(
-            self._labels_to_find(batch).ne(IGNORED_LABEL).sum() for batches in batch_samples for batch in batches
-        )
-        if self.args.world_size == 1:
-            return int(count)
-        return self.accelerator.gather(on_device({"count": count}, device)["count"]).sum()
-
-    def _labels_to_find(self, batch: Batch) -> torch.Tensor:
-        # as in Transformers' `Trainer._get_num_items_in_batch`
-        if "shift_labels" in batch:
-            return batch["shift_labels"]
-        return batch["labels"][..., 1:] if self._loss_shifts_labels else batch["labels"]
+    def _get_num_items_in_batch(self, batch_samples: list[list[Batch]], device: torch.device) -> int:
+        """Return the labels of an optimizer step on all ranks; each knows which rows they have, so that none waits."""
+        rows = self.batches.rows_of_step(self.state.global_step)
+        return sum(self.strategy.labels_in(self.train_dataset[row]) for row in rows)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self.reporting():
@@ -603,7 +593,7 @@ def plan_saves(trainer: AuditedTrainer, steps: int, log: RunRecorder) -> None:
         stages = gather_object([size])
         size = CheckpointSize(sum(each.weights_bytes for each in stages), sum(each.state_bytes for each in stages))
     trainer.schedule.saves_at_end = size.state_bytes <= LITTLE_BYTES
-    trainer.saves_in_background = trainer.strategy.saves_in_background and size.state_bytes > LITTLE_BYTES
+    trainer.saves_in_background = log.run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
     if log.rank.is_main:
         speed = bytes_per_second(log.folder, size.state_bytes)
         print(describe_saves(log.run, steps, size, speed, waits=not trainer.saves_in_background))

@@ -351,6 +351,28 @@ def test_every_row_is_drawn_once_per_epoch_whatever_the_world(world: tuple[int, 
         assert sorted(together) == sorted(batch)
 
 
+def test_ranks_have_the_same_work() -> None:
+    lengths = list(range(10, 26))
+    ranks = [EpochBatches(lengths, 8, 2, rank, seed=0, sorted_steps=1) for rank in range(2)]
+    tokens = [sum(lengths[row] for batch in batches for row in batch) for batches in ranks]
+    assert tokens[0] == tokens[1]
+
+
+@given(worlds)
+@settings(max_examples=50, deadline=None)
+def test_each_rank_knows_the_rows_of_all_in_a_step(world: tuple[int, int, int, int, int]) -> None:
+    rows, batch_size, world_size, epoch, seed = world
+    ranks = [EpochBatches([9] * rows, batch_size, world_size, rank, seed) for rank in range(world_size)]
+    for batches in ranks:
+        batches.set_epoch(0)
+        batches.rows_of_step(0)
+        batches.set_epoch(epoch)
+    steps_before = epoch * len(ranks[0])
+    for step, of_ranks in enumerate(zip(*ranks, strict=True)):
+        together = sorted(row for batch in of_ranks for row in batch if row != NO_ROW)
+        assert all(sorted(batches.rows_of_step(steps_before + step)) == together for batches in ranks)
+
+
 @given(worlds, st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_a_steps_rows_are_the_same_however_they_are_divided(world: tuple[int, int, int, int, int], parts: int) -> None:

@@ -1,0 +1,67 @@
+"""What a machine's own memory holds for its GPUs: what is offloaded, and the copy of a checkpoint being written."""
+
+from common.hardware.devices import GIB
+from common.planning.architectures import Architecture
+from common.planning.job import OPTIMIZER_BYTES, Job
+from common.planning.shares import parameters_of, trained_parameters, whole_model
+from common.planning.terms import Term
+
+LITTLE_BYTES = GIB
+"""A full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
+it; while a larger one is being written, training goes on, with what is written by DCP."""
+ZERO_OFFLOADED_BYTES = 4 + 4 + 4 + 4
+"""Of each trained weight: fp32 copy, momentum, variance and gradient, as DeepSpeed's own estimator counts them
+(deepspeed.readthedocs.io, Memory Requirements)."""
+
+
+def host_terms(architecture: Architecture, job: Job, machines: int) -> list[Term]:
+    """Return the summands of each machine's own memory, beside what its programs take."""
+    return [*offloaded(architecture, job, machines), *staged(architecture, job, machines)]
+
+
+def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]:
+    """Return what waits in the host's memory until a GPU needs it."""
+    if not job.offload:
+        return []
+    weights, trained = _counts(architecture, job)
+    if job.parallelism.uses_deepspeed:
+        terms = [("optimizer", "states, fp32 copies and gradients", trained, ZERO_OFFLOADED_BYTES)]
+        if job.parallelism.shards_weights:
+            terms.append(("weights", "weights", weights, job.weight_bytes))
+    else:
+        terms = [
+            ("optimizer", "optimizer states", trained, _state_bytes(job)),
+            ("weights", "weights", weights, job.weight_bytes),
+            ("gradients", "gradients", trained, job.trained_bytes),
+        ]
+    return [_shards(*term, job, machines) for term in terms]
+
+
+def staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
+    """Return the copy of a full state that is written while training goes on; none where training waits."""
+    weights, trained = _counts(architecture, job)
+    saved, each = (trained, job.trained_bytes) if job.method.has_adapters else (weights, job.weight_bytes)
+    if not job.parallelism.saves_in_background or saved * each + trained * _state_bytes(job) <= LITTLE_BYTES:
+        return []
+    return [
+        _shards("weights", "copy of the weights that are saved", saved, each, job, machines),
+        _shards("optimizer", "copy of their optimizer states", trained, _state_bytes(job), job, machines),
+    ]
+
+
+def _counts(architecture: Architecture, job: Job) -> tuple[int, int]:
+    """Return how many weights the model has, adapters included, and how many are trained."""
+    whole = whole_model(architecture)
+    trained = trained_parameters(architecture, job, whole)
+    return parameters_of(architecture, whole) + (trained if job.method.has_adapters else 0), trained
+
+
+def _state_bytes(job: Job) -> float:
+    states = OPTIMIZER_BYTES[job.optimizer]
+    return 2 * job.trained_bytes if states is None else states
+
+
+def _shards(part: str, what: str, count: int, each: float, job: Job, machines: int) -> Term:
+    """Return what the ranks of one machine hold of `count` numbers that are divided among ranks."""
+    ranks, here = job.shard_ranks if job.parallelism.shards else job.devices, job.devices // machines
+    return Term(part, what, f"{count:,} x {each:g} bytes x {here} of {ranks} shards", count * each * here / ranks)
