@@ -17,7 +17,7 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
-from common.reporting import classification, full, outcomes, own_data, peaks, qlora, rates, summarization
+from common.reporting import classification, findings, full, outcomes, own_data, peaks, qlora, rates, summarization
 from common.reporting.memory import memory_by_phase
 from common.reporting.rows import (
     FACTORS,
@@ -66,7 +66,7 @@ from common.reporting.rows import (
 )
 
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
-MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w .-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 PLANNER_QUESTION = "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024"
 
 LEGEND = """\
@@ -277,6 +277,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "rates-well-known": rates.well_known_table,
     **rates.tables_by_source(),
     "rates-not-used": rates.excluded_table,
+    **findings.TABLES,
 }
 
 
