@@ -14,7 +14,7 @@ from common.records.store import Record
 from common.reporting.rows import NOT_RUN, Row
 
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
-WORST = re.compile(r"(?P<what>.*: worst error) \((?P<point>.*)\)")
+WORST = re.compile(r"(?P<what>(.*: )?worst error) \((?P<point>.*)\)")
 """Names that say which point was worst."""
 SOONER = re.compile(r"ours against (.+), times as soon at the loss")
 ONE_TOOL = re.compile(r" --tool \S+")

@@ -159,7 +159,7 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
     )
 
 
-# -- the root README
+# -- the README
 
 
 def front(records: list[Record]) -> pd.DataFrame:
