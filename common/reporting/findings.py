@@ -7,6 +7,7 @@ disk, time and rent of each run folder as the planner has them.
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import pandas as pd
 
@@ -15,6 +16,7 @@ from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS
 from common.checks.inputs import disk_need
 from common.hardware.devices import GIB
+from common.planning.plans import DEFAULT_ROWS_PER_EPOCH
 from common.records.store import Record
 from common.reporting import classification, summarization
 from common.reporting.rows import (
@@ -26,7 +28,6 @@ from common.reporting.rows import (
     LORA_DDP,
     NOT_RUN,
     PROJECTED_LENGTH,
-    PROJECTED_ROWS,
     QLORA,
     QLORA_DDP,
     Kind,
@@ -36,13 +37,13 @@ from common.reporting.rows import (
     clock_seconds,
     completed,
     data_parallel_ranks,
-    devices_of,
     kind_name,
     kind_of,
     over_seeds,
     projected_plan,
     published_results,
     score,
+    short_devices_of,
 )
 
 GIB_PER_DEVICE, SPEEDUP = "GiB per device", "Speed-up"
@@ -81,22 +82,16 @@ def _measured(runs: list[Record], baseline: list[Record], gain: str) -> Row:
     return {
         "Approach": kind_name(*kind_of(first)),
         "Figures": "measured",
-        "Devices": devices_of(first).replace(", 1 thread", ""),
+        "Devices": short_devices_of(first),
         "Batch size": f"{first['config']['per_device_train_batch_size']} x{data_parallel_ranks(first)}",
         "Score": over_seeds([run["quality"]["after"]["similarity_score"] for run in runs], "{:.3f}"),
-        "Training time": over_seeds_clock([run["train_time_s"] for run in runs]),
-        gain: _gib(first) if gain == GIB_PER_DEVICE else f"{mean_s(baseline) / mean_s(runs):.2f}x",
+        "Training time": clock(_mean_time_s(runs)),
+        gain: _gib(first) if gain == GIB_PER_DEVICE else f"{_mean_time_s(baseline) / _mean_time_s(runs):.2f}x",
     }
 
 
-def mean_s(runs: list[Record]) -> float:
-    """Return the mean training time of runs, in seconds."""
-    return sum(run["train_time_s"] for run in runs) / len(runs)
-
-
-def over_seeds_clock(seconds: list[float]) -> str:
-    """Return `0:45`, the mean of several runs."""
-    return clock(sum(seconds) / len(seconds))
+def _mean_time_s(runs: list[Record]) -> float:
+    return fmean(run["train_time_s"] for run in runs)
 
 
 def _gib(record: Record) -> str:
@@ -132,7 +127,6 @@ def found_classes(records: list[Record]) -> pd.DataFrame:
 def found_summaries(records: list[Record]) -> pd.DataFrame:
     """Return the narrow table of 3.2: each version of the loop."""
     table = summarization.front(records)
-    table["Devices"] = table["Devices"].str.replace(", 1 thread", "")
     return table.assign(Figures="measured")[
         ["Loop", "Figures", "Devices", "ROUGE-L before -> after", "Training time", "Tokens per second"]
     ]
@@ -160,12 +154,12 @@ def _needs(folder: Path, run: RunConfig, records: list[Record]) -> Row:
             "Figures": "measured",
         }
     plan = projected_plan(run)
-    usd = plan.epoch_usd(PROJECTED_ROWS)
+    usd = plan.epoch_usd(DEFAULT_ROWS_PER_EPOCH)
     return {
         **row,
         "GiB per device": f"{plan.highest.phase.peak_gib:.0f} to {plan.highest.phase.safe_gib:.0f}",
         "Disk, GiB": f"{disk_gib:.0f}",
-        "Minutes": f"{plan.epoch_s(PROJECTED_ROWS) / 60:.0f}",
+        "Minutes": f"{plan.epoch_s(DEFAULT_ROWS_PER_EPOCH) / 60:.0f}",
         "USD": "-" if usd is None else f"{usd:.2f}",
         "Figures": "projected",
     }
