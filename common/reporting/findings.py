@@ -15,10 +15,12 @@ from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS
 from common.checks.inputs import disk_need
+from common.checks.tried_rows import batch_of_length
 from common.hardware.devices import GIB
-from common.planning.plans import DEFAULT_ROWS_PER_EPOCH
+from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
 from common.records.store import Record
 from common.reporting import classification, summarization
+from common.reporting.full import recipes
 from common.reporting.rows import (
     FULL,
     FULL_DDP,
@@ -30,8 +32,10 @@ from common.reporting.rows import (
     PROJECTED_LENGTH,
     QLORA,
     QLORA_DDP,
+    STRONG,
     Kind,
     Row,
+    baseline_of,
     by_setting,
     clock,
     clock_seconds,
@@ -40,7 +44,6 @@ from common.reporting.rows import (
     kind_name,
     kind_of,
     over_seeds,
-    projected_plan,
     published_results,
     score,
     short_devices_of,
@@ -55,7 +58,7 @@ COMPARED: dict[str, tuple[tuple[Kind, ...], str]] = {
     "2.5": ((FULL, FULL_MP), GIB_PER_DEVICE),
     "2.6": ((FULL, FULL_DDP, ("full", "fsdp"), ("full", "zero1"), ("full", "zero2"), ("full", "zero3")),
             GIB_PER_DEVICE),
-    "2.7": ((FULL, FULL_MP, FULL_PP), SPEEDUP),
+    "2.7": ((FULL, FULL_PP), SPEEDUP),
 }  # fmt: skip
 """By technique folder: what its first table compares, and the last column: what the technique is chosen for."""
 
@@ -64,10 +67,17 @@ def found(records: list[Record], number: str) -> pd.DataFrame:
     """Return the narrow table of a chat technique: published results, then ours, of each way the usual setting."""
     kinds, gain = COMPARED[number]
     published = published_results(*kinds)
-    usual = [runs for kind in kinds if (runs := _usual_runs(completed(records, kind), number))]
-    return pd.DataFrame(
-        [*(_published(each, published[0], gain) for each in published), *(_measured(runs, usual[0], gain) for runs in usual)]
-    )
+    usual = [runs for kind in kinds if (runs := _usual_runs(recipes(records, kind), number))]
+    if gain == SPEEDUP:  # beside the same batch on one device
+        usual[0] = _one_device_as(usual[-1], records)
+    others = [_published(each, published[0], gain) for each in published]
+    return pd.DataFrame([*others, *(_measured(runs, usual[0], gain) for runs in usual)])
+
+
+def _one_device_as(runs: list[Record], records: list[Record]) -> list[Record]:
+    """Return the runs on one device with the same batch, over their seeds."""
+    baseline = baseline_of(runs[0], records, STRONG)
+    return next(group for group in by_setting(completed(records, kind_of(baseline))) if baseline in group)
 
 
 def _usual_runs(runs: Iterable[Record], number: str) -> list[Record]:
@@ -125,11 +135,31 @@ def found_classes(records: list[Record]) -> pd.DataFrame:
 
 
 def found_summaries(records: list[Record]) -> pd.DataFrame:
-    """Return the narrow table of 3.2: each version of the loop."""
-    table = summarization.front(records)
-    return table.assign(Figures="measured")[
-        ["Loop", "Figures", "Devices", "ROUGE-L before -> after", "Training time", "Tokens per second"]
+    """Return the narrow table of 3.2: published machines with their bills, then each version of the loop."""
+    published = [
+        {
+            "Way": "one machine" if each["machines"] == 1 else f"{each['machines']} machines",
+            "Figures": "published estimate" if each["estimated"] else "published",
+            "Devices": f"{each['machine']} x{each['machines']}",
+            "ROUGE-L": "not published",
+            "Training time": clock(clock_seconds(each["time"])),
+            "USD": f"{each['bill_usd']:.2f}",
+        }
+        for each in published_results(metric="bill_usd")
     ]
+    loops = by_setting(summarization.summarized(records))
+    return pd.DataFrame([*published, *map(_loop, loops)])
+
+
+def _loop(runs: list[Record]) -> Row:
+    return {
+        "Way": summarization.LOOPS[runs[0]["config"]["loop"]],
+        "Figures": "measured",
+        "Devices": short_devices_of(runs[0]),
+        "ROUGE-L": over_seeds([run["quality"]["after"]["rougeL"] for run in runs], "{:.3f}"),
+        "Training time": clock(_mean_time_s(runs)),
+        "USD": "-",
+    }
 
 
 def needs(records: list[Record], number: str) -> pd.DataFrame:
@@ -140,28 +170,46 @@ def needs(records: list[Record], number: str) -> pd.DataFrame:
 
 def _needs(folder: Path, run: RunConfig, records: list[Record]) -> Row:
     disk_gib = disk_need(run).total_bytes / GIB
-    row = {"Run folder": f"[{folder.name}]({folder.name})", "Devices": f"{run.gpu or 'CPU, 1 thread'} x{run.devices}"}
-    if run.device == "cpu":
-        own = [record for record in records if record["run_folder"] == run.run_folder]
-        runs = _usual_runs([record for record in own if record["status"] == "completed"], "")
-        seconds = sum(runs[0]["phases_s"].values()) if runs else None
-        return {
-            **row,
-            "GiB per device": f"{max(entry['peak_rss_gib'] for entry in runs[0]['memory']):.1f}" if runs else NOT_RUN,
-            "Disk, GiB": f"{disk_gib:.1f}",
-            "Minutes": f"{seconds / 60:.1f}" if runs else NOT_RUN,
-            "USD": "-",
-            "Figures": "measured",
-        }
-    plan = projected_plan(run)
-    usd = plan.epoch_usd(DEFAULT_ROWS_PER_EPOCH)
+    on_cpu = run.device == "cpu"
     return {
-        **row,
-        "GiB per device": f"{plan.highest.phase.peak_gib:.0f} to {plan.highest.phase.safe_gib:.0f}",
-        "Disk, GiB": f"{disk_gib:.0f}",
+        "Run folder": f"[{folder.name}]({folder.name})",
+        "Devices": f"{run.gpu or 'CPU, 1 thread'} x{run.devices}",
+        "Disk, GiB": f"{disk_gib:.2f}" if on_cpu else f"{disk_gib:.0f}",
+        **(_needed_before(run, records) if on_cpu else _needed_by_plan(run)),
+    }
+
+
+OWN = ("model", "weights", "link")
+"""Settings that a kept run has as its folder has them; other runs there are trials."""
+
+
+def _needed_before(run: RunConfig, records: list[Record]) -> Row:
+    """Return the memory of the process and the minutes of the usual kept run."""
+    own = [record for record in records if record["run_folder"] == run.run_folder]
+    runs = _usual_runs([record for record in own if _is_as_usual(record, run)], "")
+    if not runs:
+        return dict.fromkeys(("Figures", GIB_PER_DEVICE, "Minutes"), NOT_RUN)
+    return {
+        "Figures": "measured",
+        GIB_PER_DEVICE: f"{max(entry['peak_rss_gib'] for entry in runs[0]['memory']):.1f}",
+        "Minutes": f"{sum(runs[0]['phases_s'].values()) / 60:.1f}",
+        "USD": "-",
+    }
+
+
+def _is_as_usual(record: Record, run: RunConfig) -> bool:
+    """Return whether a record has the settings of `OWN` as the folder has them; older records lack some."""
+    return all(record["config"].get(name, getattr(run, name)) == getattr(run, name) for name in OWN)
+
+
+def _needed_by_plan(run: RunConfig) -> Row:
+    plan = plan_run(run, batch_of_length(run, PROJECTED_LENGTH if run.goal.chats else run.max_length))
+    usd, phase = plan.epoch_usd(DEFAULT_ROWS_PER_EPOCH), plan.highest.phase
+    return {
+        "Figures": "projected",
+        GIB_PER_DEVICE: " to ".join(dict.fromkeys(f"{gib:.0f}" for gib in (phase.peak_gib, phase.safe_gib))),
         "Minutes": f"{plan.epoch_s(DEFAULT_ROWS_PER_EPOCH) / 60:.0f}",
         "USD": "-" if usd is None else f"{usd:.2f}",
-        "Figures": "projected",
     }
 
 

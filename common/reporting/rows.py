@@ -412,7 +412,9 @@ def published_quality(result: dict[str, Any]) -> Row:
         "Epochs": str(result["epochs"]),
         "Batch size": str(result["batch_size"]),
         "Effective batch size": _published_batch(result),
-        "Learning rate scaling": f"1x ({result['learning_rate']:g})" if "learning_rate" in result else NOT_PUBLISHED,
+        "Learning rate scaling": f"{result.get('learning_rate_factor', 1):g}x ({result['learning_rate']:g})"
+        if "learning_rate" in result
+        else NOT_PUBLISHED,
         "Similarity score before (lower is better)": NOT_PUBLISHED,
         "Similarity score (lower is better)": score(result["similarity_score"]),
         **dict.fromkeys(

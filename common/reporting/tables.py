@@ -71,6 +71,7 @@ from common.reporting.rows import (
     speedup_table,
     step_s,
 )
+from common.reporting.screen import on_screen
 
 MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w .-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 PLANNER_QUESTION = "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024"
