@@ -52,7 +52,7 @@ record: $(RUNS) ## make record RUN=2.1_lora_finetuning/run_0_cpu_x1/results/<run
 records: $(RUNS) ## run every kept record's command again, on a quiet machine, and keep the new records; FOLDERS="2.1_... 2.6_..."
 	@$(BIN)/python -m common.repeat $(FOLDERS)
 
-tables: $(RUNS) ## render the READMEs' tables from the records
+tables: $(RUNS) ## render the pages' tables from the records
 	@$(BIN)/python -m common.report --write
 
 tables-check: $(RUNS)
@@ -68,7 +68,7 @@ test-all: $(TESTS) ## all tests: recipes in full, every notebook, every techniqu
 mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see that tests fail (mutation testing)
 	@$(BIN)/python -m tests.mutants
 
-soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, copies of long notebooks; keeps outcomes for the README's tables
+soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, copies of long notebooks; keeps outcomes for the tables of docs
 	@rm -f tests/faults/outcomes.json
 	@KILLS=100 FUZZED_INPUTS=2000 KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/faults
 	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q -m "not slow" tests/recipes/test_equivalence.py

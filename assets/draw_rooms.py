@@ -1,4 +1,4 @@
-"""Draw the rooms of `common` into README.md, from the imports of its own modules: `python assets/draw_rooms.py`.
+"""Draw the rooms of `common` into docs/architecture.md from their imports: `python assets/draw_rooms.py`.
 
 An arrow leads from a room to one that it imports; what follows from other arrows is left out.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import grimp
 import networkx
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
 PICTURE = re.compile(r"(<!-- rooms -->\n).*?(<!-- /rooms -->)", re.DOTALL)
 
 
@@ -44,9 +44,9 @@ def _short(room: str) -> str:
 
 
 def drawn(text: str) -> str:
-    """Return the README's text with the picture in its place."""
+    """Return the page's text with the picture in its place."""
     return PICTURE.sub(lambda found: found[1] + picture() + found[2], text)
 
 
 if __name__ == "__main__":
-    README.write_text(drawn(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(drawn(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,8 +1,8 @@
 """Render records as tables. No value in a table is typed by hand.
 
     python -m common.report               the tables, from the committed records
-    python -m common.report --check       exit 1 where a README disagrees with the records
-    python -m common.report --write       write the tables into the READMEs, between their markers
+    python -m common.report --check       exit 1 where a page disagrees with the records
+    python -m common.report --write       write the tables into the pages, between their markers
     python -m common.report --results     what the last runs on this machine wrote, side by side
     python -m common.report --results 2.1 'torchrun-*'    of runs, run folders or techniques with these names
 
@@ -30,8 +30,8 @@ def main() -> None:
     """Run the command line."""
     parser = OneSentenceParser(description="Render the records as tables.")
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", action="store_true", help="exit 1 where a README disagrees with the records")
-    mode.add_argument("--write", action="store_true", help="write the tables into the READMEs")
+    mode.add_argument("--check", action="store_true", help="exit 1 where a page disagrees with the records")
+    mode.add_argument("--write", action="store_true", help="write the tables into the pages")
     mode.add_argument(
         "--results", nargs="*", metavar="NAME",
         help="the last runs of this machine, side by side: all that completed, or those of runs, run folders or "
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _render_readmes(write: bool) -> int:
-    """Name the READMEs that disagree with the records, or write them; return the exit code."""
+    """Name the pages that disagree with the records, or write them; return the exit code."""
     records = kept_records()
     stale = [
         path for path in readmes() if with_tables(path.read_text(encoding="utf-8"), records) != path.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""What tests measured, put together for the files that the README's tables are made of."""
+"""What tests measured, put together for the files that the tables of docs are made of."""
 
 from common.reporting import outcomes
 from common.reporting.outcomes import Outcome

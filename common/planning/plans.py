@@ -522,7 +522,6 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
         (_, gpu, phase), usd = plan.highest, plan.epoch_usd(rows_per_epoch)
         rows.append([
             plan.short_name,
-            plan.job.precision,
             plan.verdict,
             f"{phase.peak_gib:.1f} to {phase.safe_gib:.1f} / {gpu.memory_gib:.1f}",
             plan.max_batch_size or "-",
@@ -532,9 +531,18 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
             _seconds(plan.epoch_s(rows_per_epoch)),
             "-" if usd is None else f"{usd:,.2f}",
         ])  # fmt: skip
-    headers = ("way", "precision", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch", "step", "tokens\nper s",
-               "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
-    return _outlined(rows, headers, text_columns=3)
+    headers = ("way", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch", "step", "tokens\nper s", "best\nper s",
+               "epoch", "epoch\nUSD")  # fmt: skip
+    return f"{_outlined(rows, headers, text_columns=2)}\nprecision: {_precisions(plans)}"
+
+
+def _precisions(plans: Sequence[Plan]) -> str:
+    """Return `full in bf16-mixed; LoRA, QLoRA in bf16`: each technique has one."""
+    of_techniques = {plan.job.method.short: plan.job.precision for plan in plans}
+    return "; ".join(
+        f"{', '.join(name for name in of_techniques if of_techniques[name] == precision)} in {precision}"
+        for precision in dict.fromkeys(of_techniques.values())
+    )
 
 
 def _outlined(rows: Sequence[Sequence[object]], headers: Sequence[str], text_columns: int) -> str:

@@ -19,6 +19,7 @@ from common.reporting.rows import (
     clock,
     clock_seconds,
     completed,
+    device_of,
     devices_of,
     idle_shares,
     kind_name,
@@ -44,6 +45,9 @@ BRIEF = {
 }
 """Of the tables' columns those that fit a terminal, and what they are called there."""
 
+FRONT_SHARED = ("Technique", "Model", "Epochs", "Machine")
+"""Columns of `front` whose values stand above its tables."""
+
 
 def classified(records: Iterable[Record]) -> list[Record]:
     """Return the completed classification runs, in the order of folders and settings."""
@@ -56,9 +60,13 @@ def classified(records: Iterable[Record]) -> list[Record]:
 
 def setting_name(technique: str, parallel: str, micro_batches: int) -> str:
     """Return `LoRA with PP, 8 micro-batches`; with a single one, stages wait for each other as in naive MP."""
-    parts = f"{micro_batches} micro-batches" if micro_batches > 1 else "1 micro-batch (naive MP)"
-    name = kind_name(technique, parallel)
-    return f"{name}, {parts}" if PARALLELISMS[parallel].pipelines else name
+    return kind_name(technique, parallel) + _in_parts(parallel, micro_batches)
+
+
+def _in_parts(parallel: str, micro_batches: int) -> str:
+    if not PARALLELISMS[parallel].pipelines:
+        return ""
+    return f", {micro_batches} micro-batches" if micro_batches > 1 else ", 1 micro-batch (naive MP)"
 
 
 def settings_of(records: Iterable[Record]) -> list[list[Record]]:
@@ -81,9 +89,25 @@ def details_table(records: list[Record]) -> pd.DataFrame:
 
 
 def front(records: list[Record]) -> pd.DataFrame:
-    """Return the root README's table: the measured settings, in brief."""
-    table = settings_table(records)
-    return table[table["Figures"] == "measured"].drop(columns=["Figures", "Model", "Idle share per stage"])
+    """Return the table of docs/results.md: the measured settings, in brief."""
+    return pd.DataFrame(_in_brief(runs[0], _compared(runs, records)) for runs in settings_of(records))
+
+
+def _in_brief(record: Record, row: Row) -> Row:
+    technique, parallel = kind_of(record)
+    return {
+        "Technique": TECHNIQUES[technique].title,
+        "Model": row["Model"],
+        "Epochs": f"{row['Epochs']} epochs",
+        "Machine": device_of(record),
+        "Setting": PARALLELISMS[parallel].label + _in_parts(parallel, record["config"]["micro_batches"]),
+        "Devices": str(record["config"]["devices"]),
+        "Seeds": row["Seeds"],
+        "Best accuracy": row["Best accuracy"],
+        "Peak GiB": row["Training's peak memory per device (GiB)"],
+        "Time": row["Training time"],
+        "Speed-up": row["Speed-up"],
+    }
 
 
 def _compared(runs: list[Record], records: list[Record]) -> Row:

@@ -13,6 +13,7 @@ from common.base.run_folders import literal_of, run_folders
 from common.base.specs import PARALLELISMS
 from common.hardware.devices import GIB, MIB
 from common.planning.job import BatchShape
+from common.planning.plans import DEFAULT_ROWS_PER_EPOCH
 from common.planning.shares import trained_parameters
 from common.records.store import Record
 from common.reporting.rows import (
@@ -56,8 +57,6 @@ from common.reporting.rows import (
     table_of,
 )
 
-PROJECTED_ROWS = 10_000
-"""Of an epoch in projections."""
 SMALL_LEARNING_RATE = 1e-5
 """At which pure bf16 is compared with other precisions: that of the GPU folders."""
 SHARDING_FOLDER = "2.6_full_finetuning_with_fsdp"
@@ -182,12 +181,12 @@ def mp_price(records: list[Record]) -> Iterator[Row]:
         }
     for folder, run in _gpu_folders(FULL, FULL_MP, FULL_PP):
         step_time_s = projected_plan(run).time.total_s
-        steps = -(-PROJECTED_ROWS // run.per_device_train_batch_size)
+        steps = -(-DEFAULT_ROWS_PER_EPOCH // run.per_device_train_batch_size)
         yield {
             "Approach": f"{kind_name(run.technique, run.parallel)}, {folder}",
             "Devices": f"{run.gpu} x{run.devices}",
             "Batch size": str(run.per_device_train_batch_size),
-            "Rows": f"1 x {PROJECTED_ROWS:,} of {PROJECTED_LENGTH:,} tokens",
+            "Rows": f"1 x {DEFAULT_ROWS_PER_EPOCH:,} of {PROJECTED_LENGTH:,} tokens",
             "Steps": f"{steps:,}",
             "A step": f"{step_time_s:.2f} s",
             "Training without validation": clock(steps * step_time_s),

@@ -1,6 +1,7 @@
 """The tables of what tests measured: how exactly strategies agree with one device, and how faults end."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import pandas as pd
@@ -26,28 +27,28 @@ FAULTS = {
     1: "a rank is killed (SIGKILL)",
     2: "killed while a checkpoint is written, at any write or rename",
     3: "killed while an asynchronous save goes on",
-    4: "a checkpoint is cut short",
-    5: "one byte of a checkpoint is another",
-    6: "the state of the random numbers is missing",
+    4: "a checkpoint file is truncated",
+    5: "one byte of a checkpoint is changed",
+    6: "the random number state is missing",
     7: "the disk is full",
-    8: "going on with another number of ranks",
-    9: "stopped and resumed: is it exact?",
+    8: "resuming with another number of ranks",
+    9: "stopping and resuming: is the result the same?",
     10: "one rank raises an error",
     11: "a rank is stopped (SIGSTOP)",
-    12: "a rank sleeps outside of any exchange",
+    12: "a rank hangs outside of any collective",
     13: "the port is taken",
-    14: "a wrong master's address",
-    15: "two runs into one results folder",
-    16: "a results folder that cannot be written",
+    14: "a wrong address of the first machine",
+    15: "two runs write into one results folder",
+    16: "a results folder that is not writable",
     17: "rows without keys, or with wrong roles",
     18: "an empty answer",
-    19: "rows too long to leave an answer",
-    20: "not UTF-8, or cut JSONL",
-    21: "an id twice",
-    22: "a test row in the training rows",
-    23: "a loss that is no number, on one rank",
+    19: "rows that are too long to keep an answer",
+    20: "a file that is not UTF-8, or truncated JSONL",
+    21: "an id that occurs twice",
+    22: "a test row among the training rows",
+    23: "a loss that is not finite, on one rank",
     24: "out of memory",
-    25: "ended by the kernel's memory killer",
+    25: "killed by the kernel because memory ran out",
     26: "a wrong device map",
     27: "an unknown model, or offline and not cached",
     28: "a notebook's cell is interrupted",
@@ -55,34 +56,34 @@ FAULTS = {
     30: "a kernel that dies or hangs under papermill",
     31: "a hostile pickle in a checkpoint",
     32: "a model folder with code of its own",
-    33: "a run name that leads elsewhere",
-    34: "an error with a token in it",
+    33: "a run name that points outside of the results folder",
+    34: "an error message with a secret token in it",
 }
 FAULT_FIGURES = {
-    "Noticed (s)": ("noticed_s", "{:.1f}"),
-    "Ended (s)": ("ended_s", "{:.1f}"),
-    "Steps lost": ("lost_steps", "{}"),
-    "Minutes lost": ("lost_minutes", "{:.2f}"),
-    "A save holds up (s)": ("held_up_s", "{:.2f}"),
+    "Noticed": ("noticed_s", "{:.1f}"),
+    "Ended": ("ended_s", "{:.1f}"),
+    "Steps": ("lost_steps", "{}"),
+    "Min": ("lost_minutes", "{:.2f}"),
+    "Save": ("held_up_s", "{:.2f}"),
 }
 """Of the table's columns: where a row has the figure, and how it is written."""
 ELSEWHERE = (
     {
         "fault": 3,
         "technique": "all",
-        "outcome": "the checkpoint before is used: a name is given when all is written",
+        "outcome": "the previous checkpoint is used: a checkpoint gets its name when it is complete",
         "test": "tests/unit/test_training.py",
     },
     {
         "fault": 11,
         "technique": "single",
-        "outcome": "cannot be seen: nobody else is there; SIGCONT lets it go on",
+        "outcome": "not noticed, as no other process watches; SIGCONT resumes",
         "test": "common/runtime/watch.py",
     },
     {
         "fault": 13,
         "technique": "machines",
-        "outcome": "refused; launchers look for another",
+        "outcome": "refused; launchers choose another port",
         "test": "tests/network/test_machines.py",
     },
     {
@@ -156,33 +157,73 @@ def llama_cpp(_: list[Record]) -> pd.DataFrame:
     found = json.loads(LLAMA_CPP_FILE.read_text(encoding="utf-8"))["compared"] if LLAMA_CPP_FILE.exists() else []
     return pd.DataFrame(
         {
-            "Base": row["base"],
-            "`model_type`": row["model_type"],
+            "Base": f"{row['base']} ({row['model_type']})",
             "Pre-tokenizer": row["pre_tokenizer"],
             "Weights": row["weight_type"],
             "Same answers": f"{row['equal_answers']} of {row['questions']}",
-            "Prompts with equal tokens": f"{row['equal_prompts']} of {row['questions']}",
-            "Unusual texts with equal tokens": f"{row['equal_texts']} of {row['texts']}",
-            "Largest difference of logits": f"{row['logit_difference']:.0e}",
+            "Same prompts": f"{row['equal_prompts']} of {row['questions']}",
+            "Same texts": f"{row['equal_texts']} of {row['texts']}",
+            "Logits": f"{row['logit_difference']:.0e}",
         }
         for row in found
     )
 
 
 def faults(_: list[Record]) -> pd.DataFrame:
-    """Return one line per fault and technique; seconds count from the fault on. Columns without any are left out."""
-    table = pd.DataFrame(
+    """Return one line per technique of each fault that ends a run or costs it steps.
+
+    Seconds count from the fault on.
+    """
+    rows = _known_faults()
+    timed = _with_figures(rows)
+    return pd.DataFrame(
         {
-            "": str(row["fault"]),
-            "Fault": FAULTS[row["fault"]],
-            "Technique": row["technique"],
+            "Fault": _fault(row),
+            "Tests": _tests([each for each in rows if each["fault"] == row["fault"]]),
+            "With": row["technique"],
             "Outcome": row["outcome"],
             **{header: _figure(row.get(name), form) for header, (name, form) in FAULT_FIGURES.items()},
-            "Where": f"[{Path(row['test']).name}]({row['test']})",
         }
-        for row in sorted([*read_outcomes(ENDED_FAULTS), *ELSEWHERE], key=lambda row: row["fault"])
+        for row in rows
+        if row["fault"] in timed
     )
-    return table.loc[:, [header not in FAULT_FIGURES or (table[header] != "").any() for header in table]]
+
+
+def other_faults(_: list[Record]) -> pd.DataFrame:
+    """Return one line per outcome of each fault that is refused, or undone, without a time to tell."""
+    rows = _known_faults()
+    timed = _with_figures(rows)
+    alike: defaultdict[tuple[object, object], list[Outcome]] = defaultdict(list)
+    for row in rows:
+        if row["fault"] not in timed:
+            alike[row["fault"], row["outcome"]].append(row)
+    return pd.DataFrame(
+        {
+            "Fault": _fault(same[0]),
+            "With": ", ".join(row["technique"] for row in same),
+            "Outcome": same[0]["outcome"],
+            "Tests": _tests(same),
+        }
+        for same in alike.values()
+    )
+
+
+def _known_faults() -> list[Outcome]:
+    return sorted([*read_outcomes(ENDED_FAULTS), *ELSEWHERE], key=lambda row: row["fault"])
+
+
+def _with_figures(rows: list[Outcome]) -> set[object]:
+    """Return the numbers of the faults that have a figure with some technique."""
+    return {row["fault"] for row in rows if any(row.get(name) is not None for name, _ in FAULT_FIGURES.values())}
+
+
+def _fault(row: Outcome) -> str:
+    return f"{row['fault']}. {FAULTS[row['fault']]}"
+
+
+def _tests(rows: list[Outcome]) -> str:
+    """Return links, from a page of docs, to what tests these outcomes."""
+    return ", ".join(f"[{Path(test).name}](../{test})" for test in dict.fromkeys(row["test"] for row in rows))
 
 
 def _figure(value: float | None, form: str) -> str:

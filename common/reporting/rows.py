@@ -45,6 +45,7 @@ Kind = tuple[str, str]
 LORA, LORA_DDP, LORA_PP = ("lora", "single"), ("lora", "ddp"), ("lora", "pp")
 QLORA, QLORA_DDP, QLORA_FSDP = ("qlora", "single"), ("qlora", "ddp"), ("qlora", "fsdp")
 FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full", "mp"), ("full", "pp")
+FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("gradient_checkpointing", "use_reentrant"),
@@ -302,10 +303,22 @@ def over_seeds(values: Sequence[float], form: str) -> str:
 
 def devices_of(record: Record) -> str:
     """Return `AMD EPYC, 1 thread x2`: two CPU devices of one thread each."""
-    count, name = record["config"]["devices"], record["environment"]["devices"][0]
-    threads = record["config"].get("threads", 1)  # older records had one
-    each = f", {threads} thread{'s' * (threads > 1)}" if record["config"]["device"] == "cpu" else ""
-    return f"{name}{each} x{count}"
+    return f"{_name_of_device(record)} x{record['config']['devices']}"
+
+
+def device_of(record: Record) -> str:
+    """Return `AMD EPYC, 1 thread per device`: one of a run's devices."""
+    return _name_of_device(record) + (" per device" if record["config"]["device"] == "cpu" else "")
+
+
+def short_devices_of(record: Record) -> str:
+    """Return `AMD EPYC x2`: the same as `devices_of`, where the single thread of a CPU device goes without saying."""
+    return devices_of(record).replace(", 1 thread x", " x")
+
+
+def _name_of_device(record: Record) -> str:
+    threads, name = record["config"].get("threads", 1), record["environment"]["devices"][0]  # older records had one
+    return name + (f", {threads} thread{'s' * (threads > 1)}" if record["config"]["device"] == "cpu" else "")
 
 
 def model_of(record: Record) -> str:
@@ -399,7 +412,9 @@ def published_quality(result: dict[str, Any]) -> Row:
         "Epochs": str(result["epochs"]),
         "Batch size": str(result["batch_size"]),
         "Effective batch size": _published_batch(result),
-        "Learning rate scaling": f"1x ({result['learning_rate']:g})" if "learning_rate" in result else NOT_PUBLISHED,
+        "Learning rate scaling": f"{result.get('learning_rate_factor', 1):g}x ({result['learning_rate']:g})"
+        if "learning_rate" in result
+        else NOT_PUBLISHED,
         "Similarity score before (lower is better)": NOT_PUBLISHED,
         "Similarity score (lower is better)": score(result["similarity_score"]),
         **dict.fromkeys(

@@ -26,6 +26,7 @@ from common.reporting.rows import (
     clock,
     clock_seconds,
     completed,
+    device_of,
     devices_of,
     model_of,
     over_seeds,
@@ -50,6 +51,8 @@ EXCHANGES = {
 BRIEF = ["Loop", "Devices", "ROUGE-L before -> after", "To the letter", "Validation loss", "Training time",
          "Tokens per second"]  # fmt: skip
 """Of the columns those that fit a terminal."""
+FRONT_SHARED = ("Model", "Machine", "Before")
+"""Columns of `front` whose values stand above its tables."""
 ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")
 """The run whose settings are ours in the projections."""
 SAMSUM_ROWS = 14_732
@@ -77,9 +80,25 @@ def loops_table(records: list[Record]) -> pd.DataFrame:
 
 
 def front(records: list[Record]) -> pd.DataFrame:
-    """Return the root README's table: the measured loops, in brief."""
-    table = loops_table(records)
-    return table[table["Figures"] == "measured"].reindex(columns=BRIEF)
+    """Return the table of docs/results.md: the measured loops, in brief."""
+    return pd.DataFrame(_in_brief(runs) for runs in by_setting(summarized(records)))
+
+
+def _in_brief(runs: list[Record]) -> Row:
+    first, row = runs[0], _loop(runs)
+    before = first["quality"]["before"]
+    return {
+        "Model": row["Model"],
+        "Machine": device_of(first),
+        "Before": f"before: ROUGE-L {before['rougeL']:.3f}, to the letter {before['exact_share']:.0%}",
+        "Loop": row["Loop"],
+        "Devices": str(first["config"]["devices"]),
+        "ROUGE-L": row["ROUGE-L before -> after"].partition(" -> ")[2],
+        "To the letter": row["To the letter"].partition(" -> ")[2],
+        "Loss": row["Validation loss"],
+        "Time": row["Training time"],
+        "Tokens/s": row["Tokens per second"],
+    }
 
 
 def _loop(runs: list[Record]) -> Row:
@@ -150,7 +169,8 @@ def network_table(records: list[Record]) -> pd.DataFrame:
 
 def results_text(records: list[Record]) -> str:
     """Return the table of the last runs on this machine, for a terminal: a line for each."""
-    table = front(records)
+    table = loops_table(records)
+    table = table[table["Figures"] == "measured"].reindex(columns=BRIEF)
     return fitted(list(table.columns), table.to_numpy().tolist())
 
 

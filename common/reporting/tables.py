@@ -1,4 +1,4 @@
-"""Every table by its name, those of LoRA (2.1) and of DDP (2.2), and how they come into the READMEs."""
+"""Every table by its name, those of the README, LoRA (2.1) and DDP (2.2), and how they come into the pages."""
 
 import io
 import json
@@ -6,9 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -17,18 +15,33 @@ from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.checks import planner_command
 from common.records.store import Record
-from common.reporting import classification, full, outcomes, own_data, peaks, qlora, rates, summarization
+from common.reporting import (
+    benchmark,
+    classification,
+    findings,
+    full,
+    outcomes,
+    own_data,
+    peaks,
+    qlora,
+    rates,
+    results,
+    summarization,
+)
+from common.reporting.markdown import WIDEST, as_list, as_markdown
 from common.reporting.memory import memory_by_phase
 from common.reporting.rows import (
     FACTORS,
     FULL,
+    FULL_DDP,
+    FULL_FSDP,
     FULL_MP,
     FULL_PP,
+    FULL_ZERO3,
     LORA,
     LORA_DDP,
     LORA_PP,
     MEMORY,
-    NOT_PUBLISHED,
     NOT_RUN,
     REPORTING,
     STEPS,
@@ -42,32 +55,40 @@ from common.reporting.rows import (
     ceiling_of,
     clock,
     completed,
-    data_parallel_ranks,
     devices_of,
     idle_shares,
     judged,
     kind_name,
     kind_of,
-    measured_quality,
     measured_speed,
-    model_of,
     peak_memory_gib,
     percent,
     planned_memory,
-    published_quality,
-    published_results,
-    published_speed,
     quality_table,
     score,
+    short_devices_of,
     speed_table,
     speedup_table,
     step_s,
-    table_of,
 )
+from common.reporting.screen import on_screen
 
-BENCH_FILE = REPOSITORY / "bench" / "bench.json"
-MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+MARKED_TABLE = re.compile(r"(<!-- table: (?P<name>[\w .-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 PLANNER_QUESTION = "--model qwen2.5-7b --gpu a6000 --gpus 2 --batch-size 4 --seq-len 1024"
+TWO_CARDS_QUESTION = "--model qwen2.5-7b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 1024"
+DEMO_RUNS = (
+    ("2.1_lora_finetuning/run_0_cpu_x1", "python-batch16-seed42"),
+    ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2", "torchrun-batch8-seed42"),
+)
+"""Of the runs of `make demo` those that the README shows."""
+DEMO_LINES = (
+    "facts said before",
+    "facts said after",
+    "training time",
+    "peak memory per device (GiB)",
+    "speed-up at the same effective batch",
+    "machine's ceiling at the same effective batch",
+)
 
 LEGEND = """\
 similarity score: a distance between answer and reference, lower is better; judged by the base model
@@ -78,16 +99,20 @@ speed-up: training time of the one-device run (2.1, 2.4) over this run's
 machine's ceiling: the highest speed-up to expect here: the same ranks without synchronising, against one
 memory: on CPU the resident memory of the process, most of it Python and PyTorch
 weights that a step changes: the other updates are too small for the precision, and round away
-More in the folders' readmes."""
+More words: docs/glossary.md; details: the folders' readmes."""
 
 SCALED = (*STEPS, REPORTING, "Training speedup factor", "Machine's ceiling", "Tokens per second", *MEMORY)
-BEFORE = {
-    "Similarity score (lower is better)": "Similarity score before (lower is better)",
-    "By MiniLM": "By MiniLM before",
-    "Facts said (higher is better)": "Facts said before",
+SHARED: dict[str, tuple[str, ...]] = {
+    **results.SHARED,
+    "classification-front": classification.FRONT_SHARED,
+    "summarization-front": summarization.FRONT_SHARED,
+    "faults": ("Fault", "Tests"),
+    "bench": ("Part",),
+    "bench-all": ("Part", "Command"),
 }
-"""Columns of what was scored after training, and those of the same before."""
-MASTER = (*WHAT, "Batch size", "Training time", MEMORY[0], "Model", "Trained on", "Learning rate scaling", *BEFORE)
+"""By a table's name the columns whose values stand above its parts."""
+LISTS = {"faults-others": "- **{Fault}** ({With}): {Outcome}. {Tests}", "bench-worst": "- {What}: {Point}"}
+"""By a table's name the form of its rows, where these are lines of a list."""
 
 
 # -- DDP
@@ -136,100 +161,78 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
     )
 
 
-# -- the root README
+# -- the README
 
 
 def front(records: list[Record]) -> pd.DataFrame:
-    """Return the root README's table: what two devices bring, by command, on the usual seed."""
+    """Return the README's table: what two devices bring and cost, started by command, on the usual seed."""
     runs = [
         record
         for record in records
         if record["config"]["seed"] == RunConfig.seed and record["launcher"] in ("python", "torchrun")
     ]
-    rows = []
-    for same, words in ((STRONG, "the same global batch"), (WEAK, "the same rows per device")):
-        for record, baseline in _ddp_runs(runs, same):
-            row = measured_speed(record, baseline, same)
-            rows.append({
-                "What": row["Approach"] if record is baseline else f"{row['Approach']}, {words}",
-                "Devices": row["Devices"],
-                "Rows per device and step": str(record["config"]["per_device_train_batch_size"]),
-                "Training time": row["Training time"],
-                "Speed-up": row["Training speedup factor"],
-                "Machine's ceiling": row["Machine's ceiling"],
-                "Facts said (higher is better)": percent(record["quality"]["after"]["facts_said_share"]),
-            })  # fmt: skip
-    return pd.DataFrame(rows).drop_duplicates()
+    pairs = [(*pair, same) for same in (STRONG, WEAK) for pair in _ddp_runs(runs, same)]
+    full_runs = completed(runs, FULL_DDP, FULL_FSDP, FULL_ZERO3)
+    pairs += [(*pair, STRONG) for pair in beside_one_device(full_runs, runs, STRONG) if pair[1]]
+    return pd.DataFrame(_front_row(*each) for each in pairs).drop_duplicates()
 
 
-def master(records: list[Record]) -> pd.DataFrame:
-    """Return the root README's table: one line per kept run."""
-    published = [
-        {
-            **published_speed(result, result),
-            "Model": NOT_PUBLISHED,
-            "Trained on": f"{result['epochs']} epochs",
-            "Learning rate scaling": published_quality(result)["Learning rate scaling"],
-            **dict.fromkeys(BEFORE, NOT_PUBLISHED),
-            "Similarity score (lower is better)": score(result["similarity_score"]),
+def _front_row(record: Record, baseline: Record, same: str) -> Row:
+    row = measured_speed(record, baseline, same)
+    is_weak = same == WEAK and record is not baseline
+    return {
+        "What": kind_name(*kind_of(record)) + (", same rows per device" if is_weak else ""),
+        "Devices": short_devices_of(record),
+        "Rows per step": row["Batch size"],
+        "Time": row["Training time"],
+        "Speed-up": row["Training speedup factor"],
+        "Ceiling": row["Machine's ceiling"],
+        "Facts said": percent(record["quality"]["after"]["facts_said_share"]),
+    }
+
+
+@as_table
+def two_cards(_: list[Record]) -> Iterator[Row]:
+    """Return the README's table: what two cards of 24 GB hold, as the planner says; what fits, and the next."""
+    ranked = json.loads(_planner_says(f"{TWO_CARDS_QUESTION} --json"))["ranked"]
+    for plan in ranked:
+        likely = max(peak for device in plan["per_device"] for peak in device["phases_gib"].values())
+        capacity = plan["per_device"][0]["capacity_gib"]
+        is_safe = all(device["fits"] for device in plan["per_device"])
+        yield {
+            "Way": f"{TECHNIQUES[plan['technique']].short}, {PARALLELISMS[plan['parallel']].label}"
+            + (", checkpointed" if plan["gradient_checkpointing"] else ""),
+            "Fits": "yes" if is_safe else "tight" if likely <= capacity else "no",
+            "GiB per GPU": f"{likely:.1f} of {capacity:.1f}",
+            "Largest batch": str(plan["max_batch_size"]),
+            "Tokens/s": f"{plan['tokens_per_s']:,.0f}",
+            "USD per epoch": f"{plan['cost_usd_per_epoch']:.2f}",
         }
-        for result in published_results()
-    ]
-    measured = [_master_row(record) for record in completed(records)]
-    return table_of(records, tuple(product(TECHNIQUES, PARALLELISMS)), measured, published, MASTER)
+        if likely > capacity:
+            return
 
 
-def _master_row(record: Record) -> Row:
-    quality, config = measured_quality(record), record["config"]
-    rows = sum(rank["samples"] for rank in record["world"][: data_parallel_ranks(record)])
-    return {
-        **measured_speed(record),
-        "Model": model_of(record),
-        "Trained on": f"{Path(config['data']).name}, {rows:,} rows in up to {config['num_train_epochs']} epochs",
-        "Learning rate scaling": quality["Learning rate scaling"],
-        **{after: f"{quality[before]} -> {quality[after]}" for after, before in BEFORE.items()},
-    }
-
-
-# -- the benchmark
-
-
-def bench(_: list[Record], about: str = "", with_bars_only: bool = False) -> pd.DataFrame:
-    """Return what `make bench` measured last and wrote to bench.json: entries whose name begins with `about`."""
-    entries = json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
-    return pd.DataFrame(
-        _bench_row(entry)
-        for entry in entries
-        if entry["name"].startswith(about) and not (with_bars_only and entry["bar"] is None)
-    )
-
-
-def _bench_row(entry: dict[str, Any]) -> Row:
-    """Return a line with `1.553 ratio`, `6,357 tokens per s`; what was not run says so in its name."""
-    value = entry["value"]
-    if value is None:
-        measured = NOT_RUN if NOT_RUN in entry["name"] else "not reached"
-    else:
-        measured = f"{value:,.0f} {entry['unit']}" if value >= 1000 else f"{value:.3f} {entry['unit']}"
-    return {
-        "What": entry["name"],
-        "Measured": measured,
-        "Bar": "" if entry["bar"] is None else f"{entry['bar_is']} {entry['bar']:g}",
-        "Holds": NOT_RUN if measured == NOT_RUN else {True: "yes", False: "**no**", None: ""}[entry["holds"]],
-        "Command": f"`{entry['command']}`",
-    }
+def demo(records: list[Record]) -> str:
+    """Return what `make demo` prints at its end, of the kept records of its runs; shortened."""
+    runs = {(record["run_folder"], record["run_name"]): record for record in records}
+    shown = side_by_side([runs[name] for name in DEMO_RUNS if name in runs])
+    return _as_block(on_screen(shown.reindex(DEMO_LINES).dropna(how="all"), WIDEST))
 
 
 TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
-    "bench": partial(bench, with_bars_only=True),
-    "bench-all": bench,
+    "bench": benchmark.bars,
+    "bench-all": benchmark.every_entry,
+    "bench-worst": benchmark.worst_points,
     "front": front,
-    "planner": partial(bench, about="planner"),
+    "two-cards": two_cards,
+    "planner": partial(benchmark.bench, about="planner"),
     "published-memory": peaks.published_memory,
     "published-verdicts": peaks.published_verdicts,
     "published-excluded": peaks.excluded_memory,
     "memory-by-phase": memory_by_phase,
-    "master": master,
+    "master": results.master,
+    "results-published": results.published,
+    "results-not-run": results.waiting,
     "lora-quality": partial(quality_table, shown=(LORA,)),
     "lora-speed": partial(speed_table, shown=(LORA,)),
     "ddp-quality": partial(quality_table, shown=(LORA, LORA_DDP)),
@@ -272,11 +275,13 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "families": outcomes.families,
     "families-of-tasks": outcomes.families_of_tasks,
     "faults": outcomes.faults,
+    "faults-others": outcomes.other_faults,
     "llama-cpp": outcomes.llama_cpp,
     "rates-by-source": rates.sources_table,
     "rates-well-known": rates.well_known_table,
     **rates.tables_by_source(),
     "rates-not-used": rates.excluded_table,
+    **findings.TABLES,
 }
 
 
@@ -355,23 +360,37 @@ def _speedups(record: Record, records: list[Record]) -> Row:
     return entries
 
 
-# -- READMEs
+# -- pages
 
 
-def planner_answer() -> str:
-    """Return what the planner prints for the question of 1.1's readme."""
+def _planner_says(question: str) -> str:
     said = io.StringIO()
     with redirect_stdout(said):
-        planner_command.answer(planner_command.read_options(PLANNER_QUESTION.split()))
-    return f"```text\n{said.getvalue().strip()}\n```\n"
+        planner_command.answer(planner_command.read_options(question.split()))
+    return said.getvalue()
+
+
+def _as_block(text: str) -> str:
+    return f"```text\n{text.strip()}\n```\n"
+
+
+def planner_answer(_: list[Record]) -> str:
+    """Return what the planner prints for the question of 1.1's readme."""
+    return _as_block(_planner_says(PLANNER_QUESTION))
+
+
+BLOCKS: dict[str, Callable[[list[Record]], str]] = {"planner-answer": planner_answer, "demo": demo}
+"""What is no table, but printed."""
 
 
 def rendered(name: str, records: list[Record]) -> str:
-    """Return a table as Markdown, or the planner's answer as it prints it."""
-    if name == "planner-answer":
-        return planner_answer()
+    """Return a table as Markdown, or what a command prints."""
+    if name in BLOCKS:
+        return BLOCKS[name](records)
     table = TABLES[name](records)
-    return "not run\n" if table.empty else table.to_markdown(index=False, disable_numparse=True) + "\n"
+    if table.empty:
+        return f"{NOT_RUN}\n"
+    return as_list(table, LISTS[name]) if name in LISTS else as_markdown(table, SHARED.get(name, ()))
 
 
 def with_tables(text: str, records: list[Record]) -> str:
@@ -380,6 +399,7 @@ def with_tables(text: str, records: list[Record]) -> str:
 
 
 def readmes() -> list[Path]:
-    """Return the pages with tables: the root's README, the benchmark's, those of docs and the technique folders'."""
-    others = [page for where in ("docs/*.md", "[0-9].[0-9]_*/*_readme.md") for page in sorted(REPOSITORY.glob(where))]
-    return [REPOSITORY / "README.md", REPOSITORY / "bench" / "README.md", *others]
+    """Return the pages with tables: the README, the benchmark's, those of docs, and the technique folders'."""
+    places = ("README.md", "bench/README.md", "docs/*.md", "[0-9].[0-9]_*/*_readme.md")
+    pages = [page for place in places for page in sorted(REPOSITORY.glob(place))]
+    return [page for page in pages if MARKED_TABLE.search(page.read_text(encoding="utf-8"))]

@@ -1,4 +1,4 @@
-"""What the fault tests share: real runs with a fault, watched from outside, and their outcomes for the README."""
+"""What the fault tests share: real runs with a fault, watched from outside, and their outcomes for docs/faults.md."""
 
 import json
 import os
@@ -34,7 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in th
 
 KEYS = ("fault", "technique", "outcome")
 KEEP = "KEEP_OUTCOMES"
-"""Set by `make soak`: the outcomes are kept, for the README."""
+"""Set by `make soak`: the outcomes are kept, for docs/faults.md."""
 CHAT = ("--train_rows", "65", "--validation_rows", "8", "--test_rows", "1", "--num_train_epochs", "2",
         "--eval_steps", "0.1", "--save_steps", "0.1", "--independent_judge", "none", "--report_to", "none",
         "--max_new_tokens", "1")  # fmt: skip
@@ -234,7 +234,7 @@ def completed(straight: Callable[[str], Path], tmp_path: Path) -> Callable[[str]
 
 @dataclass
 class Outcomes:
-    """Of faults, for the README's table."""
+    """Of faults, for the tables of docs/faults.md."""
 
     rows: dict[tuple[int, str, str], dict[str, object]] = field(default_factory=dict)
     test: str = ""

@@ -26,7 +26,7 @@ from common.training.strategy import SHARDS
 from tests.outcomes import merged
 
 KEEP = "KEEP_OUTCOMES"
-"""Set by `make soak`: the differences are kept, for the README."""
+"""Set by `make soak`: the differences are kept, for docs/results.md."""
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
 QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"

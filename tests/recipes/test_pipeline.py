@@ -111,7 +111,7 @@ def test_a_workflow_tells_the_truth_about_its_stages_and_saves_a_plain_model(run
 
 
 def check_measurements(measured: dict) -> None:
-    """What the README's tables take, and that it adds up."""
+    """What the tables take, and that it adds up."""
     assert (measured["stages"], measured["micro_batches"], measured["schedule"]) == (2, 8, "1f1b")
     step_s = measured["step_s"]
     assert {"naive", "gpipe", "1f1b", "all stages at once", "stage 0 alone, 8", "stage 1 alone, 1"} <= set(step_s)

@@ -13,6 +13,7 @@ import pytest
 
 from common.base.paths import REPOSITORY
 from common.records.store import KEPT, STUDY, kept_records
+from common.reporting.markdown import WIDEST
 from common.reporting.tables import readmes, with_tables
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<img[^>]*src=\"([^\"]+)\"")
@@ -28,6 +29,13 @@ SECTIONS = [
 EXHIBITS = REPOSITORY / "assets" / "exhibits"
 MESSAGES = REPOSITORY / "assets" / "visitor_messages"
 MIB = 2**20
+WIDE = ("published_rates.md",)
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "bench" / "README.md",
+    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name not in WIDE),
+]
+"""Those whose tables are narrow."""
 
 
 def tracked_files() -> list[Path]:
@@ -85,6 +93,18 @@ def test_every_table_is_what_the_records_say() -> None:
         text = path.read_text(encoding="utf-8")
         assert "<!-- table:" in text
         assert text == with_tables(text, records), f"{path.name}: make tables"
+
+
+def test_the_readme_is_short() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    assert len(text.split()) <= 2000
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_tables_of_the_pages_fit_120_characters(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("|") and len(line) > WIDEST] == []
 
 
 def test_committed_records_name_no_path_of_a_machine() -> None:
@@ -166,6 +186,7 @@ def test_what_make_starts_keeps_bytecode() -> None:
 
 
 def test_the_picture_of_the_rooms_is_drawn_from_their_imports() -> None:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    rooms = script("draw_rooms")
+    text = rooms.PAGE.read_text(encoding="utf-8")
     assert "training --> tasks" in text
-    assert script("draw_rooms").drawn(text) == text, "python assets/draw_rooms.py"
+    assert rooms.drawn(text) == text, "python assets/draw_rooms.py"

@@ -14,7 +14,7 @@ from common import report
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.records.store import Record, kept_records
-from common.reporting import tables
+from common.reporting import benchmark
 from common.reporting.rows import (
     approach,
     baseline_of,
@@ -109,10 +109,9 @@ def test_a_failed_run_is_a_column_not_a_gap(records: list[Record]) -> None:
     failed = {key: records[0][key] for key in ("technique", "parallel", "run_folder", "config")}
     failed |= {"status": "oom", "error": "OutOfMemoryError: no", "run_name": "big"}
     assert "oom: OutOfMemoryError: no" in side_by_side([records[0], failed]).loc["status"].tolist()
-    shown = TABLES["master"]([failed])
-    assert "measured" not in shown["Figures"].tolist()
+    assert TABLES["master"]([failed]).empty
     answering = [run for run in run_folders().values() if run.task == "chat"]
-    assert (shown["Figures"] == "not run").sum() == len(answering)
+    assert len(TABLES["results-not-run"]([failed])) == len(answering)
 
 
 def test_what_is_registered_at_run_time_stands_in_the_tables(
@@ -124,7 +123,8 @@ def test_what_is_registered_at_run_time_stands_in_the_tables(
     monkeypatch.setitem(TASKS, "chat", chat)
     monkeypatch.setitem(TASKS, "dialogue", replace(chat, name="dialogue"))
     records[0] |= {"technique": "dora", "parallel": "hsdp", "config": {**records[0]["config"], "task": "dialogue"}}
-    assert "DoRA with HSDP, python" in TABLES["master"](records)["Approach"].tolist()
+    first = TABLES["master"](records).iloc[0]
+    assert (first["Technique"], first["Devices"], first["Launcher"]) == ("DoRA", "1, HSDP", "python")
     assert side_by_side(records[:1]).loc["approach"].tolist() == ["DoRA with HSDP"]
     assert "Full fine-tuning with HSDP" in TABLES["sharding-memory"]([])["Approach"].tolist()
 
@@ -137,12 +137,15 @@ def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None
 
 
 def test_a_run_folder_without_a_record_is_a_row_that_says_so(records: list[Record]) -> None:
-    for table in ("lora-quality", "lora-speed", "ddp-weak", "master"):
+    for table in ("lora-quality", "lora-speed", "ddp-weak"):
         shown = TABLES[table](records)
         waiting = shown[shown["Figures"] == "not run"]
         assert any("H200" in row or "A6000" in row for row in waiting.to_string().splitlines()) or "quality" in table
         assert len(waiting) >= 2
         assert "nan" not in rendered(table, records)
+    waiting = TABLES["results-not-run"](records)
+    assert set(waiting["Run folder"]) >= {"2.1, `run_1_a6000_48g_x1`", "2.6, `run_3_a100_80g_x2_zero`"}
+    assert "nan" not in rendered("results-not-run", records)
 
 
 def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Record]) -> None:
@@ -160,6 +163,36 @@ def test_the_learning_rates_scaling_is_shown_with_the_rate(records: list[Record]
     records[1]["peak_learning_rate"] = records[1]["config"]["learning_rate"] * 2**0.5
     assert measured_quality(records[0])["Learning rate scaling"] == "1x (0.001)"
     assert measured_quality(records[1])["Learning rate scaling"] == "1.41x (0.00141)"
+
+
+def test_what_a_part_of_a_table_shares_stands_above_it(records: list[Record]) -> None:
+    records[1]["quality"]["before"]["facts_said_share"] = 0.5
+    lines = rendered("master", records).splitlines()
+    assert [line for line in lines if "facts said 50%" in line]
+    assert sum(line.startswith("**LoRA**") for line in lines) == 2
+    assert sum(line.startswith("| Devices") for line in lines) == 2
+    assert sum(line.startswith(("| 1 ", "| 2, DDP ")) for line in lines) == len(records)
+
+
+def test_the_readme_s_table_has_both_ways_to_compare(records: list[Record]) -> None:
+    shown = TABLES["front"](records)
+    assert shown["What"].tolist() == ["LoRA", "LoRA with DDP", "LoRA with DDP, same rows per device"]
+    assert shown["Rows per step"].tolist() == ["16 x1", "8 x2", "16 x2"]
+    assert shown["Speed-up"].tolist() == ["1.00x", "1.67x", "2.00x"]
+
+
+def test_two_cards_are_planned_until_something_does_not_fit() -> None:
+    fits = TABLES["two-cards"]([])["Fits"].tolist()
+    assert fits[-1] == "no"
+    assert set(fits[:-1]) <= {"yes", "tight"}
+    assert "yes" in fits
+
+
+def test_what_the_demo_prints_is_of_kept_records() -> None:
+    shown = rendered("demo", kept_records())
+    assert "2.1 python-batch16-seed42" in shown
+    assert "2.2 torchrun-batch8-seed42" in shown
+    assert "speed-up at the same effective batch" in shown
 
 
 def test_the_bench_table_says_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,11 +213,39 @@ def test_the_bench_table_says_what_holds(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(entries))
-    monkeypatch.setattr(tables, "BENCH_FILE", path)
+    monkeypatch.setattr(benchmark, "BENCH_FILE", path)
     assert TABLES["bench"]([])["Measured"].tolist() == ["1.310 ratio", "1.200 ratio", "not run"]
     table = TABLES["bench-all"]([])
     assert table["Holds"].tolist() == ["yes", "**no**", "not run", ""]
-    assert table["Bar"].tolist() == [*["at least 1.3"] * 3, ""]
+    assert table["Bar"].tolist() == [*["≥ 1.3"] * 3, ""]
+
+
+def test_the_bench_tables_divide_names_and_keep_worst_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_tools = [
+        ("training, lora, ours: non-padding tokens", 6163.4, "tokens per s", None, "training --tool ours"),
+        ("training, lora, ours against bare, tokens per second", 0.951, "ratio", 0.95, "training"),
+        ("training, lora, ours against the soonest other tool (trainer), times as soon at the loss", 1.2, "ratio", 1.0,
+         "training"),
+        ("planner, a against b: worst error (x 1x8: 3.90 of 5.55 GiB)", 0.298, "share", 0.05, "planner"),
+        ("planner, a against b: mean error", 0.0042, "share", 0.02, "planner"),
+    ]  # fmt: skip
+    entries = [
+        {"name": name, "value": value, "unit": unit, "bar": bar, "bar_is": "at most", "holds": True, "command": command}
+        for name, value, unit, bar, command in of_tools
+    ]
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(entries))
+    monkeypatch.setattr(benchmark, "BENCH_FILE", path)
+    table = TABLES["bench-all"]([])
+    assert table["Part"].tolist() == ["training, lora"] * 3 + ["planner, a against b"] * 2
+    assert table["Command"].tolist() == ["`training`"] * 3 + ["`planner`"] * 2
+    assert table["What"].tolist()[0] == "ours: non-padding tokens"
+    assert table["What"].tolist()[2:] == ["time to the loss, the soonest other tool (trainer) over ours",
+                                          "worst error", "mean error"]  # fmt: skip
+    assert table["Measured"].tolist()[3:] == ["29.8%", "0.4%"]
+    assert TABLES["bench"]([])["Bar"].tolist() == ["≤ 0.95", "≤ 1", "≤ 5%", "≤ 2%"]
+    assert rendered("bench-worst", []) == "- a against b: x 1x8: 3.90 of 5.55 GiB\n"
+    assert "worst error (x" in TABLES["planner"]([])["What"].tolist()[0]
 
 
 def test_published_speedups_are_those_of_the_source(records: list[Record]) -> None:

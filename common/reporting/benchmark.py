@@ -1,0 +1,130 @@
+"""The tables of bench/README.md, and 1.1's of the planner: what `make bench` measured last, and which bars hold."""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from common.base.paths import REPOSITORY
+from common.records.store import Record
+from common.reporting.rows import NOT_RUN, Row
+
+BENCH_FILE = REPOSITORY / "bench" / "bench.json"
+WORST = re.compile(r"(?P<what>(.*: )?worst error) \((?P<point>.*)\)")
+"""Names that say which point was worst."""
+SOONER = re.compile(r"ours against (.+), times as soon at the loss")
+ONE_TOOL = re.compile(r" --tool \S+")
+SIGNS = {"at least": "≥", "at most": "≤"}
+
+Entry = dict[str, Any]
+
+
+def read_entries() -> list[Entry]:
+    """Return what `make bench` wrote; nothing if it never ran."""
+    return json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
+
+
+def bench(_: list[Record], about: str = "") -> pd.DataFrame:
+    """Return the entries whose name begins with `about`, each with its command."""
+    return pd.DataFrame(_row(entry) for entry in read_entries() if entry["name"].startswith(about))
+
+
+def _row(entry: Entry) -> Row:
+    """Return a line with `1.553 ratio`, `6,357 tokens per s`; what was not run says so in its name."""
+    measured = _not_measured(entry) or _with_unit(entry["value"], entry["unit"])
+    return {
+        "What": entry["name"],
+        "Measured": measured,
+        "Bar": "" if entry["bar"] is None else f"{entry['bar_is']} {entry['bar']:g}",
+        "Holds": _holds(entry),
+        "Command": f"`{entry['command']}`",
+    }
+
+
+def bars(_: list[Record]) -> pd.DataFrame:
+    """Return the entries that have a bar, in short; `Part` is the part of the benchmark that measures them."""
+    return pd.DataFrame(
+        {"Part": part.capitalize(), "What": rest.lstrip(", "), **_figures(entry)}
+        for entry in read_entries()
+        if entry["bar"] is not None
+        for part, rest in [re.match(r"(\w*)(.*)", _said(entry["name"])).groups()]
+    )
+
+
+def every_entry(_: list[Record]) -> pd.DataFrame:
+    """Return all entries in short, by the command that measures them; `Part` is what their names share."""
+    by_command: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in read_entries():
+        by_command[ONE_TOOL.sub("", entry["command"])].append(entry)
+    rows = []
+    for command, entries in by_command.items():
+        prefix = _prefix(entry["name"] for entry in entries)
+        rows += [
+            {
+                "Part": prefix.rstrip(",: "),
+                "Command": f"`{command}`",
+                "What": _said(entry["name"].removeprefix(prefix)),
+                **_figures(entry),
+            }
+            for entry in entries
+        ]
+    return pd.DataFrame(rows)
+
+
+def worst_points(_: list[Record]) -> pd.DataFrame:
+    """Return at which point each worst error of the planner was found: planned of found memory."""
+    found = filter(None, (WORST.fullmatch(entry["name"]) for entry in read_entries()))
+    return pd.DataFrame(
+        {"What": each["what"].partition(", ")[2].removesuffix(": worst error"), "Point": each["point"]}
+        for each in found
+    )
+
+
+def _said(name: str) -> str:
+    """Return a name that fits a table, without the point of a worst error."""
+    worst = WORST.fullmatch(name)
+    return SOONER.sub(r"time to the loss, \1 over ours", worst["what"] if worst else name).removesuffix(f" {NOT_RUN}")
+
+
+def _figures(entry: Entry) -> Row:
+    """Return value, bar and verdict in short: shares in per cent, runs as whole numbers."""
+    is_share, bar = entry["unit"] == "share", entry["bar"]
+    return {
+        "Measured": _not_measured(entry) or _short(entry["value"], entry["unit"]),
+        "Bar": "" if bar is None else f"{SIGNS[entry['bar_is']]} " + (f"{100 * bar:g}%" if is_share else f"{bar:g}"),
+        "Holds": _holds(entry),
+    }
+
+
+def _short(value: float, unit: str) -> str:
+    if unit == "share":
+        return f"{value:.1%}"
+    return f"{value:g} {unit}" if unit == "runs" else _with_unit(value, unit)
+
+
+def _not_measured(entry: Entry) -> str:
+    """Return why there is no value; empty = there is one."""
+    if entry["value"] is not None:
+        return ""
+    return NOT_RUN if NOT_RUN in entry["name"] else "not reached"
+
+
+def _with_unit(value: float, unit: str) -> str:
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.3f} {unit}"
+
+
+def _holds(entry: Entry) -> str:
+    if _not_measured(entry) == NOT_RUN:
+        return NOT_RUN
+    return {True: "yes", False: "**no**", None: ""}[entry["holds"]]
+
+
+def _prefix(names: Iterable[str]) -> str:
+    """Return what names share at their beginning, up to a comma or a colon."""
+    shared = os.path.commonprefix(list(names))
+    end = max(shared.rfind(", "), shared.rfind(": "))
+    return shared[: end + 2] if end >= 0 else ""
