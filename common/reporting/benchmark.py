@@ -1,10 +1,10 @@
 """The tables of bench/README.md, and 1.1's of the planner: what `make bench` measured last, and which bars hold."""
 
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 import pandas as pd
@@ -125,6 +125,7 @@ def _holds(entry: Entry) -> str:
 
 def _prefix(names: Iterable[str]) -> str:
     """Return what names share at their beginning, up to a comma or a colon."""
-    shared = os.path.commonprefix(list(names))
+    equal = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    shared = "".join(letters[0] for letters in equal)
     end = max(shared.rfind(", "), shared.rfind(": "))
     return shared[: end + 2] if end >= 0 else ""

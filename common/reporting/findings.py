@@ -71,12 +71,14 @@ def found(records: list[Record], number: str) -> pd.DataFrame:
     if gain == SPEEDUP:  # beside the same batch on one device
         usual[0] = _one_device_as(usual[-1], records)
     others = [_published(each, published[0], gain) for each in published]
-    return pd.DataFrame([*others, *(_measured(runs, usual[0], gain) for runs in usual)])
+    return pd.DataFrame([*others, *(_measured(runs, usual[0], gain) for runs in usual if runs)])
 
 
 def _one_device_as(runs: list[Record], records: list[Record]) -> list[Record]:
-    """Return the runs on one device with the same batch, over their seeds."""
+    """Return the runs on one device with the same batch, over their seeds; none where nobody has run it."""
     baseline = baseline_of(runs[0], records, STRONG)
+    if baseline is None:
+        return []
     return next(group for group in by_setting(completed(records, kind_of(baseline))) if baseline in group)
 
 
@@ -96,8 +98,12 @@ def _measured(runs: list[Record], baseline: list[Record], gain: str) -> Row:
         "Batch size": f"{first['config']['per_device_train_batch_size']} x{data_parallel_ranks(first)}",
         "Score": over_seeds([run["quality"]["after"]["similarity_score"] for run in runs], "{:.3f}"),
         "Training time": clock(_mean_time_s(runs)),
-        gain: _gib(first) if gain == GIB_PER_DEVICE else f"{_mean_time_s(baseline) / _mean_time_s(runs):.2f}x",
+        gain: _gib(first) if gain == GIB_PER_DEVICE else _speedup(runs, baseline),
     }
+
+
+def _speedup(runs: list[Record], baseline: list[Record]) -> str:
+    return f"{_mean_time_s(baseline) / _mean_time_s(runs):.2f}x" if baseline else NOT_RUN
 
 
 def _mean_time_s(runs: list[Record]) -> float:
