@@ -204,7 +204,7 @@ PARALLELISMS = {
             "each GPU holds it all, so that {devices} work on rows of their own; only gradients are sent",
             splits_rows=True,
             resumes_on_other_ranks=True,
-            why_not_reentrant="it is tested with the other implementation only, which PyTorch recommends",
+            why_not_reentrant="DDP is tested with the other implementation only, which PyTorch recommends",
         ),
         Parallelism(
             "fsdp",

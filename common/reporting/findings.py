@@ -14,8 +14,6 @@ import pandas as pd
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS
-from common.checks.inputs import disk_need
-from common.checks.tried_rows import batch_of_length
 from common.hardware.devices import GIB
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
 from common.records.store import Record
@@ -175,6 +173,8 @@ def needs(records: list[Record], number: str) -> pd.DataFrame:
 
 
 def _needs(folder: Path, run: RunConfig, records: list[Record]) -> Row:
+    from common.checks.inputs import disk_need  # here, as it imports torch, which other tables do not need
+
     disk_gib = disk_need(run).total_bytes / GIB
     on_cpu = run.device == "cpu"
     return {
@@ -209,6 +209,8 @@ def _is_as_usual(record: Record, run: RunConfig) -> bool:
 
 
 def _needed_by_plan(run: RunConfig) -> Row:
+    from common.checks.tried_rows import batch_of_length  # as above
+
     plan = plan_run(run, batch_of_length(run, PROJECTED_LENGTH if run.goal.chats else run.max_length))
     usd, phase = plan.epoch_usd(DEFAULT_ROWS_PER_EPOCH), plan.highest.phase
     return {

@@ -48,7 +48,7 @@ FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full",
 FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("gradient_checkpointing", "use_reentrant"),
+    *("gradient_checkpointing", "use_reentrant", "padding_free"),
     *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload", "dp_replicate_size"),
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
