@@ -175,7 +175,10 @@ def best_good_ok(records: list[Record]) -> Iterator[Row]:
 
 
 def _is_recipe(record: Record) -> bool:
-    """Return whether a run was started by command with its folder's settings, but for the seed."""
+    """Return whether a run was started by command with its folder's settings, but for the seed.
+
+    A record says what the model takes of padding, where the folder leaves that open.
+    """
     literal, config = literal_of(REPOSITORY / record["run_folder"]).to_dict(), record["config"]
-    compared = (literal.keys() & config.keys()) - {"seed", "run_name", "results_root", "run_folder"}
+    compared = (literal.keys() & config.keys()) - {"seed", "run_name", "results_root", "run_folder", "padding_free"}
     return record["launcher"] == "python" and all(config[name] == literal[name] for name in compared)

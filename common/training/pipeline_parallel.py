@@ -31,7 +31,7 @@ OPTIMIZER_FILE = "optimizer-stage{}.pt"
 class PipelineParallel(Strategy):
     """Every rank holds a stage, and goes through the same rows in the same order."""
 
-    measures_usage = reloads_as_computed = False
+    measures_usage = reloads_as_computed = saves_in_background = False
     divides_checkpoints = True
 
     @classmethod

@@ -65,12 +65,13 @@ class Strategy:
         measures_usage: Whether what a rank holds and sends is measured in the second step.
         reloads_as_computed: Whether whole models load after training in the format of matrix products; see
             `as_computed`.
+        saves_in_background: Whether `save_in_background` is there; `Parallelism.saves_in_background` plans for it.
         autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
         divides_checkpoints: Whether every rank writes a part of a checkpoint.
         gather: Function that returns a weight whole; called on every rank.
     """
 
-    takes_steps = measures_usage = reloads_as_computed = True
+    takes_steps = measures_usage = reloads_as_computed = saves_in_background = True
     autocasts = divides_checkpoints = False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
@@ -356,7 +357,7 @@ def shard_writer(folder: Path) -> dcp.FileSystemWriter:
 class WholeModel(Strategy):
     """Every rank holds the whole model, with mp on several devices, and the Trainer takes the steps."""
 
-    takes_steps = measures_usage = reloads_as_computed = False
+    takes_steps = measures_usage = reloads_as_computed = saves_in_background = False
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the whole model to train, with mp placed by `stage_map`."""

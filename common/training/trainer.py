@@ -593,7 +593,7 @@ def plan_saves(trainer: AuditedTrainer, steps: int, log: RunRecorder) -> None:
         stages = gather_object([size])
         size = CheckpointSize(sum(each.weights_bytes for each in stages), sum(each.state_bytes for each in stages))
     trainer.schedule.saves_at_end = size.state_bytes <= LITTLE_BYTES
-    trainer.saves_in_background = log.run.parallelism.saves_in_background and size.state_bytes > LITTLE_BYTES
+    trainer.saves_in_background = trainer.strategy.saves_in_background and size.state_bytes > LITTLE_BYTES
     if log.rank.is_main:
         speed = bytes_per_second(log.folder, size.state_bytes)
         print(describe_saves(log.run, steps, size, speed, waits=not trainer.saves_in_background))
