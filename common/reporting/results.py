@@ -53,7 +53,7 @@ def _run(record: Record) -> Row:
         "Technique": TECHNIQUES[record["technique"]].title,
         "Settings": ", ".join(_unusual(record)),
         "Model": model_of(record),
-        "Data": f"{Path(config['data']).name}, {rows:,} rows in up to {config['num_train_epochs']} epochs",
+        "Data": f"{Path(config['data']).name}, {rows:,} rows in up to {_epochs(config['num_train_epochs'])}",
         "Machine": device_of(record),
         "Before": f"before: score {score(before['similarity_score'])}, by MiniLM "
         f"{judged(before['similarity_score_minilm'])}, facts said {percent(before['facts_said_share'])}",
@@ -68,6 +68,10 @@ def _run(record: Record) -> Row:
         "MiniLM": judged(after["similarity_score_minilm"]),
         "Facts": percent(after["facts_said_share"]),
     }
+
+
+def _epochs(number: object) -> str:
+    return f"{number} epoch" + ("" if str(number) == "1" else "s")
 
 
 def _unusual(record: Record) -> list[str]:
@@ -85,13 +89,12 @@ def _devices(record: Record) -> str:
 
 
 def published(_: list[Record]) -> pd.DataFrame:
-    """Return what others published of the same techniques; a source's notes are numbered."""
+    """Return what others published of the same techniques."""
     rows = []
     for result in published_results():
         quality, speed = published_quality(result), published_speed(result, result)
-        source, _, note = result["source"].partition(", note ")
         rows.append({
-            "Source": source,
+            "Source": result["source"],
             "Approach": quality["Approach"],
             "GPUs": quality["Devices"],
             "Epochs": quality["Epochs"],
@@ -99,7 +102,6 @@ def published(_: list[Record]) -> pd.DataFrame:
             "Learning rate": quality["Learning rate scaling"],
             "Time": speed["Training time"],
             "Score": quality["Similarity score (lower is better)"],
-            "Note": note,
         })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -115,7 +117,7 @@ def waiting(records: list[Record]) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "Model": row["Model"],
-            "Epochs": f"{row['Epochs']} epochs",
+            "Epochs": _epochs(row["Epochs"]),
             "Run folder": f"{folder.relative_to(REPOSITORY).parts[0].partition('_')[0]}, `{folder.name}`",
             "Approach": row["Approach"],
             "GPUs": row["Devices"],

@@ -371,7 +371,8 @@ def _planner_says(question: str) -> str:
 
 
 def _as_block(text: str) -> str:
-    return f"```text\n{text.strip()}\n```\n"
+    lines = text.strip("\n")
+    return f"```text\n{lines}\n```\n"
 
 
 def planner_answer(_: list[Record]) -> str:

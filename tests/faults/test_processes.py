@@ -68,7 +68,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
     outcomes.keep(
         1,
         technique,
-        f"goes on {first_step_s:.0f} s after its restart",
+        f"resumes {first_step_s:.0f} s after its restart",
         noticed_s,
         ended_s,
         lost,
@@ -316,7 +316,7 @@ def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(
     assert run.end(180) == 0, run.output[-3000:]
     assert run.record["status"] == "completed"
     assert run.record["checkpoints"]["went_on_from"] == "checkpoint-4"
-    outcomes.keep(1, "ddp", "torchrun --max_restarts: goes on by itself", lost_steps=5 - 1 - 4)
+    outcomes.keep(1, "ddp", "torchrun --max_restarts: resumes by itself", lost_steps=5 - 1 - 4)
 
 
 def test_a_command_that_the_system_killed_is_said_to_be(outcomes: object) -> None:
