@@ -5,15 +5,10 @@ Reads the file alone: no torch, no weights, no network. A family of models is on
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
-
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import validate_repo_id
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
@@ -156,12 +151,7 @@ def find_config(model: str, revision: str = "") -> Path:
     """
     if revision:
         return _find_revision(model, revision)
-    name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
-    here = _places_here(model)
-    cached = _cached_configs(model) if _looks_like_id(model) else []
-    main = [config] if cached and (config := _cached_config(model)) else []
-    places = [*here, *(place / "config.json" for place in here), MODEL_CONFIGS / f"{name}.json", *main, *cached]
-    path = next((place for place in places if place.is_file()), None)
+    path = next((place for place in _places_of_config(model) if place.is_file()), None)
     if path is None:
         known = ", ".join(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
         get = f"hf download {model if _looks_like_id(model) else 'ID'} config.json"
@@ -170,6 +160,15 @@ def find_config(model: str, revision: str = "") -> Path:
             f"id of a model in the Hub's cache (`{get}` gets it)."
         )
     return path
+
+
+def _places_of_config(model: str) -> Iterator[Path]:
+    for place in _places_here(model):
+        yield from (place, place / "config.json")
+    name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
+    yield MODEL_CONFIGS / f"{name}.json"
+    if _looks_like_id(model) and (cached := _cached_configs(model)):
+        yield from (path for path in (_cached_config(model), *cached) if path)
 
 
 def _find_revision(model: str, revision: str) -> Path:
@@ -211,12 +210,20 @@ def cached_commit(model: str, revision: str = "") -> str | None:
     return config.parent.name if config else None
 
 
+# The Hub's library is imported where it is needed: it takes 0.2 s, and the models of the planner have shapes here.
+
+
 def _looks_like_id(model: str) -> bool:
+    if "/" not in model:  # models without an owner are under names of their own by now
+        return False
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     try:
         validate_repo_id(model)
     except HFValidationError:
         return False
-    return "/" in model  # models without an owner are under names of their own by now
+    return True
 
 
 def _places_here(model: str) -> list[Path]:
@@ -228,12 +235,17 @@ def _cached_config(model: str, revision: str = "") -> Path | None:
 
     None where the cache lacks it.
     """
+    from huggingface_hub import constants, try_to_load_from_cache
+
     found = try_to_load_from_cache(model, "config.json", constants.HF_HUB_CACHE, revision or None)
     return Path(found) if isinstance(found, str) else None
 
 
 def _cached_configs(model: str) -> list[Path]:
     """Return the config.json of every commit in the cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
     folder = repo_folder_name(repo_id=model, repo_type="model")
     return sorted(Path(constants.HF_HUB_CACHE, folder).glob("snapshots/*/config.json"))
 

@@ -8,7 +8,6 @@ entries that begin a weight's name the longest decides; the empty one stands for
 import difflib
 import json
 import re
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture, Family
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import Job
+from common.planning.searches import largest
 from common.planning.shares import Share
 
 Device = str | int  # as Transformers takes it: 1, `cuda:1`, or `cpu`
@@ -57,13 +57,7 @@ def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tu
     Raises:
         BadInputError: There are more stages than layers.
     """
-
-    def divide(fullness: "_Fullness") -> tuple[Share, ...]:
-        layers, stages = architecture.layers, len(gpus)
-        starts = [stage * (layers // stages) + min(stage, layers % stages) for stage in range(stages + 1)]
-        return tuple(fullness.share(stage, *starts[stage : stage + 2]) for stage in range(stages))
-
-    return _least_full(architecture, job, gpus, divide)
+    return _least_full(architecture, job, gpus, _evenly)
 
 
 def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:
@@ -129,36 +123,42 @@ class _Fullness:
         return max(self.of(share, gpu) for share, gpu in zip(shares, self.gpus, strict=True))
 
 
+def _evenly(fullness: _Fullness) -> tuple[Share, ...]:
+    layers, stages = fullness.architecture.layers, len(fullness.gpus)
+    starts = [stage * (layers // stages) + min(stage, layers % stages) for stage in range(stages + 1)]
+    return tuple(fullness.share(stage, *starts[stage : stage + 2]) for stage in range(stages))
+
+
 def _search(fullness: _Fullness) -> tuple[Share, ...]:
-    low, high = 0.0, 1.0
-    while (best := _fill(fullness, high)) is None:
-        low, high = high, 2 * high
-    high = fullness.highest(best)
-    while high - low > NEARLY_THE_BEST * high:
-        middle = (low + high) / 2
-        shares = _fill(fullness, middle)
-        if shares is None:
-            low = middle
-        else:
-            best, high = shares, fullness.highest(shares)
+    """Return the placement that no other is clearly less full than.
+
+    Even shares are seldom far from it. So each round first asks for one just below the best found, which ends the
+    search where there is none, and then halves the interval.
+    """
+    best, low = _evenly(fullness), 0.0
+    while better := _fill(fullness, (1 - NEARLY_THE_BEST) * fullness.highest(best)):
+        best, middle = better, (low + fullness.highest(better)) / 2
+        half = _fill(fullness, middle)
+        best, low = (half, low) if half else (best, middle)
     return best
 
 
 def _fill(fullness: _Fullness, level: float) -> tuple[Share, ...] | None:
     """Give each device as many layers as fill it up to `level`; None where layers are left over."""
-    shares, start, layers, stages = [], 0, fullness.architecture.layers, len(fullness.gpus)
+    layers, stages = fullness.architecture.layers, len(fullness.gpus)
+    shares, start, guess = [], 0, layers // stages
     for stage, gpu in enumerate(fullness.gpus):
-        later = stages - stage - 1
-        low = start + 1 if later else layers  # the last device takes what is left, and leaves one layer for each other
+        later = stages - stage - 1  # each of them gets a layer at least; the last device takes what is left
 
-        def is_overfull(end: int, stage: int = stage, start: int = start, gpu: Gpu = gpu) -> bool:
-            return fullness.of(fullness.share(stage, start, end), gpu) > level
+        def takes(count: int, stage: int = stage, start: int = start, gpu: Gpu = gpu) -> bool:
+            return fullness.of(fullness.share(stage, start, start + count), gpu) <= level
 
-        if is_overfull(low):
+        left = layers - start
+        guess = largest(takes, left - later, guess) if later else left if takes(left) else 0
+        if not guess:
             return None
-        low += bisect_left(range(low + 1, layers - later + 1), True, key=is_overfull)
-        shares.append(fullness.share(stage, start, low))
-        start = low
+        shares.append(fullness.share(stage, start, start + guess))
+        start += guess
     return tuple(shares)
 
 

@@ -83,8 +83,12 @@ def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: Device
     return replace(memory, terms=(*memory.terms, *overhead), spread=spread)
 
 
-@lru_cache(maxsize=10_000)
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
-    """Return the memory of one device, the GPU's own needs included; searches ask often for the same."""
+    """Return the memory of one device in training, the GPU's own needs included; searches ask often for the same."""
+    return _memory_with_overhead(architecture, replace(job, evaluation=None), share, gpu)
+
+
+@lru_cache(maxsize=10_000)
+def _memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
     memory = device_memory(architecture, job, share)
     return with_overhead(architecture, job, gpu, memory)

@@ -15,8 +15,10 @@ cross attention reads, and TE = B x E.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property, wraps
+from typing import Any
 
 from common.hardware.devices import GIB
 from common.planning.architectures import Architecture, Stack
@@ -100,11 +102,25 @@ def _size(terms: list[Term]) -> float:
     return sum(term.count for term in terms)
 
 
+def _kept(terms_of: Callable[..., list[Term]]) -> Callable[..., list[Term]]:
+    """Keep what a method returns: several moments ask for the same. (`functools.cache` would keep each device.)"""
+
+    @wraps(terms_of)
+    def terms(self: "DeviceSums", *arguments: Any) -> list[Term]:
+        key = (terms_of, *arguments)
+        if key not in self.kept_terms:
+            self.kept_terms[key] = terms_of(self, *arguments)
+        return self.kept_terms[key]
+
+    return terms
+
+
 class DeviceSums:
     """The terms of one device, gathered by moment."""
 
     def __init__(self, architecture: Architecture, job: Job, share: Share) -> None:
         self.architecture, self.job, self.share = architecture, job, share
+        self.kept_terms: dict[tuple[Any, ...], list[Term]] = {}
         self.batch = replace(job.batch, rows=job.batch.rows // job.micro_batches)
         self.trained = trained_parameters(architecture, job, share)
         self.trains_head = share.has_head and trains_head(architecture, job)
@@ -116,11 +132,8 @@ class DeviceSums:
             (stack, layers) for stack, layers in zip(architecture.stacks, share.layers, strict=True) if layers
         ]
         self.is_encoder_decoder = len(self.stacks) > 1  # on this device
-        self.layers_saved, self.ends_saved = cache(self.layers_saved), cache(self.ends_saved)  # of many moments
-        self.ends_waiting, self.before_backward = cache(self.ends_waiting), cache(self.before_backward)
-        self.resting, self.loss, self.layer_backward = cache(self.resting), cache(self.loss), cache(self.layer_backward)
-        self._layer_saved = cache(self.layer.saved)
 
+    @_kept
     def resting(self) -> list[Term]:
         """Return what is there all the time that training takes."""
         return self.weights() + self.optimizer_states() + self.buffers()
@@ -175,6 +188,7 @@ class DeviceSums:
             OPTIMIZER_STEP: [*self.gradients(), *self.optimizer_step()],
         }
 
+    @_kept
     def before_backward(self) -> list[Term]:
         """Return what waits when the backward pass begins."""
         return [
@@ -208,7 +222,7 @@ class DeviceSums:
             **self.encoder_backward_moments(),
             "backward of the first layer": [
                 *self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers"),
-                *(self.inputs_and_gradients() if self.keeps_inputs else self.layers_saved(one_left=True)),
+                *(self.inputs_and_gradients() if self.keeps_inputs else self.layers_saved(True)),
                 *self.embeddings_saved(self.stacks[:1]),
                 *self.ends_waiting(),
                 *self.held_by_schedule(),
@@ -387,6 +401,7 @@ class DeviceSums:
 
     # -- activations that wait for the backward pass
 
+    @_kept
     def layers_saved(self, one_left: bool = False) -> list[Term]:
         """Return what all layers keep, for every micro-batch in flight; `one_left`: of one the first layer alone."""
         return where(
@@ -429,6 +444,7 @@ class DeviceSums:
         size = self.batch.tokens_in(stack) * self.architecture.hidden * self.hidden_bytes
         return [activations("layer input", "T H x", size)]
 
+    @_kept
     def ends_saved(self) -> list[Term]:
         """Return what embeddings, final norm and head keep."""
         size = self.batch.tokens * self.architecture.hidden * self.hidden_bytes
@@ -484,6 +500,7 @@ class DeviceSums:
             ),
         )
 
+    @_kept
     def ends_waiting(self) -> list[Term]:
         """Return what embeddings, final norm, head and loss keep for the micro-batches in flight but one."""
         times, has_head = self.share.in_flight - 1, self.share.has_head
@@ -526,6 +543,7 @@ class DeviceSums:
         """Whether the loss has a forward and a backward moment of its own; a whole loss of a decoder is one moment."""
         return not self.chunks_loss and not self.job.loop.logit_bytes
 
+    @_kept
     def loss(self) -> list[Term]:
         """Return what the highest moment of the loss, or that of its backward pass, holds."""
         if self.chunks_loss:
@@ -629,6 +647,11 @@ class DeviceSums:
 
     # -- the backward pass of a layer
 
+    @_kept
+    def _layer_saved(self, stack: Stack) -> list[Term]:
+        return self.layer.saved(stack)
+
+    @_kept
     def layer_backward(self, stack: Stack) -> list[Term]:
         """Return what is alive only while one layer is back-propagated."""
         architecture, again, a = self.architecture, self.job.gradient_checkpointing, self.job.arithmetic_bytes

@@ -6,6 +6,7 @@ pass holds what one layer works on, and generating the keys and values of all to
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture, Stack
@@ -83,7 +84,7 @@ class _PhaseSums:
 
     def loading(self) -> Phase:
         """Return the model when its last weight is there."""
-        trained = self._trained()
+        trained = self._trained
         cast = self.architecture.embedding_parameters * self.job.arithmetic_bytes
         waits = Term("weights", "embeddings in 16 bits, while they are cast to fp32", "V H a", cast)
         terms = where((True, trained.weights()), (self.job.method.quantizes, waits))
@@ -92,7 +93,7 @@ class _PhaseSums:
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
         tokens, labelled = self.shape.rows * self.shape.length, self.shape.rows * self.shape.labelled
-        resting = [*self._trained().resting(), *self._autocast_copies()]
+        resting = [*self._trained.resting(), *self._autocast_copies()]
         arithmetic = self.job.arithmetic_bytes
         return self._phase(
             "validation",
@@ -103,7 +104,7 @@ class _PhaseSums:
 
     def saving(self) -> Phase:
         """Return a checkpoint: it is written from where it is, tensor by tensor."""
-        moment = ("a checkpoint is written", self._trained().resting())
+        moment = ("a checkpoint is written", self._trained.resting())
         return self._phase("saving", "trained model, optimizer", moment)
 
     def merging(self) -> Phase:
@@ -119,7 +120,7 @@ class _PhaseSums:
             "logits", "logits before and after, and two tensors of their differences", "4 P V 4", 16 * count
         )
         moments = [
-            ("the trained model's logits", [*self._trained().resting(), logits]),
+            ("the trained model's logits", [*self._trained.resting(), logits]),
             ("the comparison with the saved model's", [*self._reloaded(), compared]),
         ]
         if self.job.method.has_adapters:
@@ -148,9 +149,11 @@ class _PhaseSums:
 
     # -- models
 
+    @cached_property
     def _trained(self) -> DeviceSums:
         return DeviceSums(part_of_rank(self.architecture, self.job), self.job, self.share)
 
+    @cached_property
     def _whole(self) -> DeviceSums:
         """Return the base as one device loads it by itself; with mp the device's part of it."""
         share = self.share if self.job.parallelism.layers_in_turn else whole_model(self.architecture)
@@ -167,7 +170,7 @@ class _PhaseSums:
 
     def _reloaded(self) -> list[Term]:
         """Return what was saved as any user loads it: with 4-bit bases the adapter on one."""
-        sums = self._whole()
+        sums = self._whole
         return sums.base_weights() if self.job.method.quantizes else self._plain(sums, "weights of what was saved")
 
     def _plain(self, sums: DeviceSums, what: str) -> list[Term]:
@@ -175,7 +178,7 @@ class _PhaseSums:
 
     def _evaluated(self, is_tuned: bool) -> tuple[list[Term], list[Term], str]:
         """Return the weights that answer, those that are there while the base judges, and which models these are."""
-        sums = self._whole()
+        sums = self._whole
         if not self.job.method.quantizes:
             weights = self._plain(sums, "weights")
             if is_tuned and self.job.parallelism.layers_in_turn:  # a model on several GPUs does not wait on the host
@@ -281,7 +284,7 @@ class _PhaseSums:
     def _cached(self, rows: int, tokens: int, a: int, what: str = "keys and values of all tokens") -> list[Term]:
         layers = sum(
             layers
-            for stack, layers in zip(self.architecture.stacks, self._whole().share.layers, strict=True)
+            for stack, layers in zip(self.architecture.stacks, self._whole.share.layers, strict=True)
             if stack.kind != "encoder"
         )
         return [Term("buffers", what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]

@@ -1,7 +1,6 @@
 """Plans of runs: memory, time and cost with every technique and parallelism; all numbers are projected."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +11,7 @@ from tabulate import tabulate
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
-from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device
+from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
 from common.planning.gpu_overhead import memory_with_overhead
@@ -22,6 +21,7 @@ from common.planning.memory_plan import DeviceMemory, hidden_bytes
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.run_jobs import architecture_of_run, job_of_run
+from common.planning.searches import largest
 from common.planning.shares import Share, part_of_rank, whole_model
 from common.planning.terms import Term
 from common.planning.time_plan import Cluster, StepTime, calibration_from, speed_of, step_time
@@ -205,7 +205,21 @@ class Plan:
         """The largest number of rows per data-parallel rank that fits; 0 = not even one."""
         step = self.job.micro_batches
         most = 2 ** max(1, math.ceil(math.log2(LARGEST_BATCH / step)))  # in steps
-        return step * bisect_left(range(1, most + 1), True, key=lambda steps: not self._fits_with(steps * step))
+        return step * largest(lambda steps: self._fits_with(steps * step), most, self._rows_expected() // step)
+
+    def _rows_expected(self) -> int:
+        """Return the rows that would fit if all devices shared all memory, and each row took as much as the next."""
+        rows = self.job.batch.rows
+        twice = replace(self.job, batch=replace(self.job.batch, rows=2 * rows))
+        need, twice_need = (
+            sum(
+                memory_with_overhead(self.architecture, job, share, gpu).safe_gib
+                for share, gpu in zip(self.shares, self.cluster.gpus, strict=True)
+            )
+            for job in (self.job, twice)
+        )
+        room = sum(gpu.memory_gib for gpu in self.cluster.gpus) - need
+        return int(rows * (1 + room / max(twice_need - need, 1 / GIB)))
 
     def _fits_with(self, rows: int) -> bool:
         architecture, gpus = self.architecture, self.cluster.gpus

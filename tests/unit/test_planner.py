@@ -176,15 +176,22 @@ def test_a_gpu_by_hand(asked) -> None:  # noqa: ANN001
     assert entry["cost_usd_per_epoch"] > 0
 
 
+USUAL_LOOP_S = 0.5  # what `LOOP` takes on a usual machine; test machines were seen to take 0.7 to 1.3 s
+LOOP = "for _ in range(20_000_000): pass"
+
+
+def processor_s(*arguments: str) -> float:
+    """Return the seconds of a processor that Python takes with them: other tests share the machine."""
+    before = os.times()
+    subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, check=True, capture_output=True)
+    after = os.times()
+    return sum(after[2:4]) - sum(before[2:4])
+
+
 def test_the_answer_takes_less_than_a_second_and_no_torch() -> None:
-    command = [sys.executable, "-m", "common.planner", "--model", "llama-3.1-8b", "--gpu", "a6000", "--gpus", "4"]
-    seconds = []
-    for _ in range(2):
-        before = os.times()
-        subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-        after = os.times()  # of a processor: other tests share the machine
-        seconds.append(sum(after[2:4]) - sum(before[2:4]))
-    assert 0 < min(seconds) < 1
+    question = ["--model", "llama-3.1-8b", "--gpu", "a6000", "--gpus", "4"]
+    turns = [(processor_s("-m", "common.planner", *question), processor_s("-c", LOOP)) for _ in range(4)]
+    assert 0 < min(answer_s / max(1, loop_s / USUAL_LOOP_S) for answer_s, loop_s in turns) < 1
     light = "import sys, common.planner; print('torch' in sys.modules, 'pandas' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", light], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

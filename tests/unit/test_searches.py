@@ -1,0 +1,26 @@
+"""Searches that begin at a guess."""
+
+import pytest
+
+from common.planning.searches import largest
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 64])
+def test_the_largest_number_is_found_from_any_guess(most: int) -> None:
+    for answer in range(most + 1):
+        for guess in (-5, 0, 1, answer, answer + 1, most, 10 * most):
+            assert largest(lambda number, answer=answer: number <= answer, most, guess) == answer
+
+
+def test_a_right_guess_takes_two_questions_and_a_near_one_few() -> None:
+    asked: list[int] = []
+
+    def holds(number: int) -> bool:
+        asked.append(number)
+        return number <= 1000
+
+    assert largest(holds, 4096, 1000) == 1000
+    assert asked == [1000, 1001]
+    asked.clear()
+    assert largest(holds, 4096, 1010) == 1000
+    assert len(asked) <= 8  # halving all 4,096 takes 12
