@@ -646,8 +646,8 @@ PLANS = (
     Fault(
         "planner: the largest batch is one row too large",
         "common/planning/plans.py",
-        "return step * bisect_left(",
-        "return step + step * bisect_left(",
+        "return step * largest(",
+        "return step + step * largest(",
         _unit("planner", "the_largest_batch_fits_and_one_row_more_does_not"),
     ),
     Fault(
