@@ -32,7 +32,7 @@ from common.planning.phases import has_room_for_whole
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
-from common.training.export import reloaded_difference, save_and_free, whole_logits_at_once
+from common.training.export import comparing, reloaded_difference, save_and_free, whole_logits_at_once
 from common.training.trainer import AuditedTrainer, free_model
 
 BLOCK = 64
@@ -94,7 +94,8 @@ def merge_both_ways(
         adapted = PeftModel.from_pretrained(load_base_model(run, device), folder / "adapter")
         return Merged(adapted.get_base_model().eval(), False, differences, {}, error, adapted.disable_adapter)
     tuned = load_base_model(run, device, source=folder / "merged")
-    differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
+    with comparing(tuned, expected, log.memory):
+        differences["merged"] = check_equal_logits(expected, tuned, batch, "merged model", run.precision)
     losses = {"merged": validation_loss(tuned, trainer, tokenizer)}
     with waiting_on_host(tuned):
         on_original = load_base_model(run, device, source=folder / ON_ORIGINAL)

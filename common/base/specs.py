@@ -110,6 +110,14 @@ class Parallelism:
         return "gradients" in self.shards
 
     @property
+    def collects_gradients(self) -> bool:
+        """Whether gradients have a buffer that is never freed, as in ZeRO's stage 3.
+
+        (deepspeed/runtime/zero/stage3.py: `grad_partitions_flat_buffer`.)
+        """
+        return self.uses_deepspeed and self.shards_weights
+
+    @property
     def calls_whole_head(self) -> bool:
         """Whether a rank's model has all layers on one device, and its head whole while it is called.
 

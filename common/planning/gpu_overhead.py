@@ -85,10 +85,11 @@ def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: Device
 
 def memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
     """Return the memory of one device in training, the GPU's own needs included; searches ask often for the same."""
-    return _memory_with_overhead(architecture, replace(job, evaluation=None), share, gpu)
+    return memory_of_step(architecture, replace(job, evaluation=None), share, gpu)
 
 
 @lru_cache(maxsize=10_000)
-def _memory_with_overhead(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
+def memory_of_step(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> DeviceMemory:
+    """Return the same of a job without an evaluation; it is kept."""
     memory = device_memory(architecture, job, share)
     return with_overhead(architecture, job, gpu, memory)

@@ -106,7 +106,9 @@ class EvaluationShape:
 
     Attributes:
         rows: Of a batch.
+        test_rows: Of the test on this rank; 0 = no fewer than a batch has.
         length: Tokens of a validation row.
+        compared_length: Tokens of the longest of the rows whose logits are compared after saving; 0 = `length`.
         labelled: Tokens of a validation row that have labels.
         prompt_length: Tokens that an answer follows, or that a label or a summary is found for.
         new_tokens: Tokens that are generated at most; 0 = none.
@@ -123,6 +125,13 @@ class EvaluationShape:
     beams: int = 1
     judged: bool = False
     has_independent_judge: bool = False
+    test_rows: int = 0
+    compared_length: int = 0
+
+    @property
+    def answered(self) -> int:
+        """Rows that are answered at once."""
+        return min(self.rows, self.test_rows or self.rows)
 
 
 @dataclass(frozen=True)
@@ -168,6 +177,7 @@ class Job(HasSpecs):
         cpu_operations: Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its
             scores.
         evaluation: What the phases beside training work on; None: training alone is planned.
+        sums_gradients_after: A plain loop sums them after the backward pass, without DDP.
 
     Raises:
         BadInputError: settings contradict each other.
@@ -194,6 +204,7 @@ class Job(HasSpecs):
     offload: bool = False
     cpu_operations: bool = False
     evaluation: EvaluationShape | None = None
+    sums_gradients_after: bool = False
 
     def __post_init__(self) -> None:
         rows, parts, parallelism, parallel = self.batch.rows, self.micro_batches, self.parallelism, self.parallel
@@ -239,6 +250,11 @@ class Job(HasSpecs):
         for refused, complaint in refusals:
             if refused:
                 raise BadInputError(complaint)
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether DDP keeps all gradients in its buckets."""
+        return self.parallelism.replicates and not self.sums_gradients_after
 
     @property
     def arithmetic_bytes(self) -> int:

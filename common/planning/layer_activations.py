@@ -43,7 +43,7 @@ class LayerActivations:
 
     def _linear_inputs(self, stack: Stack) -> list[Term]:
         """Return the inputs that projections keep for their weights' gradients, without attention's and the MLP's."""
-        trained = [linear for linear in stack.linears if not linear.ends_block and self.job.trains(linear)]
+        trained = [linear for linear in stack.linears if not linear.ends_block and self._keeps_input(linear)]
         blocks = {linear.block for linear in trained}
         of_encoder = sum(linear.reads_encoder for linear in trained)
         if self.casts_inputs:  # of a shorter format than the hidden states each projection has a copy of its own
@@ -54,6 +54,13 @@ class LayerActivations:
         formula = f"{copies} T H a" + (f" + {of_encoder} TE H a" if of_encoder else "")
         size = tokens * self.architecture.hidden * self.job.arithmetic_bytes
         return [activations("inputs of the projections", formula, size)]
+
+    def _keeps_input(self, linear: Linear) -> bool:
+        """Whether a projection keeps its input; DeepSpeed's own keeps a frozen one's, too.
+
+        (deepspeed/runtime/zero/linear.py: `LinearFunctionForZeroStage3`.)
+        """
+        return self.job.trains(linear) or self.job.parallelism.collects_gradients
 
     @property
     def casts_inputs(self) -> bool:
@@ -116,7 +123,7 @@ class LayerActivations:
         """Return what the MLP keeps between its matrices."""
         architecture, job, t = self.architecture, self.job, self.batch.tokens_in(stack)
         keeps_result = any(
-            job.trains(linear) for linear in stack.linears if linear.ends_block and linear.block == "mlp"
+            self._keeps_input(linear) for linear in stack.linears if linear.ends_block and linear.block == "mlp"
         )
         if architecture.family.is_llama_like:
             count, what = 3 + keeps_result, "gate, up, silu" + (" and their product" if keeps_result else "")
@@ -142,7 +149,7 @@ class LayerActivations:
             for linear in adapted
             if not (linear.ends_block and linear.block == "attention")
         }
-        kept = adapted if own_copies else list(shared.values())
+        kept = adapted if own_copies else [linear for linear in shared.values() if not self._keeps_input(linear)]
 
         def of_tokens(widths: list[tuple[Linear, int]]) -> tuple[int, str]:
             """Return how many numbers of these widths all tokens have, and the formula."""

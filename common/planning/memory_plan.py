@@ -31,13 +31,31 @@ from common.planning.job import (
     Job,
 )
 from common.planning.layer_activations import LayerActivations
-from common.planning.shares import Share, parameters_of, part_of_rank, trained_of_layer, trained_parameters, trains_head
+from common.planning.shares import (
+    Share,
+    parameters_of,
+    part_of_rank,
+    small_adapter_weights,
+    trained_of_layer,
+    trained_parameters,
+    trains_head,
+)
 from common.planning.terms import PARTS, Term, activations, numbers, times_each, where
 
-# the layer at work and the one that is fetched ahead (`FSDPModule`: implicit forward and backward prefetch)
+# what FSDP2 has gathered of layers (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`): in a backward pass the
+# layer at work and the one that is fetched ahead; in a forward pass also what the layer at work was copied from, which
+# is all that is left of the last one when the loss comes (no layer is fetched ahead of the last one)
 FSDP_GATHERED_LAYERS = 2
+FSDP_GATHERED_IN_FORWARD = 3
+FSDP_GATHERED_AT_LOSS = 1
 # weights that stage 3 keeps gathered, as they are soon used again (`stage3_max_reuse_distance`, DeepSpeed's own)
 ZERO_REUSED_WEIGHTS = 1_000_000_000
+# elements per hidden size below which it keeps a weight whole (`stage3_param_persistence_threshold`, as
+# `common.training.deepspeed_config` sets it)
+ZERO_WHOLE_BELOW = 10
+# elements below which 8-bit optimizers keep 32-bit states (bitsandbytes/optim/optimizer.py: `min_8bit_size`)
+SMALL_MATRIX = 4096
+LAST_LAYER_FORWARD, LOSS_FORWARD, LOSS = "forward of the last layer", "forward of the loss", "loss"
 OPTIMIZER_STEP = "optimizer step"
 
 
@@ -135,13 +153,23 @@ class DeviceSums:
 
     @_kept
     def resting(self) -> list[Term]:
+        """Return what is there in the backward pass of any layer."""
+        return self.between_steps() + self.gathered(FSDP_GATHERED_LAYERS) + self.scattered()
+
+    @_kept
+    def between_steps(self) -> list[Term]:
         """Return what is there all the time that training takes."""
         return self.weights() + self.optimizer_states() + self.buffers()
 
-    def beside_optimizer(self) -> list[Term]:
-        """Return what is there when the optimizer steps: FSDP has let go of what it had gathered."""
-        gathers = self.job.parallelism.uses_fsdp
-        return self.weights() + self.optimizer_states() + ([] if gathers else self.buffers())
+    def beside(self, moment: str) -> list[Term]:
+        """Return what is there at a moment of `moments` beside its own terms."""
+        if moment == OPTIMIZER_STEP:  # what was gathered is gone
+            return self.between_steps()
+        if moment in (LOSS_FORWARD, LOSS):
+            return self.between_steps() + self.gathered(FSDP_GATHERED_AT_LOSS)
+        if moment == LAST_LAYER_FORWARD:
+            return self.between_steps() + self.gathered(FSDP_GATHERED_LAYERS)
+        return self.resting()
 
     def highest(self) -> DeviceMemory:
         """Return the moment with the most bytes, and its terms."""
@@ -150,8 +178,7 @@ class DeviceSums:
             # the second backward pass: one micro-batch has gone, and left all gradients
             later = DeviceSums(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
             moments |= {f"{name}, later": terms for name, terms in later.backward_moments().items()}
-        beside = dict.fromkeys(moments, self.resting()) | {OPTIMIZER_STEP: self.beside_optimizer()}
-        alive = {name: [*beside[name], *terms] for name, terms in moments.items()}
+        alive = {name: [*self.beside(name), *terms] for name, terms in moments.items()}
         name = max(alive, key=lambda moment: _size(alive[moment]))
         return DeviceMemory(name, tuple(term for term in alive[name] if term.count), self.blocks())
 
@@ -175,14 +202,14 @@ class DeviceSums:
         """Return all moments: the end of the last forward pass in flight, the backward pass, and what follows it."""
         last = self.stacks[-1][0]
         return {
-            "forward of the last layer": [
+            LAST_LAYER_FORWARD: [
                 *self.gradients_before_backward(),
                 *self.layers_saved(),
                 *self.ends_waiting(),
                 *self.adapter_casts(last),
                 *self.hidden_states(last),
             ],
-            **({"forward of the loss": [*self.before_backward(), *self.loss_forward()]} if self.splits_loss else {}),
+            **({LOSS_FORWARD: [*self.before_backward(), *self.loss_forward()]} if self.splits_loss else {}),
             **self.backward_moments(),
             "sum of the tied gradients": [*self.gradients(), *self.tied_gradient_received()],
             OPTIMIZER_STEP: [*self.gradients(), *self.optimizer_step()],
@@ -205,7 +232,7 @@ class DeviceSums:
         without_embeddings = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
         of_embeddings = self.parameters - without_embeddings if self.job.trains_all else 0
         return {
-            "loss": [*before_backward, *self.loss()],
+            LOSS: [*before_backward, *self.loss()],
             "backward of the head": [
                 *before_backward,
                 *(self.chunk_of_head_backward() if self.chunks_loss else self.head_backward()),
@@ -269,7 +296,14 @@ class DeviceSums:
             return [Term("weights", "weights", "in the host's memory", 0.0)]
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
         adapters = numbers("weights", what, self.trained, job.trained_bytes, self._weight_ranks)
-        return where((True, self.base_weights()), (job.method.has_adapters, adapters))
+        limit = ZERO_WHOLE_BELOW * self.architecture.hidden
+        count = small_adapter_weights(self.architecture, job, self.share, limit)
+        whole = numbers("weights", "small adapter matrices, whole on each rank", count, job.trained_bytes)
+        return where(
+            (True, self.base_weights()),
+            (job.method.has_adapters, adapters),
+            (job.parallelism.collects_gradients and count, whole),
+        )
 
     def base_weights(self) -> list[Term]:
         """Return the model's own weights; with full fine-tuning frozen ones are as wide as trained ones."""
@@ -308,21 +342,26 @@ class DeviceSums:
             return [Term("optimizer", "optimizer states", "in the host's memory", 0.0)]
         keeps_copy = job.parallelism.uses_deepspeed
         state_bytes = 2 * (4 if keeps_copy else job.trained_bytes) if states is None else states
+        small = (
+            small_adapter_weights(self.architecture, job, self.share, SMALL_MATRIX) if "8bit" in job.optimizer else 0
+        )
+        large = self.trained - small
         return where(
-            (True, numbers("optimizer", "momentum and variance", self.trained, state_bytes, job.shard_ranks)),
+            (large, numbers("optimizer", "momentum and variance", large, state_bytes, job.shard_ranks)),
+            (small, numbers("optimizer", "momentum and variance of small matrices", small, 8, job.shard_ranks)),
             (keeps_copy, numbers("optimizer", "fp32 copy of the weights", self.trained, 4, job.shard_ranks)),
         )
 
     def buffers(self) -> list[Term]:
-        """Return what the parallelism keeps for sending and gathering."""
+        """Return what the parallelism keeps all the time, for gradients and for what is sent."""
         job, each = self.job, self.job.trained_bytes
-        if job.parallelism.shards_weights:
-            return self._gathered_weights()
         bucket = min(self.architecture.hidden**2, self.trained)
         neighbours = 2 - self.share.has_embeddings - self.share.has_head
         hidden = job.batch.tokens * self.architecture.hidden * self.hidden_bytes
+        parts = numbers("gradients", "gradients' parts, in one buffer", self.trained, each, job.shard_ranks)
         return where(
-            (job.parallelism.replicates, numbers("gradients", "gradients, in DDP's buckets", self.trained, each)),
+            (job.has_buckets, numbers("gradients", "gradients, in DDP's buckets", self.trained, each)),
+            (self.job.parallelism.collects_gradients and not job.offload, parts),
             (
                 job.parallelism.pipelines,
                 Term(
@@ -336,30 +375,32 @@ class DeviceSums:
                 job.parallelism.splits_matrices,
                 Term("buffers", "hidden state to be summed over the ranks", "T H x", hidden),
             ),
-            (job.parallelism.shards, numbers("buffers", "DeepSpeed's reduce bucket", bucket, each)),
+            (job.parallelism.uses_deepspeed, numbers("buffers", "DeepSpeed's reduce bucket", bucket, each)),
         )
 
-    def _gathered_weights(self) -> list[Term]:
-        """Return what FSDP and ZeRO-3 gather, and the gradients that they scatter."""
+    def gathered(self, layers: int) -> list[Term]:
+        """Return the weights that a rank has gathered: with FSDP of so many layers, with ZeRO's stage 3 all it may."""
         job, a = self.job, self.job.arithmetic_bytes
-        layer = max(stack.layer_parameters for stack, _ in self.stacks)
+        if not job.parallelism.shards_weights:
+            return []
         ends = self.parameters - sum(layers * stack.layer_parameters for stack, layers in self.stacks)
-        kept = max(FSDP_GATHERED_LAYERS * layer + ends, min(self.parameters, ZERO_REUSED_WEIGHTS))
-        scattered = max(trained_of_layer(stack, job) for stack, _ in self.stacks)
-        uses_zero = job.parallelism.uses_deepspeed
+        if job.parallelism.uses_deepspeed:
+            layer = max(stack.layer_parameters for stack, _ in self.stacks)
+            kept = max(FSDP_GATHERED_LAYERS * layer + ends, min(self.parameters, ZERO_REUSED_WEIGHTS))
+            return [numbers("buffers", "gathered weights, kept as they are soon used again", kept, a)]
         size, formula = max(self._gathered_layer(stack) for stack, _ in self.stacks)
-        return where(
-            (uses_zero, numbers("buffers", "gathered weights, kept as they are soon used again", kept, a)),
-            (
-                not uses_zero,
-                Term("buffers", "gathered layers", f"{FSDP_GATHERED_LAYERS} x {formula}", FSDP_GATHERED_LAYERS * size),
-            ),
-            (not uses_zero, numbers("buffers", "gathered embeddings and head", ends, a)),
-            (
-                not job.method.has_adapters,
-                numbers("buffers", "a layer's gradients before they are scattered", scattered, a),
-            ),
-        )
+        return [
+            Term("buffers", "gathered layers", f"{layers} x {formula}", layers * size),
+            numbers("buffers", "gathered embeddings and head", ends, a),
+        ]
+
+    def scattered(self) -> list[Term]:
+        """Return a layer's gradients before FSDP or ZeRO's stage 3 divides them among the ranks."""
+        job = self.job
+        size = max(trained_of_layer(stack, job) for stack, _ in self.stacks)
+        what = "a layer's gradients before they are scattered"
+        divides = job.parallelism.shards_weights and not job.method.has_adapters
+        return where((divides, numbers("buffers", what, size, job.arithmetic_bytes)))
 
     def _gathered_layer(self, stack: Stack) -> tuple[float, str]:
         """Return a layer's bytes as FSDP gathers it: 4-bit numbers as they are stored, else the arithmetic's format."""
@@ -373,8 +414,8 @@ class DeviceSums:
     # -- gradients, as the backward pass goes on
 
     def gradients(self) -> list[Term]:
-        """Return all of them; with DDP they are in its buckets, all the time."""
-        return [] if self.job.parallelism.replicates else self._gradients(self.trained, "gradients")
+        """Return all of them; those that have a buffer of their own are there all the time."""
+        return self._gradients(self.trained, "gradients")
 
     def gradients_before_backward(self) -> list[Term]:
         """Return those that earlier micro-batches left; none where no backward pass comes before a forward pass."""
@@ -384,7 +425,7 @@ class DeviceSums:
     def _adds_to_gradients(self) -> bool:
         """Whether a backward pass finds gradients: those of earlier micro-batches, or with DDP its buckets."""
         repeated = self.job.accumulation_steps > 1 or self.job.micro_batches > self.share.in_flight
-        return repeated or self.job.parallelism.replicates
+        return repeated or self.job.has_buckets
 
     def _gradients_so_far(self, count: int, what: str) -> list[Term]:
         return self.gradients() if self._adds_to_gradients else self._gradients(count, what)
@@ -396,8 +437,9 @@ class DeviceSums:
     def _gradients(self, count: int, what: str) -> list[Term]:
         job = self.job
         waits_in_host = job.offload and job.parallelism.shards_weights
+        has_buffer = job.has_buckets or self.job.parallelism.collects_gradients
         ranks = job.shard_ranks if job.parallelism.shards_gradients else 1
-        return where((not waits_in_host, numbers("gradients", what, count, job.trained_bytes, ranks)))
+        return where((not (waits_in_host or has_buffer), numbers("gradients", what, count, job.trained_bytes, ranks)))
 
     # -- activations that wait for the backward pass
 

@@ -5,14 +5,15 @@ pass holds what one layer works on, and generating the keys and values of all to
 `memory_plan`, for the rows that are validated or answered; N new tokens, W beams.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from common.hardware.devices import Gpu
-from common.planning.architectures import Architecture, Stack
+from common.planning.architectures import Architecture, Linear
 from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
-from common.planning.memory_plan import DeviceMemory, DeviceSums
+from common.planning.memory_plan import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_IN_FORWARD, DeviceMemory, DeviceSums
 from common.planning.shares import Share, parameters_of, part_of_rank, whole_model
 from common.planning.terms import Term, activations, numbers, times_each, where
 
@@ -92,37 +93,47 @@ class _PhaseSums:
 
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
+        sums, arithmetic, parts = self._trained, self.job.arithmetic_bytes, self.job.micro_batches
         tokens, labelled = self.shape.rows * self.shape.length, self.shape.rows * self.shape.labelled
-        resting = [*self._trained.resting(), *self._autocast_copies()]
-        arithmetic = self.job.arithmetic_bytes
-        return self._phase(
-            "validation",
-            "trained model, optimizer",
-            ("forward of a layer", [*resting, *self._layer(tokens, tokens, arithmetic)]),
-            ("loss", [*resting, *self._losses(labelled, arithmetic)]),
-        )
+        kept = [*self._kept_beside(tokens), *self._autocast_copies()]
+        passing = self._layer(tokens // parts, tokens // parts, arithmetic, self._adapts)
+        layer = [*sums.gathered(FSDP_GATHERED_IN_FORWARD), *passing]
+        loss = [*sums.gathered(FSDP_GATHERED_AT_LOSS), *self._losses(labelled, labelled // parts, arithmetic)]
+        moments = [("forward of a layer", [*kept, *layer])]
+        if self.share.has_head:
+            moments.append(("loss", [*kept, *loss]))
+        return self._phase("validation", "trained model, optimizer", *moments)
 
     def saving(self) -> Phase:
         """Return a checkpoint: it is written from where it is, tensor by tensor."""
-        moment = ("a checkpoint is written", self._trained.resting())
+        moment = ("a checkpoint is written", self._trained.between_steps())
         return self._phase("saving", "trained model, optimizer", moment)
 
     def merging(self) -> Phase:
         """Return the comparison of the trained model's logits with those of what was saved, loaded again."""
-        architecture, shape, a = self.architecture, self.shape, self.job.arithmetic_bytes
+        architecture, shape, a, parts = self.architecture, self.shape, self.job.arithmetic_bytes, self.job.micro_batches
         # as `common.training.export.rows_to_compare` chooses them
-        tokens = min(shape.rows * shape.length, LOGITS_AT_ONCE // architecture.vocab)
-        count = (shape.rows if architecture.classes else tokens) * architecture.vocab
-        each = 4 if a == 4 else a + 4
-        logits = Term("logits", f"whole logits of a few rows{'' if a == 4 else ', and their fp32 copy'}", f"P V {each}",
-                      count * each)  # fmt: skip
-        compared = Term(
-            "logits", "logits before and after, and two tensors of their differences", "4 P V 4", 16 * count
-        )
+        length = shape.compared_length or shape.length
+        target_length = shape.labelled if len(architecture.stacks) > 1 else length
+        vocab = architecture.embedding_parameters // architecture.hidden  # a classifier's, too
+        at_once = min(shape.rows * target_length, LOGITS_AT_ONCE // vocab)
+        rows = at_once / target_length
+        tokens, targets = int(rows * length), int(rows * target_length)
+        kept, passing = self._kept_beside(tokens), self._layer(tokens // parts, targets // parts, a, self._adapts)
+        gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
         moments = [
-            ("the trained model's logits", [*self._trained.resting(), logits]),
-            ("the comparison with the saved model's", [*self._reloaded(), compared]),
+            ("forward of a layer", [*kept, *gathered[0], *passing]),
+            ("what was saved is loaded", self._reloaded()),
         ]
+        if self.share.has_head or not self.job.parallelism.pipelines:  # the last stage compares
+            count = (shape.rows if architecture.classes else targets) * architecture.vocab
+            moments += [
+                ("the trained model's logits", [*kept, *gathered[1], self._whole_logits(count)]),
+                ("forward of a layer of the saved model", [*self._reloaded(), *self._layer(tokens, targets, a)]),
+                ("the comparison with the saved model's", [*self._reloaded(), _compared(count)]),
+            ]
+            if self.job.method.quantizes and self._has_room_for_whole():
+                moments.append(("the comparison with the merged model's", [*self._whole_weights(), _compared(count)]))
         if self.job.method.has_adapters:
             widest = max(linear.inputs * linear.outputs for stack in architecture.stacks for linear in stack.linears)
             product = numbers("weights", "an adapter's product, and its sum with the matrix", widest, 4 + 4)
@@ -134,12 +145,14 @@ class _PhaseSums:
         shape, a = self.shape, self.job.whole_model_bytes
         answering, judging, alive = self._evaluated(is_tuned=name == "final evaluation")
         moments = [(moment, [*answering, *terms]) for moment, terms in self._answers(a).items()]
-        read = shape.rows * max(shape.new_tokens, shape.labelled)
+        read = shape.answered * max(shape.new_tokens, shape.labelled)
         if shape.judged:
             hidden = activations("hidden states in fp32", "2 T H 4", 2 * read * self.architecture.hidden * 4)
             moments.append(("the base judges", [*judging, *self._layer(read, read, a), hidden]))
         if shape.has_independent_judge:
-            moments.append(("the independent judge", [*answering, *_independent_judge(shape.rows * shape.labelled)]))
+            moments.append(
+                ("the independent judge", [*answering, *_independent_judge(shape.answered * shape.labelled)])
+            )
         return self._phase(name, alive, *moments)
 
     def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]]) -> Phase:
@@ -176,6 +189,13 @@ class _PhaseSums:
     def _plain(self, sums: DeviceSums, what: str) -> list[Term]:
         return [numbers("weights", what, parameters_of(self.architecture, sums.share), self.job.whole_model_bytes)]
 
+    def _whole_weights(self) -> list[Term]:
+        return self._plain(self._whole, "weights in 16 bits")
+
+    def _has_room_for_whole(self) -> bool:
+        gib = (sum(term.gib for term in terms) for terms in (self._whole_weights(), self._whole.base_weights()))
+        return has_room_for_whole(*gib, self.gpu.memory_gib)
+
     def _evaluated(self, is_tuned: bool) -> tuple[list[Term], list[Term], str]:
         """Return the weights that answer, those that are there while the base judges, and which models these are."""
         sums = self._whole
@@ -184,13 +204,35 @@ class _PhaseSums:
             if is_tuned and self.job.parallelism.layers_in_turn:  # a model on several GPUs does not wait on the host
                 return weights, times_each(weights, 2, "2 x "), "tuned model and base"
             return weights, weights, "tuned model; then the base" if is_tuned else "base"
-        quantized, whole = sums.base_weights(), self._plain(sums, "weights in 16 bits")
-        gib = [sum(term.gib for term in terms) for terms in (whole, quantized)]
-        if not has_room_for_whole(*gib, self.gpu.memory_gib):
+        quantized, whole = sums.base_weights(), self._whole_weights()
+        if not self._has_room_for_whole():
             return quantized, quantized, "adapter on the quantized base" if is_tuned else "quantized base"
         if is_tuned:
             return whole, whole, "a merged model; then the base"
         return quantized, [*quantized, *whole], "quantized base; base"
+
+    def _kept_beside(self, tokens: int) -> list[Term]:
+        """Return what training keeps while so many tokens pass; in a pipeline's buffers are now these.
+
+        A stage keeps what it hands on until all micro-batches are through.
+        """
+        sums = self._trained
+        if not self.job.parallelism.pipelines:
+            return sums.between_steps()
+        size = tokens * self.architecture.hidden * sums.hidden_bytes
+        received = Term("buffers", "hidden states to receive", "T H x, all parts", size)
+        handed_on = activations("hidden states that are handed on", "T H x, all parts", size)
+        return [
+            *sums.weights(),
+            *sums.optimizer_states(),
+            *where((not self.share.has_embeddings, received), (not self.share.has_head, handed_on)),
+        ]
+
+    def _whole_logits(self, count: int) -> Term:
+        """Return all logits, and what they are made of: those of a pipeline's micro-batches, or a shorter format's."""
+        a, parts = self.job.arithmetic_bytes, self.job.micro_batches
+        each = a + (a if parts > 1 else 0) + (4 if a < 4 else 0)
+        return Term("logits", "whole logits of a few rows, and their copies", f"P V {each}", count * each)
 
     def _autocast_copies(self) -> list[Term]:
         """Return autocast's copies of all trained matrices, which it keeps until the forward pass has ended."""
@@ -204,49 +246,47 @@ class _PhaseSums:
 
     # -- a forward pass without gradients
 
-    def _layer(self, tokens: int, target_tokens: int, a: int) -> list[Term]:
-        """Return what the widest layer works on; `target_tokens` are those of an encoder-decoder's decoder."""
-        widths = [
-            (target_tokens if stack.kind == "cross-decoder" else tokens) * self._widest_moment(stack)
-            for stack in self.architecture.stacks
-        ]
-        formula = f"T ({self._moments()}) a"
-        return [activations("hidden states, and what one layer makes of them", formula, max(widths) * a)]
+    def _adapts(self, linear: Linear) -> bool:
+        """Whether the trained model has an adapter there whose result comes beside the layer's widest tensors."""
+        return self.job.adapts(linear) and not linear.ends_block
 
-    def _widest_moment(self, stack: Stack) -> int:
-        """Return the numbers per token: four hidden states, and what the MLP or the attention makes of the last.
+    def _layer(
+        self, tokens: int, target_tokens: int, a: int, adapts: Callable[[Linear], bool] = lambda linear: False
+    ) -> list[Term]:
+        """Return what the widest layer works on; `target_tokens` are those of an encoder-decoder's decoder.
 
-        (The embeddings, the layer's input, its sum with the attention's result, and the norm of that sum.)
+        Four hidden states (the embeddings, the layer's input, its sum with the attention's result, and the norm of
+        that), and what the MLP or the attention makes of the last; where it `adapts` one, also an adapter's result.
         """
-        hidden, mlp = self.architecture.hidden, self.architecture.intermediate
-        q = self.architecture.heads * self.architecture.head_dim
-        return 4 * hidden + max((3 if self.architecture.family.is_llama_like else 2) * mlp, 5 * q)
+        architecture = self.architecture
+        adapted = {linear.block for stack in architecture.stacks for linear in stack.linears if adapts(linear)}
+        of_mlp = (3 if architecture.family.is_llama_like else 2) + ("mlp" in adapted)
+        of_attention = 5 + ("attention" in adapted)
+        q = architecture.heads * architecture.head_dim
+        each = (4 * architecture.hidden + max(of_mlp * architecture.intermediate, of_attention * q)) * a
+        kinds = {stack.kind for stack in architecture.stacks}
+        widest = max(target_tokens if kind == "cross-decoder" else tokens for kind in kinds)
+        formula = f"T (4 H + max({of_mlp} I, {of_attention} Q)) a"
+        return [activations("hidden states, and what one layer makes of them", formula, widest * each)]
 
-    def _moments(self) -> str:
-        return f"4 H + max({3 if self.architecture.family.is_llama_like else 2} I, 5 Q)"
-
-    def _losses(self, labelled: int, a: int) -> list[Term]:
+    def _losses(self, labelled: int, at_once: int, a: int) -> list[Term]:
+        """Return the head's inputs of all labelled tokens, and the logits of those that are computed `at_once`."""
         if self.architecture.classes:
             return []
-        at_once = min(labelled, max(1, LOGITS_AT_ONCE // self.architecture.vocab))
-        each = 8 if a == 4 else a + 8
+        at_once = min(at_once, max(1, LOGITS_AT_ONCE // self.architecture.vocab))
         return [
-            Term(
-                "logits",
-                "a chunk's logits and log-probabilities",
-                f"C V {each}",
-                at_once * self.architecture.vocab * each,
-            ),
+            # those in 16 bits are gone when the log-probabilities come
+            Term("logits", "a chunk's logits and log-probabilities", "C V 8", 8 * at_once * self.architecture.vocab),
             activations("inputs of the head", "P H a", labelled * self.architecture.hidden * a),
         ]
 
     def _answers(self, a: int) -> dict[str, list[Term]]:
         """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""
         shape, architecture = self.shape, self.architecture
-        read = shape.rows * shape.prompt_length
+        read = shape.answered * shape.prompt_length
         if not shape.new_tokens:
             return {"labels": self._layer(read, read, a)}
-        rows = shape.rows * shape.beams
+        rows = shape.answered * shape.beams
         logits = Term(
             "logits", "logits of a token, and their fp32 copy", "B V (a + 4)", rows * architecture.vocab * (a + 4)
         )
@@ -288,6 +328,11 @@ class _PhaseSums:
             if stack.kind != "encoder"
         )
         return [Term("buffers", what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]
+
+
+def _compared(count: int) -> Term:
+    what = "logits before and after, and two tensors of their differences"
+    return Term("logits", what, "4 P V 4", 16 * count)
 
 
 def _independent_judge(tokens: int) -> list[Term]:

@@ -9,8 +9,10 @@ from common.planning.job import ALL_LINEAR, BatchShape, EvaluationShape, Job
 
 def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
     """Return what a run's phases beside training work on, where its rows to validate and test are like `batch`'s."""
+    validated = run.validation_rows if run.validation_rows > 0 else run.per_device_eval_batch_size
+    ranks = 1 if run.parallelism.in_one_process else run.devices
     return EvaluationShape(
-        rows=run.per_device_eval_batch_size,
+        rows=min(run.per_device_eval_batch_size, validated),
         length=batch.length,
         labelled=batch.target_length or batch.labelled,
         prompt_length=batch.length,
@@ -18,6 +20,7 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
         beams=run.num_beams if run.goal.summarizes else 1,
         judged=run.goal.chats,
         has_independent_judge=run.goal.chats and run.independent_judge != "none",
+        test_rows=max(0, -(-run.test_rows // ranks)),
     )
 
 
@@ -51,6 +54,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         offload=run.offload == "cpu",
         cpu_operations=run.device == "cpu",
         evaluation=evaluation or evaluation_of_run(run, batch),
+        sums_gradients_after=run.loop == "machines" and run.gradient_exchange == "after",
     )
 
 

@@ -66,6 +66,17 @@ def trained_of_layer(stack: Stack, job: Job) -> int:
     )
 
 
+def small_adapter_weights(architecture: Architecture, job: Job, share: Share, limit: int) -> int:
+    """Return how many of a device's adapter weights are in matrices of fewer than `limit` elements."""
+
+    def of_layer(stack: Stack) -> int:
+        sizes = (job.lora_rank * width for linear in stack.linears if job.adapts(linear) for width in
+                 (linear.inputs, linear.outputs))  # fmt: skip
+        return sum(size for size in sizes if size < limit)
+
+    return sum(layers * of_layer(stack) for stack, layers in zip(architecture.stacks, share.layers, strict=True))
+
+
 def parameters_of(architecture: Architecture, share: Share) -> int:
     """Return how many weights of the model a device holds; a tied head apart from its embeddings has a copy of them."""
     count = sum(

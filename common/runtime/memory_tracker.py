@@ -2,12 +2,13 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from unittest import mock
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -61,11 +62,42 @@ class MemoryTracker(TorchDispatchMode):
             entry = self.part_of[storage]
             self.live[entry[0]] -= entry[1]
         else:
-            entry = [part, -(-storage.nbytes() // self.rounded_to) * self.rounded_to]
+            entry = [part, self._rounded(storage.nbytes())]
             self.part_of[storage] = entry
             weakref.finalize(storage, self._free, entry)
         entry[0] = part
         self.live[part] += entry[1]
+
+    def add_all(self, parts: Mapping[str, Iterable[torch.Tensor]]) -> None:
+        """Count the tensors of each part."""
+        for part, tensors in parts.items():
+            for tensor in tensors:
+                self.add(tensor, part)
+
+    def __enter__(self) -> "MemoryTracker":
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> None:  # no operation: FSDP frees so what it gathered
+            resize(storage, size)
+            self._measure_again(storage)
+
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resized)
+        self._resizing.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._resizing.stop()
+
+    def _measure_again(self, storage: torch.UntypedStorage) -> None:
+        if storage in self.part_of:
+            entry, size = self.part_of[storage], self._rounded(storage.nbytes())
+            self.live[entry[0]] += size - entry[1]
+            entry[1] = size
+            self._remember()
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self.rounded_to) * self.rounded_to
 
     def _free(self, entry: list) -> None:
         self.live[entry[0]] -= entry[1]
@@ -77,7 +109,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        for leaf in tree_leaves(made):
+            tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf  # its own storage would be the whole's
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.part_of:
                 self.add(tensor, self._part_of_new(func, args, tensor))
         self._remember()

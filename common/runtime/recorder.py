@@ -256,9 +256,8 @@ class PeakMemory:
             yield None
             return
         tracker = MemoryTracker(vocab_size=0, rounded_to=1)
-        for part, tensors in parts.items():
-            for tensor in tensors:
-                tracker.add(tensor, part)
+        tracker.add_all(parts)
+        del parts  # else what is freed meanwhile would still be held
         with tracker:
             tracker.enter(phase)
             yield tracker

@@ -18,25 +18,32 @@ from common.training.usage import state_tensors
 
 
 def resting(trainer: AuditedTrainer) -> dict[str, list[torch.Tensor]]:
-    """Return what training keeps between steps on this rank, by part: weights and optimizer states."""
+    """Return what training keeps between steps on this rank, by part."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # without Accelerate's wrapper
-    return {"weights": list(tensors_of(trainer.model)), "optimizer": state_tensors(optimizer)}
+    return {
+        "weights": list(tensors_of(trainer.model)),
+        "optimizer": state_tensors(optimizer),
+        "buffers": trainer.kept_buffers(),
+    }
 
 
 def count_steps(trainer: AuditedTrainer, memory: PeakMemory) -> None:
     """Count what saving, a step, and a batch of validation hold, with the longest rows; called on every rank."""
     if memory.rank.device != "cpu":
         return
-    kept = resting(trainer)
-    with memory.counting("saving", kept):
-        pass
-    with torch.random.fork_rng(), memory.counting(TRAINING, kept) as tracker:
-        handles = watch_gradients(trainer.model, tracker)
-        trainer.back_propagate(_longest(trainer.train_dataset, trainer.strategy.run.rows_per_rank))
+    rows = _longest(trainer.train_dataset, trainer.strategy.run.rows_per_rank)
+    with torch.random.fork_rng():
+        trainer.back_propagate(rows)  # buffers of this shape are there from now on
+        with memory.counting("saving", resting(trainer)):
+            pass
+        with memory.counting(TRAINING, resting(trainer)) as tracker:
+            trainer.forget_gradients()
+            handles = watch_gradients(trainer.model, tracker)
+            trainer.back_propagate(rows)
     for handle in handles:
         handle.remove()
-    trainer.optimizer.zero_grad()
-    with memory.counting("validation", kept):
+    with memory.counting("validation", resting(trainer)):
+        trainer.forget_gradients()
         trainer.validate(_longest(trainer.eval_dataset, trainer.args.per_device_eval_batch_size))
 
 

@@ -13,6 +13,8 @@ from common.training.strategy import Batch, Strategy
 class Ddp(Strategy):
     """Every rank holds the whole model; PyTorch's DDP averages the gradients."""
 
+    buckets: list[torch.Tensor] | None = None
+
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Put DDP, which sums the gradients, around the model."""
         self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -29,6 +31,11 @@ class Ddp(Strategy):
             (loss * self.rank.world_size).backward()  # DDP takes the mean over ranks, but each loss is part of the sum
         return loss.detach()
 
+    def kept_buffers(self) -> list[torch.Tensor]:
+        """Return DDP's buckets, which all gradients are views of."""
+        self.buckets = self.gradients() or self.buckets or []
+        return self.buckets
+
     def free(self) -> None:
         """Free DDP's module: it has buckets as large as all gradients."""
-        self.replica = None
+        self.replica = self.buckets = None

@@ -1,6 +1,7 @@
 """Save a trained model or adapter, load it again as any user would, and compare the logits."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 
@@ -62,10 +63,15 @@ def save_and_reload(
     tuned = load_base_model(run, device_map, source=folder)
     if expected is not None:
         what = "merged model" if run.method.has_adapters else "model"
-        with log.memory.counting("merging", {"weights": tensors_of(tuned), "logits": [expected]}):
+        with comparing(tuned, expected, log.memory):
             differences[folder.name] = check_equal_logits(expected, tuned, batch, what, run.precision)
     of_ranks = gather_object([differences])
     return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
+
+
+def comparing(model: torch.nn.Module, expected: torch.Tensor, memory: PeakMemory) -> AbstractContextManager[object]:
+    """Count the memory of a comparison of `model`'s logits with the `expected` ones."""
+    return memory.counting("merging", {"weights": tensors_of(model), "logits": [expected]})
 
 
 def save_and_free(trainer: AuditedTrainer, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, bool]:
@@ -128,7 +134,7 @@ def reloaded_difference(
     else:
         reloaded = load_base_model(run, device_map, source=folder)
     what = "adapter" if run.method.has_adapters else "model"
-    with memory.counting("merging", {"weights": tensors_of(reloaded), "logits": [expected]}):
+    with comparing(reloaded, expected, memory):
         difference = check_equal_logits(expected, reloaded, batch, what, run.precision)
         if run.method.has_adapters:
             check_changes_logits(reloaded, batch, folder)

@@ -180,6 +180,14 @@ class LoopTrainer(AuditedTrainer):
         self.strategy.finish_gradients()
 
     @override
+    def kept_buffers(self) -> list[torch.Tensor]:
+        return self.strategy.kept_buffers()
+
+    @override
+    def forget_gradients(self) -> None:
+        self.strategy.forget_gradients()
+
+    @override
     def validate(self, rows: list[Tokens]) -> None:
         self.strategy.sums(self.collated(rows))
 

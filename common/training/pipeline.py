@@ -18,6 +18,7 @@ from peft import PeftModel
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, PreTrainedModel
 
 from common.base.run_config import RunConfig
@@ -343,6 +344,17 @@ class Pipeline:
         ids = (inputs["input_ids"],) if self.module.is_first else ()
         made = schedule.eval(*ids, attention_mask=inputs["attention_mask"])
         return made.float() if self.module.is_last else None
+
+    def receive_buffers(self) -> list[torch.Tensor]:
+        """Return what the last step's hidden states and gradients were received in; other shapes' is freed.
+
+        From now on as much is kept as on a GPU.
+        """
+        self.kept_schedules = KEPT_SCHEDULES["cuda"]
+        self.schedules = dict(list(self.schedules.items())[-self.kept_schedules :])
+        stages = (schedule._stage for schedule in self.schedules.values())
+        infos = tree_leaves([(stage.args_recv_info, stage.grad_recv_info) for stage in stages])
+        return [info.buffer for info in infos if isinstance(getattr(info, "buffer", None), torch.Tensor)]
 
     def idle_shares(self) -> list[float]:
         """Return each stage's share of the steps' time in which it waited; a step ends for all with its last stage."""

@@ -62,6 +62,10 @@ class PipelineParallel(Strategy):
         """Send every micro-batch through all stages and back; the loss is known to the last stage."""
         return self.pipeline.train_step(batch, num_items_in_batch)
 
+    def kept_buffers(self) -> list[torch.Tensor]:
+        """Return what hidden states and their gradients are received in."""
+        return self.pipeline.receive_buffers()
+
     def finish_gradients(self) -> None:
         """Add up the gradients of tied embeddings, and clip by the norm over the whole model.
 

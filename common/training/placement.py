@@ -4,6 +4,7 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import pandas as pd
 import psutil
@@ -203,7 +204,9 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
 def evaluation_of_rows(run: RunConfig, validation: Sequence[Tokens]) -> EvaluationShape:
     """Return what the phases beside training work on, by the longest validation rows, as if tests' were as long."""
     longest = longest_batch(validation, run.per_device_eval_batch_size)
-    return evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
+    evaluation = evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
+    first = islice(validation, evaluation.rows)  # the others may be on disk
+    return replace(evaluation, compared_length=max(len(row["input_ids"]) for row in first))
 
 
 def check_fits(plan: Plan) -> None:

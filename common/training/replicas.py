@@ -16,9 +16,11 @@ from accelerate.utils import gather_object
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from typing_extensions import override
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data.rows import Tokens
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
 from common.training.checkpoints import newest_whole, steps_at
@@ -72,7 +74,12 @@ class PlainLoop(LoopTrainer):
     """Rows, optimizer, schedule, reports, validation and checkpoints of one rank; `steps()` hands out the work.
 
     Ranks may stand on machines with a disk each.
+
+    Attributes:
+        around: What stands around the model, such as DDP, once a loss was computed.
     """
+
+    around: torch.nn.Module | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -85,9 +92,25 @@ class PlainLoop(LoopTrainer):
         `model` is the trained one, or what stands around it.
         """
         self.reach("batch")
+        self.around = model
         loss = self.strategy.loss(batch, num_items_in_batch, model)
         self.loss_sum += loss.detach()
         return loss
+
+    @override
+    def back_propagate(self, rows: list[Tokens]) -> None:
+        labels = sum(map(self.strategy.labels_in, rows)) * self.batches.world_size
+        for batch in self.at_once(rows):
+            self.strategy.loss(batch, labels, self.around).backward()
+
+    @override
+    def kept_buffers(self) -> list[torch.Tensor]:
+        return self.buckets_of(self.around)
+
+    @override
+    def free(self) -> None:
+        self.around = None
+        super().free()
 
     def newest_of_all(self, log: RunRecorder) -> Path | None:
         """Return the newest checkpoint that any disk has, on every disk afterwards."""

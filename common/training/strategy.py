@@ -131,6 +131,13 @@ class Strategy:
         """Return the gradients as far as this rank holds them."""
         return [local_part(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
 
+    def kept_buffers(self) -> list[torch.Tensor]:
+        """Return what this rank keeps between steps beside weights and optimizer states.
+
+        Called after a backward pass, before its gradients are forgotten.
+        """
+        return []
+
     def finish_gradients(self) -> None:
         """Make the gradients those of the whole model, and clip them by their norm."""
         if self.run.max_grad_norm:
@@ -139,6 +146,10 @@ class Strategy:
     def update(self) -> None:
         """Take the optimizer's step, and forget the gradients."""
         self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def forget_gradients(self) -> None:
+        """Undo a backward pass of which no step follows."""
         self.optimizer.zero_grad()
 
     def forward(self, **inputs: Any) -> Any:

@@ -20,6 +20,7 @@ from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     EarlyStoppingCallback,
     PreTrainedModel,
@@ -301,6 +302,7 @@ class AuditedTrainer(CheckpointedTrainer):
 
     Attributes:
         memory: The peaks of validation and saving apart from the steps'.
+        buckets: DDP's, as far as `kept_buffers` has seen them.
     """
 
     def __init__(self, *, strategy: Strategy, batches: EpochBatches, **kwargs: Any) -> None:
@@ -316,6 +318,7 @@ class AuditedTrainer(CheckpointedTrainer):
             self.compute_loss_func = None  # the model's own is in chunks
         self.divides, self.copies = strategy.divides_checkpoints, strategy.run.dp_replicate_size
         self.memory = PeakMemory(strategy.rank)
+        self.buckets: list[torch.Tensor] = []
         self.updates, self.skips = UpdateReport(), SkippedSteps(self.accelerator)
         self.add_callback(self.updates)
         self.add_callback(self.skips)
@@ -351,6 +354,20 @@ class AuditedTrainer(CheckpointedTrainer):
         labels = sum(map(self.strategy.labels_in, rows)) * self.args.world_size
         self.training_step(self.model_wrapped, self.at_once(rows), num_items_in_batch=labels)
         self.work = work
+
+    def kept_buffers(self) -> list[torch.Tensor]:
+        """Return what is kept between steps beside weights and optimizer states; called after `back_propagate`."""
+        return self.buckets_of(self.model_wrapped)
+
+    def buckets_of(self, model: torch.nn.Module | None) -> list[torch.Tensor]:
+        """Return DDP's buckets, where that stands around the trained model: gradients are views of them."""
+        if isinstance(model, DistributedDataParallel):
+            self.buckets = self.strategy.gradients() or self.buckets
+        return self.buckets
+
+    def forget_gradients(self) -> None:
+        """Undo `back_propagate`."""
+        self.optimizer.zero_grad()
 
     def validate(self, rows: list[Tokens]) -> None:
         """Compute the results of some validation rows, without reporting them."""
@@ -437,7 +454,7 @@ class AuditedTrainer(CheckpointedTrainer):
         """Free the memory of model, gradients and optimizer, also where a notebook still has names for them."""
         self.strategy.free()
         self.optimizer.state.clear()
-        self.model_wrapped = self.model  # DDP's wrapper has buckets as large as all gradients
+        self.model_wrapped, self.buckets = self.model, []  # DDP's wrapper has buckets as large as all gradients
         self.accelerator.free_memory()
         free_model(self.model)
 

@@ -5,7 +5,7 @@ import os
 import shutil
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.utils._pytree import tree_leaves
 from torch.utils.cpp_extension import get_default_build_root
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -103,6 +104,21 @@ class Zero(Strategy):
         """Return this rank's parts, which DeepSpeed keeps in its optimizer, and what it has not divided."""
         parts_of_groups = self.engine.optimizer.averaged_gradients.values()
         return [part for parts in parts_of_groups if parts for part in parts] + super().gradients()
+
+    def kept_buffers(self) -> list[torch.Tensor]:
+        """Return what DeepSpeed's optimizer has: its fp32 copy of the weights, and what it collects gradients in."""
+        attributes = {
+            name: value for name, value in vars(self.engine.optimizer).items() if name != "averaged_gradients"
+        }
+        leaves = tree_leaves(attributes)
+        of_objects = tree_leaves([vars(leaf) for leaf in leaves if is_dataclass(leaf)])
+        tensors = [leaf for leaf in (*leaves, *of_objects) if isinstance(leaf, torch.Tensor)]
+        return [tensor for tensor in tensors if not tensor.is_meta]
+
+    def forget_gradients(self) -> None:
+        """Forget this rank's parts of the gradients, too."""
+        super().forget_gradients()
+        self.engine.optimizer.averaged_gradients.clear()
 
     def finish_gradients(self) -> None:
         """Leave the gradients to DeepSpeed, which clips them in its step."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from common.planning import gpu_overhead
-from common.planning.gpu_overhead import memory_with_overhead
+from common.planning.gpu_overhead import memory_of_step
 from common.planning.job import Loop
 from common.planning.published_memory import (
     CALIBRATION,
@@ -67,9 +67,9 @@ def test_allocated_memory_has_no_fitted_constant_and_is_within_3_percent() -> No
 @pytest.fixture
 def planned_anew() -> Iterator[None]:
     """Plans of a constant's other values are not kept."""
-    memory_with_overhead.cache_clear()
+    memory_of_step.cache_clear()
     yield
-    memory_with_overhead.cache_clear()
+    memory_of_step.cache_clear()
 
 
 @pytest.mark.parametrize(("constant", "step"), [("RANKS_GIB", 0.5), ("GAP_SHARE", 0.02)])
@@ -79,7 +79,7 @@ def test_constants_are_the_best_for_the_source_that_they_are_fitted_to(
 ) -> None:
     def error(value: float) -> float:
         monkeypatch.setattr(gpu_overhead, constant, value)
-        memory_with_overhead.cache_clear()
+        memory_of_step.cache_clear()
         return errors_of([replace(point) for point in points_of(CALIBRATION)], ["nvidia_smi"]).mean
 
     fitted = getattr(gpu_overhead, constant)
