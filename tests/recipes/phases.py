@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 WORST = 0.1
 """As in 1.1: by how much a phase's plan may be off."""
 COMPARED = ("training", "validation", "saving", "merging")
@@ -13,6 +11,6 @@ COMPARED = ("training", "validation", "saving", "merging")
 def check_phases(run: Any) -> None:
     """Check each phase of each rank."""
     for entry in run.record["memory"]:
-        planned, measured = ({phase: entry[f"{kind}_gib_by_phase"][phase] for phase in COMPARED}
-                             for kind in ("planned", "peak"))  # fmt: skip
-        assert planned == {phase: pytest.approx(gib, rel=WORST) for phase, gib in measured.items()}
+        planned, measured = entry["planned_gib_by_phase"], entry["peak_gib_by_phase"]
+        errors = {phase: round(planned[phase] / measured[phase] - 1, 3) for phase in COMPARED}
+        assert {phase: error for phase, error in errors.items() if abs(error) > WORST} == {}
