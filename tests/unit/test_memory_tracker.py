@@ -44,3 +44,5 @@ def test_of_a_distributed_tensor_the_local_part_counts(four_ranks: DeviceMesh) -
         doubled = whole * 2
         assert doubled.shape == (40, 10)
         assert counted.live["activations"] == 400
+        counted.add(whole, "weights")
+        assert counted.live["weights"] == 400
