@@ -14,7 +14,7 @@ NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
 # Two workers; tests/conftest.py says which tests share one.
 PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 
-.PHONY: demo install gpu-check deepspeed test test-all mutants soak lint lab run record records tables tables-check notebooks siblings bench
+.PHONY: demo install gpu-check deepspeed test test-all mutants soak lint lab run record records tables tables-check page browser notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 .venv/.has-%: pyproject.toml constraints.txt install.py
@@ -27,6 +27,7 @@ demo: $(RUNS) ## LoRA on one device, with DDP on two at the same global batch an
 	@$(MAKE) --no-print-directory run FOLDER=$(DDP) ARGS="--batch_size 16"
 	@$(MAKE) --no-print-directory run FOLDER=$(FULL)
 	@echo; $(BIN)/python -m common.report --results
+	@echo; $(BIN)/python -m common.report --open
 
 install: $(RUNS) ## what the run folders need, into .venv, and nothing else
 
@@ -55,6 +56,9 @@ records: $(RUNS) ## run every kept record's command again, on a quiet machine, a
 tables: $(RUNS) ## render the pages' tables from the records
 	@$(BIN)/python -m common.report --write
 
+page: $(RUNS) ## the results page, docs/results.html: every kept run, to sort, filter and compare
+	@$(BIN)/python -m common.report --page
+
 tables-check: $(RUNS)
 	@$(BIN)/python -m common.report --check
 
@@ -74,6 +78,9 @@ soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, copies of long noteboo
 	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q -m "not slow" tests/recipes/test_equivalence.py
 	@$(BIN)/python -m pytest -q -m soak tests/notebooks
 	@$(BIN)/python -m common.report --write
+
+browser: ## Chromium and its driver, for the tests of the results page (Debian and Ubuntu, as root)
+	@command -v chromedriver > /dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium chromium-driver; }
 
 lint: .venv/.has-lint
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-logo

@@ -3,6 +3,8 @@
     python -m common.report               the tables, from the committed records
     python -m common.report --check       exit 1 where a page disagrees with the records
     python -m common.report --write       write the tables into the pages, between their markers
+    python -m common.report --page        write the results page of the records, docs/results.html
+    python -m common.report --open        open a page of the records and of this machine's runs
     python -m common.report --results     what the last runs on this machine wrote, side by side
     python -m common.report --results 2.1 'torchrun-*'    of runs, run folders or techniques with these names
 
@@ -20,6 +22,7 @@ from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
 from common.records.store import kept_records
 from common.reporting import classification, summarization
+from common.reporting.page import PAGE, open_page, page_of, write_page
 from common.reporting.rows import called, results_of_this_machine, task_of
 from common.reporting.screen import on_screen
 from common.reporting.tables import LEGEND, TABLES, readmes, rendered, side_by_side, with_tables
@@ -32,6 +35,8 @@ def main() -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--check", action="store_true", help="exit 1 where a page disagrees with the records")
     mode.add_argument("--write", action="store_true", help="write the tables into the pages")
+    mode.add_argument("--page", action="store_true", help="write docs/results.html, the page of all kept records")
+    mode.add_argument("--open", action="store_true", help="open a page of these and of this machine's last runs")
     mode.add_argument(
         "--results", nargs="*", metavar="NAME",
         help="the last runs of this machine, side by side: all that completed, or those of runs, run folders or "
@@ -40,6 +45,12 @@ def main() -> None:
     parser.add_argument("--failed", action="store_true", help="with --results: runs that did not complete, too")
     parser.add_argument("--json", action="store_true", help="print tables as JSON")
     options = parser.parse_args()
+    if options.page:
+        print(f"wrote {write_page()}")
+        return
+    if options.open:
+        print(open_page())
+        return
     if options.check or options.write:
         sys.exit(_render_readmes(options.write))
     print(_all_tables(options.json) if options.results is None else _results(options))
@@ -48,12 +59,12 @@ def main() -> None:
 def _render_readmes(write: bool) -> int:
     """Name the pages that disagree with the records, or write them; return the exit code."""
     records = kept_records()
-    stale = [
-        path for path in readmes() if with_tables(path.read_text(encoding="utf-8"), records) != path.read_text("utf-8")
-    ]
+    made = {path: with_tables(path.read_text(encoding="utf-8"), records) for path in readmes()}
+    made[PAGE] = page_of(records)
+    stale = [path for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path in stale:
         if write:
-            path.write_text(with_tables(path.read_text(encoding="utf-8"), records), encoding="utf-8")
+            path.write_text(made[path], encoding="utf-8")
         print(f"{'wrote' if write else 'out of date (`make tables` renders it)'}: {path.relative_to(REPOSITORY)}")
     return int(bool(stale) and not write)
 

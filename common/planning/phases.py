@@ -94,7 +94,8 @@ class _PhaseSums:
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
         sums, arithmetic, parts = self._trained, self.job.arithmetic_bytes, self.job.micro_batches
-        tokens, labelled = self.shape.rows * self.shape.length, self.shape.rows * self.shape.labelled
+        rows = self._filled_up(self.shape.rows)
+        tokens, labelled = rows * self.shape.length, rows * self.shape.labelled
         kept = [*self._kept_beside(tokens), *self._autocast_copies()]
         passing = self._layer(tokens // parts, tokens // parts, arithmetic, self._adapts)
         layer = [*sums.gathered(FSDP_GATHERED_IN_FORWARD), *passing]
@@ -114,11 +115,12 @@ class _PhaseSums:
         architecture, shape, a, parts = self.architecture, self.shape, self.job.arithmetic_bytes, self.job.micro_batches
         # as `common.training.export.rows_to_compare` chooses them
         length = shape.compared_length or shape.length
-        target_length = shape.labelled if len(architecture.stacks) > 1 else length
-        vocab = architecture.embedding_parameters // architecture.hidden  # a classifier's, too
-        at_once = min(shape.rows * target_length, LOGITS_AT_ONCE // vocab)
-        rows = at_once / target_length
-        tokens, targets = int(rows * length), int(rows * target_length)
+        at_once = LOGITS_AT_ONCE // (architecture.embedding_parameters // architecture.hidden)  # a classifier's, too
+        target_length = shape.labelled
+        if len(architecture.stacks) == 1:
+            target_length = length = min(length, at_once)  # longer rows are cut
+        rows = self._filled_up(min(shape.rows, max(1, at_once // target_length)))
+        tokens, targets = rows * length, rows * target_length
         kept, passing = self._kept_beside(tokens), self._layer(tokens // parts, targets // parts, a, self._adapts)
         gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
         moments = [
@@ -126,7 +128,7 @@ class _PhaseSums:
             ("what was saved is loaded", self._reloaded()),
         ]
         if self.share.has_head or not self.job.parallelism.pipelines:  # the last stage compares
-            count = (shape.rows if architecture.classes else targets) * architecture.vocab
+            count = (rows if architecture.classes else targets) * architecture.vocab
             moments += [
                 ("the trained model's logits", [*kept, *gathered[1], self._whole_logits(count)]),
                 ("forward of a layer of the saved model", [*self._reloaded(), *self._layer(tokens, targets, a)]),
@@ -210,6 +212,10 @@ class _PhaseSums:
         if is_tuned:
             return whole, whole, "a merged model; then the base"
         return quantized, [*quantized, *whole], "quantized base; base"
+
+    def _filled_up(self, rows: int) -> int:
+        """Return the rows that a pipeline works on: as many as its micro-batches divide."""
+        return -(-rows // self.job.micro_batches) * self.job.micro_batches
 
     def _kept_beside(self, tokens: int) -> list[Term]:
         """Return what training keeps while so many tokens pass; in a pipeline's buffers are now these.

@@ -1,12 +1,17 @@
 """Tables as Markdown that fits a page: what all rows of a part share is said once, above the part."""
 
+import re
 from collections.abc import Sequence
+from functools import partial
 from textwrap import fill
 
 import pandas as pd
 
 WIDEST = 120
 """Characters of a line."""
+NUMBER = "No."
+NOTHING = ("", "not run", "not published", "no GPU")
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 
 
 def as_markdown(table: pd.DataFrame, shared: Sequence[str] = ()) -> str:
@@ -15,12 +20,66 @@ def as_markdown(table: pd.DataFrame, shared: Sequence[str] = ()) -> str:
     Columns without any entry are left out of such a part.
     """
     if not shared:
-        return table.to_markdown(index=False, disable_numparse=True) + "\n"
+        return _fitted(table)
     columns = list(shared)
     return "\n".join(
         f"{_caption(values)}\n\n{as_markdown(_with_entries(part.drop(columns=columns)))}"
         for values, part in table.groupby(columns, sort=False)
     )
+
+
+def _fitted(table: pd.DataFrame) -> str:
+    """Return a table, made to fit where it is too wide.
+
+    Links become references, and the same value of all rows is said once. Where that is not enough, rows are numbered,
+    and columns that have no room left stand in further tables; one whose entries are too wide becomes a list.
+    """
+    if _width(table) <= WIDEST:
+        return _as_table(table)
+    links: dict[str, str] = {}
+    table = table.map(partial(_with_references, links=links))
+    same = [column for column in table.columns if len(table) > 1 and table[column].nunique() == 1]
+    caption = "; ".join(f"{column}: {table[column].iloc[0]}" for column in same)
+    table = table.drop(columns=same)
+    if _width(table) > WIDEST:
+        table.insert(0, NUMBER, [str(number) for number in range(1, len(table) + 1)])
+    parts = [_wrapped(f"In all rows: {caption}.") + "\n"] if same else []
+    for number, columns in enumerate(_divided(table)):
+        part = table[columns]
+        if number:  # rows that say nothing stand in the first part
+            part = part[~part.drop(columns=NUMBER).isin(NOTHING).all(axis=1)]
+        parts.append(_as_table(part) if _width(part) <= WIDEST else _listed(part))
+    return "\n".join([*parts, *(f"[{text}]: {url}\n" for text, url in links.items())])
+
+
+def _as_table(table: pd.DataFrame) -> str:
+    return table.to_markdown(index=False, disable_numparse=True) + "\n"
+
+
+def _width(table: pd.DataFrame) -> int:
+    return len(_as_table(table).partition("\n")[0])
+
+
+def _with_references(entry: str, links: dict[str, str]) -> str:
+    links.update(LINK.findall(str(entry)))
+    return LINK.sub(r"[\1]", str(entry))
+
+
+def _divided(table: pd.DataFrame) -> list[list[str]]:
+    """Return the columns of each part: the first, and as many others as fit, at least one."""
+    first, *others = table.columns
+    parts: list[list[str]] = [[first]]
+    for column in others:
+        if len(parts[-1]) > 1 and _width(table[[*parts[-1], column]]) > WIDEST:
+            parts.append([first])
+        parts[-1].append(column)
+    return parts
+
+
+def _listed(table: pd.DataFrame) -> str:
+    number, column = table.columns
+    lines = (f"- {row[number]}: {row[column]}" for row in table.to_dict("records"))
+    return f"{column}:\n\n" + "".join(_wrapped(line, "  ") + "\n" for line in lines)
 
 
 def as_list(table: pd.DataFrame, form: str) -> str:

@@ -57,7 +57,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor, part: str) -> None:
         """Count a tensor's storage as `part`; one that was counted as another part moves."""
-        storage = tensor.untyped_storage()
+        storage = _storage_of(tensor)
         if storage in self.part_of:
             entry = self.part_of[storage]
             self.live[entry[0]] -= entry[1]
@@ -109,9 +109,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
-            tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf  # its own storage would be the whole's
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.part_of:
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and _storage_of(tensor) not in self.part_of:
                 self.add(tensor, self._part_of_new(func, args, tensor))
         self._remember()
         return made
@@ -124,8 +123,13 @@ class MemoryTracker(TorchDispatchMode):
         return self.new_part
 
     def _part(self, tensor: torch.Tensor) -> str | None:
-        entry = self.part_of.get(tensor.untyped_storage())
+        entry = self.part_of.get(_storage_of(tensor))
         return entry[0] if entry else None
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Return where a tensor's numbers are; a DTensor's own storage is none, and as large as the whole."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 def like_cuda() -> AbstractContextManager:

@@ -61,17 +61,19 @@ def save_and_reload(
     wait_for_everyone()
     broadcast_folder(folder, source=0, lacks=log.writes and not log.rank.is_main, rank=log.rank)
     tuned = load_base_model(run, device_map, source=folder)
-    if expected is not None:
-        what = "merged model" if run.method.has_adapters else "model"
-        with comparing(tuned, expected, log.memory):
+    with comparing(tuned, expected, log.memory):
+        if expected is not None:
+            what = "merged model" if run.method.has_adapters else "model"
             differences[folder.name] = check_equal_logits(expected, tuned, batch, what, run.precision)
     of_ranks = gather_object([differences])
     return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
 
 
-def comparing(model: torch.nn.Module, expected: torch.Tensor, memory: PeakMemory) -> AbstractContextManager[object]:
-    """Count the memory of a comparison of `model`'s logits with the `expected` ones."""
-    return memory.counting("merging", {"weights": tensors_of(model), "logits": [expected]})
+def comparing(
+    model: torch.nn.Module, expected: torch.Tensor | None, memory: PeakMemory
+) -> AbstractContextManager[object]:
+    """Count the memory of a comparison of `model`'s logits with the `expected` ones, where this rank has them."""
+    return memory.counting("merging", {"weights": tensors_of(model), "logits": [] if expected is None else [expected]})
 
 
 def save_and_free(trainer: AuditedTrainer, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor | None, bool]:

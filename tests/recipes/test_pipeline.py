@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.base.paths import REPOSITORY
+from tests.recipes.phases import check_phases
 
 pytestmark = pytest.mark.slow
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
@@ -50,6 +51,11 @@ def test_tied_embeddings_are_trained_by_both_ends(pipelines: Runs) -> None:
     index = json.loads((pipelines["all"].results / "model" / "model.safetensors.index.json").read_text())
     assert "lm_head.weight" not in index["weight_map"]
     assert index["weight_map"][embeddings] == "model-00001-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_phases_of_a_stage_take_what_is_planned(pipelines: Runs, name: str) -> None:
+    check_phases(pipelines[name])
 
 
 def test_saved_adapters_are_those_of_all_stages_and_load_with_peft(pipelines: Runs) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from common.base.paths import REPOSITORY
+from tests.recipes.phases import check_phases
 
 pytestmark = pytest.mark.slow
 SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
@@ -84,6 +85,17 @@ def test_each_rank_holds_half_of_everything_with_fsdp_and_everything_with_ddp(fs
         assert share == pytest.approx({"weights": 0.5, "gradients": 0.5, "optimizer": 0.5}, abs=0.01)
     for share in held(fsdp["ddp"]):
         assert share["weights"] == share["gradients"] == 1
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp", "mixed", "lora"])
+def test_phases_take_what_is_planned(fsdp: Runs, name: str) -> None:
+    check_phases(fsdp[name])
+
+
+@pytest.mark.usefixtures("needs_deepspeed")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_phases_with_zero_take_what_is_planned(zero: Runs, stage: int) -> None:
+    check_phases(zero[f"zero{stage}"])
 
 
 @pytest.mark.usefixtures("needs_deepspeed")

@@ -29,11 +29,10 @@ SECTIONS = [
 EXHIBITS = REPOSITORY / "assets" / "exhibits"
 MESSAGES = REPOSITORY / "assets" / "visitor_messages"
 MIB = 2**20
-WIDE = ("published_rates.md",)
 PAGES = [
-    REPOSITORY / "README.md",
-    REPOSITORY / "bench" / "README.md",
-    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name not in WIDE),
+    path
+    for pattern in ("README.md", "bench/README.md", "docs/*.md", "[0-9].[0-9]_*/*_readme.md")
+    for path in sorted(REPOSITORY.glob(pattern))
 ]
 """Those whose tables are narrow."""
 

@@ -1,0 +1,99 @@
+"""The charts of the results page, as Vega-Lite specifications that Altair writes."""
+
+from typing import Any
+
+import altair as alt
+
+from common.planning.phases import PHASES
+from common.reporting.page_runs import Values, group_of, pareto_front
+
+CHOSEN = "chosen"
+"""The parameter by which the page tells the curves which runs are chosen."""
+POINT_SIZE, HEIGHT = 90, 300
+COSTS = {"minutes": "Training (minutes)", "peak_gib": "Tensors in training (GiB)"}
+
+
+def charts(runs: list[Values], losses: list[Values], memory: list[Values], chosen: list[str]) -> dict[str, Any]:
+    """Return each chart's specification by the place where it stands on the page."""
+    by_place = {
+        "quality-time": quality_against(runs, "minutes"),
+        "quality-memory": quality_against(runs, "peak_gib"),
+        "losses": loss_curves(losses, chosen),
+        "memory": planned_against_measured(memory),
+    }
+    return {place: _sized(chart).to_dict() for place, chart in by_place.items()}
+
+
+def _sized(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
+    return chart.properties(
+        width="container", height=HEIGHT, autosize=alt.AutoSizeParams(type="fit", contains="padding")
+    )
+
+
+def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
+    """Return the runs of the chosen group by cost and quality, with the front that no other run beats."""
+    shown = [{**run, "group": group_of(run)} for run in runs if run[cost]]
+    points = [{name: value for name, value in run.items() if name not in ("settings", "command")} for run in shown]
+    groups = sorted({run["group"] for run in points}, key=lambda group: -sum(run["group"] == group for run in points))
+    choice = alt.binding_select(options=groups, name="Runs of ")
+    group = alt.param(name="group", value=groups[0] if groups else "", bind=choice)
+    in_group = alt.datum.group == group
+    dots = (
+        alt.Chart(alt.Data(values=points))
+        .mark_point(filled=True, size=POINT_SIZE, opacity=0.8)
+        .encode(
+            x=alt.X(f"{cost}:Q", title=COSTS[cost], scale=alt.Scale(zero=False)),
+            y=alt.Y("quality:Q", title="Quality after training", scale=alt.Scale(zero=False)),
+            color=alt.Color("technique:N", title=None, legend=alt.Legend(orient="top")),
+            shape=alt.Shape("parallel:N", title=None, legend=alt.Legend(orient="top", columns=4)),
+            tooltip=[
+                alt.Tooltip(f"{name}:N") for name in ("run", "metric", "quality", "minutes", "peak_gib", "device")
+            ],
+        )
+        .transform_filter(in_group)
+    )
+    front = (
+        alt.Chart(alt.Data(values=pareto_front(runs, cost)))
+        .mark_line(interpolate="step-after", strokeDash=[4, 3], color="gray")
+        .encode(x="cost:Q", y="quality:Q")
+        .transform_filter(in_group)
+    )
+    return (front + dots).add_params(group)
+
+
+def loss_curves(losses: list[Values], chosen: list[str]) -> alt.Chart:
+    """Return the losses of the chosen runs, laid over each other."""
+    runs = alt.param(name=CHOSEN, value=chosen)
+    return (
+        alt.Chart(alt.Data(values=losses))
+        .mark_line(point=alt.OverlayMarkDef(size=20))
+        .encode(
+            x=alt.X("step:Q", title="Optimizer step"),
+            y=alt.Y("loss:Q", title="Loss", scale=alt.Scale(type="log")),
+            color=alt.Color("run:N", title=None, legend=alt.Legend(orient="top", columns=1, labelLimit=400)),
+            strokeDash=alt.StrokeDash("loss of:N", title=None, legend=alt.Legend(orient="top", symbolType="stroke")),
+            tooltip=["run:N", "loss of:N", "step:Q", "loss:Q"],
+        )
+        .add_params(runs)
+        .transform_filter(f"indexof({CHOSEN}, datum.run) >= 0")
+    )
+
+
+def planned_against_measured(memory: list[Values]) -> alt.LayerChart:
+    """Return each phase of each device by its planned and measured peak, with the line where both are the same."""
+    every = [peak for each in memory for peak in (each["planned"], each["measured"])] or [1.0]
+    ends = [{"planned": end, "measured": end} for end in (min(every), max(every))]
+    scale = alt.Scale(type="log", domain=[min(every), max(every)])
+    line = alt.Chart(alt.Data(values=ends)).mark_line(color="gray", strokeDash=[4, 3])
+    dots = (
+        alt.Chart(alt.Data(values=memory))
+        .mark_point(size=POINT_SIZE / 2)
+        .encode(
+            color=alt.Color("phase:N", title=None, sort=list(PHASES), legend=alt.Legend(orient="top", columns=4)),
+            tooltip=["run:N", "phase:N", "planned:Q", "measured:Q"],
+        )
+    )
+    return (line + dots).encode(
+        x=alt.X("planned:Q", title="Planned (GiB)", scale=scale),
+        y=alt.Y("measured:Q", title="Measured (GiB)", scale=scale),
+    )

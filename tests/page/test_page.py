@@ -1,0 +1,150 @@
+"""The results page, in a browser without a network: what it shows, and what a click does."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
+
+from common.records.store import kept_records
+from common.reporting.page import page_of
+from common.reporting.page_runs import label_of, pareto_front, values_of
+
+LARGEST_BYTES = 3_000_000
+DRAWN_S = 30
+NO_BROWSER = "needs Chromium and its driver: `make browser` installs them on Debian"
+NUMBERS = "return [...document.querySelectorAll('#runs tbody tr')].map(row => row.children[{column}].textContent)"
+
+needs_browser = pytest.mark.skipif(not shutil.which("chromedriver"), reason=NO_BROWSER)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "results.html"
+    path.write_text(page_of(kept_records()), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def browser(page: Path) -> Iterator[webdriver.Chrome]:
+    """A new browser that has drawn the page; each name is unknown to it, so that no request leaves the machine."""
+    options = webdriver.ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    driver.set_window_size(1400, 1000)
+    driver.get(page.as_uri())
+    WebDriverWait(driver, DRAWN_S).until(lambda _: driver.execute_script("return document.body.dataset.drawn"))
+    yield driver
+    driver.quit()
+
+
+def cells(browser: webdriver.Chrome, column: int) -> list[str]:
+    return browser.execute_script(NUMBERS.format(column=column))
+
+
+def column_called(browser: webdriver.Chrome, title: str) -> int:
+    return [heading.text for heading in browser.find_elements(By.CSS_SELECTOR, "#runs th")].index(title)
+
+
+def choose(browser: webdriver.Chrome, run: str) -> None:
+    box = browser.find_element(By.CSS_SELECTOR, f"[aria-label='Choose {run}']")
+    browser.execute_script("arguments[0].click()", box)
+
+
+@needs_browser
+def test_every_record_is_shown_without_a_request_or_an_error(browser: webdriver.Chrome, page: Path) -> None:
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    assert {url for url in asked if not url.startswith("data:")} == {page.as_uri()}
+    assert browser.get_log("browser") == []
+    assert sorted(cells(browser, 1)) == sorted(
+        label_of(record) for record in kept_records() if record["status"] == "completed"
+    )
+    drawn = browser.find_elements(By.CSS_SELECTOR, ".chart svg")
+    assert len(drawn) == 4
+    assert all(svg.size["width"] > 300 and svg.size["height"] > 200 for svg in drawn)
+
+
+@needs_browser
+def test_a_click_on_a_heading_sorts_and_another_one_turns_the_order_round(browser: webdriver.Chrome) -> None:
+    column = column_called(browser, "Training (min)")
+    button = browser.find_elements(By.CSS_SELECTOR, "#runs th")[column].find_element(By.TAG_NAME, "button")
+    button.click()
+    minutes = [float(text.replace(",", "")) for text in cells(browser, column)]
+    assert minutes == sorted(minutes)
+    button.click()
+    assert [float(text.replace(",", "")) for text in cells(browser, column)] == sorted(minutes, reverse=True)
+
+
+@needs_browser
+def test_words_filter_the_runs(browser: webdriver.Chrome) -> None:
+    browser.find_element(By.ID, "filter").send_keys("qlora ddp")
+    expected = [
+        values["run"]
+        for values in map(values_of, kept_records())
+        if values["technique"] == "QLoRA" and values["parallel"] == "DDP"
+    ]
+    assert cells(browser, 1) == expected
+    assert browser.find_element(By.ID, "count").text.startswith(f"{len(expected)} of ")
+
+
+@needs_browser
+def test_two_chosen_runs_show_their_differences_commands_and_losses(browser: webdriver.Chrome) -> None:
+    for box in browser.find_elements(By.CSS_SELECTOR, "#runs input:checked"):
+        browser.execute_script("arguments[0].click()", box)
+    one, other = "2.4 python-batch16-seed42", "2.4 python-batch16-seed7"
+    choose(browser, one)
+    choose(browser, other)
+    rows = browser.find_elements(By.CSS_SELECTOR, "#difference tr")
+    assert [row.text.split() for row in rows[1:]] == [["seed", "42", "7"]]
+    commands = [each.text for each in browser.find_elements(By.CSS_SELECTOR, "#commands pre")]
+    assert commands == [values["command"] for values in map(values_of, kept_records()) if values["run"] in (one, other)]
+
+    def legend(_: object) -> bool:
+        texts = {text.text for text in browser.find_elements(By.CSS_SELECTOR, "#losses svg .role-legend-label text")}
+        return {one, other} <= texts and "2.1 python-batch16-seed42" not in texts
+
+    WebDriverWait(browser, DRAWN_S).until(legend)
+
+
+@needs_browser
+def test_on_a_narrow_screen_nothing_sticks_out(browser: webdriver.Chrome) -> None:
+    browser.set_window_size(500, 900)
+    assert browser.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
+
+
+def test_the_page_is_small_and_the_same_each_time(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.encode()) <= LARGEST_BYTES
+    assert text == page_of(kept_records())
+
+
+def test_a_run_of_this_machine_stands_for_its_kept_record_and_cannot_end_a_script() -> None:
+    kept = kept_records()[:3]
+    own = deepcopy(kept[0])
+    own["command"] = "python workflow.py --note '</script><b>'"
+    page = page_of(kept, [own])
+    assert page.count("</script>") == 3
+    start = page.index('type="application/json">') + len('type="application/json">')
+    runs = json.loads(page[start : page.index("</script>", start)])["runs"]
+    assert len(runs) == 3
+    assert [run["command"] for run in runs].count(own["command"]) == 1
+
+
+def test_no_run_beats_those_of_the_front() -> None:
+    runs = [
+        {"task": "chat", "model": "m", "data": "d", "quality": quality, "minutes": minutes}
+        for quality, minutes in ((0.5, 2.0), (0.4, 1.0), (0.45, 3.0), (0.9, 9.0), (0.9, 8.0), (0.3, None))
+    ]
+    assert [(run["cost"], run["quality"]) for run in pareto_front(runs, "minutes")] == [
+        (1.0, 0.4),
+        (2.0, 0.5),
+        (8.0, 0.9),
+    ]

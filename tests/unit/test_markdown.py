@@ -1,0 +1,47 @@
+"""Tables that fit a page."""
+
+import pandas as pd
+
+from common.reporting.markdown import WIDEST, as_markdown
+
+
+def wide(rows: int = 3) -> pd.DataFrame:
+    names = [f"a column with a long name, number {number}" for number in range(6)]
+    return pd.DataFrame({"Run": [f"run {row}" for row in range(rows)], "Seed": "42"} |
+                        {name: [f"{name[-1]}{row}" for row in range(rows)] for name in names})  # fmt: skip
+
+
+def test_a_narrow_table_stays_as_it_is() -> None:
+    assert as_markdown(pd.DataFrame({"Run": ["a", "b"], "Seed": ["1", "1"]})).count("| 1") == 2
+
+
+def test_a_wide_table_is_divided_and_nothing_of_it_is_lost() -> None:
+    text = as_markdown(wide())
+    assert max(map(len, text.splitlines())) <= WIDEST
+    assert text.startswith("In all rows: Seed: 42.")
+    for row in range(3):
+        assert all(f"| {column}{row} " in text for column in range(6))
+        assert f"| {row + 1}     | run {row}" in text
+
+
+def test_links_are_references_that_stand_below() -> None:
+    table = wide()
+    url = "https://example.org/" + 150 * "x"
+    table["Run"] = f"[a source]({url}), section 6"
+    text = as_markdown(table)
+    assert "[a source], section 6" in text
+    assert text.endswith(f"[a source]: {url}\n")
+
+
+def test_rows_that_say_nothing_stand_in_the_first_part_alone() -> None:
+    table = wide()
+    table.iloc[2, 2:] = "not run"
+    parts = [part for part in as_markdown(table).split("\n\n") if part.startswith("| No.")]
+    assert ["| 3 " in part for part in parts] == [True] + [False] * (len(parts) - 1)
+
+
+def test_a_column_that_is_too_wide_is_a_list() -> None:
+    table = wide(2)
+    table["Command"] = ["python " + 130 * "x", "make"]
+    assert "Command:\n\n- 1: python\n  x" in as_markdown(table)
+    assert "- 2: make\n" in as_markdown(table)

@@ -1,0 +1,48 @@
+"""What the tracker counts of tensors whose memory comes and goes without an operation."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from common.runtime.memory_tracker import MemoryTracker
+
+
+def tracker() -> MemoryTracker:
+    return MemoryTracker(vocab_size=0, rounded_to=1)
+
+
+def test_a_storage_that_is_resized_counts_as_large_as_it_is() -> None:
+    """FSDP frees so what it gathered, and takes it back."""
+    held = torch.zeros(1000)
+    with tracker() as counted:
+        counted.add(held, "weights")
+        assert counted.live["weights"] == 4000
+        held.untyped_storage().resize_(0)
+        assert counted.live["weights"] == 0
+        held.untyped_storage().resize_(4000)
+        assert counted.live["weights"] == 4000
+    held.untyped_storage().resize_(0)  # no longer watched
+    assert counted.live["weights"] == 4000
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[DeviceMesh]:
+    """A mesh of which this process is the first rank, and the others are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+def test_of_a_distributed_tensor_the_local_part_counts(four_ranks: DeviceMesh) -> None:
+    whole = DTensor.from_local(torch.ones(10, 10), four_ranks, [Shard(0)], run_check=False)
+    with tracker() as counted:
+        doubled = whole * 2
+        assert doubled.shape == (40, 10)
+        assert counted.live["activations"] == 400
+        counted.add(whole, "weights")
+        assert counted.live["weights"] == 400
