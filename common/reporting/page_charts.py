@@ -71,7 +71,9 @@ def loss_curves(losses: list[Values], chosen: list[str]) -> alt.Chart:
             x=alt.X("step:Q", title="Optimizer step"),
             y=alt.Y("loss:Q", title="Loss", scale=alt.Scale(type="log")),
             color=alt.Color("run:N", title=None, legend=alt.Legend(orient="top", columns=1, labelLimit=400)),
-            strokeDash=alt.StrokeDash("loss of:N", title=None, legend=alt.Legend(orient="top", symbolType="stroke")),
+            strokeDash=alt.StrokeDash(
+                "loss of:N", title=None, legend=alt.Legend(orient="top", symbolType="stroke", symbolStrokeColor="#333")
+            ),
             tooltip=["run:N", "loss of:N", "step:Q", "loss:Q"],
         )
         .add_params(runs)

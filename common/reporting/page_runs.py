@@ -67,7 +67,7 @@ def values_of(record: Record) -> Values:
     return {
         "run": label_of(record),
         "technique": TECHNIQUES[record["technique"]].label,
-        "parallel": "one device" if record["parallel"] == "single" else PARALLELISMS[record["parallel"]].label,
+        "parallel": PARALLELISMS[record["parallel"]].label,
         "devices": config["devices"],
         "device": device_of(record),
         "task": task_of(record),

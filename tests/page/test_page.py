@@ -30,19 +30,27 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def browser(page: Path) -> Iterator[webdriver.Chrome]:
-    """A new browser that has drawn the page; each name is unknown to it, so that no request leaves the machine."""
+@pytest.fixture(scope="module")
+def driver() -> Iterator[webdriver.Chrome]:
+    """A browser to which each name is unknown, so that no request leaves the machine."""
     options = webdriver.ChromeOptions()
     for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    started = webdriver.Chrome(options, webdriver.ChromeService(shutil.which("chromedriver")))
+    yield started
+    started.quit()
+
+
+@pytest.fixture
+def browser(driver: webdriver.Chrome, page: Path) -> webdriver.Chrome:
+    """The browser that has just drawn the page."""
     driver.set_window_size(1400, 1000)
+    for log in ("browser", "performance"):
+        driver.get_log(log)  # what was there before
     driver.get(page.as_uri())
     WebDriverWait(driver, DRAWN_S).until(lambda _: driver.execute_script("return document.body.dataset.drawn"))
-    yield driver
-    driver.quit()
+    return driver
 
 
 def cells(browser: webdriver.Chrome, column: int) -> list[str]:
