@@ -106,6 +106,7 @@ SHARED: dict[str, tuple[str, ...]] = {
     **results.SHARED,
     "classification-front": classification.FRONT_SHARED,
     "summarization-front": summarization.FRONT_SHARED,
+    **dict.fromkeys(rates.tables_by_source(), ("Page",)),
     "faults": ("Fault", "Tests"),
     "bench": ("Part",),
     "bench-all": ("Part", "Command"),

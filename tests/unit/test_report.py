@@ -271,9 +271,13 @@ def test_tables_check_exits_with_1_when_a_readme_is_out_of_date(
     readme = tmp_path / "README.md"
     monkeypatch.setattr(report, "readmes", lambda: [readme])
     monkeypatch.setattr(report, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(report, "PAGE", tmp_path / "results.html")
+    monkeypatch.setattr(report, "page_of", lambda records: "the page")
     monkeypatch.setattr(sys, "argv", ["report", "--check"])
-    for table, exit_code in (("1.99x\n", 1), (rendered("ddp-strong", kept_records()), 0)):
-        readme.write_text(f"<!-- table: ddp-strong -->\n{table}<!-- /table -->\n")
+    table = rendered("ddp-strong", kept_records())
+    for shown, page, exit_code in (("1.99x\n", "the page", 1), (table, "an older page", 1), (table, "the page", 0)):
+        readme.write_text(f"<!-- table: ddp-strong -->\n{shown}<!-- /table -->\n")
+        report.PAGE.write_text(page)
         with pytest.raises(SystemExit) as left:
             report.main()
         assert left.value.code == exit_code
