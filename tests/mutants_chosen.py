@@ -576,7 +576,7 @@ PLANS = (
     Fault(
         "memory plan: gradients are left out",
         "common/planning/memory_plan.py",
-        'return [] if self.job.parallelism.replicates else self._gradients(self.trained, "gradients")',
+        'return self._gradients(self.trained, "gradients")',
         "return []",
         _unit("memory_plan", "sixteen_bytes_per_trained_weight_as_in_the_seed"),
     ),
@@ -604,7 +604,7 @@ PLANS = (
     Fault(
         "memory plan: DDP's buckets are left out",
         "common/planning/memory_plan.py",
-        '(job.parallelism.replicates, numbers("gradients", "gradients, in DDP',
+        '(job.has_buckets, numbers("gradients", "gradients, in DDP',
         '(False, numbers("gradients", "gradients, in DDP',
         _unit("dry_run", "ddp_keeps_all_gradients_all_the_time"),
     ),

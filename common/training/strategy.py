@@ -146,10 +146,10 @@ class Strategy:
     def update(self) -> None:
         """Take the optimizer's step, and forget the gradients."""
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.forget_gradients()
 
     def forget_gradients(self) -> None:
-        """Undo a backward pass of which no step follows."""
+        """Forget the gradients of a step, taken or not."""
         self.optimizer.zero_grad()
 
     def forward(self, **inputs: Any) -> Any:
