@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -82,12 +83,11 @@ def attend_within_rows(
         )
     if not dropout and _kernel_takes(query, value):
         return _by_kernel(query, key, value, scaling, sliding_window, cu_seq_lens_q, max_length_q), None
-    return _row_by_row(module, query, key, value, dropout, scaling, sliding_window, cu_seq_lens_q), None
+    return _row_by_row(query, key, value, dropout, scaling, sliding_window, cu_seq_lens_q), None
 
 
 @torch.compiler.disable  # it would be compiled anew for each number of rows
 def _row_by_row(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -96,12 +96,18 @@ def _row_by_row(
     sliding_window: int | None,
     borders: torch.Tensor,
 ) -> torch.Tensor:
-    rows = zip(*(each.split(borders.diff().tolist(), dim=2) for each in (query, key, value)), strict=True)
-    results = [
-        sdpa_attention_forward(module, *row, _window(row[0], sliding_window), dropout=dropout, scaling=scaling)[0]
-        for row in rows
-    ]
-    return torch.cat(results, dim=1)
+    lengths = borders.diff().tolist()
+    heads_share = query.shape[1] != key.shape[1]
+    results = []
+    for of_row in zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True):
+        mask = _window(of_row[0], sliding_window)
+        # not Transformers' function around it, which takes a ninth of the attention's time with rows of 50 tokens
+        results.append(
+            scaled_dot_product_attention(
+                *of_row, mask, dropout, is_causal=mask is None, scale=scaling, enable_gqa=heads_share
+            )
+        )
+    return torch.cat(results, dim=2).transpose(1, 2)
 
 
 def _kernel_takes(query: torch.Tensor, value: torch.Tensor) -> bool:

@@ -9,6 +9,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.training.strategy import Batch, Strategy
 
+ONE_BUCKET_MB = 100
+"""Not 25, which Accelerate takes for no size given."""
+
+
+def ddp_settings(device: str) -> dict[str, bool | int]:
+    """Return what DDP is told: gradients lie in its buckets, not beside them, and how large the buckets are.
+
+    On a GPU the first bucket has 1 MiB, so that its exchange begins early in the backward pass (PyTorch's default). On
+    a CPU exchange and computation share the cores, and one bucket less is one wait less: without a size given, a step
+    of the embedded base with 2 x 8 rows takes 41.8 ms, with it 38.7 ms, of 30.2 ms without any exchange.
+    """
+    return {"gradient_as_bucket_view": True} | ({"bucket_cap_mb": ONE_BUCKET_MB} if device == "cpu" else {})
+
 
 class Ddp(Strategy):
     """Every rank holds the whole model; PyTorch's DDP averages the gradients."""
@@ -17,7 +30,7 @@ class Ddp(Strategy):
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Put DDP, which sums the gradients, around the model."""
-        self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.replica = DistributedDataParallel(self.model, **ddp_settings(self.rank.device))
         return super().prepare(optimizer, accelerator)
 
     def forward(self, **inputs: Any) -> Any:

@@ -79,6 +79,7 @@ from common.training.checkpoints import (
     to_keep,
     verify_once,
 )
+from common.training.ddp import ddp_settings
 from common.training.digests import begin_hashing
 from common.training.known_padding import padding_known
 from common.training.placement import evaluation_of_rows
@@ -308,9 +309,8 @@ class AuditedTrainer(CheckpointedTrainer):
     def __init__(self, *, strategy: Strategy, batches: EpochBatches, **kwargs: Any) -> None:
         """Draw this rank's rows by `batches`; the rest goes to the Trainer."""
         super().__init__(compute_loss_func=strategy.objective.loss, **kwargs)
-        # gradients in DDP's buckets, not beside them: the Trainer has no argument for it
-        if self.accelerator.ddp_handler:
-            self.accelerator.ddp_handler.gradient_as_bucket_view = True
+        if self.accelerator.ddp_handler:  # the Trainer has no argument for all of them
+            vars(self.accelerator.ddp_handler).update(ddp_settings(strategy.rank.device))
         self.strategy, self.batches, self.work = strategy, batches, WorkDone()
         self.schedule = SaveSchedule(strategy.run.max_lost_minutes)
         strategy.attach(self.model)
