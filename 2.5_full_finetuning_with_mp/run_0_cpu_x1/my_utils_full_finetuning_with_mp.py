@@ -58,7 +58,7 @@ def check_stages(log: RunRecorder, model: PreTrainedModel, placement: Placement)
     taken off again.
 
     Raises:
-        RuntimeError: a stage did not work or in another order, a hook is missing, weights are on another device, or
+        RuntimeError: a stage did not work, a hook is missing, weights are on another device, or
             logits differ.
     """
     stage_map = placement.stage_map

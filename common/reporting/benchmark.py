@@ -16,6 +16,10 @@ from common.reporting.rows import NOT_RUN, Row
 BENCH_FILE = REPOSITORY / "bench" / "bench.json"
 WORST = re.compile(r"(?P<what>(.*: )?worst error) \((?P<point>.*)\)")
 """Names that say which point was worst."""
+ERROR = re.compile(
+    r"planner, (?P<by>.+?) against (?P<with>.+?)(, (?P<points>\d+) points)?: (?P<error>mean|worst) error.*"
+)
+"""Names of how far the planner, or another tool, is off: from what, over how many points."""
 SOONER = re.compile(r"ours against (.+), times as soon at the loss")
 ONE_TOOL = re.compile(r" --tool \S+")
 SIGNS = {"at least": "≥", "at most": "≤"}
@@ -28,21 +32,30 @@ def read_entries() -> list[Entry]:
     return json.loads(BENCH_FILE.read_text(encoding="utf-8")) if BENCH_FILE.is_file() else []
 
 
-def bench(_: list[Record], about: str = "") -> pd.DataFrame:
-    """Return the entries whose name begins with `about`, each with its command."""
-    return pd.DataFrame(_row(entry) for entry in read_entries() if entry["name"].startswith(about))
+def planner_errors(_: list[Record]) -> pd.DataFrame:
+    """Return how far the planner and fitcheck-llm are off, a line for each of the two and what it is compared with.
+
+    `Allowed` has the bars of mean and worst error.
+    """
+    rows: defaultdict[tuple[str, str], Row] = defaultdict(dict)
+    for entry in read_entries():
+        if found := ERROR.fullmatch(entry["name"]):
+            row, figures = rows[found["with"], found["by"]], _figures(entry)
+            row |= {"Compared with": found["with"], "Planned by": found["by"]}
+            row.setdefault("Points", found["points"] or "")
+            row["Mean, worst error"] = _joined(row.get("Mean, worst error"), figures["Measured"])
+            row["Allowed"] = _joined(row.get("Allowed"), figures["Bar"].removeprefix("≤ "))
+            row["Holds"] = _both(row.get("Holds"), figures["Holds"])
+    return pd.DataFrame(rows.values())
 
 
-def _row(entry: Entry) -> Row:
-    """Return a line with `1.553 ratio`, `6,357 tokens per s`; what was not run says so in its name."""
-    measured = _not_measured(entry) or _with_unit(entry["value"], entry["unit"])
-    return {
-        "What": entry["name"],
-        "Measured": measured,
-        "Bar": "" if entry["bar"] is None else f"{entry['bar_is']} {entry['bar']:g}",
-        "Holds": _holds(entry),
-        "Command": f"`{entry['command']}`",
-    }
+def planner_others(_: list[Record]) -> pd.DataFrame:
+    """Return the planner's other figures, in short."""
+    return pd.DataFrame(
+        {"What": _said(entry["name"].removeprefix("planner, ")), **_figures(entry)}
+        for entry in read_entries()
+        if entry["name"].startswith("planner, ") and not ERROR.fullmatch(entry["name"])
+    )
 
 
 def bars(_: list[Record]) -> pd.DataFrame:
@@ -82,6 +95,16 @@ def worst_points(_: list[Record]) -> pd.DataFrame:
         {"What": each["what"].partition(", ")[2].removesuffix(": worst error"), "Point": each["point"]}
         for each in found
     )
+
+
+def _joined(*figures: str | None) -> str:
+    """Return figures side by side, without those that are none, and once what is equal."""
+    return ", ".join(dict.fromkeys(filter(None, figures)))
+
+
+def _both(one: str | None, other: str) -> str:
+    """Return the verdict on two bars: that on the first which fails."""
+    return other if one in (None, "yes") else one
 
 
 def _said(name: str) -> str:

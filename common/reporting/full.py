@@ -271,7 +271,7 @@ def sharding_traffic(records: list[Record]) -> Iterator[Row]:
             "Sent per rank and step (MiB), counted": f"{counted / MIB:.3f}",
             "By the formula": f"{formula / MIB:.3f}",
             "Difference": f"{counted / formula - 1:+.1%}",
-            "Collectives, each of the whole (MiB)": ", ".join(
+            "Whole tensors, by collective (MiB)": ", ".join(
                 f"{name.strip('_')} {size / MIB:.2f}"
                 for name, size in record["sent"]["by_collective"].items()
                 if size / MIB >= 0.005

@@ -245,7 +245,29 @@ def test_the_bench_tables_divide_names_and_keep_worst_points(tmp_path: Path, mon
     assert table["Measured"].tolist()[3:] == ["29.8%", "0.4%"]
     assert TABLES["bench"]([])["Bar"].tolist() == ["≤ 0.95", "≤ 1", "≤ 5%", "≤ 2%"]
     assert rendered("bench-worst", []) == "- a against b: x 1x8: 3.90 of 5.55 GiB\n"
-    assert "worst error (x" in TABLES["planner"]([])["What"].tolist()[0]
+
+
+def test_the_planners_errors_have_a_line_for_each_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = [
+        ("a against b, 7 points: mean error", 0.0042, 0.02, True),
+        ("a against b: worst error (x 1x8: 3.90 of 5.55 GiB)", 0.298, 0.05, False),
+        ("a against c: mean error not run", None, 0.02, None),
+        ("a against c: worst error not run", None, 0.05, None),
+    ]
+    entries = [
+        {"name": f"planner, {name}", "value": value, "unit": "share", "bar": bar, "bar_is": "at most", "holds": holds}
+        for name, value, bar, holds in figures
+    ]
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(entries))
+    monkeypatch.setattr(benchmark, "BENCH_FILE", path)
+    assert TABLES["planner-errors"]([]).to_dict("records") == [
+        {"Compared with": "b", "Planned by": "a", "Points": "7", "Mean, worst error": "0.4%, 29.8%",
+         "Allowed": "2%, 5%", "Holds": "**no**"},
+        {"Compared with": "c", "Planned by": "a", "Points": "", "Mean, worst error": "not run",
+         "Allowed": "2%, 5%", "Holds": "not run"},
+    ]  # fmt: skip
+    assert TABLES["planner-others"]([]).empty
 
 
 def test_published_speedups_are_those_of_the_source(records: list[Record]) -> None:

@@ -38,7 +38,7 @@ def test_what_was_sent_stands_beside_the_formula(record: Record) -> None:
     record["planned"]["sent_bytes"] = 2 * MIB
     (row,) = sharding_traffic([record]).to_dict("records")
     assert row["Difference"] == "+50.0%"
-    assert row["Collectives, each of the whole (MiB)"] == "allgather_base 5.00"  # a norm's eight bytes are left out
+    assert row["Whole tensors, by collective (MiB)"] == "allgather_base 5.00"  # a norm's eight bytes are left out
 
 
 def test_speed_is_stated_at_the_same_global_batch_and_rate() -> None:
