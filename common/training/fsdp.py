@@ -31,6 +31,8 @@ from common.training.usage import Held, check_share
 
 OWN_LAYERS = "layers"
 """The setting `wrap` for the model's own layers."""
+LEFT_TO_ACCELERATE = ("wrap", "prefetch", "offload", "dp_replicate_size")
+"""Settings that do nothing where `accelerate launch` shards by its own file."""
 
 
 class Fsdp(Strategy):
@@ -41,13 +43,10 @@ class Fsdp(Strategy):
         """Check that the model has the classes to wrap, and that nothing else shards it.
 
         Raises:
-            BadInputError: it has none of one, or Accelerate would shard over all ranks.
+            BadInputError: it has none of one, or Accelerate shards and would not see a setting.
         """
-        if run.dp_replicate_size > 1 and accelerate_shards():
-            raise BadInputError(
-                f"dp_replicate_size is {run.dp_replicate_size}, but `accelerate launch` shards by its own file, over "
-                "all ranks: start with torchrun."
-            )
+        if accelerate_shards():
+            _check_left_to_accelerate(run)
         modules_to_wrap(model_without_weights(run), run.wrap)
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
@@ -102,6 +101,21 @@ class Fsdp(Strategy):
         whole, ranks = self.held_by_one_device(), self.run.shard_ranks
         check_share("weights", held.weights_bytes, whole.weights_bytes, ranks)
         check_share("gradients", held.gradients_bytes, whole.gradients_bytes, ranks)
+
+
+def _check_left_to_accelerate(run: RunConfig) -> None:
+    """Refuse settings that Accelerate would not see.
+
+    Raises:
+        BadInputError: one was set.
+    """
+    usual = RunConfig()
+    given = [name for name in LEFT_TO_ACCELERATE if getattr(run, name) != getattr(usual, name)]
+    if given:
+        raise BadInputError(
+            f"--{given[0]} {getattr(run, given[0])} does nothing here, because `accelerate launch` shards by its own "
+            "file, over all ranks: start with torchrun, or set what that file has a key for (`fsdp_config`)."
+        )
 
 
 # -- dividing

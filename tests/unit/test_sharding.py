@@ -286,3 +286,16 @@ def test_gradients_that_deepspeed_keeps_are_looked_at() -> None:
     assert torch.isnan(get_total_norm(strategy.gradients()))
     strategy.model.weight.grad = torch.full((1, 1), 2.0)
     assert [gradient.item() for gradient in strategy.gradients()][::2] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("setting", "value"), [("wrap", "Linear"), ("prefetch", 2), ("offload", "cpu")])
+def test_settings_that_accelerate_would_not_see_are_refused(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: object
+) -> None:
+    run = replace(FSDP, device="cuda", **{setting: value})
+    monkeypatch.setattr(fsdp, "modules_to_wrap", lambda *_: [])
+    Fsdp.check(run)
+    monkeypatch.setattr(fsdp, "accelerate_shards", lambda: True)
+    Fsdp.check(FSDP)
+    with pytest.raises(BadInputError, match=f"--{setting} {value} .*torchrun"):
+        Fsdp.check(run)
