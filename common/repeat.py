@@ -4,12 +4,14 @@
     python -m common.repeat 2.1_lora_finetuning 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
 
 One after the other, unattended, on a machine that does nothing else. A run that fails leaves its old record where it
-is, and is named at the end. Records of notebooks are left out: `make notebooks` runs them, `make record` keeps them.
+is, and is named at the end. Left out are records of notebooks (`make notebooks` runs them, `make record` keeps them),
+runs on virtual hosts (`python -m common.network_trial`), and those below docs (`python docs/measure.py`).
 """
 
 import shlex
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -18,7 +20,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
-from common.records.store import KEPT, Record, keep_record, load_record
+from common.records.store import KEPT, RECORD_NAME, Record, keep_record, load_record
 from common.runtime.launchers import stream_command
 
 LOOKED_AT_S = 5.0
@@ -43,6 +45,11 @@ def records_in(folders: Sequence[str]) -> dict[Path, Record]:
     return found
 
 
+def is_repeatable(record: Record) -> bool:
+    """Return whether a record's command alone makes the run: not a notebook's, nor that of one host of several."""
+    return record["command"] != NOTEBOOK and not record["config"].get("link")
+
+
 def check_quiet() -> None:
     """Refuse to measure beside other work.
 
@@ -61,12 +68,17 @@ def repeat(record: Record) -> Path:
     """Run a record's command in its run folder, and keep the new record; return where.
 
     Raises:
-        RuntimeError: the run failed.
+        RuntimeError: the run failed, or left no new record of this name.
+        BadInputError: its record is none to keep.
     """
+    begins = datetime.now(UTC).isoformat(timespec="seconds")
     program, *words = shlex.split(record["command"])
     folder = REPOSITORY / record["run_folder"]
     stream_command([sys.executable, *PROGRAMS.get(program, []), *words], cwd=folder)
-    return keep_record(folder / "results" / record["run_name"])
+    results = folder / "results" / record["run_name"]
+    if load_record(results / RECORD_NAME)["started_at"] < begins:
+        raise RuntimeError(f"{results} is of an earlier run: this one wrote elsewhere.")
+    return keep_record(results)
 
 
 @refused_in_one_sentence()
@@ -75,17 +87,17 @@ def main() -> None:
     parser = OneSentenceParser(prog="python -m common.repeat", description=__doc__)
     parser.add_argument("folders", nargs="*", help="technique folders or run folders; without any, all records")
     records = records_in(parser.parse_args().folders)
-    commands = {path: record for path, record in records.items() if record["command"] != NOTEBOOK}
+    commands = {path: record for path, record in records.items() if is_repeatable(record)}
     check_quiet()
     failed = []
     for number, (path, record) in enumerate(commands.items(), 1):
         print(f"== {number} of {len(commands)}: {record['run_folder']}: {record['command']}", flush=True)
         try:
             repeat(record)
-        except RuntimeError as error:
+        except (RuntimeError, BadInputError) as error:
             failed.append(f"{path.relative_to(REPOSITORY)}: {error}")
     for path in sorted(records.keys() - commands.keys()):
-        print(f"left out, as a notebook's: {path.relative_to(REPOSITORY)}")
+        print(f"left out: {path.relative_to(REPOSITORY)}")
     print(
         "\n".join(f"FAILED: {line}" for line in failed)
         or f"{len(commands)} records are new; `make tables` renders them"

@@ -8,7 +8,7 @@ from common.planning.architectures import Architecture
 from common.planning.job import Job
 from common.planning.memory_plan import DeviceMemory, device_memory
 from common.planning.shares import Share, part_of_rank
-from common.planning.terms import Term, where
+from common.planning.terms import Term, size_of, where
 
 # CUDA context and loaded kernels: 0.14 GiB on a T4 (fitcheck-llm, data/measurements), 0.28 and 0.65 GiB with lazy and
 # eager loading (github.com/pytorch/pytorch/pull/86509)
@@ -52,7 +52,7 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
         (has_ranks, Term("overhead", RANKS, f"{RANKS_GIB} GiB", RANKS_GIB * GIB)),
     )
     # where there is no room the allocator gives free blocks back
-    room = gpu.memory_gib * GIB - sum(term.count for term in (*memory.terms, *terms))
+    room = gpu.memory_gib * GIB - size_of((*memory.terms, *terms))
     apart = max(0.0, min(blocks_apart(memory), room // BLOCK_BYTES * BLOCK_BYTES))
     return terms + where((apart, Term("overhead", APART, "free at the highest moment, as far as there is room", apart)))
 
@@ -64,12 +64,12 @@ def outside_gib(memory: DeviceMemory) -> float:
 
 def blocks_apart(memory: DeviceMemory) -> float:
     """Return the bytes of blocks beyond what is allocated at the highest moment."""
-    return max(0.0, memory.blocks - sum(term.count for term in memory.terms))
+    return max(0.0, memory.blocks - size_of(memory.terms))
 
 
 def passing_bytes(memory: DeviceMemory) -> float:
     """Return what is allocated and freed in every step, blocks of other moments included."""
-    return blocks_apart(memory) + sum(term.count for term in memory.terms if term.part in PASSING_PARTS)
+    return blocks_apart(memory) + size_of(term for term in memory.terms if term.part in PASSING_PARTS)
 
 
 def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: DeviceMemory) -> DeviceMemory:
@@ -77,7 +77,7 @@ def with_overhead(architecture: Architecture, job: Job, gpu: Gpu, memory: Device
     overhead = overhead_terms(architecture, job, gpu, memory)
     if gpu.name == CPU_DEVICE:
         return replace(memory, terms=(*memory.terms, *overhead))
-    given_back = blocks_apart(memory) - sum(term.count for term in overhead if term.what == APART)
+    given_back = blocks_apart(memory) - size_of(term for term in overhead if term.what == APART)
     share = WHOLE_LOGITS_SPREAD_SHARE if job.loop.logit_bytes else SPREAD_SHARE
     spread = given_back + share * passing_bytes(memory)
     return replace(memory, terms=(*memory.terms, *overhead), spread=spread)

@@ -40,7 +40,7 @@ from common.planning.shares import (
     trained_parameters,
     trains_head,
 )
-from common.planning.terms import PARTS, Term, activations, numbers, times_each, where
+from common.planning.terms import PARTS, Term, activations, numbers, size_of, times_each, where
 
 # what FSDP2 has gathered of layers (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`): in a backward pass the
 # layer at work and the one that is fetched ahead; in a forward pass also what the layer at work was copied from, which
@@ -115,11 +115,6 @@ def hidden_bytes(architecture: Architecture, job: Job) -> int:
     return 4 if ends_with_norm or has_wide_ends or job.precision == "fp32" or job.autocasts else 2
 
 
-def _size(terms: list[Term]) -> float:
-    """Return the bytes of all terms."""
-    return sum(term.count for term in terms)
-
-
 def _kept(terms_of: Callable[..., list[Term]]) -> Callable[..., list[Term]]:
     """Keep what a method returns: several moments ask for the same. (`functools.cache` would keep each device.)"""
 
@@ -179,7 +174,7 @@ class DeviceSums:
             later = DeviceSums(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
             moments |= {f"{name}, later": terms for name, terms in later.backward_moments().items()}
         alive = {name: [*self.beside(name), *terms] for name, terms in moments.items()}
-        name = max(alive, key=lambda moment: _size(alive[moment]))
+        name = max(alive, key=lambda moment: size_of(alive[moment]))
         return DeviceMemory(name, tuple(term for term in alive[name] if term.count), self.blocks())
 
     def blocks(self) -> float:
@@ -191,12 +186,12 @@ class DeviceSums:
         leave about as much behind as the longest needs (1/2 + 1/4 + ... of it), of which gradients and the
         optimizer's lists then take their share.
         """
-        layer = max(_size(self.layer_backward(stack)) for stack, _ in self.stacks)
-        loss = max(_size(self.loss()), _size(self.loss_forward()) if self.splits_loss else 0.0)
+        layer = max(size_of(self.layer_backward(stack)) for stack, _ in self.stacks)
+        loss = max(size_of(self.loss()), size_of(self.loss_forward()) if self.splits_loss else 0.0)
         left_behind = (layer + loss) * self.batch.padded
-        updates = _size(self.gradients()) + _size(self.optimizer_step())
+        updates = size_of(self.gradients()) + size_of(self.optimizer_step())
         waiting = [*self.resting(), *self.layers_saved(), *self.ends_saved(), *self.ends_waiting()]
-        return _size(waiting) + layer + loss + max(updates, left_behind)
+        return size_of(waiting) + layer + loss + max(updates, left_behind)
 
     def moments(self) -> dict[str, list[Term]]:
         """Return all moments: the end of the last forward pass in flight, the backward pass, and what follows it."""
@@ -702,13 +697,13 @@ class DeviceSums:
         size = count * self.batch.tokens_in(stack) * architecture.intermediate * a
         passing = [activations("gradients within the MLP", f"{count} T I a", size)]
         if again:  # the forward pass comes again
-            passing = max(passing, self.adapter_casts(stack), key=lambda terms: sum(term.count for term in terms))
+            passing = max(passing, self.adapter_casts(stack), key=size_of)
         saved = self._layer_saved(stack) if again else []
         moments = [[*times_each(saved, 1, "computed again: "), *passing, *self._score_gradients(stack, 4)]]
         if again and self.job.attention == "eager":  # the MLP is done
             before_mlp = [term for term in saved if term not in self.layer.mlp(stack)]
             moments.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
-        return [*max(moments, key=lambda terms: sum(term.count for term in terms)), *self.hidden_states(stack)]
+        return [*max(moments, key=size_of), *self.hidden_states(stack)]
 
     def _score_gradients(self, stack: Stack, each: int) -> list[Term]:
         """Return the gradients of the attention scores, of the eager attention.

@@ -15,7 +15,7 @@ from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
 from common.planning.memory_plan import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_IN_FORWARD, DeviceMemory, DeviceSums
 from common.planning.shares import Share, parameters_of, part_of_rank, whole_model
-from common.planning.terms import Term, activations, numbers, times_each, where
+from common.planning.terms import Term, activations, numbers, size_of, times_each, where
 
 TRAINING = "training"
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
@@ -87,17 +87,18 @@ class _PhaseSums:
         """Return the model when its last weight is there."""
         trained = self._trained
         cast = self.architecture.embedding_parameters * self.job.arithmetic_bytes
-        waits = Term("weights", "embeddings in 16 bits, while they are cast to fp32", "V H a", cast)
-        terms = where((True, trained.weights()), (self.job.method.quantizes, waits))
+        waits = Term("weights", "embeddings as loaded, while they are cast to fp32", "V H a", cast)
+        is_cast = self.job.method.quantizes and self.share.has_embeddings
+        terms = where((True, trained.weights()), (is_cast, waits))
         return self._phase("loading", "trained model", ("the last weight", terms))
 
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
         sums, arithmetic, parts = self._trained, self.job.arithmetic_bytes, self.job.micro_batches
-        rows = self._filled_up(self.shape.rows)
-        tokens, labelled = rows * self.shape.length, rows * self.shape.labelled
-        kept = [*self._kept_beside(tokens), *self._autocast_copies()]
-        passing = self._layer(tokens // parts, tokens // parts, arithmetic, self._adapts)
+        rows, length = self._filled_up(self.shape.rows), self.shape.length
+        labelled = rows * self.shape.labelled
+        kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
+        passing = self._layer(rows // parts, length, length, arithmetic, self._adapts)
         layer = [*sums.gathered(FSDP_GATHERED_IN_FORWARD), *passing]
         loss = [*sums.gathered(FSDP_GATHERED_AT_LOSS), *self._losses(labelled, labelled // parts, arithmetic)]
         moments = [("forward of a layer", [*kept, *layer])]
@@ -120,18 +121,21 @@ class _PhaseSums:
         if len(architecture.stacks) == 1:
             target_length = length = min(length, at_once)  # longer rows are cut
         rows = self._filled_up(min(shape.rows, max(1, at_once // target_length)))
-        tokens, targets = rows * length, rows * target_length
-        kept, passing = self._kept_beside(tokens), self._layer(tokens // parts, targets // parts, a, self._adapts)
+        kept = self._kept_beside(rows * length)
+        passing = self._layer(rows // parts, length, target_length, a, self._adapts)
         gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
         moments = [
             ("forward of a layer", [*kept, *gathered[0], *passing]),
             ("what was saved is loaded", self._reloaded()),
         ]
         if self.share.has_head or not self.job.parallelism.pipelines:  # the last stage compares
-            count = (rows if architecture.classes else targets) * architecture.vocab
+            count = rows * (1 if architecture.classes else target_length) * architecture.vocab
             moments += [
                 ("the trained model's logits", [*kept, *gathered[1], self._whole_logits(count)]),
-                ("forward of a layer of the saved model", [*self._reloaded(), *self._layer(tokens, targets, a)]),
+                (
+                    "forward of a layer of the saved model",
+                    [*self._reloaded(), *self._layer(rows, length, target_length, a)],
+                ),
                 ("the comparison with the saved model's", [*self._reloaded(), _compared(count)]),
             ]
             if self.job.method.quantizes and self._has_room_for_whole():
@@ -147,10 +151,11 @@ class _PhaseSums:
         shape, a = self.shape, self.job.whole_model_bytes
         answering, judging, alive = self._evaluated(is_tuned=name == "final evaluation")
         moments = [(moment, [*answering, *terms]) for moment, terms in self._answers(a).items()]
-        read = shape.answered * max(shape.new_tokens, shape.labelled)
         if shape.judged:
-            hidden = activations("hidden states in fp32", "2 T H 4", 2 * read * self.architecture.hidden * 4)
-            moments.append(("the base judges", [*judging, *self._layer(read, read, a), hidden]))
+            length = max(shape.new_tokens, shape.labelled)
+            size = 2 * shape.answered * length * self.architecture.hidden * 4
+            hidden = activations("hidden states in fp32", "2 T H 4", size)
+            moments.append(("the base judges", [*judging, *self._layer(shape.answered, length, length, a), hidden]))
         if shape.has_independent_judge:
             moments.append(
                 ("the independent judge", [*answering, *_independent_judge(shape.answered * shape.labelled)])
@@ -158,9 +163,11 @@ class _PhaseSums:
         return self._phase(name, alive, *moments)
 
     def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]]) -> Phase:
-        moment, terms = max(moments, key=lambda each: sum(term.count for term in each[1]))
+        moment, terms = max(moments, key=lambda each: size_of(each[1]))
         memory = DeviceMemory(moment, tuple(term for term in terms if term.count))
-        return Phase(name, alive, with_overhead(self.architecture, self.job, self.gpu, memory))
+        # nothing attends there, whatever eager attention would need
+        job = replace(self.job, attention="sdpa") if name in ("loading", "saving") else self.job
+        return Phase(name, alive, with_overhead(self.architecture, job, self.gpu, memory))
 
     # -- models
 
@@ -185,14 +192,13 @@ class _PhaseSums:
 
     def _reloaded(self) -> list[Term]:
         """Return what was saved as any user loads it: with 4-bit bases the adapter on one."""
-        sums = self._whole
-        return sums.base_weights() if self.job.method.quantizes else self._plain(sums, "weights of what was saved")
+        if self.job.method.quantizes:
+            return self._whole.base_weights()
+        return self._whole_weights("weights of what was saved")
 
-    def _plain(self, sums: DeviceSums, what: str) -> list[Term]:
-        return [numbers("weights", what, parameters_of(self.architecture, sums.share), self.job.whole_model_bytes)]
-
-    def _whole_weights(self) -> list[Term]:
-        return self._plain(self._whole, "weights in 16 bits")
+    def _whole_weights(self, what: str = "weights, not quantized") -> list[Term]:
+        count = parameters_of(self.architecture, self._whole.share)
+        return [numbers("weights", what, count, self.job.whole_model_bytes)]
 
     def _has_room_for_whole(self) -> bool:
         gib = (sum(term.gib for term in terms) for terms in (self._whole_weights(), self._whole.base_weights()))
@@ -202,7 +208,7 @@ class _PhaseSums:
         """Return the weights that answer, those that are there while the base judges, and which models these are."""
         sums = self._whole
         if not self.job.method.quantizes:
-            weights = self._plain(sums, "weights")
+            weights = self._whole_weights("weights")
             if is_tuned and self.job.parallelism.layers_in_turn:  # a model on several GPUs does not wait on the host
                 return weights, times_each(weights, 2, "2 x "), "tuned model and base"
             return weights, weights, "tuned model; then the base" if is_tuned else "base"
@@ -257,23 +263,39 @@ class _PhaseSums:
         return self.job.adapts(linear) and not linear.ends_block
 
     def _layer(
-        self, tokens: int, target_tokens: int, a: int, adapts: Callable[[Linear], bool] = lambda linear: False
+        self,
+        rows: int,
+        length: int,
+        target_length: int,
+        a: int,
+        adapts: Callable[[Linear], bool] = lambda linear: False,
     ) -> list[Term]:
-        """Return what the widest layer works on; `target_tokens` are those of an encoder-decoder's decoder.
+        """Return what the widest layer works on; `target_length` is that of an encoder-decoder's decoder.
 
         Four hidden states (the embeddings, the layer's input, its sum with the attention's result, and the norm of
         that), and what the MLP or the attention makes of the last; where it `adapts` one, also an adapter's result.
+        Eager attention repeats keys and values for each head, and makes scores, masked ones and their softmax in fp32;
+        the layer keeps the last, and the mask, until it ends.
         """
-        architecture = self.architecture
+        architecture, is_eager = self.architecture, self.job.attention == "eager"
         adapted = {linear.block for stack in architecture.stacks for linear in stack.linears if adapts(linear)}
         of_mlp = (3 if architecture.family.is_llama_like else 2) + ("mlp" in adapted)
-        of_attention = 5 + ("attention" in adapted)
+        of_attention = (3 if is_eager else 5) + ("attention" in adapted)
         q = architecture.heads * architecture.head_dim
-        each = (4 * architecture.hidden + max(of_mlp * architecture.intermediate, of_attention * q)) * a
-        kinds = {stack.kind for stack in architecture.stacks}
-        widest = max(target_tokens if kind == "cross-decoder" else tokens for kind in kinds)
+        longest = max(target_length if stack.kind == "cross-decoder" else length for stack in architecture.stacks)
+        tokens, pairs = rows * longest, rows * longest**2 * is_eager
+        in_softmax = a + 4 + (4 if a < 4 else 0)  # a shorter format is cast to fp32 before
+        moments = [
+            (tokens * of_mlp * architecture.intermediate * a, pairs * (architecture.heads + 1) * a),
+            (tokens * of_attention * q * a, pairs * (architecture.heads * in_softmax + a)),
+        ]
+        made, scores = max(moments, key=sum)
         formula = f"T (4 H + max({of_mlp} I, {of_attention} Q)) a"
-        return [activations("hidden states, and what one layer makes of them", formula, widest * each)]
+        hidden = 4 * tokens * architecture.hidden * a
+        return [
+            activations("hidden states, and what one layer makes of them", formula, hidden + made),
+            *where((is_eager, activations("attention scores and their mask", "B heads S S x", scores))),
+        ]
 
     def _losses(self, labelled: int, at_once: int, a: int) -> list[Term]:
         """Return the head's inputs of all labelled tokens, and the logits of those that are computed `at_once`."""
@@ -289,27 +311,27 @@ class _PhaseSums:
     def _answers(self, a: int) -> dict[str, list[Term]]:
         """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""
         shape, architecture = self.shape, self.architecture
-        read = shape.answered * shape.prompt_length
+        reading = self._layer(shape.answered, shape.prompt_length, shape.prompt_length, a)
         if not shape.new_tokens:
-            return {"labels": self._layer(read, read, a)}
+            return {"labels": reading}
         rows = shape.answered * shape.beams
         logits = Term(
             "logits", "logits of a token, and their fp32 copy", "B V (a + 4)", rows * architecture.vocab * (a + 4)
         )
         if len(architecture.stacks) > 1:
-            return self._summaries(read, rows, logits, a)
+            return self._summaries(rows, logits, a)
         last = shape.prompt_length + shape.new_tokens
         return {
-            "the prompts": [*self._cached(rows, shape.prompt_length, a), *self._layer(read, read, a), logits],
+            "the prompts": [*self._cached(rows, shape.prompt_length, a), *reading, logits],
             "the last new token": [
                 *self._cached(rows, last, a),
-                *self._layer(rows, rows, a),
+                *self._layer(rows, 1, 1, a),
                 Term("buffers", "a layer's keys while a token is added", "B (S + N) K a", self._keys(rows, last, a)),
                 logits,
             ],
         }
 
-    def _summaries(self, read: int, rows: int, logits: Term, a: int) -> dict[str, list[Term]]:
+    def _summaries(self, rows: int, logits: Term, a: int) -> dict[str, list[Term]]:
         """Return the same of an encoder-decoder, whose beams share nothing."""
         length = self.shape.prompt_length
         of_texts = self._cached(rows, length, a, "keys and values of the texts")
@@ -319,9 +341,9 @@ class _PhaseSums:
         copies = Term("buffers", "a layer's, before they are kept", "2 B W S K a", 2 * self._keys(rows, length, a))
         new = self._cached(rows, self.shape.new_tokens, a, "keys and values of the new tokens")
         return {
-            "the texts": self._layer(read, 0, a),
+            "the texts": self._layer(self.shape.answered, length, 0, a),
             "the first new token": [*of_texts, encoded, copies, logits],
-            "the last new token": [*of_texts, encoded, *new, *self._layer(0, rows, a), logits],
+            "the last new token": [*of_texts, encoded, *new, *self._layer(rows, 0, 1, a), logits],
         }
 
     def _keys(self, rows: int, tokens: int, a: int) -> int:

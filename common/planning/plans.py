@@ -204,7 +204,7 @@ class Plan:
     def max_batch_size(self) -> int:
         """The largest number of rows per data-parallel rank that fits; 0 = not even one."""
         step = self.job.micro_batches
-        most = 2 ** max(1, math.ceil(math.log2(LARGEST_BATCH / step)))  # in steps
+        most = max(1, LARGEST_BATCH // step)
         return step * largest(lambda steps: self._fits_with(steps * step), most, self._rows_expected() // step)
 
     def _rows_expected(self) -> int:

@@ -1,5 +1,6 @@
 """The summands of a memory plan."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.hardware.devices import GIB
@@ -26,6 +27,11 @@ class Term:
     def gib(self) -> float:
         """In GiB."""
         return self.count / GIB
+
+
+def size_of(terms: Iterable[Term]) -> float:
+    """Return the bytes of all terms together."""
+    return sum(term.count for term in terms)
 
 
 def activations(what: str, formula: str, count: float) -> Term:

@@ -22,6 +22,7 @@ ERROR = re.compile(
 """Names of how far the planner, or another tool, is off: from what, over how many points."""
 SOONER = re.compile(r"ours against (.+), times as soon at the loss")
 ONE_TOOL = re.compile(r" --tool \S+")
+FAILS = "**no**"
 SIGNS = {"at least": "≥", "at most": "≤"}
 
 Entry = dict[str, Any]
@@ -90,7 +91,8 @@ def every_entry(_: list[Record]) -> pd.DataFrame:
 
 def worst_points(_: list[Record]) -> pd.DataFrame:
     """Return at which point each worst error of the planner was found: planned of found memory."""
-    found = filter(None, (WORST.fullmatch(entry["name"]) for entry in read_entries()))
+    names = (entry["name"] for entry in read_entries() if entry["name"].startswith("planner, "))
+    found = filter(None, map(WORST.fullmatch, names))
     return pd.DataFrame(
         {"What": each["what"].partition(", ")[2].removesuffix(": worst error"), "Point": each["point"]}
         for each in found
@@ -98,13 +100,14 @@ def worst_points(_: list[Record]) -> pd.DataFrame:
 
 
 def _joined(*figures: str | None) -> str:
-    """Return figures side by side, without those that are none, and once what is equal."""
-    return ", ".join(dict.fromkeys(filter(None, figures)))
+    """Return figures side by side, without those that are none; `not run` once."""
+    known = [figure for figure in figures if figure]
+    return NOT_RUN if set(known) == {NOT_RUN} else ", ".join(known)
 
 
 def _both(one: str | None, other: str) -> str:
-    """Return the verdict on two bars: that on the first which fails."""
-    return other if one in (None, "yes") else one
+    """Return the verdict on two bars; empty: there are none."""
+    return next((verdict for verdict in (FAILS, NOT_RUN, "yes") if verdict in (one, other)), "")
 
 
 def _said(name: str) -> str:
@@ -143,7 +146,7 @@ def _with_unit(value: float, unit: str) -> str:
 def _holds(entry: Entry) -> str:
     if _not_measured(entry) == NOT_RUN:
         return NOT_RUN
-    return {True: "yes", False: "**no**", None: ""}[entry["holds"]]
+    return {True: "yes", False: FAILS, None: ""}[entry["holds"]]
 
 
 def _prefix(names: Iterable[str]) -> str:

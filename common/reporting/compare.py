@@ -58,13 +58,9 @@ class Comparison:
         return Line(name, [_if_there(value_of, run) for run in self.runs], shown)
 
     def settings(self) -> list[Line]:
-        """Return the settings in which the runs differ that they mean something for.
-
-        Those that a record is too old for were at their defaults.
-        """
-        usual = RunConfig().to_dict()
-        meant = [{**usual, **run["config"], **dict.fromkeys(_meaningless(run))} for run in self.runs]
-        lines = [Line(name, [each[name] for each in meant]) for name in usual if name not in NAMES]
+        """Return the settings in which the runs differ that they mean something for."""
+        meant = [settings_of(run) for run in self.runs]
+        lines = [Line(name, [each[name] for each in meant]) for name in meant[0]]
         packages = {name for run in self.runs for name in run["environment"]["packages"]}
         return [
             line
@@ -141,6 +137,15 @@ class Comparison:
         )
         other = [f"{line.name} ({' / '.join(dict.fromkeys(line.cells[1:]))})" for line in lines if line.differs]
         return f"These runs do not compare as they are, as they differ in {', in '.join(other)}." if other else ""
+
+
+def settings_of(run: Record) -> dict[str, Any]:
+    """Return the settings that may cause a difference; None: it means nothing for this run.
+
+    Those that a record is too old for were at their defaults.
+    """
+    meant = {**RunConfig().to_dict(), **run["config"], **dict.fromkeys(_meaningless(run))}
+    return {name: meant[name] for name in RunConfig().to_dict() if name not in NAMES}
 
 
 def _meaningless(run: Record) -> Iterable[str]:

@@ -33,7 +33,7 @@ def compared_by_phase(records: list[Record]) -> dict[str, list[Compared]]:
             planned, measured = (entry.get(f"{kind}_gib_by_phase", {}) for kind in ("planned", "peak"))
             run = f"{record['run_folder'].partition('_')[0]}, {record['run_name']}, rank {entry['rank']}"
             for phase in PHASES:
-                if phase in planned and phase in measured:
+                if planned.get(phase) and measured.get(phase):  # a phase may hold nothing on a device
                     found[phase].append(Compared(run, planned[phase], measured[phase]))
     return dict(found)
 

@@ -83,11 +83,11 @@ function drawChosen() {
 }
 
 function differences([one, other]) {
-  const names = [...new Set([...Object.keys(one.settings), ...Object.keys(other.settings)])].sort();
+  const names = Object.keys(one.settings).filter((name) => name in other.settings).sort(); // others mean nothing for one run
   const differ = names.filter((name) => one.settings[name] !== other.settings[name]);
   const table = element("table");
   table.append(line("th", ["Setting", one.run, other.run]));
-  for (const name of differ) table.append(line("td", [name, one.settings[name] ?? "-", other.settings[name] ?? "-"]));
+  for (const name of differ) table.append(line("td", [name, one.settings[name], other.settings[name]]));
   const title = differ.length ? "Settings in which the last two differ" : "The last two have the same settings";
   return [element("h3", title), differ.length ? table : ""];
 }

@@ -30,9 +30,10 @@ def page_of(kept: Iterable[Record], own: Iterable[Record] = ()) -> str:
     by_label = {label_of(record): record for record in kept if record["status"] == "completed"} | own_runs
     records = [by_label[label] for label in sorted(by_label)]
     runs = [values_of(record) for record in records]
-    chosen = [*own_runs][-2:] or [label for label in CHOSEN_AT_FIRST if label in by_label]
+    newest = sorted(own_runs, key=lambda label: own_runs[label]["started_at"])
+    chosen = newest[-2:] or [label for label in CHOSEN_AT_FIRST if label in by_label]
     losses = [loss for record in records for loss in losses_of(record)]
-    memory = [point for record in records for point in planned_and_measured(record)]
+    memory = list(planned_and_measured(records))
     data = {
         "columns": [asdict(column) for column in COLUMNS],
         "runs": runs,
@@ -43,7 +44,7 @@ def page_of(kept: Iterable[Record], own: Iterable[Record] = ()) -> str:
         "@@WHERE@@": ", or is the newest of its name on this machine" if own_runs else "",
         "@@LIBRARY@@": vl_convert.javascript_bundle(),
         "@@SCRIPT@@": (HERE / "page.js").read_text(encoding="utf-8"),
-        "@@DATA@@": json.dumps(data).replace("</", "<\\/"),  # else a text could end the element
+        "@@DATA@@": json.dumps(data, allow_nan=False).replace("</", "<\\/"),  # else a text could end the element
     }
     page = (HERE / "page.html").read_text(encoding="utf-8")
     for place, content in parts.items():

@@ -5,7 +5,7 @@ from typing import Any
 import altair as alt
 
 from common.planning.phases import PHASES
-from common.reporting.page_runs import Values, group_of, pareto_front
+from common.reporting.page_runs import Values, comparable, group_of, pareto_front
 
 CHOSEN = "chosen"
 """The parameter by which the page tells the curves which runs are chosen."""
@@ -32,7 +32,7 @@ def _sized(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
 
 def quality_against(runs: list[Values], cost: str) -> alt.LayerChart:
     """Return the runs of the chosen group by cost and quality, with the front that no other run beats."""
-    shown = [{**run, "group": group_of(run)} for run in runs if run[cost]]
+    shown = [{**run, "group": group_of(run)} for run in comparable(runs, cost)]
     points = [{name: value for name, value in run.items() if name not in ("settings", "command")} for run in shown]
     groups = sorted({run["group"] for run in points}, key=lambda group: -sum(run["group"] == group for run in points))
     choice = alt.binding_select(options=groups, name="Runs of ")

@@ -1,16 +1,17 @@
 """What the results page says of each run: plain values, for its table and its charts."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TECHNIQUES
-from common.planning.phases import PHASES, TRAINING
+from common.planning.phases import TRAINING
 from common.records.store import Record
-from common.reporting.compare import NAMES
+from common.reporting.compare import settings_of
+from common.reporting.memory import compared_by_phase
 from common.reporting.rows import METRICS, device_of, model_of, task_of
 
 GIB_DIGITS, QUALITY_DIGITS = 4, 4
@@ -84,20 +85,18 @@ def values_of(record: Record) -> Values:
         "quality": after,
         "folder": record["run_folder"],
         "command": record["command"],
-        "settings": settings_of(record),
+        "settings": {name: str(value) for name, value in settings_of(record).items() if value is not None},
+        "is_trial": config.get("max_steps", -1) >= 0 or config.get("test_rows", -1) >= 0,
     }
 
 
-def settings_of(record: Record) -> dict[str, str]:
-    """Return the settings that may cause a difference between two runs, as they are passed."""
-    known = RunConfig.__dataclass_fields__
-    return {name: str(value) for name, value in record["config"].items() if name in known and name not in NAMES}
-
-
-def _quality(record: Record) -> tuple[str, float, float]:
+def _quality(record: Record) -> tuple[str | None, float | None, float | None]:
+    """Return the main metric that the run has, before and after; None: data without facts have none."""
     before, after = (record["quality"][when] for when in ("before", "after"))
-    metric = next(metric for metric in MAIN_METRICS if metric.name in after)
-    return metric.label, *(round(each[metric.name], QUALITY_DIGITS) for each in (before, after))
+    for metric in MAIN_METRICS:
+        if after.get(metric.name) is not None:
+            return metric.label, *(round(each[metric.name], QUALITY_DIGITS) for each in (before, after))
+    return None, None, None
 
 
 def _tensors_gib(record: Record) -> float | None:
@@ -111,34 +110,32 @@ def losses_of(record: Record) -> Iterable[Values]:
     """Yield every logged loss of a run."""
     for kind, name in (("training", "training_losses"), ("validation", "validation_losses")):
         for step, loss in record[name]:
+            if not math.isfinite(loss):
+                continue  # JSON has no such number
             yield {"run": label_of(record), "loss of": kind, "step": step, "loss": round(loss, 5)}
 
 
-def planned_and_measured(record: Record) -> Iterable[Values]:
+def planned_and_measured(records: list[Record]) -> Iterable[Values]:
     """Yield each phase of each device, as planned and as measured."""
-    for entry in record["memory"]:
-        planned, measured = (entry.get(f"{kind}_gib_by_phase", {}) for kind in ("planned", "peak"))
-        for phase in PHASES:
-            if phase in planned and phase in measured:
-                yield {
-                    "run": f"{label_of(record)}, rank {entry['rank']}",
-                    "phase": phase,
-                    "planned": round(planned[phase], GIB_DIGITS + 1),
-                    "measured": round(measured[phase], GIB_DIGITS + 1),
-                }
+    for phase, compared in compared_by_phase(records).items():
+        for run, planned_gib, measured_gib in compared:
+            planned, measured = (round(gib, GIB_DIGITS + 1) for gib in (planned_gib, measured_gib))
+            yield {"run": run, "phase": phase, "planned": planned, "measured": measured}
+
+
+def comparable(runs: Iterable[Values], cost: str) -> list[Values]:
+    """Return the runs with a quality and a `cost`, without trials of a few steps or test rows."""
+    return [run for run in runs if run[cost] and run["quality"] is not None and not run["is_trial"]]
 
 
 def group_of(run: Values) -> str:
-    """Return what runs share whose quality, time and memory compare."""
+    """Return what runs share whose quality compares, and their time and memory as far as their machines are alike."""
     return f"{run['task']}: {run['model']}, {run['data']}"
 
 
 def pareto_front(runs: Iterable[Values], cost: str) -> list[Values]:
-    """Return the runs that no other beats in quality and `cost`, the cheapest first, of each group by itself.
-
-    Runs without a value are left out.
-    """
-    known = sorted((run for run in runs if run[cost]), key=group_of)
+    """Return the comparable runs that no other beats in quality and `cost`, the cheapest first, by group."""
+    known = sorted(comparable(runs, cost), key=group_of)
     front: list[Values] = []
     for group, members in groupby(known, key=group_of):
         best = -1.0

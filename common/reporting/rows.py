@@ -4,6 +4,7 @@ Every row is `measured` (from a committed record), `published` (with its source)
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -56,6 +57,8 @@ FREE_SETTINGS = {
 """Settings that two runs need not share to be compared in time: how the work is divided, and what the run is called."""
 
 Row = dict[str, str]
+MARKS = re.compile(r"\((R|TM)\)| (CPU|Processor)\b.*")
+"""What CPUs have in their names that says nothing: `Intel(R) Xeon(R) Processor` is an Intel Xeon."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +320,8 @@ def short_devices_of(record: Record) -> str:
 
 
 def _name_of_device(record: Record) -> str:
-    threads, name = record["config"].get("threads", 1), record["environment"]["devices"][0]  # older records had one
+    threads = record["config"].get("threads", 1)  # older records had one
+    name = MARKS.sub("", record["environment"]["devices"][0])
     return name + (f", {threads} thread{'s' * (threads > 1)}" if record["config"]["device"] == "cpu" else "")
 
 

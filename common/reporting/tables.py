@@ -182,7 +182,7 @@ def _front_row(record: Record, baseline: Record, same: str) -> Row:
     row = measured_speed(record, baseline, same)
     is_weak = same == WEAK and record is not baseline
     return {
-        "What": kind_name(*kind_of(record)) + (", same rows per device" if is_weak else ""),
+        "What": kind_name(*kind_of(record)) + (", same rows each" if is_weak else ""),
         "Devices": short_devices_of(record),
         "Rows per step": row["Batch size"],
         "Time": row["Training time"],

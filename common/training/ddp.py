@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.training.strategy import Batch, Strategy
 
-ONE_BUCKET_MB = 100
-"""Not 25, which Accelerate takes for no size given."""
+ONE_BUCKET_MB = 1000
+"""More than what trains on CPUs here has of gradients; not 25, which Accelerate takes for no size given."""
 
 
 def ddp_settings(device: str) -> dict[str, bool | int]:

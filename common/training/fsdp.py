@@ -27,7 +27,7 @@ from common.runtime.rank import accelerate_shards
 from common.runtime.world import Rank
 from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
-from common.training.usage import Held, check_share
+from common.training.usage import Held, check_part, largest_part_bytes
 
 OWN_LAYERS = "layers"
 """The setting `wrap` for the model's own layers."""
@@ -98,9 +98,10 @@ class Fsdp(Strategy):
         Raises:
             RuntimeError: with both sizes.
         """
-        whole, ranks = self.held_by_one_device(), self.run.shard_ranks
-        check_share("weights", held.weights_bytes, whole.weights_bytes, ranks)
-        check_share("gradients", held.gradients_bytes, whole.gradients_bytes, ranks)
+        weights, ranks = list(self.model.parameters()), self.run.shard_ranks
+        trained = [weight for weight in weights if weight.requires_grad]
+        check_part("weights", held.weights_bytes, largest_part_bytes(weights, ranks))
+        check_part("gradients", held.gradients_bytes, largest_part_bytes(trained, ranks))
 
 
 def _check_left_to_accelerate(run: RunConfig) -> None:
@@ -212,7 +213,8 @@ def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:
             f"{len(whole)} of {len(weights)} weights were to be sharded, but are whole on every rank, such as "
             f"{whole[0]}."
         )
-    check_share("weights", byte_count(map(local_part, weights.values())), byte_count(weights.values()), world_size)
+    local = byte_count(map(local_part, weights.values()))
+    check_part("weights", local, largest_part_bytes(weights.values(), world_size))
 
 
 def describe_wrapping(model: Model, wrap: str) -> str:

@@ -1,5 +1,7 @@
 """What a rank holds and sends in a step, beside what one device would hold."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from common.models.shards import byte_count, local_part
 # -- what a rank holds
 
 UNEVEN_SHARE = 0.05
-"""By which a rank's bytes may be off the whole divided by the ranks: weights are cut along their first dimension."""
+"""By which a rank's bytes may be off its part, such as for padding."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,26 @@ def check_share(what: str, local_bytes: int, whole_bytes: int, world_size: int) 
         raise RuntimeError(
             f"This rank holds {local_bytes:,} bytes of {what}, but {whole_bytes:,} divided by {world_size} ranks are "
             f"{expected:,.0f}."
+        )
+
+
+def largest_part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> int:
+    """Return the most that a rank may hold of weights that FSDP divides: it cuts each along its first dimension."""
+    return sum(
+        math.ceil(weight.shape[0] / ranks) * (weight.numel() // weight.shape[0]) * weight.element_size()
+        for weight in weights
+    )
+
+
+def check_part(what: str, local_bytes: int, largest_bytes: int) -> None:
+    """Check that a rank holds no more than the largest part of what is divided.
+
+    Raises:
+        RuntimeError: with both sizes.
+    """
+    if local_bytes > (1 + UNEVEN_SHARE) * largest_bytes:
+        raise RuntimeError(
+            f"This rank holds {local_bytes:,} bytes of {what}, but the largest part of any rank has {largest_bytes:,}."
         )
 
 

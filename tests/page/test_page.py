@@ -1,10 +1,12 @@
 """The results page, in a browser without a network: what it shows, and what a click does."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from selenium import webdriver
@@ -140,16 +142,40 @@ def test_a_run_of_this_machine_stands_for_its_kept_record_and_cannot_end_a_scrip
     own["command"] = "python workflow.py --note '</script><b>'"
     page = page_of(kept, [own])
     assert page.count("</script>") == 3
-    start = page.index('type="application/json">') + len('type="application/json">')
-    runs = json.loads(page[start : page.index("</script>", start)])["runs"]
+    runs = data_in(page)["runs"]
     assert len(runs) == 3
     assert [run["command"] for run in runs].count(own["command"]) == 1
 
 
+def test_a_run_without_facts_and_with_a_loss_that_is_no_number_is_shown() -> None:
+    own = deepcopy(kept_records()[0])
+    for quality in own["quality"].values():
+        quality["facts_said_share"] = None
+    own["training_losses"][-1][1] = math.nan
+    run = data_in(page_of([own]))["runs"][0]
+    assert (run["metric"], run["before"], run["quality"]) == (None, None, None)
+
+
+def test_settings_are_those_that_mean_something_also_in_older_records() -> None:
+    new = next(record for record in kept_records() if record["parallel"] == "ddp")
+    old = deepcopy(new)
+    del old["config"]["threads"]
+    assert values_of(old)["settings"] == values_of(new)["settings"]
+    assert not {"stages", "wrap", "run_name"} & values_of(new)["settings"].keys()
+
+
+def data_in(page: str) -> dict[str, Any]:
+    start = page.index('type="application/json">') + len('type="application/json">')
+    return json.loads(page[start : page.index("</script>", start)])
+
+
 def test_no_run_beats_those_of_the_front() -> None:
     runs = [
-        {"task": "chat", "model": "m", "data": "d", "quality": quality, "minutes": minutes}
-        for quality, minutes in ((0.5, 2.0), (0.4, 1.0), (0.45, 3.0), (0.9, 9.0), (0.9, 8.0), (0.3, None))
+        {"task": "chat", "model": "m", "data": "d", "quality": quality, "minutes": minutes, "is_trial": is_trial}
+        for quality, minutes, is_trial in (
+            *((0.5, 2.0, False), (0.4, 1.0, False), (0.45, 3.0, False), (0.9, 9.0, False), (0.9, 8.0, False)),
+            *((0.3, None, False), (None, 0.5, False), (1.0, 0.5, True)),
+        )
     ]
     assert [(run["cost"], run["quality"]) for run in pareto_front(runs, "minutes")] == [
         (1.0, 0.4),

@@ -1,7 +1,7 @@
 """Memory by phase: the closed form against what real forward passes and generation allocate, and what is refused."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -39,8 +39,15 @@ def architecture(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactor
     return read_architecture(str(folder))
 
 
-def phase_of(architecture: Architecture, name: str) -> Phase:
-    job = Job("full", "single", BatchShape(4, 64, 63), precision="fp32", evaluation=SHAPE)
+@pytest.fixture(params=["sdpa", "eager"])
+def attention(request: pytest.FixtureRequest, model: PreTrainedModel) -> Iterator[str]:
+    model.set_attn_implementation(request.param)
+    yield request.param
+    model.set_attn_implementation("sdpa")
+
+
+def phase_of(architecture: Architecture, name: str, attention: str) -> Phase:
+    job = Job("full", "single", BatchShape(4, 64, 63), precision="fp32", evaluation=SHAPE, attention=attention)
     found = phases_of(architecture, job, whole_model(architecture), find_gpu("a6000"))
     return next(phase for phase in found if phase.name == name)
 
@@ -59,22 +66,22 @@ def counted(model: PreTrainedModel, work: Callable[[], object]) -> float:
     return sum(count for part, count in tracker.timeline["work"].items() if part != "weights")
 
 
-def test_generating_takes_what_is_planned(model: PreTrainedModel, architecture: Architecture) -> None:
+def test_generating_takes_what_is_planned(model: PreTrainedModel, architecture: Architecture, attention: str) -> None:
     prompts = torch.ones(SHAPE.rows, SHAPE.prompt_length, dtype=torch.long)
     length = {"min_new_tokens": SHAPE.new_tokens, "max_new_tokens": SHAPE.new_tokens}
     mask = torch.ones_like(prompts)
     found = counted(model, lambda: model.generate(prompts, attention_mask=mask, do_sample=False, **length))
-    assert passing_bytes(phase_of(architecture, "baseline evaluation")) == pytest.approx(found, rel=0.1)
+    assert passing_bytes(phase_of(architecture, "baseline evaluation", attention)) == pytest.approx(found, rel=0.1)
 
 
-def test_validating_takes_what_is_planned(model: PreTrainedModel, architecture: Architecture) -> None:
+def test_validating_takes_what_is_planned(model: PreTrainedModel, architecture: Architecture, attention: str) -> None:
     rows = torch.ones(SHAPE.rows, SHAPE.length, dtype=torch.long)
     labels = rows.clone()
     labels[:, : SHAPE.length - SHAPE.labelled] = IGNORED_LABEL
     compute_loss_in_chunks(model)
     batch = keep_answer_logits({"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": labels})
     found = counted(model, lambda: model(**batch).token_losses)
-    assert passing_bytes(phase_of(architecture, "validation")) == pytest.approx(found, rel=0.1)
+    assert passing_bytes(phase_of(architecture, "validation", attention)) == pytest.approx(found, rel=0.1)
 
 
 def small(**changes: object) -> Plan:

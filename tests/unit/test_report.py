@@ -176,7 +176,7 @@ def test_what_a_part_of_a_table_shares_stands_above_it(records: list[Record]) ->
 
 def test_the_readme_s_table_has_both_ways_to_compare(records: list[Record]) -> None:
     shown = TABLES["front"](records)
-    assert shown["What"].tolist() == ["LoRA", "LoRA with DDP", "LoRA with DDP, same rows per device"]
+    assert shown["What"].tolist() == ["LoRA", "LoRA with DDP", "LoRA with DDP, same rows each"]
     assert shown["Rows per step"].tolist() == ["16 x1", "8 x2", "16 x2"]
     assert shown["Speed-up"].tolist() == ["1.00x", "1.67x", "2.00x"]
 

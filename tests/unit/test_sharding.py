@@ -25,7 +25,7 @@ from common.runtime.world import Rank
 from common.training import fsdp, zero
 from common.training.deepspeed_config import deepspeed_config, with_sizes
 from common.training.fsdp import Fsdp, check_fully_sharded, in_turn, mixed_precision, modules_to_wrap
-from common.training.usage import UNEVEN_SHARE, SentBytes, check_share
+from common.training.usage import UNEVEN_SHARE, SentBytes, check_part, check_share, largest_part_bytes
 from common.training.zero import Zero, check_deepspeed
 
 FSDP = RunConfig(
@@ -129,6 +129,17 @@ def test_a_rank_holds_its_part(local: int, fine: bool) -> None:
         return
     with pytest.raises(RuntimeError, match="This rank holds"):
         check_share("weights", local, 100, 2)
+
+
+def test_a_rank_may_hold_as_much_as_weights_cut_along_their_first_dimension_leave_it() -> None:
+    """Of 8 rows that 3 ranks divide, the fullest one has 3; of 4 rows that 3 ranks divide, 2."""
+    adapter = [torch.empty(8, 16), torch.empty(4, 8)]
+    largest = largest_part_bytes(adapter, 3)
+    assert largest == (3 * 16 + 2 * 8) * 4
+    check_part("weights", largest, largest)
+    check_part("weights", 0, largest)  # of many ranks some have nothing
+    with pytest.raises(RuntimeError, match="This rank holds"):
+        check_part("weights", (8 * 16 + 4 * 8) * 4, largest)
 
 
 def test_mixed_precision_gathers_16_bits_and_adds_up_in_32() -> None:
