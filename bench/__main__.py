@@ -24,7 +24,7 @@ TOOL_NAMES = (
     "bare",
 )
 QUICK_QUESTIONS, QUICK_ROUNDS, QUICK_STEPS = 3, 1, 2
-QUESTIONS, ROUNDS, SCALING_TURNS = 74, 3, 21
+QUESTIONS, ROUNDS, SCALING_TURNS, SCALING_LAUNCHES = 74, 3, 7, 3
 
 
 def training(options: argparse.Namespace) -> list[Entry]:
@@ -52,12 +52,12 @@ def scaling(options: argparse.Namespace) -> list[Entry]:
     """DDP's speed-up as a share of the machine's ceiling."""
     from bench import scaling
 
-    turns = QUICK_ROUNDS if options.quick else SCALING_TURNS
+    turns, launches = (QUICK_ROUNDS, 1) if options.quick else (SCALING_TURNS, SCALING_LAUNCHES)
     return [
         entry
         for technique in options.technique
         for rows in options.rows
-        for entry in scaling.entries(technique, rows, turns)
+        for entry in scaling.entries(technique, rows, turns, launches)
     ]
 
 

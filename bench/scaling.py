@@ -18,17 +18,24 @@ STEPS = {16: 8, 64: 3}
 """By rows of the global batch: optimizer steps of a turn, about a second."""
 
 
-def entries(technique: Technique, global_batch_rows: int, turns: int) -> list[Entry]:
-    """The speed-up, the machine's ceiling, and the first as a share of the second: medians of the turns."""
-    one, two = _take_turns([technique, str(global_batch_rows), "--turns", str(turns)], STEPS[global_batch_rows])
-    speedups = [one_s / two_s for one_s, two_s in zip(one["step_times_s"], two["step_times_s"], strict=True)]
-    shares = [speedup / ceiling for speedup, ceiling in zip(speedups, two["ceilings"], strict=True)]
+def entries(technique: Technique, global_batch_rows: int, turns: int, launches: int) -> list[Entry]:
+    """The speed-up, the machine's ceiling, and the first as a share of the second: medians of all turns.
+
+    Both worlds are started `launches` times: of one start all turns may be slower than of the next.
+    """
+    trial = [technique, str(global_batch_rows), "--turns", str(turns)]
+    speedups, ceilings = [], []
+    for _ in range(launches):
+        one, two = _take_turns(trial, STEPS[global_batch_rows])
+        speedups += [one_s / two_s for one_s, two_s in zip(one["step_times_s"], two["step_times_s"], strict=True)]
+        ceilings += two["ceilings"]
+    shares = [speedup / ceiling for speedup, ceiling in zip(speedups, ceilings, strict=True)]
     name = f"scaling, {technique}, DDP of 2 ranks against 1, global batch {global_batch_rows}"
     command = f"python -m bench scaling --technique {technique} --rows {global_batch_rows}"
     print(f"{name}: shares of the ceiling {', '.join(f'{share:.2f}' for share in sorted(shares))}", file=sys.stderr)
     return [
         measured(f"{name}: steps per second", statistics.median(speedups), "ratio", command),
-        measured(f"{name}: the machine's ceiling", statistics.median(two["ceilings"]), "ratio", command),
+        measured(f"{name}: the machine's ceiling", statistics.median(ceilings), "ratio", command),
         measured(
             f"{name}: share of the ceiling",
             statistics.median(shares),
