@@ -59,7 +59,8 @@ def measure_machine_ceiling(
         _bare_steps(trainer, module, optimizer, batches)
         return max(gather_object([time.perf_counter() - start_s])) / len(share_batches)
 
-    _bare_steps(trainer, model, optimizer, share_batches[:1])  # warm up
+    for module, batches in timed.values():  # warm up: memory that is new to a process costs its first step much
+        _bare_steps(trainer, module, optimizer, batches[:1])
     rounds_s = [[step_s(*each) for each in timed.values()] for _ in range(rounds)]
     with torch.no_grad():
         torch._foreach_copy_(trained, before)
