@@ -1,6 +1,6 @@
 """Step times of one world of ranks that takes turns with another, and its ceiling; `bench.scaling` starts both.
 
-    torchrun --nproc_per_node 2 -m bench.scaling_trial lora 16 --turns 12 --steps 6 --folder /tmp/turns
+    torchrun --nproc_per_node 2 -m bench.scaling_trial lora 16 --turns 12 --steps 6 --folder some_folder
 
 A machine's speed may change by a third within a minute. So both worlds are there at once and take a few steps in turn,
 and the ceiling is measured within the same seconds. Rank 0 prints the figures of its turns as its last line, as JSON.

@@ -90,7 +90,7 @@ class _PhaseSums:
         waits = Term("weights", "embeddings as loaded, while they are cast to fp32", "V H a", cast)
         is_cast = self.job.method.quantizes and self.share.has_embeddings
         terms = where((True, trained.weights()), (is_cast, waits))
-        return self._phase("loading", "trained model", ("the last weight", terms))
+        return self._phase("loading", "trained model", ("the last weight", terms), attends=False)
 
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
@@ -109,7 +109,7 @@ class _PhaseSums:
     def saving(self) -> Phase:
         """Return a checkpoint: it is written from where it is, tensor by tensor."""
         moment = ("a checkpoint is written", self._trained.between_steps())
-        return self._phase("saving", "trained model, optimizer", moment)
+        return self._phase("saving", "trained model, optimizer", moment, attends=False)
 
     def merging(self) -> Phase:
         """Return the comparison of the trained model's logits with those of what was saved, loaded again."""
@@ -162,11 +162,11 @@ class _PhaseSums:
             )
         return self._phase(name, alive, *moments)
 
-    def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]]) -> Phase:
+    def _phase(self, name: str, alive: str, *moments: tuple[str, list[Term]], attends: bool = True) -> Phase:
+        """Return the phase at its highest moment; where nothing `attends`, eager attention needs nothing."""
         moment, terms = max(moments, key=lambda each: size_of(each[1]))
         memory = DeviceMemory(moment, tuple(term for term in terms if term.count))
-        # nothing attends there, whatever eager attention would need
-        job = replace(self.job, attention="sdpa") if name in ("loading", "saving") else self.job
+        job = self.job if attends else replace(self.job, attention="sdpa")
         return Phase(name, alive, with_overhead(self.architecture, job, self.gpu, memory))
 
     # -- models

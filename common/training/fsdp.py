@@ -27,7 +27,7 @@ from common.runtime.rank import accelerate_shards
 from common.runtime.world import Rank
 from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
-from common.training.usage import Held, check_part, largest_part_bytes
+from common.training.usage import Held, check_part, part_bytes
 
 OWN_LAYERS = "layers"
 """The setting `wrap` for the model's own layers."""
@@ -100,8 +100,8 @@ class Fsdp(Strategy):
         """
         weights, ranks = list(self.model.parameters()), self.run.shard_ranks
         trained = [weight for weight in weights if weight.requires_grad]
-        check_part("weights", held.weights_bytes, largest_part_bytes(weights, ranks))
-        check_part("gradients", held.gradients_bytes, largest_part_bytes(trained, ranks))
+        check_part("weights", held.weights_bytes, part_bytes(weights, ranks))
+        check_part("gradients", held.gradients_bytes, part_bytes(trained, ranks))
 
 
 def _check_left_to_accelerate(run: RunConfig) -> None:
@@ -214,7 +214,7 @@ def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:
             f"{whole[0]}."
         )
     local = byte_count(map(local_part, weights.values()))
-    check_part("weights", local, largest_part_bytes(weights.values(), world_size))
+    check_part("weights", local, part_bytes(weights.values(), world_size))
 
 
 def describe_wrapping(model: Model, wrap: str) -> str:

@@ -57,23 +57,29 @@ def check_share(what: str, local_bytes: int, whole_bytes: int, world_size: int) 
         )
 
 
-def largest_part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> int:
-    """Return the most that a rank may hold of weights that FSDP divides: it cuts each along its first dimension."""
-    return sum(
-        math.ceil(weight.shape[0] / ranks) * (weight.numel() // weight.shape[0]) * weight.element_size()
-        for weight in weights
-    )
+def part_bytes(weights: Iterable[torch.Tensor], ranks: int) -> tuple[int, int]:
+    """Return the least and the most that a rank holds of weights that FSDP cuts along their first dimension.
+
+    As `torch.chunk` does: all parts are as large as the first, but for the last ones, which may be empty.
+    """
+    least = most = 0
+    for weight in weights:
+        rows = weight.shape[0]
+        row_bytes, first = weight.numel() // rows * weight.element_size(), math.ceil(rows / ranks)
+        least, most = least + max(0, rows - (ranks - 1) * first) * row_bytes, most + first * row_bytes
+    return least, most
 
 
-def check_part(what: str, local_bytes: int, largest_bytes: int) -> None:
-    """Check that a rank holds no more than the largest part of what is divided.
+def check_part(what: str, local_bytes: int, parts: tuple[int, int]) -> None:
+    """Check that a rank holds a part of what is divided: between the least and the most of `parts`.
 
     Raises:
-        RuntimeError: with both sizes.
+        RuntimeError: with the sizes.
     """
-    if local_bytes > (1 + UNEVEN_SHARE) * largest_bytes:
+    least, most = parts
+    if not (1 - UNEVEN_SHARE) * least <= local_bytes <= (1 + UNEVEN_SHARE) * most:
         raise RuntimeError(
-            f"This rank holds {local_bytes:,} bytes of {what}, but the largest part of any rank has {largest_bytes:,}."
+            f"This rank holds {local_bytes:,} bytes of {what}, but the ranks' parts have {least:,} to {most:,}."
         )
 
 

@@ -25,7 +25,7 @@ from common.runtime.world import Rank
 from common.training import fsdp, zero
 from common.training.deepspeed_config import deepspeed_config, with_sizes
 from common.training.fsdp import Fsdp, check_fully_sharded, in_turn, mixed_precision, modules_to_wrap
-from common.training.usage import UNEVEN_SHARE, SentBytes, check_part, check_share, largest_part_bytes
+from common.training.usage import UNEVEN_SHARE, SentBytes, check_part, check_share, part_bytes
 from common.training.zero import Zero, check_deepspeed
 
 FSDP = RunConfig(
@@ -132,14 +132,17 @@ def test_a_rank_holds_its_part(local: int, fine: bool) -> None:
 
 
 def test_a_rank_may_hold_as_much_as_weights_cut_along_their_first_dimension_leave_it() -> None:
-    """Of 8 rows that 3 ranks divide, the fullest one has 3; of 4 rows that 3 ranks divide, 2."""
+    """Of 8 rows that 3 ranks divide, the last one has 2 and the others 3; of 4 rows the last one has none."""
     adapter = [torch.empty(8, 16), torch.empty(4, 8)]
-    largest = largest_part_bytes(adapter, 3)
-    assert largest == (3 * 16 + 2 * 8) * 4
-    check_part("weights", largest, largest)
-    check_part("weights", 0, largest)  # of many ranks some have nothing
-    with pytest.raises(RuntimeError, match="This rank holds"):
-        check_part("weights", (8 * 16 + 4 * 8) * 4, largest)
+    parts = part_bytes(adapter, 3)
+    assert parts == (2 * 16 * 4, (3 * 16 + 2 * 8) * 4)
+    for rank in range(3):
+        local = [weight.chunk(3)[rank] for weight in adapter if rank < len(weight.chunk(3))]
+        check_part("weights", sum(each.numel() for each in local) * 4, parts)
+    for wrong in (0, (8 * 16 + 4 * 8) * 4):
+        with pytest.raises(RuntimeError, match="This rank holds"):
+            check_part("weights", wrong, parts)
+    assert part_bytes([torch.empty(8, 4)], 2) == (64, 64)
 
 
 def test_mixed_precision_gathers_16_bits_and_adds_up_in_32() -> None:
