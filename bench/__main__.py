@@ -93,6 +93,14 @@ def pipeline(options: argparse.Namespace) -> list[Entry]:
     return pipeline.entries(options.quick)
 
 
+def gpu(options: argparse.Namespace) -> list[Entry]:
+    """What kept records of runs on a GPU reach of its peak."""
+    from bench import gpu
+    from common.records.store import kept_records
+
+    return gpu.entries(kept_records())
+
+
 PARTS = {
     "quality": quality,
     "training": training,
@@ -101,6 +109,7 @@ PARTS = {
     "pipeline": pipeline,
     "evaluation": evaluation,
     "planner": planner,
+    "gpu": gpu,
 }
 """A part more is a function more: from the options to its entries."""
 

@@ -42,6 +42,8 @@ from common.planning.published_memory import (
     verdicts_on,
 )
 from common.planning.shares import whole_model
+from common.records.store import Record, kept_records
+from common.reporting.memory import PHASE_BARS, compared_by_phase
 from common.reporting.rows import NOT_RUN
 from common.training.placement import place_stages
 
@@ -108,6 +110,7 @@ def entries(quick: bool) -> list[Entry]:
         *grid_entries(compared, fitcheck),
         *published_entries(fitcheck),
         *published_memory_entries(),
+        *kept_entries(kept_records()),
         *gpu_entries(POINTS_PATH),
         *speed_entries(*((QUICK_ROUNDS, QUICK_ROUNDS) if quick else (ROUNDS, DRY_RUN_ROUNDS))),
     ]
@@ -406,6 +409,19 @@ def published_name(row: dict[str, Any]) -> str:
     """What distinguishes a peak from the others."""
     model = row["model"].rpartition("/")[2]
     return f"{model} {row['quantization']} {row['attention']} {row['rows']}x{row['length']}"
+
+
+# -- against kept runs
+
+
+def kept_entries(records: list[Record]) -> list[Entry]:
+    """Return by how much plans were off in all phases of the kept runs."""
+    compared = [
+        Compared(f"{phase}, {each.run}", each.planned_gib, each.measured_gib)
+        for phase, runs in compared_by_phase(records).items()
+        for each in runs
+    ]
+    return error_entries("planner, phases of kept runs", compared, bars=PHASE_BARS)
 
 
 # -- against GPUs

@@ -126,15 +126,20 @@ def run_several() -> Callable[..., dict[str, Trained]]:
     """Workflows one after the other, in one start of `ranks` processes.
 
     `runs` has by name a run folder, or one of its workflows, and overrides. `starter` is a module that runs a script
-    somewhere else, such as on a machine with fake GPUs.
+    somewhere else, such as on a machine with fake GPUs. `logits_at_once` are those of a chunk of the loss, 0 = as
+    usual: of so small models one chunk has all.
     """
 
     def run(
-        folder: Path, runs: dict[str, tuple[Path, tuple[str, ...]]], ranks: int, starter: str = ""
+        folder: Path,
+        runs: dict[str, tuple[Path, tuple[str, ...]]],
+        ranks: int,
+        starter: str = "",
+        logits_at_once: int = 0,
     ) -> dict[str, Trained]:
         names = {name: name.replace(", ", "-").replace(" ", "-") for name in runs}
         jobs = [
-            {"place": str(place), "name": names[name], "overrides": overrides}
+            {"place": str(place), "name": names[name], "overrides": overrides, "logits_at_once": logits_at_once}
             for name, (place, overrides) in runs.items()
         ]
         (folder / "jobs.json").write_text(json.dumps(jobs))

@@ -29,6 +29,7 @@ RUN = RunConfig(
     devices=2,
     model="Qwen/Qwen2.5-7B-Instruct",
     precision="bf16",
+    max_length=1024,  # tokens; longer rows are truncated
     per_device_train_batch_size=14,
     num_train_epochs=3,
     learning_rate=1e-5,

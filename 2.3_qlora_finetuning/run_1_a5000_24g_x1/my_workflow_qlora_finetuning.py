@@ -37,6 +37,7 @@ RUN = RunConfig(
     precision="bf16",
     quantization="nf4-double",
     optim="paged_adamw_8bit",
+    max_length=1024,  # tokens; longer rows are truncated
     per_device_train_batch_size=3,
     num_train_epochs=3,
     learning_rate=1e-5,

@@ -30,6 +30,7 @@ RUN = RunConfig(
     model="Qwen/Qwen2.5-7B-Instruct",
     precision="bf16-mixed",
     optim="adamw_8bit",  # leaves room for rows of 1,024 tokens without checkpointing
+    max_length=1024,  # tokens; longer rows are truncated
     per_device_train_batch_size=10,
     num_train_epochs=3,
     learning_rate=1e-5,

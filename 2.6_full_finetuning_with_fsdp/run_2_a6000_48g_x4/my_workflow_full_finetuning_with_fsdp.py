@@ -38,6 +38,7 @@ RUN = RunConfig(
     devices=4,
     model="Qwen/Qwen2.5-7B-Instruct",
     precision="bf16-mixed",
+    max_length=1024,  # tokens; longer rows are truncated
     per_device_train_batch_size=8,
     num_train_epochs=3,
     learning_rate=1e-5,

@@ -139,7 +139,7 @@ class Parallelism:
     @property
     def saves_in_background(self) -> bool:
         """Whether training goes on while a large checkpoint is written, from a copy in the host's memory."""
-        return self.uses_fsdp or self.splits_matrices
+        return not (self.uses_deepspeed or self.pipelines)
 
 
 @dataclass(frozen=True)

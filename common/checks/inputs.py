@@ -27,12 +27,8 @@ from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint
 from common.training.compiled_layers import check_compiler
 from common.training.placement import check_placement_and_memory
-from common.training.saves import CheckpointSize, checkpoint_size
+from common.training.saves import MOST_BEST_WEIGHTS, MOST_FULL_STATES, CheckpointSize, checkpoint_size
 from common.training.strategy import strategy_class
-
-# at the same time (`common.training.checkpoints.to_keep`): two full states and the one that is written; the best
-# weights, and those that were the best when the newest full state was written
-FULL_STATES, BEST_WEIGHTS = 3, 2
 
 
 def check_inputs(run: RunConfig) -> RunConfig:
@@ -217,7 +213,10 @@ def disk_need(run: RunConfig) -> DiskNeed:
     if run.method.has_adapters:  # they are saved beside the merged model
         models_bytes += size.weights_bytes
     return DiskNeed(
-        size, _at_once(run.save_steps, run, FULL_STATES), _at_once(run.eval_steps, run, BEST_WEIGHTS), models_bytes
+        size,
+        _at_once(run.save_steps, run, MOST_FULL_STATES),
+        _at_once(run.eval_steps, run, MOST_BEST_WEIGHTS),
+        models_bytes,
     )
 
 

@@ -280,6 +280,8 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         *_speeds_of(plans),
         f"overhead of a GPU: {CONTEXT_GIB} GiB context, {GAP_SHARE:.0%} of what comes and goes for gaps, blocks that "
         f"only some moments use; safe: {SPREAD_SHARE:.0%} of it more, which 19 in 20 published peaks did not need",
+        "memory as PyTorch's own kernels take it, also where Liger's or compiled ones are faster; expandable segments; "
+        "batches are copied from pinned memory while the GPU computes",
         f"an epoch is {options.rows_per_epoch:,} rows",
         f"validated, and answered before and after training: {job.evaluation.rows} rows at once on each GPU",
     ]

@@ -1,8 +1,10 @@
 """Weights of which a rank holds a part (FSDP's, DeepSpeed's) or all: measure them, and make them whole."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 
@@ -27,6 +29,15 @@ def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def byte_count(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of all of them."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def host_copy(parts: dict[str, Any]) -> dict[str, Any]:
+    """Return `parts` with all tensors copied to the host's memory, as DCP copies a checkpoint before it writes.
+
+    Tensors that share their memory do so in the copy; shards stay shards.
+    """
+    waits = StagingOptions(*[False] * 4)  # not pinned, not shared, by no thread, and whole when it returns
+    return DefaultStager(waits).stage(parts)
 
 
 def full_weights(

@@ -38,13 +38,16 @@ def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]
 
 
 def staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
-    """Return the copy of a full state that is written while training goes on; none where training waits."""
+    """Return the copies of what is written while training goes on; none where training waits.
+
+    Of the weights there may be two: of what is being written, and of the best that wait for that.
+    """
     weights, trained = _counts(architecture, job)
     saved, each = (trained, job.trained_bytes) if job.method.has_adapters else (weights, job.weight_bytes)
     if not job.parallelism.saves_in_background or saved * each + trained * _state_bytes(job) <= LITTLE_BYTES:
         return []
     return [
-        _shards("weights", "copy of the weights that are saved", saved, each, job, machines),
+        _shards("weights", "two copies of the weights that are saved", saved, 2 * each, job, machines),
         _shards("optimizer", "copy of their optimizer states", trained, _state_bytes(job), job, machines),
     ]
 
@@ -62,6 +65,8 @@ def _state_bytes(job: Job) -> float:
 
 
 def _shards(part: str, what: str, count: int, each: float, job: Job, machines: int) -> Term:
-    """Return what the ranks of one machine hold of `count` numbers that are divided among ranks."""
+    """Return what the ranks of one machine hold of `count` numbers; one of them, of what is not divided among ranks."""
+    if not (job.parallelism.shards or job.parallelism.splits_matrices):
+        return Term(part, what, f"{count:,} x {each:g} bytes", count * each)
     ranks, here = job.shard_ranks if job.parallelism.shards else job.devices, job.devices // machines
     return Term(part, what, f"{count:,} x {each:g} bytes x {here} of {ranks} shards", count * each * here / ranks)

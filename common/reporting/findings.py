@@ -4,17 +4,18 @@
 disk, time and rent of each run folder as the planner has them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pandas as pd
 
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS
-from common.hardware.devices import GIB
+from common.hardware.devices import GIB, MIB
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
 from common.records.store import Record
 from common.reporting import classification, summarization
@@ -47,17 +48,17 @@ from common.reporting.rows import (
     short_devices_of,
 )
 
-GIB_PER_DEVICE, SPEEDUP = "GiB per device", "Speed-up"
+GIB_PER_DEVICE = "GiB per device"
+SPEEDUP, IN_TRAINING, BASE_WEIGHTS, HELD = "Speed-up", "In training", "Weights", "Held by each"
 COMPARED: dict[str, tuple[tuple[Kind, ...], str]] = {
-    "2.1": ((LORA,), GIB_PER_DEVICE),
+    "2.1": ((LORA,), IN_TRAINING),
     "2.2": ((LORA, LORA_DDP), SPEEDUP),
-    "2.3": ((FULL, LORA, QLORA, QLORA_DDP), GIB_PER_DEVICE),
-    "2.4": ((FULL,), GIB_PER_DEVICE),
-    "2.5": ((FULL, FULL_MP), GIB_PER_DEVICE),
-    "2.6": ((FULL, FULL_DDP, ("full", "fsdp"), ("full", "zero1"), ("full", "zero2"), ("full", "zero3")),
-            GIB_PER_DEVICE),
+    "2.3": ((FULL, LORA, QLORA, QLORA_DDP), BASE_WEIGHTS),
+    "2.4": ((FULL,), IN_TRAINING),
+    "2.5": ((FULL, FULL_MP), IN_TRAINING),
+    "2.6": ((FULL, FULL_DDP, ("full", "fsdp"), ("full", "zero1"), ("full", "zero2"), ("full", "zero3")), HELD),
     "2.7": ((FULL, FULL_PP), SPEEDUP),
-}  # fmt: skip
+}
 """By technique folder: what its first table compares, and the last column: what the technique is chosen for."""
 
 
@@ -68,8 +69,16 @@ def found(records: list[Record], number: str) -> pd.DataFrame:
     usual = [runs for kind in kinds if (runs := _usual_runs(recipes(records, kind), number))]
     if gain == SPEEDUP:  # beside the same batch on one device
         usual[0] = _one_device_as(usual[-1], records)
-    others = [_published(each, published[0], gain) for each in published]
-    return pd.DataFrame([*others, *(_measured(runs, usual[0], gain) for runs in usual if runs)])
+        gains = [_speedup(runs, usual[0]) for runs in usual]
+    else:
+        one_device = usual[0][0][STRONG]
+        usual = [_usual_runs(recipes(records, kind), number, one_device) for kind in kinds]
+        gains = [MEMORY[gain](runs[0], records) for runs in usual if runs]
+    measured = [_measured(runs) for runs in usual if runs]
+    return pd.DataFrame(
+        [*(_published(each, published[0], gain) for each in published)]
+        + [{**row, gain: text} for row, text in zip(measured, gains, strict=True)]
+    )
 
 
 def _one_device_as(runs: list[Record], records: list[Record]) -> list[Record]:
@@ -80,24 +89,32 @@ def _one_device_as(runs: list[Record], records: list[Record]) -> list[Record]:
     return next(group for group in by_setting(completed(records, kind_of(baseline))) if baseline in group)
 
 
-def _usual_runs(runs: Iterable[Record], number: str) -> list[Record]:
-    """Return the runs of the setting with the most seeds, of the technique's own folder where that has some."""
+def _usual_runs(runs: Iterable[Record], number: str, rows_per_step: int | None = None) -> list[Record]:
+    """Return the runs of the setting with the most seeds, of the technique's own folder where that has some.
+
+    Those with so many `rows_per_step` come first.
+    """
     by_command = [run for run in runs if run["command"] != "the notebook"]
     own = [run for run in by_command if run["run_folder"].startswith(number)]
-    return max(by_setting(own or by_command), key=len, default=[])
+    settings = by_setting(own or by_command)
+    return max(settings, key=lambda group: (group[0][STRONG] == rows_per_step, len(group)), default=[])
 
 
-def _measured(runs: list[Record], baseline: list[Record], gain: str) -> Row:
+def _measured(runs: list[Record]) -> Row:
     first = runs[0]
     return {
-        "Approach": kind_name(*kind_of(first)),
+        "Approach": _short_name(first),
         "Figures": "measured",
         "Devices": short_devices_of(first),
         "Batch size": f"{first['config']['per_device_train_batch_size']} x{data_parallel_ranks(first)}",
         "Score": over_seeds([run["quality"]["after"]["similarity_score"] for run in runs], "{:.3f}"),
-        "Training time": clock(_mean_time_s(runs)),
-        gain: _gib(first) if gain == GIB_PER_DEVICE else _speedup(runs, baseline),
+        "Time": clock(_mean_time_s(runs)),
     }
+
+
+def _short_name(run: Mapping[str, Any]) -> str:
+    """Return what was done, in few words: `Full with FSDP`."""
+    return kind_name(*kind_of(run)).replace(" fine-tuning with", " with")
 
 
 def _speedup(runs: list[Record], baseline: list[Record]) -> str:
@@ -108,23 +125,51 @@ def _mean_time_s(runs: list[Record]) -> float:
     return fmean(run["train_time_s"] for run in runs)
 
 
-def _gib(record: Record) -> str:
-    """Return the highest phase of each device, in GiB: of tensors on a CPU, of what is allocated on a GPU."""
-    peaks = [entry.get("peak_gib_by_phase", {}) for entry in record["memory"]]
-    return " / ".join(f"{max(peak.values()):.3f}" for peak in peaks if peak) or NOT_RUN
+def _in_training(record: Record, _: list[Record]) -> str:
+    """Return the fullest device's peak in training: of tensors on a CPU, of what is allocated on a GPU."""
+    peaks = [entry.get("peak_gib_by_phase", {}).get("training") for entry in record["memory"]]
+    return f"{max(peaks):.3f} GiB" if all(peaks) else NOT_RUN
+
+
+def _base_weights(record: Record, records: list[Record]) -> str:
+    """Return what the base's weights take as they are stored; unquantized they are those of QLoRA's base before."""
+    of_base = [run for run in records if "quantization" in run and run["config"]["model"] == record["config"]["model"]]
+    if not of_base:
+        return NOT_RUN
+    stored = record.get("quantization")
+    return f"{1024 * (stored['weights_gib'] if stored else of_base[0]['quantization']['unquantized_gib']):.1f} MiB"
+
+
+def _held(record: Record, records: list[Record]) -> str:
+    """Return what a rank holds of weights, gradients and optimizer states; one device all that sharded runs divide."""
+    config = record["config"]
+    same = [run for run in records if "held" in run and run["config"]["model"] == config["model"]]
+    same = [run for run in same if run["technique"] == record["technique"]]
+    if not same:
+        return NOT_RUN
+    held = max(record["held"]["per_rank"], key=_held_bytes) if "held" in record else same[0]["held"]["whole"]
+    return f"{_held_bytes(held) / MIB:.1f} MiB"
+
+
+def _held_bytes(held: Mapping[str, int]) -> int:
+    return sum(held.values())
+
+
+MEMORY = {IN_TRAINING: _in_training, BASE_WEIGHTS: _base_weights, HELD: _held}
+"""By column: what it says of a run; published runs have the card's memory there."""
 
 
 def _published(result: dict[str, object], baseline: dict[str, object], gain: str) -> Row:
     ranks = result["devices"] if PARALLELISMS[result["parallel"]].splits_rows else 1
     times = clock_seconds(baseline["train_time"]) / clock_seconds(result["train_time"])
     return {
-        "Approach": kind_name(*kind_of(result)),
+        "Approach": _short_name(result),
         "Figures": "published",
         "Devices": f"{result['gpu']} x{result['devices']}",
         "Batch size": f"{result['batch_size']} x{ranks}",
         "Score": score(result["similarity_score"]),
-        "Training time": clock(clock_seconds(result["train_time"])),
-        gain: f"{result['vram_gb']} GB cards" if gain == GIB_PER_DEVICE else f"{times:.2f}x",
+        "Time": clock(clock_seconds(result["train_time"])),
+        gain: f"{times:.2f}x" if gain == SPEEDUP else f"{result['vram_gb']} GB card",
     }
 
 

@@ -32,6 +32,7 @@ from common.reporting.rows import (
     STRONG,
     WEAK,
     WHAT,
+    WHERE,
     Kind,
     Row,
     approach,
@@ -93,7 +94,7 @@ def full_precision(records: list[Record]) -> pd.DataFrame:
             "Steps": str(record["steps"]),
             "Weights that a step changes": percent(record["updated_share"]),
             "Validation loss": f"{record['best_validation_loss']:.4f}",
-            "Facts said (higher is better)": percent(record["quality"]["after"]["facts_said_share"]),
+            "Facts said": percent(record["quality"]["after"]["facts_said_share"]),
             "Training time": clock(record["train_time_s"]),
             "Figures": "measured",
             "Command": measured_speed(record)["Command"],
@@ -136,7 +137,7 @@ def full_memory(records: list[Record]) -> Iterator[Row]:
 def mp_speed(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.5: hardware, time, and what each GPU must have, beside one device."""
     pairs = beside_one_device(recipes(records, FULL_MP), records, WEAK)
-    columns = (*WHAT, *FACTORS, *STEPS, "VRAM requirement per GPU", "Command")
+    columns = (*WHAT, *STEPS, *WHERE, *FACTORS, "VRAM requirement per GPU", "Command")
     return speedup_table(records, pairs, WEAK, columns, waiting=(FULL_MP,), published=(FULL, FULL_MP))
 
 
@@ -222,7 +223,7 @@ def sharding_speed(records: list[Record]) -> pd.DataFrame:
     runs = [record for record in _sharded_runs(records) if record["config"]["learning_rate_scaling"] == "none"]
     compared = ("Against one device", "Machine's ceiling", "Tokens per second", "Validation loss")
     pairs = beside_one_device(runs, records, STRONG)
-    return speedup_table(records, pairs, STRONG, (*WHAT, *STEPS, *compared, *MEMORY))
+    return speedup_table(records, pairs, STRONG, (*WHAT, *STEPS, *compared, *WHERE, *MEMORY))
 
 
 def _looked_into(records: list[Record], key: str) -> list[Record]:
@@ -316,7 +317,7 @@ def sharding_memory(records: list[Record]) -> Iterator[Row]:
 def pp_speed(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.7: time, idle share and memory of training, beside one device at the same global batch."""
     pairs = beside_one_device(recipes(records, FULL_PP, LORA_PP), records, STRONG)
-    columns = (*WHAT, *STEPS, "Micro-batches", "Against one device", "Idle share per stage", *MEMORY)
+    columns = (*WHAT, *STEPS, "Micro-batches", "Against one device", "Idle share per stage", *WHERE, *MEMORY)
     return speedup_table(records, pairs, STRONG, columns, waiting=(FULL_PP,))
 
 

@@ -10,6 +10,8 @@ from common.planning.phases import PHASES
 from common.records.store import Record
 
 ALL = "all phases"
+PHASE_BARS = (0.03, 0.1)
+"""Largest mean and largest single error of all phases of all kept runs."""
 
 
 class Compared(NamedTuple):
@@ -39,10 +41,21 @@ def compared_by_phase(records: list[Record]) -> dict[str, list[Compared]]:
 
 
 def memory_by_phase(records: list[Record]) -> pd.DataFrame:
-    """Return a line for each phase, and one for all: how many were compared, and by how much plans were off."""
+    """Return a line for each phase, and one for all: how many were compared, and by how much plans were off.
+
+    The last line has the bars.
+    """
     by_phase = compared_by_phase(records)
     every = [each for compared in by_phase.values() for each in compared]
-    return pd.DataFrame([_line(phase, compared) for phase, compared in {**by_phase, ALL: every}.items()])
+    mean, worst = PHASE_BARS
+    bars = {
+        "Phase": "bar",
+        "Compared": "",
+        "Mean error": f"≤ {mean:.0%}",
+        "Worst error": f"≤ {worst:.0%}",
+        "Worst in": "",
+    }
+    return pd.DataFrame([*(_line(phase, compared) for phase, compared in {**by_phase, ALL: every}.items()), bars])
 
 
 def _line(phase: str, compared: list[Compared]) -> dict[str, object]:

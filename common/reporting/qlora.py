@@ -21,6 +21,7 @@ from common.reporting.rows import (
     QLORA_FSDP,
     SPEED,
     WHAT,
+    WHERE,
     Kind,
     Row,
     approach,
@@ -49,9 +50,8 @@ NEEDS_GPUS = {
 }
 """Kinds that have no run folder of their own on GPUs: the folder and the options that start them."""
 ORIGINAL_BASE = tuple(f"Original base: {name}" for name in ("MiniLM", "facts said", "validation loss"))
-QUALITY = (*WHAT, "Epochs", "Batch size", "Similarity score before (lower is better)",
-           "Similarity score (lower is better)", "By MiniLM before", "By MiniLM", "Facts said before",
-           "Facts said (higher is better)", "Validation loss", *ORIGINAL_BASE)  # fmt: skip
+QUALITY = (*WHAT, "Similarity score", "Facts said", "Validation loss", *WHERE, "Epochs", "Batch size",
+           "Similarity score before", "By MiniLM before", "By MiniLM", "Facts said before", *ORIGINAL_BASE)  # fmt: skip
 
 
 def _name(record: Record) -> str:
@@ -166,7 +166,7 @@ def best_good_ok(records: list[Record]) -> Iterator[Row]:
             "Learning rate": f"{runs[0]['config']['learning_rate']:g}",
             "Trained weights": f"{runs[0]['trained_parameters']:,}",
             "Validation loss": over_seeds([run["best_validation_loss"] for run in runs], "{:.4f}"),
-            "Facts said (higher is better)": over_seeds(after["facts_said_share"], "{:.1%}"),
+            "Facts said": over_seeds(after["facts_said_share"], "{:.1%}"),
             "By MiniLM (lower is better)": over_seeds(after["similarity_score_minilm"], "{:.4f}"),
             "Training time": " / ".join(clock(run["train_time_s"]) for run in runs),
             PLANNED: planned_memory(runs[0]),

@@ -101,7 +101,7 @@ def published(_: list[Record]) -> pd.DataFrame:
             "Batch": speed["Batch size"],
             "Learning rate": quality["Learning rate scaling"],
             "Time": speed["Training time"],
-            "Score": quality["Similarity score (lower is better)"],
+            "Score": quality["Similarity score"],
         })  # fmt: skip
     return pd.DataFrame(rows)
 

@@ -29,12 +29,14 @@ NOT_RUN, NOT_PUBLISHED, NO_GPU, PROJECTED, OFF = "not run", "not published", "no
 PROJECTED_LENGTH = 1024
 """Tokens of a row in projections for GPU folders."""
 PLANNED = "Training's peak, planned / measured (GiB)"
-WHAT = ("Approach", "Figures", "Seed", "Devices")
+LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher"}
+"""By their names in records: what users call them."""
+WHAT, WHERE = ("Approach", "Seed"), ("Figures", "Devices")
 FACTORS = ("CUDA scaling factor", "VRAM scaling factor")
-STEPS = ("Batch size", "Steps", "Training time")
+STEPS = ("Batch size", "Steps", "Training time", "Tokens per second")
 REPORTING = "Of that, validation and checkpoints"
 MEMORY = ("Peak memory per device (GiB)", PLANNED, "Command")
-SPEED = (*WHAT, *STEPS, REPORTING, "Tokens per second", *MEMORY)
+SPEED = (*WHAT, *STEPS, *WHERE, REPORTING, *MEMORY)
 """Columns of the tables of time and memory."""
 STRONG, WEAK = "effective_batch_size", "per_device_train_batch_size"
 """What runs on one device and on several share when they are compared: strong scaling, or weak."""
@@ -250,9 +252,10 @@ def kind_name(technique: str, parallel: str) -> str:
 
 
 def approach(record: Record) -> str:
-    """Return what was done, and how it was started."""
+    """Return what was done, and what started it, unless `python` did: `LoRA with DDP, torchrun`."""
     hybrid = f" ({copies_of(record)} copies)" if copies_of(record) > 1 else ""
-    return f"{kind_name(*kind_of(record))}{hybrid}, {record['launcher']}"
+    launcher = LAUNCHERS.get(record["launcher"], record["launcher"])
+    return f"{kind_name(*kind_of(record))}{hybrid}" + (f", {launcher}" if launcher else "")
 
 
 def copies_of(record: Record) -> int:
@@ -386,23 +389,23 @@ def measured_quality(record: Record) -> Row:
     rows = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
     return {
         "Approach": approach(record),
-        "Figures": "measured",
         "Seed": str(config["seed"]),
+        "Similarity score": score(after["similarity_score"]),
+        "Facts said": percent(after["facts_said_share"]),
+        "Validation loss": f"{record['best_validation_loss']:.4f}",
+        "Figures": "measured",
         "Devices": devices_of(record),
         "Epochs": str(config["num_train_epochs"]),
         "Batch size": str(rows),
         "Effective batch size": f"{rows} x{data_parallel_ranks(record)}",
         "Learning rate scaling": learning_rate_scaling(record["peak_learning_rate"], config["learning_rate"]),
-        "Similarity score before (lower is better)": score(before["similarity_score"]),
-        "Similarity score (lower is better)": score(after["similarity_score"]),
+        "Similarity score before": score(before["similarity_score"]),
         "By the tuned model": score(after["similarity_score_tuned"]),
         "By MiniLM before": score(before["similarity_score_minilm"]),
         "By MiniLM": score(after["similarity_score_minilm"]),
         "Answers shuffled": score(after["shuffled_score"]),
         "Shuffled, by MiniLM": score(after["shuffled_score_minilm"]),
         "Facts said before": percent(before["facts_said_share"]),
-        "Facts said (higher is better)": percent(after["facts_said_share"]),
-        "Validation loss": f"{record['best_validation_loss']:.4f}",
     }
 
 
@@ -419,11 +422,11 @@ def published_quality(result: dict[str, Any]) -> Row:
         "Learning rate scaling": f"{result.get('learning_rate_factor', 1):g}x ({result['learning_rate']:g})"
         if "learning_rate" in result
         else NOT_PUBLISHED,
-        "Similarity score before (lower is better)": NOT_PUBLISHED,
-        "Similarity score (lower is better)": score(result["similarity_score"]),
+        "Similarity score before": NOT_PUBLISHED,
+        "Similarity score": score(result["similarity_score"]),
         **dict.fromkeys(
             ("By the tuned model", "By MiniLM before", "By MiniLM", "Answers shuffled", "Shuffled, by MiniLM",
-             "Facts said before", "Facts said (higher is better)", "Validation loss"),
+             "Facts said before", "Facts said", "Validation loss"),
             NOT_PUBLISHED,
         ),
     }  # fmt: skip

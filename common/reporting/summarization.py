@@ -304,7 +304,7 @@ def machines_table(records: list[Record]) -> pd.DataFrame:
                     evidence(find_gpu(fleet.machine.gpu)),
                 ]
             ),
-            "Network, always / for minutes (Gbit/s)": f"{fleet.machine.network_gbit:g} / {fleet.machine.peak_gbit:g}",
+            "Network, always / at most (Gbit/s)": f"{fleet.machine.network_gbit:g} / {fleet.machine.peak_gbit:g}",
             "Published": fleet.machine.network_source,
             "USD per hour": f"{fleet.machine.usd_per_hour:g}",
             "Price of": fleet.machine.price_date,

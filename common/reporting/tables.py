@@ -48,6 +48,7 @@ from common.reporting.rows import (
     STRONG,
     WEAK,
     WHAT,
+    WHERE,
     Row,
     as_table,
     baseline_of,
@@ -101,7 +102,7 @@ memory: on CPU the resident memory of the process, most of it Python and PyTorch
 weights that a step changes: the other updates are too small for the precision, and round away
 More words: docs/glossary.md; details: the folders' readmes."""
 
-SCALED = (*STEPS, REPORTING, "Training speedup factor", "Machine's ceiling", "Tokens per second", *MEMORY)
+SCALED = (*STEPS, "Training speedup factor", "Machine's ceiling", *WHERE, REPORTING, *MEMORY)
 SHARED: dict[str, tuple[str, ...]] = {
     **results.SHARED,
     "classification-front": classification.FRONT_SHARED,
@@ -158,7 +159,7 @@ def ddp_weak(records: list[Record]) -> pd.DataFrame:
     Speed-up at the same rows per device: fewer, larger steps for the same rows (weak scaling).
     """
     return speedup_table(
-        records, _ddp_runs(records, WEAK), WEAK, (*WHAT, *FACTORS, *SCALED), (LORA_DDP,), (LORA, LORA_DDP)
+        records, _ddp_runs(records, WEAK), WEAK, (*WHAT, *SCALED, *FACTORS), (LORA_DDP,), (LORA, LORA_DDP)
     )
 
 

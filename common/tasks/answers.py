@@ -228,9 +228,8 @@ def evaluate(
         scores[judge.name] = predict_rows(log, lengths, what, when, judged, judge.model, *beside)
     evaluation = Evaluation(scored_answers(rows, texts, scores))
     report_predictions(log, when, evaluation.answers, evaluation)
-    answers_before = log.folder / "predictions_before.csv"
-    if log.rank.is_main and when == "after" and answers_before.exists():
-        print(samples(answers_before, evaluation.answers, "begins" if is_plain(rows) else "question"))
+    if log.rank.is_main and when == "after" and (log.folder / "predictions_before.csv").exists():
+        print(samples(log.folder, "begins" if is_plain(rows) else "question"))
     return evaluation
 
 

@@ -1,26 +1,40 @@
 """A few answers before and after tuning, beside what was expected: numbers alone do not show what a model says."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from textwrap import shorten
 
 import pandas as pd
 
-SAMPLES, COLUMNS = 3, 100
+PREDICTED = {"answer": ["question", "reference"], "written": ["text", "summary"], "found": ["text", "label"]}
+"""By the column of a predictions file that the model filled: the columns with what it read and what was expected."""
+SAMPLES, CHARACTERS = 3, 100
 
 
-def samples(before: Path, after: Sequence[dict[str, object]], asked: str = "question") -> str:
-    """Return the first questions with the answers of both models, each on a line; `asked` is what a question is called.
+def before_and_after(folder: Path, rows: int = 5) -> pd.DataFrame:
+    """Return the first `rows` test rows of a run, with what the model predicted before and after tuning side by side.
 
-    `before`: the predictions' file of the base; `after`: the tuned model's scored answers, in the same order.
+    `folder` is the run's results folder with predictions_before.csv and predictions_after.csv. The columns are the
+    question (or text), `expected`, `before` and `after`.
     """
-    said_before = pd.read_csv(before, dtype=str, keep_default_na=False)["answer"]
-    blocks = [
-        {asked: row["question"], "expected": row["reference"], "before": earlier, "after": row["answer"]}
-        for earlier, row in zip(said_before[:SAMPLES], after, strict=False)
-    ]
-    return "\n".join(f"{name:>8}: {_short(text)}" for block in blocks for name, text in block.items())
+    before, after = (_predictions(folder, when).head(rows) for when in ("before", "after"))
+    predicted = next(name for name in PREDICTED if name in after)
+    asked, expected = PREDICTED[predicted]
+    return pd.DataFrame(
+        {asked: after[asked], "expected": after[expected], "before": before[predicted], "after": after[predicted]}
+    )
 
 
-def _short(text: object) -> str:
-    return shorten(str(text), COLUMNS, placeholder=" ...") or "(nothing)"
+def samples(folder: Path, asked: str = "question") -> str:
+    """Return the first rows of `before_and_after`, shortened, each column on a line; the first is called `asked`."""
+    table = before_and_after(folder, SAMPLES)
+    names = [asked, *table.columns[1:]]
+    lines = zip(names * len(table), table.to_numpy().flatten(), strict=True)
+    return "\n".join(f"{name:>8}: {_short(text)}" for name, text in lines)
+
+
+def _predictions(folder: Path, when: str) -> pd.DataFrame:
+    return pd.read_csv(folder / f"predictions_{when}.csv", dtype=str, keep_default_na=False)
+
+
+def _short(text: str) -> str:
+    return shorten(text, CHARACTERS, placeholder=" ...") or "(nothing)"

@@ -3,6 +3,7 @@
 Logits are the largest tensor of a step where the vocabulary is large: 2 x 4,096 tokens x 152,000 words are 4.6 GiB in
 fp32, and the loss holds several such. As a chunk's gradients are computed right after its loss, its logits are gone
 before those of the next chunk come, and none is computed twice (as in Liger-Kernel's fused linear cross-entropy).
+Tensor parallelism divides classifiers alone (`specs.py`), which have a few logits per row and need no chunks.
 """
 
 import math

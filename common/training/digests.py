@@ -7,14 +7,14 @@ left to who lists the checkpoint.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
-THREADS = 3  # one hashes, one waits for the disk, one for what is written while training goes on
+THREADS = 3  # one hashes, one waits for the disk, one writes while training goes on
 
 
 class Digests:
@@ -63,16 +63,20 @@ def begin_hashing(paths: Iterable[Path]) -> None:
         _current.begin(paths)
 
 
-def begin_hashing_after(writing: Future[Any], paths: Iterable[Path]) -> Future[None]:
-    """Return what is done when `writing` is, and this rank's files of it, `paths`, are being hashed."""
+def begin_writing(write: Callable[[], Any], paths: Iterable[Path]) -> Future[None]:
+    """Call `write` in the background, then hash `paths`, which are looked for when it has returned.
+
+    Returns:
+        What is done when all is written and being hashed.
+    """
     digests = _current
     assert digests, "only a checkpoint is written in the background"
 
-    def begin() -> None:
-        writing.result()
+    def write_and_hash() -> None:
+        write()
         digests.begin(paths)
 
-    return digests.pool.submit(begin)
+    return digests.pool.submit(write_and_hash)
 
 
 def digest_of(path: Path) -> str:

@@ -3,7 +3,6 @@
 Settings, optimizer, learning-rate schedule, reports and logs stay the Trainer's.
 """
 
-import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -12,9 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-from accelerate.utils import gather_object
 from torch.nn.utils import get_total_norm
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
@@ -23,6 +20,7 @@ from typing_extensions import override
 from common.data.rows import Tokens, without_labels
 from common.runtime.watch import reached
 from common.training.checkpoints import STATE_FILE, verify_once
+from common.training.saves import CopiedCheckpoint
 from common.training.strategy import Batch
 from common.training.trainer import AuditedTrainer
 
@@ -141,7 +139,7 @@ class LoopTrainer(AuditedTrainer):
         self.state.epoch = self.state.global_step / self.steps_per_epoch
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         with self.reporting():
-            self._look_at_save()
+            self.look_at_save()
             if self.control.should_log:
                 loss = self.strategy.sum_over_ranks(self.loss_sum).item() / (self.state.global_step - self.logged_step)
                 self.loss_sum, self.logged_step = torch.zeros_like(self.loss_sum), self.state.global_step
@@ -151,13 +149,6 @@ class LoopTrainer(AuditedTrainer):
             if self.control.should_save:
                 self._save_checkpoint(self.model)
                 self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-
-    def _look_at_save(self) -> None:
-        """Commit what was written while training went on, where the ranks meet anyway, or nearly so."""
-        if self.unfinished and (self.control.should_evaluate or self.schedule.is_meeting(self.state)):
-            with self.saves.holding_up():
-                if self.unfinished.is_written():
-                    self.finish_save()
 
     def evaluate(self, *_: object, **__: object) -> dict[str, float]:
         """Return the metrics of all validation rows, such as the mean loss."""
@@ -214,28 +205,27 @@ class LoopTrainer(AuditedTrainer):
 
     # -- checkpoints
 
-    def write_checkpoint(self, folder: Path, is_full: bool) -> Future[Any] | None:
+    def copied_parts(self, is_full: bool) -> dict[str, Any]:
+        """Return a copy of what this rank writes, in the host's memory; called on every rank."""
+        return self.strategy.copied(is_full)
+
+    def write_checkpoint(self, folder: Path, checkpoint: CopiedCheckpoint) -> Future[Any] | None:
         """Write weights and optimizer, every rank's random numbers, and the history; or weights and history alone."""
         background = None
-        if self.saves_in_background and self._has_room_to_copy(is_full):
-            background = self.strategy.save_in_background(folder, is_full)
-        elif is_full:
+        if checkpoint.parts is not None:
+            background = self.strategy.write_in_background(folder, checkpoint.parts)
+        elif checkpoint.is_full:
             self.strategy.save(folder)
         else:
             self.strategy.save_weights(folder)
-        if is_full:
+        if checkpoint.is_full:
             self._save_rng_state(str(folder))
         for each in self.callback_handler.callbacks:  # not `self.control`: what has stopped may be told to train longer
             if isinstance(each, ExportableState):
-                self.state.stateful_callbacks[type(each).__name__] = each.state()
+                checkpoint.state.stateful_callbacks[type(each).__name__] = each.state()
         if self.writes:
-            self.state.save_to_json(str(folder / STATE_FILE))
+            checkpoint.state.save_to_json(str(folder / STATE_FILE))
         return background
-
-    def _has_room_to_copy(self, is_full: bool) -> bool:
-        """Return whether the hosts of all ranks can hold a copy of what they write; called on every rank."""
-        needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * self.bytes_to_write(is_full)
-        return all(gather_object([needed < psutil.virtual_memory().available]))
 
     def _resume(self, folder: Path) -> None:
         """Resume after a checkpoint's step, with its weights, optimizer and history; the schedule is this run's own."""

@@ -5,7 +5,9 @@ pass or while it goes on); the rest of a step is that of every `LoopTrainer`.
 """
 
 import socket
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,13 @@ from typing_extensions import override
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import Tokens
+from common.models.shards import host_copy
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
 from common.training.checkpoints import newest_whole, steps_at
-from common.training.digests import begin_hashing
+from common.training.digests import begin_hashing, begin_writing
 from common.training.loop import LoopTrainer
+from common.training.saves import CopiedCheckpoint
 from common.training.strategy import Batch, WholeModel
 
 WEIGHTS_FILE = "replica.pt"
@@ -49,6 +53,17 @@ class Replicas(WholeModel):
     def save_weights(self, folder: Path) -> None:
         """Write the weights, on one rank of each disk."""
         self._write(folder, {"model": self.model.state_dict()})
+
+    def copied(self, is_full: bool) -> dict[str, Any]:
+        """Return a copy of what `save`, or else `save_weights`, writes, on one rank of each disk."""
+        states = {"optimizer": self.optimizer.state_dict()} if is_full else {}
+        return host_copy({"model": self.model.state_dict()} | states) if self.writes else {}
+
+    def write_in_background(self, folder: Path, parts: dict[str, Any]) -> Future[Any]:
+        """Write what `copied` has returned, on one rank of each disk."""
+        file = folder / WEIGHTS_FILE
+        write, files = (partial(torch.save, parts, file), [file]) if self.writes else (dict, [])
+        return begin_writing(write, files)
 
     def load(self, folder: Path) -> None:
         """Take back weights and optimizer, on every rank."""
@@ -134,13 +149,14 @@ class PlainLoop(LoopTrainer):
                 broadcast_folder(best, of_ranks.index(True), self.writes and not has_it, self.rank)
         super().take_best_along(folder)
 
-    def write_checkpoint(self, folder: Path, is_full: bool) -> None:
+    def write_checkpoint(self, folder: Path, checkpoint: CopiedCheckpoint) -> Future[Any] | None:
         """Give every disk every rank's random numbers, so that any of them can start all ranks again."""
-        super().write_checkpoint(folder, is_full)
+        background = super().write_checkpoint(folder, checkpoint)
         states = gather_object([{path.name: path.read_bytes() for path in folder.glob("rng_state*")}])
         for name, content in {name: state for each in states for name, state in each.items()}.items():
             if self.writes:
                 (folder / name).write_bytes(content)
+        return background
 
 
 # -- gradients of several machines brought together

@@ -23,6 +23,9 @@ from common.planning.job import OPTIMIZER_BYTES
 from common.training.checkpoints import FULL_STATE, HOLDS
 
 MEANWHILE = "while training goes on"
+MOST_FULL_STATES, MOST_BEST_WEIGHTS = 3, 2
+"""On the disk at the same time (`checkpoints.to_keep`): two full states and the one that is written; the best weights,
+and those that were the best when the newest full state was written."""
 PROBE_BYTES = 64 * MIB
 """What is written to find how fast the disk is; less where checkpoints are smaller."""
 
@@ -123,6 +126,26 @@ class SaveSchedule(TrainerCallback):
         self.due_step = math.inf
 
 
+# -- what is copied first
+
+
+@dataclass
+class CopiedCheckpoint:
+    """A checkpoint as it is after a step, of which nothing is written yet.
+
+    Attributes:
+        parts: A copy of what this rank writes, in the host's memory; None: it is written while training waits.
+        state: The history until then.
+    """
+
+    folder: Path
+    about: dict[str, Any]
+    is_full: bool
+    byte_count: int
+    parts: dict[str, Any] | None
+    state: TrainerState
+
+
 # -- how long
 
 
@@ -143,6 +166,7 @@ def describe_saves(run: RunConfig, steps: int, size: CheckpointSize, speed: floa
     `speed`: of the disk, in bytes per second; `waits`: whether training does not go on meanwhile.
     """
     state_s, weights_s = size.state_bytes / speed, size.weights_bytes / speed
+    validations = math.ceil(steps / steps_of(run.eval_steps, steps))
     state, weights = (
         f"{size_text(count)}, about {_seconds(seconds)}"
         for count, seconds in ((size.state_bytes, state_s), (size.weights_bytes, weights_s))
@@ -155,10 +179,12 @@ def describe_saves(run: RunConfig, steps: int, size: CheckpointSize, speed: floa
         share = f"{state_s / (state_s + 60 * run.max_lost_minutes):.1%} of the time" if waits else MEANWHILE
         at_end = ", and one at the end" if size.state_bytes <= LITTLE_BYTES else ""
         states = f"a full state ({state}, {share}) every {run.max_lost_minutes:g} minutes{at_end}"
-    validations = math.ceil(steps / steps_of(run.eval_steps, steps))
+    if not waits:
+        weights += f", {MEANWHILE}"
+    on_disk = size_text(MOST_FULL_STATES * size.state_bytes + MOST_BEST_WEIGHTS * size.weights_bytes)
     return (
-        f"saves: {states}; the best weights ({weights}) after at most {validations} validations; the disk takes "
-        f"{size_text(speed)} per second"
+        f"saves: {states}; the best weights ({weights}) after at most {validations} validations; {on_disk} on the disk "
+        f"at most, which takes {size_text(speed)} per second"
     )
 
 

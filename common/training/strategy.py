@@ -6,6 +6,7 @@ A parallelism names its strategy in `common.base.specs.PARALLELISMS`; without on
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -34,14 +35,14 @@ from common.data import rows
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.loading import load_base_model, next_token_logits
 from common.models.separate_rows import separate_rows, without_mask
-from common.models.shards import byte_count, full_weights, gathered, global_numel, local_part
+from common.models.shards import byte_count, full_weights, gathered, global_numel, host_copy, local_part
 from common.models.trained_weights import parameter_counts, with_trained_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import BACKENDS, Rank
 from common.tasks.objectives import objective_of
 from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
 from common.training.compiled_layers import compile_layers
-from common.training.digests import begin_hashing, begin_hashing_after
+from common.training.digests import begin_hashing, begin_writing
 from common.training.known_padding import padding_known
 from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
@@ -65,7 +66,8 @@ class Strategy:
         measures_usage: Whether what a rank holds and sends is measured in the second step.
         reloads_as_computed: Whether whole models load after training in the format of matrix products; see
             `as_computed`.
-        saves_in_background: Whether `save_in_background` is there; `Parallelism.saves_in_background` plans for it.
+        saves_in_background: Whether training goes on while a large checkpoint is written;
+            `Parallelism.saves_in_background` plans for it.
         autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
         divides_checkpoints: Whether every rank writes a part of a checkpoint.
         gather: Function that returns a weight whole; called on every rank.
@@ -264,20 +266,23 @@ class Strategy:
         """Write what `load_weights` takes back; see `save`."""
         self._write_shards(folder, self._weights())
 
-    def save_in_background(self, folder: Path, is_full: bool) -> Future[Any]:
-        """Copy what `save` or `save_weights` writes to the host, and write it while training goes on.
+    def copied(self, is_full: bool) -> dict[str, Any]:
+        """Return a copy of what `save`, or else `save_weights`, writes, in the host's memory; called on every rank."""
+        return host_copy(self._weights() | (self._states() if is_full else {}))
 
-        Called on every rank. The threads that write have a process group of their own, on the CPU: their collectives
-        would else come among those of training.
+    def write_in_background(self, folder: Path, parts: dict[str, Any]) -> Future[Any]:
+        """Write what `copied` has returned while training goes on, as `save` does; called on every rank.
+
+        The threads that write have a process group of their own, on the CPU: their collectives would else come among
+        those of training. (`dcp.async_save` does the same, but copies what is a copy already.)
 
         Returns:
             What is done when all ranks have written.
         """
         if self.rank.world_size > 1 and not self.saving_group:
             self.saving_group = dist.new_group(backend=BACKENDS["cpu"])
-        parts = self._weights() | (self._states() if is_full else {})
-        writing = dcp.async_save(parts, storage_writer=shard_writer(folder), process_group=self.saving_group)
-        return begin_hashing_after(writing, self._own_shards(folder))
+        write = partial(dcp.save, parts, storage_writer=shard_writer(folder), process_group=self.saving_group)
+        return begin_writing(write, self._own_shards(folder))
 
     def load(self, folder: Path) -> None:
         """Take back this rank's shards, also from a checkpoint of another number of ranks."""
@@ -368,7 +373,7 @@ def shard_writer(folder: Path) -> dcp.FileSystemWriter:
 class WholeModel(Strategy):
     """Every rank holds the whole model, with mp on several devices, and the Trainer takes the steps."""
 
-    takes_steps = measures_usage = reloads_as_computed = saves_in_background = False
+    takes_steps = measures_usage = reloads_as_computed = False
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the whole model to train, with mp placed by `stage_map`."""

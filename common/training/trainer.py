@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from accelerate.hooks import remove_hook_from_module
 from accelerate.utils import gather_object
@@ -32,7 +34,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
@@ -53,7 +55,7 @@ from common.data.batches import (
 from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
 from common.data.rows import Tokens
 from common.models.quantization import drop_quantized
-from common.models.shards import byte_count, local_part
+from common.models.shards import byte_count, host_copy, local_part
 from common.planning.job import BatchShape, EvaluationShape
 from common.planning.plans import Plan, plan_run, why
 from common.runtime.faults import fault_at
@@ -80,12 +82,13 @@ from common.training.checkpoints import (
     verify_once,
 )
 from common.training.ddp import ddp_settings
-from common.training.digests import begin_hashing
+from common.training.digests import begin_hashing, begin_writing
 from common.training.known_padding import padding_known
 from common.training.placement import evaluation_of_rows
 from common.training.saves import (
     LITTLE_BYTES,
     CheckpointSize,
+    CopiedCheckpoint,
     SaveSchedule,
     SavesDone,
     bytes_per_second,
@@ -110,7 +113,8 @@ class CheckpointedTrainer(Trainer):
         schedule: When a full state is due.
         saves: What this run has saved.
         unfinished: The checkpoint that is still being written.
-        saves_in_background: Whether training goes on while what ranks hold is written.
+        waiting: The newest best weights, copied to the host; they are written after `unfinished`.
+        saves_in_background: Whether training goes on while a checkpoint is written, from a copy on the host.
     """
 
     divides, copies = False, 1
@@ -125,14 +129,19 @@ class CheckpointedTrainer(Trainer):
         self.saves_into = Path(self.args.output_dir)
         self.schedule, self.saves = SaveSchedule(math.inf), SavesDone()
         self.unfinished: UnfinishedCheckpoint | None = None
+        self.waiting: CopiedCheckpoint | None = None
         self.saves_in_background = False
+        self._copied: dict[str, Any] | None = None  # while Transformers writes a checkpoint
+        self._writes_later: list[Callable[[], object]] = []
 
     def train(self, **kwargs: Any) -> Any:
         """Take all optimizer steps; those after `resume_checkpoint`, where that is a checkpoint."""
         folder = self.resume_checkpoint
         if folder and self.args.process_index == 0:
             print(f"resumes after step {self.first_step}, from {folder.name}")
-        return super().train(resume_from_checkpoint=str(folder) if folder else None, **kwargs)
+        trained = super().train(resume_from_checkpoint=str(folder) if folder else None, **kwargs)
+        self.finish_save()
+        return trained
 
     # -- writing
 
@@ -145,57 +154,123 @@ class CheckpointedTrainer(Trainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: None = None) -> None:
         """Write a full state, if one is due, or else the weights alone; then remove what is needed no more.
 
-        What is written while training goes on is committed later, by `finish_save`.
+        Where training goes on meanwhile, it waits for a copy on the host alone: best weights that cannot be written
+        yet, as others still are, wait there, until newer ones take their place.
         """
         with self.saves.holding_up():
-            self.finish_save()
-            step, best = self.state.global_step, self.state.best_global_step or 0
-            folder = Path(self.args.output_dir) / f"checkpoint-{step}"
-            is_full = self.schedule.is_due(self.state, self.control)
-            if best > self.first_step:
-                self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
-            about = {**self.about, HOLDS: FULL_STATE if is_full else WEIGHTS, BEST: best}
-            self.unfinished = UnfinishedCheckpoint(folder, about, self.bytes_to_write(is_full), self.writes)
-            with self.unfinished.being_written() as partial:
-                self.unfinished.background = self.write_checkpoint(partial, is_full)
-            if not self.unfinished.background:
+            checkpoint = self._checkpoint_of_this_step()
+            if checkpoint.is_full or checkpoint.parts is None:
                 self.finish_save()
-            if is_full:
-                self.schedule.saved(step)
+            self.waiting = checkpoint
+            self.go_on_saving()
+            if checkpoint.parts is None:
+                self.finish_save()
+            if checkpoint.is_full:
+                self.schedule.saved(self.state.global_step)
+
+    def _checkpoint_of_this_step(self) -> CopiedCheckpoint:
+        step, best = self.state.global_step, self.state.best_global_step or 0
+        if best == step:
+            self.waiting = None  # the best until now
+        folder = Path(self.args.output_dir) / f"checkpoint-{step}"
+        is_full = self.schedule.is_due(self.state, self.control)
+        if best > self.first_step:
+            self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
+        about = {**self.about, HOLDS: FULL_STATE if is_full else WEIGHTS, BEST: best}
+        parts, state = None, self.state
+        if self.saves_in_background and self._has_room_to_copy(is_full):
+            parts, state = self.copied_parts(is_full), deepcopy(self.state)
+        return CopiedCheckpoint(folder, about, is_full, self.bytes_to_write(is_full), parts, state)
+
+    def _has_room_to_copy(self, is_full: bool) -> bool:
+        """Return whether the hosts of all ranks can hold a copy of what they write; called on every rank."""
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.divides else 1
+        needed = ranks_here * self.bytes_to_write(is_full)
+        return all(gather_object([needed < psutil.virtual_memory().available]))
+
+    def look_at_save(self) -> None:
+        """Go on saving where the ranks meet anyway, or nearly so; called after each step."""
+        if self.unfinished and (self.control.should_evaluate or self.schedule.is_meeting(self.state)):
+            with self.saves.holding_up():
+                self.go_on_saving()
+
+    def go_on_saving(self) -> None:
+        """Commit what is written, and begin to write what waits for that; called on every rank."""
+        if self.unfinished and self.unfinished.is_written():
+            self._commit()
+        if self.waiting and not self.unfinished:
+            self._begin_to_write()
 
     def finish_save(self) -> None:
-        """Commit the checkpoint that is being written, when it is written, if there is one; called on every rank."""
-        if not self.unfinished:
-            return
+        """Wait until all is written, and commit it; called on every rank."""
+        while self.unfinished or self.waiting:
+            if self.unfinished:
+                self._commit()
+            else:
+                self._begin_to_write()
+
+    def _begin_to_write(self) -> None:
+        checkpoint, self.waiting = self.waiting, None
+        folder, about, byte_count = checkpoint.folder, checkpoint.about, checkpoint.byte_count
+        self.unfinished = UnfinishedCheckpoint(folder, about, byte_count, self.writes)
+        with self.unfinished.being_written() as partial_folder:
+            self.unfinished.background = self.write_checkpoint(partial_folder, checkpoint)
+
+    def _commit(self) -> None:
         unfinished, self.unfinished = self.unfinished, None
         unfinished.commit()
         if self.writes:
             self.saves.count(read_manifest(unfinished.folder))
             rotate(unfinished.folder.parent, to_keep(unfinished.folder.parent, unfinished.about[BEST]))
 
-    def write_checkpoint(self, folder: Path, is_full: bool) -> Future[Any] | None:
+    def copied_parts(self, is_full: bool) -> dict[str, Any]:
+        """Return a copy of what this rank writes, in the host's memory; called on every rank."""
+        if not self.args.should_save:
+            return {}
+        weights = self.model.state_dict()
+        if isinstance(self.model, PeftModel):  # writes nothing else
+            trained = {name for name, weight in self.model.named_parameters() if weight.requires_grad}
+            weights = {name: weight for name, weight in weights.items() if name in trained}
+        return host_copy({"model": weights} | ({"optimizer": self.optimizer.state_dict()} if is_full else {}))
+
+    def write_checkpoint(self, folder: Path, checkpoint: CopiedCheckpoint) -> Future[Any] | None:
         """Write all that a resumed training needs, or the weights alone; called on every rank.
 
         Returns:
-            What is still being written.
+            What is still being written, from the checkpoint's copy.
         """
-        best, self.saves_into = self.state.best_model_checkpoint, folder.parent
-        self.args.save_only_model = not is_full
+        best, self.saves_into = checkpoint.state.best_model_checkpoint, folder.parent
+        self.args.save_only_model = not checkpoint.is_full
+        self._copied, self._writes_later, now = checkpoint.parts, [], self.state
+        self.state = checkpoint.state
         super()._save_checkpoint(self.model, trial=None)
         self.state.best_model_checkpoint = best
         if self.args.should_save:
             self.state.save_to_json(str(folder / STATE_FILE))
+        self.state, self._copied = now, None
+        if checkpoint.parts is None:
+            return None
+        writes = self._writes_later
+        return begin_writing(lambda: [write() for write in writes], _large_files(folder) if writes else [])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights, or the adapter, as plain libraries load them."""
-        super().save_model(output_dir, _internal_call)
-        if output_dir and self.args.should_save:
-            begin_hashing(Path(output_dir).glob("*.safetensors"))
+        """Write the weights, or the adapter, as plain libraries load them; of a copied checkpoint later."""
+        if self._copied:
+            self._writes_later.append(partial(self._save, output_dir, self._copied["model"]))
+        elif self._copied is None:
+            super().save_model(output_dir, _internal_call)
+            if output_dir and self.args.should_save:
+                begin_hashing(Path(output_dir).glob("*.safetensors"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save:
-            begin_hashing([Path(output_dir, OPTIMIZER_NAME)])
+        folder = Path(output_dir)
+        if self._copied:
+            self._writes_later.append(partial(torch.save, self._copied["optimizer"], folder / OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+        elif self._copied is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            if self.args.should_save:
+                begin_hashing([folder / OPTIMIZER_NAME])
 
     def _get_output_dir(self, trial: None) -> str:
         return str(self.saves_into)
@@ -290,9 +365,17 @@ class CheckpointedTrainer(Trainer):
             super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self) -> None:
+        with self.saves.holding_up():
+            self.finish_save()
         verify_once(Path(self.state.best_model_checkpoint), self.args.process_index == 0)
         with silent("transformers.trainer"):
             super()._load_best_model()
+
+
+def _large_files(folder: Path) -> Iterator[Path]:
+    """Yield what Transformers writes of weights and optimizer."""
+    yield from folder.glob("*.safetensors")
+    yield from folder.glob(OPTIMIZER_NAME)
 
 
 class AuditedTrainer(CheckpointedTrainer):
@@ -382,6 +465,7 @@ class AuditedTrainer(CheckpointedTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self.reporting():
+            self.look_at_save()
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     @override

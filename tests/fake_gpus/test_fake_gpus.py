@@ -147,7 +147,9 @@ def test_ranks_train_on_their_own_devices(two_ranks: Runs, on_cpu: Runs, name: s
     check_equal_losses(run, on_cpu[expected])
 
 
-@pytest.mark.parametrize(("name", "rank"), [("LoRA", 0), ("full", 0), ("DDP", 0), ("DDP", 1), ("PP", 0), ("PP", 1)])
+@pytest.mark.parametrize(
+    ("name", "rank"), [("LoRA", 0), ("full", 0), ("MP, two", 0), ("DDP", 0), ("DDP", 1), ("PP", 0), ("PP", 1)]
+)
 def test_a_step_waits_for_its_gpu_once(one_process: Runs, two_ranks: Runs, name: str, rank: int) -> None:
     """To learn whether the gradients are finite; in the first step libraries make what they need once."""
     results = {**one_process, **two_ranks}[name].results

@@ -233,6 +233,14 @@ def test_the_first_cell_tells_versions_without_cuda_and_parameters_follow(path: 
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=id_of)
+def test_the_reader_knows_what_for_how_long_and_what_next(path: Path) -> None:
+    first, *_, last = nbformat.read(path, as_version=4).cells
+    assert "You will learn" in first.source
+    assert re.search(r"\*\*Time:\*\* (about|half|seconds)", first.source)
+    assert "What to try next" in last.source
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=id_of)
 def test_cells_are_short_and_explained(path: Path) -> None:
     cells = nbformat.read(path, as_version=4).cells
     for cell in cells:

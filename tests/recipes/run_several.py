@@ -1,7 +1,7 @@
 """Several workflows one after the other in the same processes, as each start of a process takes some seconds.
 
 python (or torchrun) run_several.py JOBS.json: a list of objects with `place` (a run folder, or one of its workflows),
-`name`, `overrides`.
+`name`, `overrides`, and `logits_at_once`: of a chunk of the loss, 0 = as usual.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from pathlib import Path
 from common.base.parsing import parse_overrides
 from common.checks.folder_runs import run_of_arguments
 from common.runtime.rank import end_rank
+from common.training import chunked_loss
 from tests.short_runs import cut_short, find_port
 
 
@@ -30,6 +31,7 @@ def run(place: str, name: str, overrides: list[str], results_root: str) -> None:
 if __name__ == "__main__":
     cut_short()
     importlib.import_module("common.tasks.classification").BOOTSTRAP_SAMPLES = 9
-    jobs = Path(sys.argv[1])
+    jobs, usual = Path(sys.argv[1]), chunked_loss.LOGITS_AT_ONCE
     for job in json.loads(jobs.read_text()):
+        chunked_loss.LOGITS_AT_ONCE = job["logits_at_once"] or usual
         run(job["place"], job["name"], job["overrides"], results_root=str(jobs.parent))

@@ -66,6 +66,8 @@ OWN_WRAP = ("--wrap", "LlamaMLP,LlamaAttention", "--gradient_checkpointing")
 TWO_PARTS = ("--parallel", "single", "--devices", "1", "--partitions", "2")
 FEW_TOKENS = ("--max_batch_tokens", "64")
 """One or two rows."""
+SOME_LOGITS = 2**15
+"""Of a chunk of the loss on several devices, where each micro-batch has several chunks; one device has one."""
 OVERLAPPED = ("--gradient_exchange", "overlapped", "--bucket_cap_mb", "0.05")
 
 
@@ -260,7 +262,8 @@ def launch(
             for case in needed
             if case.launch == name
         }
-        return run_several(tmp_path_factory.mktemp(name), runs, ranks, starter)
+        logits_at_once = 0 if name == "one_device" else SOME_LOGITS
+        return run_several(tmp_path_factory.mktemp(name), runs, ranks, starter, logits_at_once)
 
     return launched
 

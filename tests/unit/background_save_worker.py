@@ -57,7 +57,7 @@ def main() -> None:
     then = held(strategy)
     unfinished = UnfinishedCheckpoint(folder, {}, 0, commits=rank.is_main)
     with unfinished.being_written() as partial:
-        unfinished.background = strategy.save_in_background(partial, is_full=True)
+        unfinished.background = strategy.write_in_background(partial, strategy.copied(is_full=True))
     for _ in range(3):
         step(strategy)
     has_name = folder.exists()

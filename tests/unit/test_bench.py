@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import pipeline, rates, training, vocabulary
+from bench import gpu, pipeline, rates, training, vocabulary
 from bench.__main__ import DATA_SETS, PARTS, TOOL_NAMES
 from bench.clock import Check, Clock, reached, tokens_per_s
 from bench.entries import measured, save, update
@@ -349,3 +349,26 @@ def test_of_a_part_that_is_not_measured_whole_the_rest_stays(tmp_path: Path) -> 
     assert [entry["name"] for entry in entries] == [
         names[0], names[2], "training, lora, long rows, ours: 0.5 not reached"
     ]  # fmt: skip
+
+
+def test_without_a_gpu_its_bars_are_not_run() -> None:
+    assert [(entry.value, entry.bar, entry.holds) for entry in gpu.entries([])] == [
+        (None, 0.55, False),
+        (None, 0.50, False),
+        (None, 1.25, False),
+    ]
+    assert all(entry.name.endswith("not run") for entry in gpu.entries([]))
+
+
+def test_the_fastest_run_of_the_asked_shape_is_judged() -> None:
+    asked = {"gpu": gpu.GPU, "model": gpu.MODEL, "max_length": gpu.LENGTH}
+    runs = [("full", 0.50, 5000), ("full", 0.56, 5600), ("lora", 0.49, 7000)]
+    records = [
+        {"status": "completed", "config": {**asked, "technique": name}, "mfu": mfu, "tokens_per_s": speed}
+        for name, mfu, speed in runs
+    ]
+    other = {**records[0], "config": {**records[0]["config"], "max_length": 256}, "mfu": 0.9, "tokens_per_s": 9000}
+    full, lora, ratio = gpu.entries([*records, other])
+    assert (full.value, full.holds) == (0.56, True)
+    assert (lora.value, lora.holds) == (0.49, False)
+    assert (ratio.value, ratio.holds) == (1.25, True)

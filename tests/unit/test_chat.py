@@ -17,7 +17,7 @@ from common.records.store import RECORD_NAME, SCHEMA_VERSION, settings_anywhere
 from common.serving import chat
 from common.serving.tuned_runs import find_run, load_models
 from common.tasks.answers import generate_answers
-from common.tasks.samples import samples
+from common.tasks.samples import before_and_after, samples
 from tests.families import make_tiny
 
 QUESTION = "Who made the Winged Bowl of Kelmor?"
@@ -147,11 +147,27 @@ def test_one_question_by_argument_or_many_from_the_input(
 
 
 def test_samples_stand_beside_each_other(tmp_path: Path) -> None:
-    (tmp_path / "before.csv").write_text("question,answer\nWho?,Nobody\nWhen?,\nWhy?,x\nHow?,y\n")
-    after = [{"question": name, "reference": "r", "answer": "long " * 60} for name in ("Who?", "When?", "Why?", "How?")]
-    lines = samples(tmp_path / "before.csv", after).splitlines()
+    questions = ("Who?", "When?", "Why?", "How?")
+    before = dict(zip(questions, ("Nobody", "", "x", "y"), strict=True))
+    for when, answers in (("before", before), ("after", dict.fromkeys(questions, "long " * 60))):
+        lines = [f"{question},r,{answers[question]}" for question in questions]
+        (tmp_path / f"predictions_{when}.csv").write_text("\n".join(["question,reference,answer", *lines]))
+    lines = samples(tmp_path).splitlines()
     assert len(lines) == 3 * 4
     assert lines[:3] == ["question: Who?", "expected: r", "  before: Nobody"]
     assert lines[6] == "  before: (nothing)"
     assert all(len(line) <= 110 for line in lines)
-    assert samples(tmp_path / "before.csv", after, "begins").startswith("  begins: Who?\nexpected: r\n")
+    assert samples(tmp_path, "begins").startswith("  begins: Who?\nexpected: r\n")
+    table = before_and_after(tmp_path, rows=2)
+    assert table.columns.tolist() == ["question", "expected", "before", "after"]
+    assert table["before"].tolist() == ["Nobody", ""]
+    assert table["after"].tolist() == ["long " * 60] * 2  # whole
+
+
+def test_labels_and_summaries_stand_beside_each_other_too(tmp_path: Path) -> None:
+    for when, label in (("before", "hours"), ("after", "tickets")):
+        (tmp_path / f"predictions_{when}.csv").write_text(f"row,text,label,found\n1,How much?,tickets,{label}\n")
+    assert before_and_after(tmp_path).loc[0].tolist() == ["How much?", "tickets", "hours", "tickets"]
+    for when, said in (("before", "Hi"), ("after", "They meet.")):
+        (tmp_path / f"predictions_{when}.csv").write_text(f"row,text,summary,written\n1,Hi,We meet.,{said}\n")
+    assert before_and_after(tmp_path).loc[0].tolist() == ["Hi", "We meet.", "Hi", "They meet."]

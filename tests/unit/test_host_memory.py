@@ -26,11 +26,17 @@ def gib(job: Job, machines: int = 1) -> float:
     return sum(term.gib for term in host_terms(LLAMA, job, machines))
 
 
-def test_the_copy_of_a_checkpoint_has_weights_and_states() -> None:
-    assert gib(SHARDED) == pytest.approx(WEIGHTS * (4 + 8) / GIB)
-    assert gib(SHARDED, machines=2) == pytest.approx(WEIGHTS * (4 + 8) / 2 / GIB)
+def test_the_copies_of_checkpoints_have_weights_twice_and_states() -> None:
+    """Best weights may wait for a full state that is being written."""
+    assert gib(SHARDED) == pytest.approx(WEIGHTS * (2 * 4 + 8) / GIB)
+    assert gib(SHARDED, machines=2) == pytest.approx(WEIGHTS * (2 * 4 + 8) / 2 / GIB)
     hybrid = replace(SHARDED, dp_replicate_size=2)
-    assert gib(hybrid, machines=2) == pytest.approx(WEIGHTS * (4 + 8) / GIB)  # a whole copy on each machine
+    assert gib(hybrid, machines=2) == pytest.approx(WEIGHTS * (2 * 4 + 8) / GIB)  # whole copies on each machine
+
+
+@pytest.mark.parametrize(("parallel", "devices"), [("single", 1), ("ddp", 8), ("mp", 2)])
+def test_a_whole_model_is_copied_by_one_rank(parallel: str, devices: int) -> None:
+    assert gib(replace(SHARDED, parallel=parallel, devices=devices)) == pytest.approx(WEIGHTS * (2 * 4 + 8) / GIB)
 
 
 @pytest.mark.parametrize("parallel", [name for name, each in PARALLELISMS.items() if not each.saves_in_background])

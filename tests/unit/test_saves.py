@@ -168,10 +168,12 @@ def test_a_run_says_how_often_it_saves_and_how_long_that_takes() -> None:
     run = RunConfig(eval_steps=0.25)
     said = describe_saves(run, 100, size, speed=GIB)
     assert "a full state (84.0 GiB, about 84 s, 8.5% of the time) every 15 minutes;" in said
-    assert "the best weights (14.0 GiB, about 14 s) after at most 4 validations" in said
+    assert "the best weights (14.0 GiB, about 14 s) after at most 4 validations; 280.0 GiB on the disk at most" in said
     said = describe_saves(replace(run, save_steps=0.3), 100, size, speed=GIB)
     assert "4 full states (84.0 GiB, about 84 s each), one after every 30 steps" in said
-    assert "about 84 s, while training goes on) every" in describe_saves(run, 100, size, GIB, waits=False)
+    said = describe_saves(run, 100, size, GIB, waits=False)
+    assert "about 84 s, while training goes on) every" in said
+    assert "about 14 s, while training goes on) after" in said
     assert "at the end" in describe_saves(run, 100, CheckpointSize(GIB // 2, GIB), speed=GIB)
 
 

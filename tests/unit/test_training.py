@@ -21,6 +21,7 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
+    TrainerState,
 )
 
 from common.base.run_config import RunConfig
@@ -37,7 +38,18 @@ from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.answers import whole_row_results
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
-from common.training.checkpoints import BAD, FULL_STATE, PARTIAL, WEIGHTS, found_in, holds, newest_whole
+from common.training.checkpoints import (
+    BAD,
+    FULL_STATE,
+    PARTIAL,
+    STATE_FILE,
+    WEIGHTS,
+    UnfinishedCheckpoint,
+    found_in,
+    holds,
+    newest_whole,
+    verify,
+)
 from common.training.counted_steps import count_steps
 from common.training.digests import digest_of
 from common.training.export import rows_to_compare
@@ -240,6 +252,55 @@ def test_a_short_run_saves_its_best_weights_and_a_full_state_at_the_end(
     assert sum(path.stat().st_size for path in (folder / "checkpoint-1").rglob("*")) < 0.6 * sum(
         path.stat().st_size for path in (folder / "checkpoint-4").rglob("*")
     )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
+def test_training_does_not_wait_for_the_disk(
+    trainer_of: Callable[..., AuditedTrainer], loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third of four validations is the best, and the first one's weights are being written until training ends."""
+    kept, saved = {}, {}
+    for name in ("waits", "goes on"):
+        trainer = trainer_of(loop, learning_rate=0.01, num_train_epochs=1, run_name=name)
+        accuracies, own = iter((0.1, 0.2, 0.3, 0.0)), trainer.evaluate
+        trainer.evaluate = lambda *args, own=own, accuracies=accuracies, **others: {
+            **own(*args, **others), ACCURACY: next(accuracies)
+        }  # fmt: skip
+        if name == "goes on":
+            trainer.saves_in_background = True
+            monkeypatch.setattr(UnfinishedCheckpoint, "is_written", lambda _: False)
+        trainer.train()
+        folder = Path(trainer.args.output_dir)
+        verified = {found.name: verify(found) for found in found_in(folder)}
+        kept[name] = {checkpoint: digests_of_tensors(folder / checkpoint) for checkpoint in verified}
+        saved[name] = (trainer.saves.best_weights, trainer.saves.full_states)
+        assert TrainerState.load_from_json(str(folder / "checkpoint-3" / STATE_FILE)).global_step == 3
+        assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-3"
+    assert saved == {"waits": (3, 1), "goes on": (2, 1)}, "the second one's weights had no need to be written"
+    assert set(kept["waits"]) == {"checkpoint-3", "checkpoint-4"}
+    assert kept["goes on"] == kept["waits"]
+
+
+def digests_of_tensors(folder: Path) -> dict[str, str]:
+    """Of a checkpoint's files with weights and optimizer."""
+    files = [*folder.rglob("*.safetensors"), *folder.rglob("optimizer.pt"), *folder.rglob("*.distcp")]
+    assert files
+    return {file.name: digest_of(file) for file in files}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@LOOPS
+def test_what_is_written_later_is_as_it_was_copied(trainer_of: Callable[..., AuditedTrainer], loop: str) -> None:
+    trainer = trainer_of(loop, learning_rate=0.01, num_train_epochs=1)
+    trainer.train()
+    copied = trainer.copied_parts(is_full=True)
+    with torch.no_grad():
+        trainer.model.classifier.weight.zero_()
+    (weight,) = (copied["model"][name] for name in copied["model"] if name.endswith("classifier.weight"))
+    assert weight.abs().sum() > 0
+    assert "optimizer" in copied
+    assert "optimizer" not in trainer.copied_parts(is_full=False)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
