@@ -115,6 +115,17 @@ def memory_by_phase(plan: Plan) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).set_index("phase")
 
 
+def terms_by_phase(plan: Plan) -> pd.DataFrame:
+    """Return what each phase of a run holds on the fullest device at its highest moment: formula and GiB, by phase."""
+    terms = [
+        (each.name, term.what, term.formula, term.gib)
+        for each in plan.phases[plan.highest.device]
+        for term in each.memory.terms
+        if term.part != "overhead"
+    ]
+    return pd.DataFrame(terms, columns=["phase", "what", "formula", "GiB"]).set_index(["phase", "what"])
+
+
 def bytes_per_weight(architecture: Architecture) -> pd.DataFrame:
     """Return the bytes that each weight of the model takes, by part, activations left out: the planner's figures."""
     ways: dict[str, dict[str, Any]] = {

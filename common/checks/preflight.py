@@ -6,7 +6,7 @@
 Settings, model, data and plan are checked first. Then every rank builds the model, or its stage, with random weights
 of its real shape (nothing is downloaded), and takes one step of each phase of a run: three optimizer steps on the
 longest batch that can come up, a batch of validation, saving and reloading what was trained, and answers to a batch by
-the whole model, as the evaluations before and after need it. What was measured is called so; the rest is projected.
+the whole model, judged as in the evaluations before and after. What was measured is called so; the rest is projected.
 Nothing is written into the repository; `--json FILE` keeps the result as data.
 
 Exit code 0: it passed; 1: it does not fit, or something failed; 2: the question is wrong.
@@ -48,6 +48,7 @@ from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank, detect_launcher, is_main_process
+from common.tasks.answers import Judge, Texts, independent_judges
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
 from common.training.module_maps import StageMap
@@ -313,17 +314,25 @@ def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap
 
 @torch.no_grad()
 def answer_one_batch(run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank) -> None:
-    """Answer (summarize, label) the longest batch with the whole model, as this rank's evaluations load it."""
+    """Answer (summarize, label) the longest batch with the whole model, as this rank's evaluations load it.
+
+    The base and the independent judge compare the answers, as they do before training.
+    """
     loaded = as_computed(run) if strategy_class(run).reloads_as_computed else run
-    model = load_base_model(loaded, device_map_of_rank(stage_map, rank)).eval()
+    model, tokenizer = load_base_model(loaded, device_map_of_rank(stage_map, rank)).eval(), load_tokenizer(run)
     prompts = {"input_ids": [row["input_ids"] for row in rows.validation]}
-    batch = load_tokenizer(run).pad(prompts, padding_side="left", return_tensors="pt").to(model.device)
+    batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").to(model.device)
     if run.goal.classifies:
         model(**batch)
     else:
         length = {"min_new_tokens": run.max_new_tokens, "max_new_tokens": run.max_new_tokens}
         beams = run.num_beams if run.goal.summarizes else 1
-        model.generate(**batch, do_sample=False, num_beams=beams, **length)
+        generated = model.generate(**batch, do_sample=False, num_beams=beams, **length)
+    if run.goal.chats:
+        answers = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts = Texts(answers, references=answers, shuffled=[None] * len(answers))
+        for judge in (Judge("base", model, tokenizer), *independent_judges(run, rank.device)):
+            judge.judge(texts, range(len(answers)))
     free_model(model)
 
 
