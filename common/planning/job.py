@@ -306,6 +306,13 @@ class Job(HasSpecs):
         waiting = self.devices - stage if self.schedule == "1f1b" else self.micro_batches
         return min(self.micro_batches, waiting)
 
+    def keeps_first_gradients(self, rank: int) -> bool:
+        """Return whether a rank has a buffer for its part of the gradients as soon as the backward pass begins.
+
+        The last ranks keep the part of the last layers, whose gradients come first.
+        """
+        return self.parallelism.gathers_own_gradients and not self.offload and 2 * (rank + 1) > self.devices
+
     def adapts(self, linear: Linear) -> bool:
         """Return whether this projection gets an adapter."""
         return self.method.has_adapters and self._is_target(linear)

@@ -423,7 +423,8 @@ class DeviceSums:
         return repeated or self.job.has_buckets
 
     def _gradients_so_far(self, count: int, what: str) -> list[Term]:
-        return self.gradients() if self._adds_to_gradients else self._gradients(count, what)
+        has_all = self._adds_to_gradients or self.share.keeps_first_gradients
+        return self.gradients() if has_all else self._gradients(count, what)
 
     def _head_gradients(self) -> int:
         matrix = self.architecture.vocab * self.architecture.hidden

@@ -274,7 +274,10 @@ def make_plan(
         )
     whole = [whole_model(architecture)] * job.devices
     placed = shares or (balanced_shares(architecture, job, cluster.gpus) if job.parallelism.splits_layers else whole)
-    placed = tuple(replace(share, in_flight=job.in_flight(stage)) for stage, share in enumerate(placed))
+    placed = tuple(
+        replace(share, in_flight=job.in_flight(number), keeps_first_gradients=job.keeps_first_gradients(number))
+        for number, share in enumerate(placed)
+    )
     known = {
         pair: memory_with_overhead(architecture, job, *pair)
         for pair in dict.fromkeys(zip(placed, cluster.gpus, strict=True))

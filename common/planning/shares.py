@@ -13,12 +13,15 @@ class Share:
     Attributes:
         layers: How many layers of each stack.
         in_flight: Micro-batches whose activations wait for their backward pass at once.
+        keeps_first_gradients: Whether the gradients that the backward pass computes first stay on this device, where
+            each rank keeps a part of them: those of the last weights, which the last ranks have.
     """
 
     layers: tuple[int, ...]
     has_embeddings: bool = True
     has_head: bool = True
     in_flight: int = 1
+    keeps_first_gradients: bool = False
 
 
 def whole_model(architecture: Architecture) -> Share:

@@ -183,8 +183,8 @@ def describe_saves(run: RunConfig, steps: int, size: CheckpointSize, speed: floa
         weights += f", {MEANWHILE}"
     on_disk = size_text(MOST_FULL_STATES * size.state_bytes + MOST_BEST_WEIGHTS * size.weights_bytes)
     return (
-        f"saves: {states}; the best weights ({weights}) after at most {validations} validations; {on_disk} on the disk "
-        f"at most, which takes {size_text(speed)} per second"
+        f"saves: {states}; the best weights ({weights}) after at most {validations} validations, together "
+        f"{_seconds(validations * weights_s)}; {on_disk} on the disk at most, which takes {size_text(speed)} per second"
     )
 
 
