@@ -131,7 +131,8 @@ class CheckpointedTrainer(Trainer):
         self.unfinished: UnfinishedCheckpoint | None = None
         self.waiting: CopiedCheckpoint | None = None
         self.saves_in_background = False
-        self._copied: dict[str, Any] | None = None  # while Transformers writes a checkpoint
+        # while Transformers writes a checkpoint: the copy that it is written from, {} where another rank writes
+        self._copied: dict[str, Any] | None = None
         self._writes_later: list[Callable[[], object]] = []
 
     def train(self, **kwargs: Any) -> Any:
