@@ -261,13 +261,13 @@ def test_training_does_not_wait_for_the_disk(
 ) -> None:
     """The third of four validations is the best, and the first one's weights are being written until training ends."""
     kept, saved = {}, {}
-    for name in ("waits", "goes on"):
+    for name in ("waits", "goes-on"):
         trainer = trainer_of(loop, learning_rate=0.01, num_train_epochs=1, run_name=name)
         accuracies, own = iter((0.1, 0.2, 0.3, 0.0)), trainer.evaluate
         trainer.evaluate = lambda *args, own=own, accuracies=accuracies, **others: {
             **own(*args, **others), ACCURACY: next(accuracies)
         }  # fmt: skip
-        if name == "goes on":
+        if name == "goes-on":
             trainer.saves_in_background = True
             monkeypatch.setattr(UnfinishedCheckpoint, "is_written", lambda _: False)
         trainer.train()
@@ -277,9 +277,9 @@ def test_training_does_not_wait_for_the_disk(
         saved[name] = (trainer.saves.best_weights, trainer.saves.full_states)
         assert TrainerState.load_from_json(str(folder / "checkpoint-3" / STATE_FILE)).global_step == 3
         assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-3"
-    assert saved == {"waits": (3, 1), "goes on": (2, 1)}, "the second one's weights had no need to be written"
+    assert saved == {"waits": (3, 1), "goes-on": (2, 1)}, "the second one's weights had no need to be written"
     assert set(kept["waits"]) == {"checkpoint-3", "checkpoint-4"}
-    assert kept["goes on"] == kept["waits"]
+    assert kept["goes-on"] == kept["waits"]
 
 
 def digests_of_tensors(folder: Path) -> dict[str, str]:
@@ -337,14 +337,17 @@ def better_at_each_validation(trainer: AuditedTrainer) -> AuditedTrainer:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(
     ("loop", "little_bytes"),
-    [("ours", 0), *(pytest.param(loop, GIB, marks=pytest.mark.slow) for loop in ("the Trainer's", "ours"))],
+    [
+        *((loop, 0) for loop in ("the Trainer's", "ours")),
+        *(pytest.param(loop, GIB, marks=pytest.mark.slow) for loop in ("the Trainer's", "ours")),
+    ],
 )
 def test_a_run_that_lost_some_steps_finds_the_best_weights_of_a_straight_one(
     trainer_of: Callable[..., AuditedTrainer], loop: str, little_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best weights are newer than the full state that is resumed.
 
-    What is not little is written while training goes on, where the strategy can.
+    What is not little is written while training goes on.
     """
     monkeypatch.setattr("common.training.trainer.LITTLE_BYTES", little_bytes)
     settings = {"learning_rate": 0.003, "num_train_epochs": 2, "save_steps": 3}
@@ -356,8 +359,9 @@ def test_a_run_that_lost_some_steps_finds_the_best_weights_of_a_straight_one(
     monkeypatch.delenv("FAULT")
     folder = Path(lost.args.output_dir)
     found = {path.name: holds(path) for path in found_in(folder)}
-    newest = "checkpoint-5" if little_bytes else "checkpoint-4"  # the last one was not committed yet
-    assert found == {newest: WEIGHTS, "checkpoint-3": FULL_STATE}
+    assert found.pop("checkpoint-3") == FULL_STATE
+    # the last one was not committed yet, and perhaps the one before had not been begun
+    assert found in ([{"checkpoint-5": WEIGHTS}] if little_bytes else [{"checkpoint-4": WEIGHTS}, {}])
     resumed = trainer_of(loop, **settings, run_name="resumed", resume_from_checkpoint=str(folder / "checkpoint-3"))
     straight = trainer_of(loop, **settings, run_name="straight")
     for trainer in (resumed, straight):
