@@ -67,12 +67,15 @@ class Turns(TrainerCallback):
             self.ceilings.append(ceiling["strong"])
 
     def _hand_over(self, turns: int, is_last: bool) -> None:
-        """Say that this world has had its `turns`, and wait until the other one has; one rank begins."""
+        """Say that this world has had its `turns`, and wait until the other one has; one rank begins.
+
+        After its last turn it waits, too: what ends would take the time of the other world's last turn.
+        """
         is_one = self.rank.world_size == 1
         if self.rank.is_main:
             (self.folder / f"{'one' if is_one else 'several'} {turns}").touch()
             before = self.folder / (f"several {turns}" if is_one else f"one {turns + 1}")
-            while not is_last and not before.exists():
+            while not before.exists() and (is_one or not is_last):
                 time.sleep(POLL_S)
         wait_for_everyone()
 
