@@ -221,7 +221,7 @@ def sharding_quality(records: list[Record]) -> pd.DataFrame:
 def sharding_speed(records: list[Record]) -> pd.DataFrame:
     """Return the table of 2.6: time and memory at the same global batch and learning rate, beside one device."""
     runs = [record for record in _sharded_runs(records) if record["config"]["learning_rate_scaling"] == "none"]
-    compared = ("Against one device", "Machine's ceiling", "Tokens per second", "Validation loss")
+    compared = ("Against one device", "Machine's ceiling", "Validation loss")
     pairs = beside_one_device(runs, records, STRONG)
     return speedup_table(records, pairs, STRONG, (*WHAT, *STEPS, *compared, *WHERE, *MEMORY))
 
