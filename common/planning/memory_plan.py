@@ -149,21 +149,30 @@ class DeviceSums:
     @_kept
     def resting(self) -> list[Term]:
         """Return what is there in the backward pass of any layer."""
-        return self.between_steps() + self.gathered(FSDP_GATHERED_LAYERS) + self.scattered()
+        return self._in_a_step() + self.gathered(FSDP_GATHERED_LAYERS) + self.scattered()
 
     @_kept
     def between_steps(self) -> list[Term]:
         """Return what is there all the time that training takes."""
         return self.weights() + self.optimizer_states() + self.buffers()
 
+    def _in_a_step(self) -> list[Term]:
+        return self.between_steps() + self.summed(self.job.batch.tokens)
+
+    def summed(self, tokens: int) -> list[Term]:
+        """Return the hidden state of so many tokens that ranks of tensor parallelism sum after each block."""
+        size = tokens * self.architecture.hidden * self.hidden_bytes
+        buffer = Term("buffers", "hidden state to be summed over the ranks", "T H x", size)
+        return where((self.job.parallelism.splits_matrices, buffer))
+
     def beside(self, moment: str) -> list[Term]:
         """Return what is there at a moment of `moments` beside its own terms."""
         if moment == OPTIMIZER_STEP:  # what was gathered is gone
-            return self.between_steps()
+            return self._in_a_step()
         if moment in (LOSS_FORWARD, LOSS):
-            return self.between_steps() + self.gathered(FSDP_GATHERED_AT_LOSS)
+            return self._in_a_step() + self.gathered(FSDP_GATHERED_AT_LOSS)
         if moment == LAST_LAYER_FORWARD:
-            return self.between_steps() + self.gathered(FSDP_GATHERED_LAYERS)
+            return self._in_a_step() + self.gathered(FSDP_GATHERED_LAYERS)
         return self.resting()
 
     def highest(self) -> DeviceMemory:
@@ -365,10 +374,6 @@ class DeviceSums:
                     f"{neighbours} T H x, all parts",
                     neighbours * hidden,
                 ),
-            ),
-            (
-                job.parallelism.splits_matrices,
-                Term("buffers", "hidden state to be summed over the ranks", "T H x", hidden),
             ),
             (job.parallelism.uses_deepspeed, numbers("buffers", "DeepSpeed's reduce bucket", bucket, each)),
         )

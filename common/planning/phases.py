@@ -98,7 +98,7 @@ class _PhaseSums:
         rows, length = self._filled_up(self.shape.rows), self.shape.length
         labelled = rows * self.shape.labelled
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
-        passing = self._layer(rows // parts, length, length, arithmetic, self._adapts)
+        passing = self._trained_layer(rows // parts, length, length)
         layer = [*sums.gathered(FSDP_GATHERED_IN_FORWARD), *passing]
         loss = [*sums.gathered(FSDP_GATHERED_AT_LOSS), *self._losses(labelled, labelled // parts, arithmetic)]
         moments = [("forward of a layer", [*kept, *layer])]
@@ -122,7 +122,7 @@ class _PhaseSums:
             target_length = length = min(length, at_once)  # longer rows are cut
         rows = self._filled_up(min(shape.rows, max(1, at_once // target_length)))
         kept = self._kept_beside(rows * length)
-        passing = self._layer(rows // parts, length, target_length, a, self._adapts)
+        passing = self._trained_layer(rows // parts, length, target_length)
         gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
         moments = [
             ("forward of a layer", [*kept, *gathered[0], *passing]),
@@ -232,8 +232,11 @@ class _PhaseSums:
         if not self.job.parallelism.pipelines:
             return sums.between_steps()
         size = tokens * self.architecture.hidden * sums.hidden_bytes
+        parts = self.job.micro_batches
         received = Term("buffers", "hidden states to receive", "T H x, all parts", size)
-        handed_on = activations("hidden states that are handed on", "T H x, all parts", size)
+        handed_on = activations(
+            "hidden states that were handed on", "T H x, but for the last part", size * (1 - 1 / parts)
+        )
         return [
             *sums.weights(),
             *sums.optimizer_states(),
@@ -262,6 +265,13 @@ class _PhaseSums:
         """Whether the trained model has an adapter there whose result comes beside the layer's widest tensors."""
         return self.job.adapts(linear) and not linear.ends_block
 
+    def _trained_layer(self, rows: int, length: int, target_length: int) -> list[Term]:
+        """Return what the widest layer of the trained model works on, where ranks divide it."""
+        job = self.job
+        part = part_of_rank(self.architecture, job)
+        passing = self._layer(rows, length, target_length, job.arithmetic_bytes, self._adapts, part)
+        return [*passing, *self._trained.summed(rows * length)]
+
     def _layer(
         self,
         rows: int,
@@ -269,15 +279,17 @@ class _PhaseSums:
         target_length: int,
         a: int,
         adapts: Callable[[Linear], bool] = lambda linear: False,
+        part: Architecture | None = None,
     ) -> list[Term]:
         """Return what the widest layer works on; `target_length` is that of an encoder-decoder's decoder.
 
-        Four hidden states (the embeddings, the layer's input, its sum with the attention's result, and the norm of
-        that), and what the MLP or the attention makes of the last; where it `adapts` one, also an adapter's result.
+        Four hidden states (the embeddings, which a pipeline's stages let go of, the layer's input, its sum with the
+        attention's result, and the norm of that), and what the MLP or the attention makes of the last; where it
+        `adapts` one, also an adapter's result. `part` is what a rank has of the trained model's layers.
         Eager attention repeats keys and values for each head, and makes scores, masked ones and their softmax in fp32;
         the layer keeps the last, and the mask, until it ends.
         """
-        architecture, is_eager = self.architecture, self.job.attention == "eager"
+        architecture, is_eager = part or self.architecture, self.job.attention == "eager"
         adapted = {linear.block for stack in architecture.stacks for linear in stack.linears if adapts(linear)}
         of_mlp = (3 if architecture.family.is_llama_like else 2) + ("mlp" in adapted)
         of_attention = (3 if is_eager else 5) + ("attention" in adapted)
@@ -290,8 +302,9 @@ class _PhaseSums:
             (tokens * of_attention * q * a, pairs * (architecture.heads * in_softmax + a)),
         ]
         made, scores = max(moments, key=sum)
-        formula = f"T (4 H + max({of_mlp} I, {of_attention} Q)) a"
-        hidden = 4 * tokens * architecture.hidden * a
+        states = 4 - (part is not None and self.job.parallelism.pipelines)
+        formula = f"T ({states} H + max({of_mlp} I, {of_attention} Q)) a"
+        hidden = states * tokens * architecture.hidden * a
         return [
             activations("hidden states, and what one layer makes of them", formula, hidden + made),
             *where((is_eager, activations("attention scores and their mask", "B heads S S x", scores))),
