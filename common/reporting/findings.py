@@ -173,13 +173,19 @@ def _published(result: dict[str, object], baseline: dict[str, object], gain: str
     }
 
 
+SHORTER = {" fine-tuning with": " with", ", 1 micro-batch (naive MP)": ", naive", " micro-batches": " parts"}
+"""In names of 3.1's settings."""
+
+
 def found_classes(records: list[Record]) -> pd.DataFrame:
     """Return the narrow table of 3.1: published and measured settings."""
     table = classification.settings_table(records)
     table = table[table["Figures"] != NOT_RUN].assign(Figures=table["Figures"].str.partition(":")[0])
     names = {"Best accuracy": "Accuracy", "Training's peak memory per device (GiB)": GIB_PER_DEVICE}
     table["Devices"] = table["Devices"].str.replace(", 1 thread", "")
-    columns = ["Setting", "Figures", "Devices", "Epochs", *names, "Training time"]
+    for long, short in SHORTER.items():
+        table["Setting"] = table["Setting"].str.replace(long, short)
+    columns = ["Setting", "Figures", "Devices", *names, "Training time"]
     return table[columns].rename(columns=names).sort_values("Figures", ascending=False, kind="stable")
 
 

@@ -32,7 +32,8 @@ def _fitted(table: pd.DataFrame) -> str:
     """Return a table, made to fit where it is too wide.
 
     Links become references, and the same value of all rows is said once. Where that is not enough, rows are numbered,
-    and columns that have no room left stand in further tables, folded; one whose entries are too wide becomes a list.
+    and columns that have no room left stand in further tables, from the third on folded; one whose entries are too wide
+    becomes a list.
     """
     if _width(table) <= WIDEST:
         return _as_table(table)
@@ -49,8 +50,8 @@ def _fitted(table: pd.DataFrame) -> str:
         if number:  # rows that say nothing stand in the first part
             part = part[~part.drop(columns=NUMBER).isin(NOTHING).all(axis=1)]
         parts.append(_as_table(part) if _width(part) <= WIDEST else _listed(part))
-    first = 1 + bool(same)  # what most readers look for stands in the first columns
-    parts[first:] = [_folded(parts[first:])] if parts[first:] else []
+    shown = 2 + bool(same)  # what most readers look for stands in the first columns
+    parts[shown:] = [_folded(parts[shown:])] if parts[shown:] else []
     return "\n".join([*parts, *(f"[{text}]: {url}\n" for text, url in links.items())])
 
 

@@ -7,7 +7,7 @@ from common.base.run_config import RunConfig
 from common.checks.folder_runs import run_of_folder
 from common.planning.plans import offer, on_fewer
 
-A6000, A4000 = "NVIDIA RTX A6000", "NVIDIA RTX A4000"
+A6000, A4000, L4 = "NVIDIA RTX A6000", "NVIDIA RTX A4000", "NVIDIA L4"
 
 
 def run_of(folder: str) -> RunConfig:
@@ -21,10 +21,11 @@ def run_of(folder: str) -> RunConfig:
         ("2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4", [A6000], "`python my_workflow", "of 47.4 GiB"),
         (
             "2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4",
-            [A4000],
+            [L4],
             "`python my_workflow",
-            "--batch_size 2 --gradient_a",
+            "--batch_size 10 --gradient_a",
         ),
+        ("2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4", [A4000], "`python my_workflow", "not even one row fits"),
         ("2.2_lora_finetuning_with_ddp/run_2_a6000_48g_x4", ["NVIDIA XYZ"], "`python my_workflow", "--devices 1`, or"),
         ("2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2", [A6000], "a run folder of 2.4_full", "of 47.4 GiB"),
         ("2.5_full_finetuning_with_mp/run_2_a5000_24g_x4", [A6000] * 2, "`python my_workflow", "of 47.4 GiB"),

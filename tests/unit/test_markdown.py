@@ -24,6 +24,13 @@ def test_a_wide_table_is_divided_and_nothing_of_it_is_lost() -> None:
         assert f"| {row + 1}     | run {row}" in text
 
 
+def test_from_the_third_part_on_columns_are_folded() -> None:
+    shown, _, folded = as_markdown(wide()).partition("<details>")
+    assert [part.count("| No.") for part in (shown, folded)] == [2, 1]
+    assert folded.rstrip().endswith("</details>")
+    assert "<details>" not in as_markdown(wide().iloc[:, :4])
+
+
 def test_links_are_references_that_stand_below() -> None:
     table = wide()
     url = "https://example.org/" + 150 * "x"
