@@ -30,7 +30,7 @@ def entries(records: Sequence[Mapping[str, Any]]) -> list[Entry]:
 
 
 def _fastest(records: Sequence[Mapping[str, Any]], technique: str) -> Mapping[str, Any] | None:
-    asked = {"gpu": GPU, "model": MODEL, "max_length": LENGTH, "technique": technique}
+    asked = {"gpu": GPU, "devices": 1, "model": MODEL, "max_length": LENGTH, "technique": technique}
     found = [run for run in records if asked.items() <= run["config"].items() and run["status"] == "completed"]
     return max(found, key=lambda run: run["tokens_per_s"], default=None)
 

@@ -69,7 +69,7 @@ class Turns(TrainerCallback):
     def _hand_over(self, turns: int, is_last: bool) -> None:
         """Say that this world has had its `turns`, and wait until the other one has; one rank begins.
 
-        After its last turn it waits, too: what ends would take the time of the other world's last turn.
+        The world of one rank waits after its last turn, too: its end would take the time of the other's last turn.
         """
         is_one = self.rank.world_size == 1
         if self.rank.is_main:

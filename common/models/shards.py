@@ -36,8 +36,14 @@ def host_copy(parts: dict[str, Any]) -> dict[str, Any]:
 
     Tensors that share their memory do so in the copy; shards stay shards.
     """
-    waits = StagingOptions(*[False] * 4)  # not pinned, not shared, by no thread, and whole when it returns
-    return DefaultStager(waits).stage(parts)
+    options = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+    )
+    stager = DefaultStager(options)
+    try:
+        return stager.stage(parts)
+    finally:
+        stager.close()  # it would keep the copy
 
 
 def full_weights(

@@ -1,4 +1,4 @@
-"""What a machine's own memory holds for its GPUs: what is offloaded, and the copy of a checkpoint being written."""
+"""What a machine's own memory holds for its GPUs: what is offloaded, and copies of checkpoints being written."""
 
 from common.hardware.devices import GIB
 from common.planning.architectures import Architecture
@@ -8,7 +8,7 @@ from common.planning.terms import Term
 
 LITTLE_BYTES = GIB
 """A full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
-it; while a larger one is being written, training goes on, with what is written by DCP."""
+it; while a larger one is being written, from a copy on the host, training goes on."""
 ZERO_OFFLOADED_BYTES = 4 + 4 + 4 + 4
 """Of each trained weight: fp32 copy, momentum, variance and gradient, as DeepSpeed's own estimator counts them
 (deepspeed.readthedocs.io, Memory Requirements)."""

@@ -309,7 +309,8 @@ class Job(HasSpecs):
     def keeps_first_gradients(self, rank: int) -> bool:
         """Return whether a rank has a buffer for its part of the gradients as soon as the backward pass begins.
 
-        The last ranks keep the part of the last layers, whose gradients come first.
+        The last ranks keep the part of the last layers, whose gradients come first. The first half of the ranks have
+        theirs when half of the activations are gone, which outweighs it.
         """
         return self.parallelism.gathers_own_gradients and not self.offload and 2 * (rank + 1) > self.devices
 

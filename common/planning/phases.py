@@ -107,7 +107,7 @@ class _PhaseSums:
         return self._phase("validation", "trained model, optimizer", *moments)
 
     def saving(self) -> Phase:
-        """Return a checkpoint: it is written from where it is, tensor by tensor."""
+        """Return a checkpoint: it is written from where it is, or copied to the host, tensor by tensor."""
         moment = ("a checkpoint is written", self._trained.between_steps())
         return self._phase("saving", "trained model, optimizer", moment, attends=False)
 

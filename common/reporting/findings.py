@@ -66,14 +66,14 @@ def found(records: list[Record], number: str) -> pd.DataFrame:
     """Return the narrow table of a chat technique: published results, then ours, of each way the usual setting."""
     kinds, gain = COMPARED[number]
     published = published_results(*kinds)
-    usual = [runs for kind in kinds if (runs := _usual_runs(recipes(records, kind), number))]
-    if gain == SPEEDUP:  # beside the same batch on one device
+    first = _usual_runs(recipes(records, kinds[0]), number)
+    rows_per_step = first[0][STRONG] if first and gain != SPEEDUP else None
+    usual = [runs for kind in kinds if (runs := _usual_runs(recipes(records, kind), number, rows_per_step))]
+    if usual and gain == SPEEDUP:  # beside the same batch on one device
         usual[0] = _one_device_as(usual[-1], records)
-        gains = [_speedup(runs, usual[0]) for runs in usual]
+        gains = [_speedup(runs, usual[0]) for runs in usual if runs]
     else:
-        one_device = usual[0][0][STRONG]
-        usual = [_usual_runs(recipes(records, kind), number, one_device) for kind in kinds]
-        gains = [MEMORY[gain](runs[0], records) for runs in usual if runs]
+        gains = [MEMORY[gain](runs[0], records) for runs in usual]
     measured = [_measured(runs) for runs in usual if runs]
     return pd.DataFrame(
         [*(_published(each, published[0], gain) for each in published)]
@@ -128,7 +128,7 @@ def _mean_time_s(runs: list[Record]) -> float:
 def _in_training(record: Record, _: list[Record]) -> str:
     """Return the fullest device's peak in training: of tensors on a CPU, of what is allocated on a GPU."""
     peaks = [entry.get("peak_gib_by_phase", {}).get("training") for entry in record["memory"]]
-    return f"{max(peaks):.3f} GiB" if all(peaks) else NOT_RUN
+    return f"{max(peaks):.3f} GiB" if peaks and all(peaks) else NOT_RUN
 
 
 def _base_weights(record: Record, records: list[Record]) -> str:

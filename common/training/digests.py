@@ -64,7 +64,7 @@ def begin_hashing(paths: Iterable[Path]) -> None:
 
 
 def begin_writing(write: Callable[[], Any], paths: Iterable[Path]) -> Future[None]:
-    """Call `write` in the background, then hash `paths`, which are looked for when it has returned.
+    """Call `write` in the background, then hash `paths`: a generator looks for them when it has returned.
 
     Returns:
         What is done when all is written and being hashed.

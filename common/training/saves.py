@@ -134,7 +134,8 @@ class CopiedCheckpoint:
     """A checkpoint as it is after a step, of which nothing is written yet.
 
     Attributes:
-        parts: A copy of what this rank writes, in the host's memory; None: it is written while training waits.
+        parts: A copy of what this rank writes, in the host's memory; None: nothing is copied, and training waits while
+            it is written.
         state: The history until then.
     """
 

@@ -113,7 +113,7 @@ class CheckpointedTrainer(Trainer):
         schedule: When a full state is due.
         saves: What this run has saved.
         unfinished: The checkpoint that is still being written.
-        waiting: The newest best weights, copied to the host; they are written after `unfinished`.
+        waiting: The checkpoint that is written after `unfinished`: the newest best weights, copied to the host.
         saves_in_background: Whether training goes on while a checkpoint is written, from a copy on the host.
     """
 
@@ -141,7 +141,8 @@ class CheckpointedTrainer(Trainer):
         if folder and self.args.process_index == 0:
             print(f"resumes after step {self.first_step}, from {folder.name}")
         trained = super().train(resume_from_checkpoint=str(folder) if folder else None, **kwargs)
-        self.finish_save()
+        with self.saves.holding_up():
+            self.finish_save()
         return trained
 
     # -- writing
@@ -160,7 +161,7 @@ class CheckpointedTrainer(Trainer):
         """
         with self.saves.holding_up():
             checkpoint = self._checkpoint_of_this_step()
-            if checkpoint.is_full or checkpoint.parts is None:
+            if checkpoint.parts is None:
                 self.finish_save()
             self.waiting = checkpoint
             self.go_on_saving()
@@ -175,6 +176,8 @@ class CheckpointedTrainer(Trainer):
             self.waiting = None  # the best until now
         folder = Path(self.args.output_dir) / f"checkpoint-{step}"
         is_full = self.schedule.is_due(self.state, self.control)
+        if is_full:
+            self.finish_save()  # before another copy takes memory: a full state does not wait
         if best > self.first_step:
             self.state.best_model_checkpoint = str(folder.with_name(f"checkpoint-{best}"))
         about = {**self.about, HOLDS: FULL_STATE if is_full else WEIGHTS, BEST: best}
@@ -251,7 +254,7 @@ class CheckpointedTrainer(Trainer):
         self.state, self._copied = now, None
         if checkpoint.parts is None:
             return None
-        writes = self._writes_later
+        writes, self._writes_later = self._writes_later, []  # which hold the copy
         return begin_writing(lambda: [write() for write in writes], _large_files(folder) if writes else [])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

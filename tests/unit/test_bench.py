@@ -361,7 +361,7 @@ def test_without_a_gpu_its_bars_are_not_run() -> None:
 
 
 def test_the_fastest_run_of_the_asked_shape_is_judged() -> None:
-    asked = {"gpu": gpu.GPU, "model": gpu.MODEL, "max_length": gpu.LENGTH}
+    asked = {"gpu": gpu.GPU, "devices": 1, "model": gpu.MODEL, "max_length": gpu.LENGTH}
     runs = [("full", 0.50, 5000), ("full", 0.56, 5600), ("lora", 0.49, 7000)]
     records = [
         {"status": "completed", "config": {**asked, "technique": name}, "mfu": mfu, "tokens_per_s": speed}
