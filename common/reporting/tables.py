@@ -201,11 +201,12 @@ def two_cards(_: list[Record]) -> Iterator[Row]:
         likely = max(peak for device in plan["per_device"] for peak in device["phases_gib"].values())
         capacity = plan["per_device"][0]["capacity_gib"]
         is_safe = all(device["fits"] for device in plan["per_device"])
+        shown = max(device["phases_gib"][plan["highest_phase"]] for device in plan["per_device"])
         yield {
             "Way": f"{TECHNIQUES[plan['technique']].short}, {PARALLELISMS[plan['parallel']].label}"
             + (", checkpointed" if plan["gradient_checkpointing"] else ""),
             "Fits": "yes" if is_safe else "tight" if likely <= capacity else "no",
-            "GiB per GPU": f"{likely:.1f} of {capacity:.1f}",
+            "GiB per GPU": f"{shown:.1f} of {capacity:.1f}",
             "Largest batch": str(plan["max_batch_size"]),
             "Tokens/s": f"{plan['tokens_per_s']:,.0f}",
             "USD per epoch": f"{plan['cost_usd_per_epoch']:.2f}",
