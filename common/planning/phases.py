@@ -20,6 +20,8 @@ from common.planning.terms import Term, activations, numbers, size_of, times_eac
 TRAINING = "training"
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
 """In the order of a run; validation and saving come again and again in training."""
+HIDDEN_STATES = 4
+"""Of a forward pass without gradients, where a layer is widest; see `_layer`."""
 ROOM_FOR_MODELS = 0.9
 """Of a device's memory: what models may take."""
 JUDGE_WEIGHTS, JUDGE_HIDDEN = 22_713_216, 384
@@ -269,7 +271,8 @@ class _PhaseSums:
         """Return what the widest layer of the trained model works on, where ranks divide it."""
         job = self.job
         part = part_of_rank(self.architecture, job)
-        passing = self._layer(rows, length, target_length, job.arithmetic_bytes, self._adapts, part)
+        states = HIDDEN_STATES - job.parallelism.pipelines  # a stage lets go of the embeddings
+        passing = self._layer(rows, length, target_length, job.arithmetic_bytes, self._adapts, part, states)
         return [*passing, *self._trained.summed(rows * length)]
 
     def _layer(
@@ -280,12 +283,13 @@ class _PhaseSums:
         a: int,
         adapts: Callable[[Linear], bool] = lambda linear: False,
         part: Architecture | None = None,
+        states: int = HIDDEN_STATES,
     ) -> list[Term]:
         """Return what the widest layer works on; `target_length` is that of an encoder-decoder's decoder.
 
-        Four hidden states (the embeddings, which a pipeline's stages let go of, the layer's input, its sum with the
-        attention's result, and the norm of that), and what the MLP or the attention makes of the last; where it
-        `adapts` one, also an adapter's result. `part` is what a rank has of the trained model's layers.
+        So many hidden `states` (the embeddings, the layer's input, its sum with the attention's result, and the norm of
+        that), and what the MLP or the attention makes of the last; where it `adapts` one, also an adapter's result.
+        `part` is what a rank has of the layers; None: all.
         Eager attention repeats keys and values for each head, and makes scores, masked ones and their softmax in fp32;
         the layer keeps the last, and the mask, until it ends.
         """
@@ -302,7 +306,6 @@ class _PhaseSums:
             (tokens * of_attention * q * a, pairs * (architecture.heads * in_softmax + a)),
         ]
         made, scores = max(moments, key=sum)
-        states = 4 - (part is not None and self.job.parallelism.pipelines)
         formula = f"T ({states} H + max({of_mlp} I, {of_attention} Q)) a"
         hidden = states * tokens * architecture.hidden * a
         return [
