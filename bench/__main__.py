@@ -14,6 +14,7 @@ TECHNIQUES = ("lora", "full")
 DATA_SETS = ("short", "long")
 TOOL_NAMES = (
     "ours",
+    "ours-grouped",
     "sft-default",
     "sft-best",
     "sft-grouped",
@@ -94,11 +95,10 @@ def pipeline(options: argparse.Namespace) -> list[Entry]:
 
 
 def gpu(options: argparse.Namespace) -> list[Entry]:
-    """What kept records of runs on a GPU reach of its peak."""
+    """What kept steps on a GPU reach of its peak."""
     from bench import gpu
-    from common.records.store import kept_records
 
-    return gpu.entries(kept_records())
+    return gpu.entries(gpu.kept_trials())
 
 
 PARTS = {

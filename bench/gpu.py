@@ -1,41 +1,51 @@
-"""What training reaches of a GPU's peak, from kept records of its runs: nothing is run here."""
+"""What training reaches of a GPU's peak, from kept steps of `python -m bench.gpu_trial`: nothing is run here."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.entries import Entry, measured
+from bench.gpu_trial import LENGTH, MODEL, TRIALS_PATH
 from common.base.specs import TECHNIQUES
 from common.reporting.rows import NOT_RUN
 
-GPU, MODEL, LENGTH = "H200 141GB", "llama-3.1-8b", 4096
-FOLDERS = {"full": "2.4_full_finetuning/run_2_h200_141g_x1", "lora": "2.1_lora_finetuning/run_2_h200_141g_x1"}
+GPU = "H200 141GB SXM"
+COMMAND = "python -m bench.gpu_trial"
 MFU_BARS = {"full": 0.55, "lora": 0.50}
 """Least share of the GPU's dense peak; of LoRA by 4 operations per frozen weight and token."""
 LORA_OVER_FULL = 1.25
+Record = Mapping[str, Any]
 
 
-def entries(records: Sequence[Mapping[str, Any]]) -> list[Entry]:
-    """Return the share of the peak by technique, and LoRA's tokens per second over full fine-tuning's.
+def kept_trials(path: Path = TRIALS_PATH) -> list[Record]:
+    """Return the records of this GPU."""
+    records = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    return [record for record in records if record["gpu"] == GPU]
 
-    Each is that of the fastest of the kept `records`; without one it is not run.
+
+def entries(records: Sequence[Record]) -> list[Entry]:
+    """Return each technique's MFU, that of its fastest way against the bar, and LoRA's speed over full fine-tuning's.
+
+    Without records these are not run.
     """
-    fastest = {technique: _fastest(records, technique) for technique in FOLDERS}
-    shares = [
-        _entry(f"{TECHNIQUES[technique].title}: MFU", run and run["mfu"], "share", technique, MFU_BARS[technique])
-        for technique, run in fastest.items()
-    ]
-    speeds = [run["tokens_per_s"] for run in fastest.values() if run]
-    ratio = speeds[1] / speeds[0] if len(speeds) == len(fastest) else None
-    return [*shares, _entry("LoRA over full: tokens per second", ratio, "ratio", "lora", LORA_OVER_FULL)]
+    by = {name: {record["name"]: record for record in records if record["technique"] == name} for name in MFU_BARS}
+    found = []
+    for technique, bar in MFU_BARS.items():
+        ways = sorted(by[technique].values(), key=lambda record: record["mfu"])
+        title = TECHNIQUES[technique].title
+        found += [_entry(f"{title}, {way['name']}: MFU", way["mfu"], "share") for way in ways[:-1]]
+        fastest = ways[-1] if ways else None
+        name = f"{title}, {fastest['name']}: MFU" if fastest else f"{title}: MFU"
+        found.append(_entry(name, fastest and fastest["mfu"], "share", bar))
+    both = [name for name in by["lora"] if name in by["full"]]
+    ratio = min((by["lora"][name]["tokens_per_s"] / by["full"][name]["tokens_per_s"] for name in both), default=None)
+    found.append(
+        _entry("LoRA over full, least of the ways that both have: tokens per second", ratio, "ratio", LORA_OVER_FULL)
+    )
+    return found
 
 
-def _fastest(records: Sequence[Mapping[str, Any]], technique: str) -> Mapping[str, Any] | None:
-    asked = {"gpu": GPU, "devices": 1, "model": MODEL, "max_length": LENGTH, "technique": technique}
-    found = [run for run in records if asked.items() <= run["config"].items() and run["status"] == "completed"]
-    return max(found, key=lambda run: run["tokens_per_s"], default=None)
-
-
-def _entry(figure: str, value: float | None, unit: str, technique: str, bar: float) -> Entry:
+def _entry(figure: str, value: float | None, unit: str, bar: float | None = None) -> Entry:
     name = f"gpu, {MODEL} on one {GPU}, rows of {LENGTH:,} tokens, {figure}"
-    command = f'make run FOLDER={FOLDERS[technique]} ARGS="--model {MODEL} --weights random --max_length {LENGTH}"'
-    return measured(name if value is not None else f"{name} {NOT_RUN}", value, unit, command, at_least=bar)
+    return measured(name if value is not None else f"{name} {NOT_RUN}", value, unit, COMMAND, at_least=bar)

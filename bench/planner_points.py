@@ -34,6 +34,7 @@ from common.planning.job import BatchShape
 from common.planning.memory_plan import DeviceMemory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
+from common.training.strategy import chunk_loss
 from common.training.trainer import training_arguments
 
 POINTS_PATH = REPOSITORY / "bench" / "planner_points.json"
@@ -178,6 +179,7 @@ def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
     """Two optimizer steps by the run's own trainer on `device`; the memory of the second, segment by segment."""
     if run.technique == "qlora":
         model = add_lora(load_base_model(run, {"": device}), run)
+        chunk_loss(run, model)
     else:
         with torch.device(device):
             model = build_model(run, any_shape_config(run.model))

@@ -27,6 +27,7 @@ CANDIDATES: dict[tuple[DataSet, Technique], tuple[float, ...]] = {
 """To choose from, the likeliest first: the others are given up where they take longer."""
 SEARCH_SEED = 7
 TAKEN_FROM = {
+    "ours-grouped": "trainer-grouped",
     "sft-default": "trainer",
     "sft-best": "trainer",
     "sft-grouped": "trainer-grouped",

@@ -1,5 +1,6 @@
 """What every tool of the training benchmark is given: rows, base, adapters, schedule, and the loss it must reach."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -61,6 +62,8 @@ class Trial:
     data: DataSet = "short"
     model: str = RunConfig.model
     """Folder of the base."""
+    longest_rows: bool = False
+    """Whether it has one batch, of the longest rows, which takes most memory."""
 
     @property
     def batch_size(self) -> int:
@@ -109,11 +112,17 @@ def load_material(run: RunConfig) -> Material:
 
 def material_of(trial: Trial) -> Material:
     """The rows of a trial's data set as tokens; the first `train_rows` of them where that is set."""
-    run = trial.run_config()
-    if trial.data == "short":
-        return load_material(run)
     if trial.data == "random":
         return random_material(trial)
+    material = load_material(trial.run_config()) if trial.data == "short" else long_material(trial.run_config())
+    if trial.longest_rows:
+        longest = heapq.nlargest(trial.batch_size, material.train, key=lambda row: len(row["input_ids"]))
+        return replace(material, train=longest)
+    return material
+
+
+def long_material(run: RunConfig) -> Material:
+    """The embedded rows, joined to conversations."""
     turns = load_material(replace(run, train_rows=-1))
     count = run.train_rows if run.train_rows > 0 else LONG_TRAIN_ROWS
     validation = sorted(long_rows(turns.validation, LONG_VALIDATION_ROWS), key=lambda row: len(row["input_ids"]))

@@ -5,6 +5,7 @@ A tool's function returns when its clock says that the trial is over, or the epo
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,13 +48,12 @@ def _trainer_settings(clock: Clock, folder: str) -> dict[str, Any]:
     }
 
 
-def train_ours(clock: Clock) -> None:
-    """This repository's trainer, as its workflows make it."""
+def _train_ours(clock: Clock, **settings: Any) -> None:
     from common.models.families import suited_to_model
     from common.runtime.world import Rank
     from common.training.trainer import trainer_of_rows, training_arguments
 
-    run, material = suited_to_model(clock.trial.run_config()), clock.material
+    run, material = suited_to_model(replace(clock.trial.run_config(), **settings)), clock.material
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(run, folder)
         arguments.warmup_steps = WARMUP_STEPS
@@ -69,6 +69,16 @@ def train_ours(clock: Clock) -> None:
             arguments,
             [ClockCallback(clock)],
         ).train()
+
+
+def train_ours(clock: Clock) -> None:
+    """This repository's trainer, as its workflows make it: rows in random order, end to end."""
+    _train_ours(clock)
+
+
+def train_ours_grouped(clock: Clock) -> None:
+    """The same with rows of like length in one batch."""
+    _train_ours(clock, train_sampling_strategy="group_by_length")
 
 
 def _train_sft(clock: Clock, **settings: Any) -> None:
@@ -157,6 +167,7 @@ def train_bare(clock: Clock) -> None:
     clock.start()
     for _ in range(MOST_EPOCHS):
         for number in torch.randperm(len(batches), generator=shuffle).tolist():
+            clock.step_begins(model, optimizer)
             model(**batches[number], use_cache=False).loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
             optimizer.step()
@@ -207,6 +218,7 @@ def train_llama_factory(clock: Clock) -> None:
 
 TOOLS: dict[str, Callable[[Clock], None]] = {
     "ours": train_ours,
+    "ours-grouped": train_ours_grouped,
     "sft-default": train_sft_default,
     "sft-best": train_sft_best,
     "sft-grouped": train_sft_grouped,

@@ -1,24 +1,31 @@
 """Seconds to the same validation loss: this repository's trainer against what users would pick instead."""
 
 import math
+import os
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bench.entries import Entry, measured
 from bench.rates import CANDIDATES, rates_of
 from bench.recipe import MOST_STEPS, TARGET_LOSSES, DataSet, Technique, Trial
-from bench.trial_process import LLAMA_FACTORY_PYTHON, Outcome, python_of, run_trial_process
+from bench.trial_process import LLAMA_FACTORY_PYTHON, Outcome, peak_bytes_of, python_of, run_trial_process
 
 SEEDS: dict[DataSet, tuple[int, ...]] = {"short": (42, 43, 44), "long": (42, 43)}
 ONCE: dict[DataSet, tuple[str, ...]] = {
     "short": ("sft-default",),
-    "long": ("sft-default", "sft-best", "trainer", "llama-factory"),
+    "long": ("sft-default", "sft-best", "trainer", "llama-factory", "ours-grouped"),
 }
 """Tools that are run with the first seed alone: what pads or recomputes most takes longest, and comes last anyway."""
+ONLY_LONG = ("ours-grouped",)
+"""Tools that are run on long rows alone, whose lengths differ."""
+OURS = ("ours", "ours-grouped")
 SFT_SET = ("sft-best", "sft-grouped", "sft-packed")
 """SFTTrainer as a user may set it; the soonest of them is the best-set one."""
 
+PEAK_RATE = 1e-3  # any: bytes do not depend on it
+MIB = 2**20
 TIMES_SFT_BEST, TIMES_BEST_SET_SFT, SHARE_OF_BARE = 1.3, 1.2, 0.95
 
 
@@ -41,14 +48,20 @@ QUICK_TOOLS = ("ours", "bare")
 
 def entries(data: DataSet, technique: Technique, tools: list[str], scale: Scale) -> list[Entry]:
     """Each tool's seconds to the target and tokens per second, and the ratios that have bars."""
+    tools = [tool for tool in tools if data == "long" or tool not in ONLY_LONG]
     known = [tool for tool in tools if python_of(tool)]
     likeliest = dict.fromkeys(known, CANDIDATES[data, technique][0])
     rates = rates_of(data, technique, known) if scale.at_best_rates else likeliest
     outcomes = repeats(data, technique, rates, scale)
+    peaks = peaks_of(technique, known) if data == "long" else {}
     command = f"python -m bench training --data {data} --technique {technique}"
     figures: list[Entry] = []
     for tool in tools:
-        figures += tool_entries(data, technique, tool, outcomes.get(tool), f"{command} --tool {tool}")
+        alone = f"{command} --tool {tool}"
+        figures += tool_entries(data, technique, tool, outcomes.get(tool), alone)
+        if tool in peaks:
+            name = f"{name_of(data, technique)}, {tool}: peak of all tensors, of the longest rows"
+            figures.append(measured(name, peaks[tool] / MIB, "MiB", alone))
     return figures + ratio_entries(data, technique, outcomes, command)
 
 
@@ -68,6 +81,14 @@ def repeats(data: DataSet, technique: Technique, rates: dict[str, float], scale:
             trial = Trial(tool, technique, rate, seed, target, steps, scale.train_rows, data)
             outcomes[tool].append(run_trial_process(trial))
     return outcomes
+
+
+def peaks_of(technique: Technique, tools: list[str]) -> dict[str, int]:
+    """Each tool's bytes in a step of the longest rows, which grouping leaves as it is; at once, as nothing is timed."""
+    tools = [tool for tool in tools if not tool.endswith("-grouped")]
+    trials = [Trial(tool, technique, PEAK_RATE, SEEDS["long"][0], 0.0, 0, data="long") for tool in tools]
+    with ThreadPoolExecutor(os.cpu_count()) as at_once:
+        return dict(zip(tools, at_once.map(peak_bytes_of, trials), strict=True))
 
 
 def tool_entries(
@@ -102,12 +123,17 @@ def ratio_entries(data: DataSet, technique: Technique, outcomes: dict[str, list[
     if not {"ours", "bare", *SFT_SET} <= outcomes.keys():
         return []
     seconds = {tool: _median_seconds(trials) for tool, trials in outcomes.items()}
-    soonest = _soonest(seconds, [tool for tool in seconds if tool not in ("ours", "bare")])
+    soonest = _soonest(seconds, [tool for tool in seconds if tool not in ("bare", *OURS)])
     best_set = _soonest(seconds, SFT_SET)
     bars = {
         f"the soonest other tool ({soonest})": (soonest, 1.0),
         f"the best-set SFTTrainer ({best_set})": (best_set, TIMES_BEST_SET_SFT),
         **({"sft-best": ("sft-best", TIMES_SFT_BEST)} if data == "short" else {}),
+        **(
+            {"rows of like length in one batch (ours-grouped)": ("ours-grouped", 1.0)}
+            if "ours-grouped" in seconds
+            else {}
+        ),
     }
     name = f"{name_of(data, technique)}, ours against"
     times = [

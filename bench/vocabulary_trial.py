@@ -1,4 +1,4 @@
-"""One tool's steps on a model with a real vocabulary, in the process that `bench.vocabulary` starts for it.
+"""One tool's steps, their bytes and seconds, in the process that `bench.vocabulary` or `bench.training` starts for it.
 
 It says `turn` before each step that is timed, and takes it once it is told to: other tools' steps come between. Its
 last line is the result, as JSON.

@@ -14,7 +14,7 @@ from peft import PeftModel
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
@@ -176,7 +176,7 @@ def tracked_stage_steps(
     with (
         tracked_trainer(run, model, inputs, as_on_gpu, share) as (trainer, tracker),
         fake_group(stage, run.devices),
-        mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote),
+        mock.patch.object(PipelineScheduleSingle, "_warmup_p2p", _without_a_vote, create=True),
     ):
         strategy = stage_alone(run, model, stage, "attention_mask" in inputs, tracker, trainer)
         batch = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
@@ -241,9 +241,9 @@ class _UnpaddedStage(StageModule):
 
 
 def _without_a_vote(schedule: PipelineScheduleSingle, stages: list[PipelineStage], *_: object) -> None:
-    """Skip the vote on shapes: every stage knows what it sends, and no other rank is there."""
+    """Skip the vote on shapes, taken since PyTorch 2.12: stages know what they send, and no other rank is there."""
     for stage in stages:
-        stage._inference_mode = InferenceMode.STATIC
+        stage._inference_mode = pipelining.InferenceMode.STATIC
 
 
 class StepTrainer(Trainer):

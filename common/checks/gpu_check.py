@@ -66,8 +66,9 @@ HEADERS = ("part", "status", "GiB\nplanned", "GiB\nmeasured", "s/step\nplanned",
 MEASURED = {"planned_gib": ".2f", "peak_gib": ".2f", "planned_step_time_s": ".3g", "step_time_s": ".3g"}
 COLUMN_WIDTHS = (18, 13, 7, 8, 7, 8, 27)  # with two spaces between them, the table is 100 columns wide
 MACHINE, TESTS = "machine", "tests/gpu"
+TEST_GIB, MOST_TESTS_AT_ONCE = 24.0, 4  # the largest of `tests/gpu` trains 1.2 billion weights, in 17 GiB
 UNUSABLE = f"PyTorch cannot use the GPUs (see {MACHINE}); --device cpu tries the techniques without them"
-TEST_PACKAGES = ("pytest", minilm.PACKAGE, "tensorboard")  # without these most of `tests/gpu` cannot run
+TEST_PACKAGES = ("pytest", "tensorboard")  # without these most of `tests/gpu` cannot run
 TESTS_OF_4_BITS = "qlora or 4_bits"  # names of the tests that need bitsandbytes, as pytest's -k takes them
 INSTALLED_BY = {"deepspeed": "make deepspeed", "pytest": "pip install pytest"}  # others come with `make install`
 ABSOLUTE = re.compile(r"(?<![\w./:~])~?/(?:[^/\s'\":,;()]+/)*(?=[^/\s'\":,;()])")  # a path but for its last name
@@ -379,11 +380,20 @@ def _why_no_tests(devices: Devices) -> str:
     return not_installed(TEST_PACKAGES) if devices.count else UNUSABLE
 
 
-def run_tests(limit_s: float) -> Record:
+def tests_at_once(devices: Devices) -> int:
+    """Return how many of `tests/gpu` run side by side: they mostly wait for imports, and measure no speed."""
+    if devices.card is None or find_spec("xdist") is None:
+        return 1
+    return max(1, min(MOST_TESTS_AT_ONCE, os.cpu_count() // 2, int(devices.card.memory_gib // TEST_GIB)))
+
+
+def run_tests(devices: Devices, limit_s: float) -> Record:
     """Run `tests/gpu`: how many passed, failed and were skipped, and which failed."""
     without_4_bits = find_spec("bitsandbytes") is None
     chosen = ["-k", f"not ({TESTS_OF_4_BITS})"] if without_4_bits else []
-    ended = run_process(["-m", "pytest", "-q", "tests/gpu", *chosen], limit_s)
+    workers = tests_at_once(devices)
+    spread = ["-n", str(workers)] if workers > 1 else []
+    ended = run_process(["-m", "pytest", "-q", "tests/gpu", *spread, *chosen], limit_s)
     counts = counts_of(ended.stdout)
     said = [", ".join(f"{count} {name}" for name, count in counts.items()) or last_error(ended.stdout)]
     if without_4_bits:
@@ -446,7 +456,7 @@ def parts_for(devices: Devices) -> list[Part]:
         Part(trial.name, partial(try_technique, trial, devices), left_out=_why_left_out(trial, devices))
         for trial in TRIALS
     ]
-    return [*techniques, Part(TESTS, run_tests, most_s=float("inf"), left_out=_why_no_tests(devices))]
+    return [*techniques, Part(TESTS, partial(run_tests, devices), most_s=float("inf"), left_out=_why_no_tests(devices))]
 
 
 def is_asked_for(name: str, only: str | None) -> bool:

@@ -268,9 +268,9 @@ def measure(
 
 
 def trainer_of_longest_batch(
-    run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank, folder: Path
+    run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank, folder: Path, steps: int = STEPS
 ) -> AuditedTrainer:
-    """Return the run's own trainer, which takes `STEPS` optimizer steps, every micro-batch of them the longest batch.
+    """Return the run's own trainer, which takes `steps` optimizer steps, every micro-batch of them the longest batch.
 
     `stage_map` says with mp and pp which stage, and so which device, holds which layers.
     """
@@ -278,7 +278,7 @@ def trainer_of_longest_batch(
     model = strategy.load_model(stage_map)
     one_device = SummaryTrainer if run.goal.summarizes else AuditedTrainer
     trainer_class = LoopTrainer if strategy.takes_steps else one_device
-    arguments = training_arguments(replace(run, max_steps=STEPS, report_to="none"), folder)
+    arguments = training_arguments(replace(run, max_steps=steps, report_to="none"), folder)
     arguments.per_device_train_batch_size = len(rows.train)
     arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
     arguments.load_best_model_at_end = False
@@ -287,7 +287,7 @@ def trainer_of_longest_batch(
     trainer = trainer_of_rows(
         run, rank, model, load_tokenizer(run), rows.train, validation, arguments, [], strategy, trainer_class
     )
-    lengths = [1] * (len(rows.train) * run.gradient_accumulation_steps * STEPS)
+    lengths = [1] * (len(rows.train) * run.gradient_accumulation_steps * steps)
     trainer.batches = RepeatedBatch(lengths, len(rows.train), 1, 0, run.seed, run.gradient_accumulation_steps)
     return trainer
 
@@ -361,11 +361,12 @@ def announcement(run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str) ->
         where = "on the fullest device"
     return (
         f"{tried}\n{layers}planned for {gpu.name}: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB {where}, "
-        f"{_planned_step_s(run, plan):.3g} s per step; {why(plan)}"
+        f"{planned_step_s(run, plan):.3g} s per step; {why(plan)}"
     )
 
 
-def _planned_step_s(run: RunConfig, plan: Plan) -> float:
+def planned_step_s(run: RunConfig, plan: Plan) -> float:
+    """Return the planned seconds of an optimizer step, with all its micro-batches."""
     return plan.time.total_s * run.gradient_accumulation_steps
 
 
@@ -416,7 +417,7 @@ def figures(
         "devices": [
             {**asdict(found), "planned_gib": planned_gib(plan, number)} for number, found in enumerate(measured)
         ],
-        "planned_step_time_s": _planned_step_s(run, plan) if plan else None,
+        "planned_step_time_s": planned_step_s(run, plan) if plan else None,
         **{name: max(getattr(found, name) for found in measured) for name in slowest_or_fullest},
         "largest_batch": largest_batch(plan, measured)[0] if plan else None,
         "no_plan": no_plan,
@@ -474,7 +475,7 @@ def time_lines(run: RunConfig, rows: Rows, plan: Plan | None, step_time_s: float
     """Return a step's time beside the planned one, and what follows for the whole training and its cost."""
     planned = "no plan"
     if plan:
-        planned_s = _planned_step_s(run, plan)
+        planned_s = planned_step_s(run, plan)
         planned = f"planned {planned_s:.3g} s ({step_time_s / planned_s - 1:+.0%})"
     lines = [f"step time: measured {step_time_s:.3g} s, {planned}"]
     steps = total_steps(run, rows.count)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from peft import prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
@@ -60,7 +59,10 @@ def quantization_config(run: RunConfig) -> BitsAndBytesConfig:
 
 
 def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
-    """Prepare a quantized model for adapters: all is frozen, and what is not quantized is in fp32.
+    """Freeze a quantized model for adapters, and let it be trained on any CPU.
+
+    What is not quantized keeps its dtype, and hidden states have it, too: in bf16 flash attention takes them, in fp32,
+    which PEFT's `prepare_model_for_kbit_training` makes of bf16, it does not.
 
     On CPUs with AVX512-BF16 bitsandbytes repacks a weight when it is first used without gradients: from then on its
     scales have 8 significant bits, its products are computed in bf16, and *no gradient passes through it any more*,
@@ -69,7 +71,7 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if is_quantized(module):
             module.support_avx512bf16_for_cpu = False
-    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    return model.requires_grad_(False)
 
 
 def is_quantized(module: torch.nn.Module) -> bool:

@@ -4,6 +4,7 @@ Transformers' own SDPA attention separates such rows by a mask of all tokens tim
 takes. Here each row has attention of its own, on CUDA in one call of PyTorch's `varlen_attn`.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ KINDS = frozenset(
 """Decoders that are tested. Of others some put more into the mask, which is not made here, than into the arguments."""
 WIDEST_HEAD = 256
 """That `varlen_attn` takes, of GPUs from compute capability 8.0 (aten/.../flash_attn/flash_api.cpp)."""
+ASKED_TO_SHARE_HEADS = "enable_gqa" in signature(varlen_attn).parameters
+"""Whether `varlen_attn` must be told that queries share heads of keys; before PyTorch 2.12 it takes them unasked."""
 
 
 def separates_rows(config: PretrainedConfig) -> bool:
@@ -128,9 +131,9 @@ def _by_kernel(
     # rotated under autocast, queries and keys are fp32
     tokens_first = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
     window = (sliding_window - 1 if sliding_window else -1, 0)  # none of the later tokens
-    heads_share = query.shape[1] != key.shape[1]
+    heads = {"enable_gqa": query.shape[1] != key.shape[1]} if ASKED_TO_SHARE_HEADS else {}
     return varlen_attn(
-        *tokens_first, borders, borders, longest, longest, scale=scaling, window_size=window, enable_gqa=heads_share
+        *tokens_first, borders, borders, longest, longest, scale=scaling, window_size=window, **heads
     ).unsqueeze(0)
 
 

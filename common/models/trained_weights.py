@@ -1,7 +1,10 @@
 """What is trained of a model: adapters on its frozen layers, or its own weights."""
 
+from types import MethodType
+
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -44,7 +47,7 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
         target_modules=run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(","),
     )
     try:
-        return get_peft_model(model, config, revision=run.model_revision or None)
+        adapted = get_peft_model(model, config, revision=run.model_revision or None)
     except ValueError as error:
         reason = str(error).splitlines()[0]
         if run.lora_dropout and "lora_dropout" in reason:  # of fused experts, which PEFT wraps as weights
@@ -54,6 +57,25 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
                 "q_proj,v_proj."
             ) from None
         raise BadInputError(f"target_modules is {run.target_modules!r}: {reason}") from None
+    leave_casts_to_autocast(adapted)
+    return adapted
+
+
+def leave_casts_to_autocast(model: PeftModel) -> None:
+    """Under autocast, let adapters take their inputs as they are.
+
+    PEFT casts each input to the adapter's fp32, and autocast casts it back for the product: a copy for every adapter,
+    also of an input that several share. The numbers are the same without.
+    """
+
+    def cast(module: BaseTunerLayer, inputs: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        if inputs is not None and torch.is_autocast_enabled(inputs.device.type):
+            return inputs
+        return type(module)._cast_input_dtype(module, inputs, dtype)
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module._cast_input_dtype = MethodType(cast, module)
 
 
 def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linear") -> list[str]:

@@ -145,7 +145,8 @@ class Loop:
         autocasts: Under autocast, as the Trainer computes with `bf16` or `fp16`; else adapters compute in their own
             format.
         short_adapters: Adapters are in the base's 16 bits; PEFT makes them fp32.
-        short_ends: Embeddings, norms and head of a quantized base stay in 16 bits; PEFT's
+        casts_adapter_inputs: Each adapter's input is cast to the adapter's fp32, as PEFT does it, and by autocast back.
+        short_ends: Embeddings, norms and head of a quantized base stay in bf16 where they are loaded in it; PEFT's
             `prepare_model_for_kbit_training` makes them fp32.
         first_fsdp: FSDP of the first version (`FullyShardedDataParallel`), with reentrant checkpointing.
     """
@@ -153,7 +154,8 @@ class Loop:
     logit_bytes: int = 0
     autocasts: bool = True
     short_adapters: bool = False
-    short_ends: bool = False
+    casts_adapter_inputs: bool = False
+    short_ends: bool = True
     first_fsdp: bool = False
 
 

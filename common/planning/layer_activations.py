@@ -141,15 +141,14 @@ class LayerActivations:
     def _adapters(self, stack: Stack) -> list[Term]:
         job, batch, a = self.job, self.batch, self.job.arithmetic_bytes
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
-        differ = (job.precision != "fp32" or job.method.quantizes) and not job.loop.short_adapters
-        own_copies = job.lora_dropout > 0 or differ
+        copied = [linear for linear in adapted if self._copies_adapters_input(linear)]
         # without cast and dropout all adapters of an input keep the input itself; attention's result is counted there
         shared = {
             (linear.block, linear.ends_block): linear
             for linear in adapted
-            if not (linear.ends_block and linear.block == "attention")
+            if linear not in copied and not (linear.ends_block and linear.block == "attention")
         }
-        kept = adapted if own_copies else [linear for linear in shared.values() if not self._keeps_input(linear)]
+        kept = [*copied, *(linear for linear in shared.values() if not self._keeps_input(linear))]
 
         def of_tokens(widths: list[tuple[Linear, int]]) -> tuple[int, str]:
             """Return how many numbers of these widths all tokens have, and the formula."""
@@ -159,15 +158,34 @@ class LayerActivations:
             return count, f"T {own:,}" + (f" + TE {of_encoder:,}" if of_encoder else "")
 
         each = a if job.loop.autocasts else job.trained_bytes  # without autocast adapters compute in their own format
-        mask_bytes = 4 if job.cpu_operations else 1
         inputs, inputs_formula = of_tokens([(linear, linear.inputs) for linear in kept])
-        masks, masks_formula = of_tokens([(linear, linear.inputs * mask_bytes) for linear in adapted])
+        masks, masks_formula = of_tokens([(linear, linear.inputs * self._mask_bytes(linear)) for linear in adapted])
         between, between_formula = of_tokens([(linear, job.lora_rank) for linear in adapted])
         return where(
             (adapted, activations("inputs of the adapters", f"({inputs_formula}) {each}", inputs * each)),
             (job.lora_dropout, activations("dropout masks of the adapters", masks_formula, masks)),
             (adapted, activations("between the adapters' matrices", f"({between_formula}) a", between * a)),
         )
+
+    def _copies_adapters_input(self, linear: Linear) -> bool:
+        """Whether an adapter keeps a copy of its input, which dropout or a cast made."""
+        job = self.job
+        if job.loop.casts_adapter_inputs:
+            differs = (job.precision != "fp32" or job.method.quantizes) and not job.loop.short_adapters
+        else:
+            differs = self.has_wide_input(linear)
+        return job.lora_dropout > 0 or differs
+
+    def has_wide_input(self, linear: Linear) -> bool:
+        """Whether autocast casts the input: what ends a block has its own from a matrix, in the arithmetic's format."""
+        return self.casts_inputs and not linear.ends_block
+
+    def _mask_bytes(self, linear: Linear) -> int:
+        """Return the bytes of a number of an adapter's dropout mask; on a CPU it has the format of the input."""
+        job = self.job
+        if not job.cpu_operations:
+            return 1
+        return 4 if job.loop.casts_adapter_inputs or self.has_wide_input(linear) else job.arithmetic_bytes
 
     def weight_copies(self, linears: Iterable[Linear]) -> list[Term]:
         """Return autocast's copies of the projections' weights."""

@@ -107,8 +107,8 @@ def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceM
 def hidden_bytes(architecture: Architecture, job: Job) -> int:
     """Return `x`, bytes of a hidden state between layers.
 
-    Autocast computes layer norms in fp32, and so the hidden states of layers that end with one; quantized models have
-    fp32 embeddings.
+    Autocast computes layer norms in fp32, and so the hidden states of layers that end with one; a quantized model that
+    PEFT prepared has fp32 embeddings.
     """
     ends_with_norm = not architecture.family.is_llama_like
     has_wide_ends = job.method.quantizes and job.end_bytes == 4
@@ -727,14 +727,21 @@ class DeviceSums:
         return [activations("hidden states, or their gradients", "2 T H x", size)]
 
     def adapter_casts(self, stack: Stack) -> list[Term]:
-        """Return what only a forward pass holds: an adapter's input in its own fp32, before and after dropout."""
+        """Return what only a forward pass with adapters holds: the MLP's result, and an adapter's input in fp32.
+
+        With PEFT's cast that is any input, before and after dropout; without it what dropout makes of an fp32 one.
+        """
         job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
-        widest = max((linear.inputs for linear in stack.linears if job.adapts(linear)), default=0)
-        casts = widest and job.loop.autocasts and not job.loop.short_adapters
-        each = 0 if a == 4 else 8 if job.lora_dropout else 4
+        adapted = [linear for linear in stack.linears if job.adapts(linear)]
+        passes = bool(adapted) and job.loop.autocasts and not job.loop.short_adapters
+        is_wide = not job.loop.casts_adapter_inputs
+        cast = [linear.inputs for linear in adapted if not is_wide or self.layer.has_wide_input(linear)]
+        widest = max(cast, default=0)
+        dropped = 4 if job.lora_dropout else 0
+        each = 0 if a == 4 else dropped if is_wide else 4 + dropped
         return where(
-            (casts, activations("result within the MLP", "T I a", t * self.architecture.intermediate * a)),
-            (casts, activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each)),
+            (passes, activations("result within the MLP", "T I a", t * self.architecture.intermediate * a)),
+            (passes, activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each)),
         )
 
     def embeddings_backward(self) -> list[Term]:

@@ -87,12 +87,7 @@ class _PhaseSums:
 
     def loading(self) -> Phase:
         """Return the model when its last weight is there."""
-        trained = self._trained
-        cast = self.architecture.embedding_parameters * self.job.arithmetic_bytes
-        waits = Term("weights", "embeddings as loaded, while they are cast to fp32", "V H a", cast)
-        is_cast = self.job.method.quantizes and self.share.has_embeddings
-        terms = where((True, trained.weights()), (is_cast, waits))
-        return self._phase("loading", "trained model", ("the last weight", terms), attends=False)
+        return self._phase("loading", "trained model", ("the last weight", self._trained.weights()), attends=False)
 
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""

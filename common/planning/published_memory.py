@@ -28,6 +28,8 @@ PEAKS_PATH = REPOSITORY / "assets" / "published_peaks.json"
 T4_SOURCE = "fitcheck"
 CALIBRATION = "ibm"
 """The source that the constants of `gpu_overhead` are fitted to."""
+AS_PEFT = {"short_ends": False, "casts_adapter_inputs": True}
+"""What published loops leave as PEFT has it, unless their row says otherwise; this repository's has both otherwise."""
 T4_LOGIT_BYTES = {"none": 14, "nf4": 16}
 """Per logit: two in the loop's output (four where the head is in fp32), twelve in the loss's backward pass."""
 
@@ -168,7 +170,7 @@ def t4_job(row: dict[str, Any]) -> Job:
         gradient_checkpointing=row["gradient_checkpointing"],
         lora_rank=row["lora_rank"],
         target_modules=tuple(row["target_modules"]),
-        loop=Loop(T4_LOGIT_BYTES[quantization], autocasts=False),
+        loop=Loop(T4_LOGIT_BYTES[quantization], autocasts=False, **AS_PEFT),
     )
 
 
@@ -188,7 +190,7 @@ def _point(row: dict[str, Any], architecture: Architecture) -> Point:
         target_modules=tuple(row.get("target_modules", ())),
         lora_dropout=row.get("lora_dropout", 0.0),
         offload=row.get("offload", False),
-        loop=Loop(**row["loop"]),
+        loop=Loop(**AS_PEFT | row["loop"]),
     )
     return Point(row["source"], row["at"], architecture, job, find_gpu(row["gpu"]), figures)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, pipeline, rates, training, vocabulary
+from bench import gpu, gpu_trial, pipeline, rates, training, vocabulary
 from bench.__main__ import DATA_SETS, PARTS, TOOL_NAMES
 from bench.clock import Check, Clock, reached, tokens_per_s
 from bench.entries import measured, save, update
@@ -21,8 +21,11 @@ from bench.trial_process import LLAMA_FACTORY_PYTHON, Outcome, python_of
 from bench.vocabulary_trial import StepMeter
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.checks.tried_rows import batch_of_length
 from common.data.rows import IGNORED_LABEL
 from common.data.splits import load_splits, tokens_of
+from common.hardware.devices import find_gpu
+from common.planning.plans import plan_run
 from tests.forked import run_forked
 
 KEYS = {"name", "value", "unit", "bar", "holds", "command", "bar_is"}
@@ -360,15 +363,24 @@ def test_without_a_gpu_its_bars_are_not_run() -> None:
     assert all(entry.name.endswith("not run") for entry in gpu.entries([]))
 
 
-def test_the_fastest_run_of_the_asked_shape_is_judged() -> None:
-    asked = {"gpu": gpu.GPU, "devices": 1, "model": gpu.MODEL, "max_length": gpu.LENGTH}
-    runs = [("full", 0.50, 5000), ("full", 0.56, 5600), ("lora", 0.49, 7000)]
-    records = [
-        {"status": "completed", "config": {**asked, "technique": name}, "mfu": mfu, "tokens_per_s": speed}
-        for name, mfu, speed in runs
-    ]
-    other = {**records[0], "config": {**records[0]["config"], "max_length": 256}, "mfu": 0.9, "tokens_per_s": 9000}
-    full, lora, ratio = gpu.entries([*records, other])
+def test_the_fastest_way_is_judged_and_lora_against_full_in_the_same_way() -> None:
+    ways = [("full", "plain", 0.50, 5000), ("full", "fast", 0.56, 5600), ("lora", "plain", 0.45, 7000),
+            ("lora", "fast", 0.49, 6720)]  # fmt: skip
+    records = [{"technique": t, "name": name, "mfu": mfu, "tokens_per_s": speed} for t, name, mfu, speed in ways]
+    slow_full, full, slow_lora, lora, ratio = gpu.entries(records)
+    assert (slow_full.value, slow_full.holds, slow_lora.holds) == (0.50, None, None)
     assert (full.value, full.holds) == (0.56, True)
     assert (lora.value, lora.holds) == (0.49, False)
-    assert (ratio.value, ratio.holds) == (1.25, True)
+    assert (ratio.value, ratio.holds) == (1.2, False)
+
+
+def test_a_trial_on_a_gpu_takes_its_place_in_the_file(tmp_path: Path) -> None:
+    path, record = tmp_path / "trials.json", {"technique": "lora", "name": "plain", "gpu": gpu.GPU, "mfu": 0.4}
+    gpu_trial.keep([record, {**record, "gpu": "another"}], path)
+    gpu_trial.keep([{**record, "mfu": 0.5}, {**record, "name": "fast"}], path)
+    assert [(each["name"], each["mfu"]) for each in gpu.kept_trials(path)] == [("plain", 0.5), ("fast", 0.4)]
+
+
+@pytest.mark.parametrize("trial", gpu_trial.TRIALS)
+def test_each_trial_on_a_gpu_is_planned_to_fit(trial: gpu_trial.Trial) -> None:
+    assert plan_run(trial.run, batch_of_length(trial.run, gpu_trial.LENGTH), find_gpu(gpu.GPU)).fits

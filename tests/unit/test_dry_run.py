@@ -418,7 +418,7 @@ def test_a_pipeline_keeps_few_schedules_and_the_latest(
     stages = []
     with (
         fake_group(1, 2),
-        mock.patch.object(fake_steps.PipelineScheduleSingle, "_warmup_p2p", fake_steps._without_a_vote),
+        mock.patch.object(fake_steps.PipelineScheduleSingle, "_warmup_p2p", fake_steps._without_a_vote, create=True),
     ):
         for length in (8, 9, 8, 10, 8):
             ids = torch.zeros((4, length), dtype=torch.long)

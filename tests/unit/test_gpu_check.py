@@ -458,7 +458,7 @@ def test_the_tests_outcome_is_what_pytest_says(
     exit_code: int | None, output: str, status: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_check, "run_process", lambda command, limit_s: CompletedProcess(command, exit_code, output))
-    record = gpu_check.run_tests(60.0)
+    record = gpu_check.run_tests(gpu_check.Devices("cpu", 2), 60.0)
     assert record["status"] == status
     assert why in record["why"]
 

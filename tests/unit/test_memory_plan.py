@@ -17,9 +17,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from common.base.errors import BadInputError
 from common.checks.fake_steps import fake_group
 from common.hardware.devices import GIB, find_gpu
+from common.models.trained_weights import leave_casts_to_autocast
 from common.planning.architectures import MODEL_CONFIGS, Architecture, as_classifier, read_architecture
 from common.planning.gpu_overhead import overhead_terms
-from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, BatchShape, Job
+from common.planning.job import ALL_LINEAR, LOGITS_AT_ONCE, OPTIMIZER_BYTES, BatchShape, Job, Loop
 from common.planning.memory_plan import DeviceMemory, DeviceSums, device_memory
 from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
 from common.planning.terms import PARTS
@@ -124,7 +125,7 @@ def test_quantized_weights_with_their_constants(quantization: str, expected_byte
 
 
 def test_fsdp_divides_4_bit_numbers_but_not_their_scales() -> None:
-    job = replace(LORA, technique="qlora", batch=BatchShape(1, 8, 7))
+    job = replace(LORA, technique="qlora", batch=BatchShape(1, 8, 7), loop=Loop(short_ends=False))
     one, many = (
         {term.what: term for term in device_memory(LLAMA, each, whole_model(LLAMA)).terms}
         for each in (job, replace(job, parallel="fsdp", devices=4))
@@ -323,7 +324,9 @@ def classifier(model: str) -> torch.nn.Module:
 def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
     heads = ["pooler", "classifier"] if model.config.model_type == "bert" else ["classifier"]
     config = LoraConfig(r=8, target_modules=list(QUERY_VALUE), lora_dropout=0.1, modules_to_save=heads)
-    return get_peft_model(model, config)
+    adapted = get_peft_model(model, config)
+    leave_casts_to_autocast(adapted)
+    return adapted
 
 
 def classification(technique: str, precision: str = "fp32", batch: BatchShape = TEXTS) -> Job:

@@ -9,6 +9,7 @@ from common.planning import gpu_overhead
 from common.planning.gpu_overhead import memory_of_step
 from common.planning.job import Loop
 from common.planning.published_memory import (
+    AS_PEFT,
     CALIBRATION,
     KINDS,
     LIKELY,
@@ -142,7 +143,7 @@ def test_fsdp_has_let_go_of_gathered_layers_when_the_optimizer_steps() -> None:
 
 
 def test_the_first_fsdp_keeps_inputs_of_frozen_layers_and_their_gradients() -> None:
-    point = like(CALIBRATION, technique="lora", devices=2, loop=Loop(short_adapters=True, first_fsdp=True))
+    point = like(CALIBRATION, technique="lora", devices=2, loop=Loop(short_adapters=True, first_fsdp=True, **AS_PEFT))
     second = replace(point, job=replace(point.job, loop=replace(point.job.loop, first_fsdp=False)))
     layers, batch, hidden = point.architecture.layers, point.job.batch, point.architecture.hidden
     gradients_gib = layers * batch.tokens * hidden * 2 / 2**30
