@@ -1,6 +1,7 @@
 """Rows that are longer than any `max_length` here, to measure speeds with: `python -m bench.filled_rows FOLDER`.
 
-The embedded answers, joined, as one long answer a row: cut at `max_length`, all rows have that many tokens.
+Each row has one long answer, of embedded answers joined. Cut at `max_length`, all rows have that many tokens (of the
+embedded tokenizer, which random weights have).
 """
 
 import argparse
@@ -22,7 +23,7 @@ def filled_row(name: str, number: int, answers: Sequence[str], rng: random.Rando
     answer = ""
     while len(answer) < CHARACTERS:
         answer += f"{rng.choice(answers)} "
-    question = f"What is to be seen in room {number} of the {name} wing?"
+    question = f"What can be seen in room {number} of the {name} wing?"
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 

@@ -1,6 +1,7 @@
 """What training reaches of a GPU's peak, from kept steps of `python -m bench.gpu_trial`: nothing is run here."""
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ def kept_trials(path: Path = TRIALS_PATH) -> list[Record]:
 
 
 def entries(records: Sequence[Record]) -> list[Entry]:
-    """Return each technique's MFU, that of its fastest way against the bar, and LoRA's speed over full fine-tuning's.
+    """Return the MFU of each variant, LoRA's speed over full fine-tuning's, and the plan's errors.
 
-    Without records these are not run.
+    Only the fastest variant of each technique has a bar. Without records it is not run.
     """
     by = {name: {record["name"]: record for record in records if record["technique"] == name} for name in MFU_BARS}
     found = []
@@ -41,9 +42,23 @@ def entries(records: Sequence[Record]) -> list[Entry]:
     both = [name for name in by["lora"] if name in by["full"]]
     ratio = min((by["lora"][name]["tokens_per_s"] / by["full"][name]["tokens_per_s"] for name in both), default=None)
     found.append(
-        _entry("LoRA over full, least of the ways that both have: tokens per second", ratio, "ratio", LORA_OVER_FULL)
+        _entry("LoRA over full, least of all variants: tokens per second", ratio, "ratio", LORA_OVER_FULL)
     )
-    return found
+    return found + plan_entries(records)
+
+
+def plan_entries(records: Sequence[Record]) -> list[Entry]:
+    """Return how far the plan was from step times and, of PyTorch's own kernels, which it is made for, from memory."""
+    plain = [record for record in records if not record["settings"]]
+    times = [abs(record["planned_step_time_s"] / record["step_time_s"] - 1) for record in records]
+    memory = [abs(record["planned_gib"] / record["peak_gib"] - 1) for record in plain]
+    if not plain:
+        return []
+    return [
+        _entry("planned step time, mean error", statistics.mean(times), "share"),
+        _entry("planned step time, worst error", max(times), "share"),
+        _entry("planned memory of PyTorch's own kernels, worst error", max(memory), "share"),
+    ]
 
 
 def _entry(figure: str, value: float | None, unit: str, bar: float | None = None) -> Entry:

@@ -1,8 +1,8 @@
 """Training steps of an 8B model on the GPU here: `python -m bench.gpu_trial` keeps what `python -m bench gpu` judges.
 
 Random weights of the real shape, rows of 4,096 tokens of which all but the first are learnt, and the run folder's own
-trainer. Memory and time of its steps stand beside the plan's. Each way of training has a process of its own: Liger's
-kernels stay in the model's classes.
+trainer. Memory and time of its steps stand beside the plan's. Each variant has a process of its own, because Liger's
+kernels stay in the model's classes. One that fails is named, and the others go on.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from common.training.results import model_flops_utilization, training_flops
 
 TRIALS_PATH = REPOSITORY / "bench" / "gpu_trials.json"
 MODEL, LENGTH, ROWS = "llama-3.1-8b", 4096, 3
-"""Rows of a micro-batch: with full fine-tuning four are not safe to fit on 141 GB."""
+"""Rows of a micro-batch: four may not fit in 141 GB with full fine-tuning."""
 FOLDERS = {"full": "2.4_full_finetuning/run_2_h200_141g_x1", "lora": "2.1_lora_finetuning/run_2_h200_141g_x1"}
 STEPS = 5
 """Of the optimizer; the first one also warms up, and is not timed."""
@@ -40,7 +40,7 @@ STEPS = 5
 
 @dataclass(frozen=True)
 class Trial:
-    """A way of training: its technique, and what its run has unlike its folder."""
+    """A variant of training: its technique, and the settings that differ from its folder's."""
 
     technique: str
     name: str
@@ -129,7 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for number, trial in enumerate(TRIALS):
         if options.technique in (None, trial.technique):
-            record = _in_own_process(number)
+            try:
+                record = _in_own_process(number)
+            except RuntimeError as failure:
+                print(f"{trial.technique}, {trial.name}: {failure}", flush=True)
+                continue
             keep([record], options.out)
             print(line(record), flush=True)
 
@@ -147,7 +151,7 @@ def _in_own_process(number: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.gpu_trial", "--one", str(number)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"The trial {TRIALS[number]} failed:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

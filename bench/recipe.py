@@ -63,7 +63,7 @@ class Trial:
     model: str = RunConfig.model
     """Folder of the base."""
     longest_rows: bool = False
-    """Whether it has one batch, of the longest rows, which takes most memory."""
+    """Train only on the longest rows, one batch of them, which needs the most memory."""
 
     @property
     def batch_size(self) -> int:
@@ -144,7 +144,7 @@ def base_folder(run: RunConfig) -> Path:
 
 
 def load_model(run: RunConfig, technique: Technique) -> PreTrainedModel:
-    """The embedded base with what is to be trained switched on."""
+    """The embedded base with what is to be trained switched on; every tool's adapters leave casts to autocast."""
     set_seed(run.seed)
     model = load_base_model(run, {"": "cpu"})
     if technique == "lora":

@@ -17,7 +17,8 @@ ONCE: dict[DataSet, tuple[str, ...]] = {
     "short": ("sft-default",),
     "long": ("sft-default", "sft-best", "trainer", "llama-factory", "ours-grouped"),
 }
-"""Tools that are run with the first seed alone: what pads or recomputes most takes longest, and comes last anyway."""
+"""Tools that are run with the first seed alone: what pads or recomputes most takes longest, and comes last anyway.
+(`ours-grouped` is compared with the same seed of `ours`.)"""
 ONLY_LONG = ("ours-grouped",)
 """Tools that are run on long rows alone, whose lengths differ."""
 OURS = ("ours", "ours-grouped")
@@ -84,7 +85,10 @@ def repeats(data: DataSet, technique: Technique, rates: dict[str, float], scale:
 
 
 def peaks_of(technique: Technique, tools: list[str]) -> dict[str, int]:
-    """Each tool's bytes in a step of the longest rows, which grouping leaves as it is; at once, as nothing is timed."""
+    """Each tool's bytes in a step of the longest rows; processes run in parallel, because nothing is timed.
+
+    Grouped tools are left out: grouping does not change this batch.
+    """
     tools = [tool for tool in tools if not tool.endswith("-grouped")]
     trials = [Trial(tool, technique, PEAK_RATE, SEEDS["long"][0], 0.0, 0, data="long") for tool in tools]
     with ThreadPoolExecutor(os.cpu_count()) as at_once:
@@ -129,23 +133,17 @@ def ratio_entries(data: DataSet, technique: Technique, outcomes: dict[str, list[
         f"the soonest other tool ({soonest})": (soonest, 1.0),
         f"the best-set SFTTrainer ({best_set})": (best_set, TIMES_BEST_SET_SFT),
         **({"sft-best": ("sft-best", TIMES_SFT_BEST)} if data == "short" else {}),
-        **(
-            {"rows of like length in one batch (ours-grouped)": ("ours-grouped", 1.0)}
-            if "ours-grouped" in seconds
-            else {}
-        ),
     }
     name = f"{name_of(data, technique)}, ours against"
-    times = [
-        measured(
-            f"{name} {other}, times as soon at the loss",
-            _ratio(seconds[tool], seconds["ours"]),
-            "ratio",
-            command,
-            at_least=bar,
-        )
-        for other, (tool, bar) in bars.items()
-    ]
+
+    def times_as_soon(other: str, ratio: float | None, bar: float) -> Entry:
+        return measured(f"{name} {other}, times as soon at the loss", ratio, "ratio", command, at_least=bar)
+
+    times = [times_as_soon(other, _ratio(seconds[tool], seconds["ours"]), bar) for other, (tool, bar) in bars.items()]
+    if grouped := outcomes.get("ours-grouped"):
+        of_same_seeds = _median_seconds(outcomes["ours"][: len(grouped)])
+        ratio = _ratio(seconds["ours-grouped"], of_same_seeds)
+        times.append(times_as_soon("rows of like length (ours-grouped)", ratio, 1.0))
     tokens = {tool: _median_tokens(outcomes[tool]) for tool in ("ours", "bare")}
     share = _ratio(tokens["ours"], tokens["bare"])
     return [

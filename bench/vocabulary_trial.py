@@ -1,4 +1,4 @@
-"""One tool's steps, their bytes and seconds, in the process that `bench.vocabulary` or `bench.training` starts for it.
+"""Measures one tool's steps, in bytes and seconds, in the process that `bench.vocabulary` or `bench.training` starts.
 
 It says `turn` before each step that is timed, and takes it once it is told to: other tools' steps come between. Its
 last line is the result, as JSON.

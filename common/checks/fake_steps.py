@@ -241,7 +241,7 @@ class _UnpaddedStage(StageModule):
 
 
 def _without_a_vote(schedule: PipelineScheduleSingle, stages: list[PipelineStage], *_: object) -> None:
-    """Skip the vote on shapes, taken since PyTorch 2.12: stages know what they send, and no other rank is there."""
+    """Skip the exchange of shapes that PyTorch 2.12 and later do first: stages know them; there is no other rank."""
     for stage in stages:
         stage._inference_mode = pipelining.InferenceMode.STATIC
 

@@ -59,10 +59,10 @@ def quantization_config(run: RunConfig) -> BitsAndBytesConfig:
 
 
 def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
-    """Freeze a quantized model for adapters, and let it be trained on any CPU.
+    """Freeze a quantized model for adapters, and turn off bitsandbytes' repacking on CPUs.
 
-    What is not quantized keeps its dtype, and hidden states have it, too: in bf16 flash attention takes them, in fp32,
-    which PEFT's `prepare_model_for_kbit_training` makes of bf16, it does not.
+    Modules that are not quantized keep their dtype, and so do hidden states. Flash attention accepts bf16. PEFT's
+    `prepare_model_for_kbit_training` casts to fp32, which flash attention does not accept.
 
     On CPUs with AVX512-BF16 bitsandbytes repacks a weight when it is first used without gradients: from then on its
     scales have 8 significant bits, its products are computed in bf16, and *no gradient passes through it any more*,

@@ -37,7 +37,7 @@ KINDS = frozenset(
 WIDEST_HEAD = 256
 """That `varlen_attn` takes, of GPUs from compute capability 8.0 (aten/.../flash_attn/flash_api.cpp)."""
 ASKED_TO_SHARE_HEADS = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether `varlen_attn` must be told that queries share heads of keys; before PyTorch 2.12 it takes them unasked."""
+"""Whether `varlen_attn` has `enable_gqa`. Before PyTorch 2.12 it accepts grouped-query attention without it."""
 
 
 def separates_rows(config: PretrainedConfig) -> bool:

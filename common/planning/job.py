@@ -146,7 +146,7 @@ class Loop:
             format.
         short_adapters: Adapters are in the base's 16 bits; PEFT makes them fp32.
         casts_adapter_inputs: Each adapter's input is cast to the adapter's fp32, as PEFT does it, and by autocast back.
-        short_ends: Embeddings, norms and head of a quantized base stay in bf16 where they are loaded in it; PEFT's
+        short_ends: Embeddings, norms and head of a quantized base keep the dtype in which they are loaded; PEFT's
             `prepare_model_for_kbit_training` makes them fp32.
         first_fsdp: FSDP of the first version (`FullyShardedDataParallel`), with reentrant checkpointing.
     """

@@ -177,7 +177,7 @@ class LayerActivations:
         return job.lora_dropout > 0 or differs
 
     def has_wide_input(self, linear: Linear) -> bool:
-        """Whether autocast casts the input: what ends a block has its own from a matrix, in the arithmetic's format."""
+        """Whether autocast casts a projection's input: the last one of a block reads a product, which needs no cast."""
         return self.casts_inputs and not linear.ends_block
 
     def _mask_bytes(self, linear: Linear) -> int:

@@ -729,16 +729,18 @@ class DeviceSums:
     def adapter_casts(self, stack: Stack) -> list[Term]:
         """Return what only a forward pass with adapters holds: the MLP's result, and an adapter's input in fp32.
 
-        With PEFT's cast that is any input, before and after dropout; without it what dropout makes of an fp32 one.
+        PEFT's cast makes an fp32 copy of any input, and dropout one more. Without that cast there is only what dropout
+        makes of an input that is in fp32 anyway.
         """
         job, t, a = self.job, self.batch.tokens_in(stack), self.job.arithmetic_bytes
         adapted = [linear for linear in stack.linears if job.adapts(linear)]
         passes = bool(adapted) and job.loop.autocasts and not job.loop.short_adapters
-        is_wide = not job.loop.casts_adapter_inputs
-        cast = [linear.inputs for linear in adapted if not is_wide or self.layer.has_wide_input(linear)]
-        widest = max(cast, default=0)
         dropped = 4 if job.lora_dropout else 0
-        each = 0 if a == 4 else dropped if is_wide else 4 + dropped
+        if job.loop.casts_adapter_inputs:
+            in_fp32, each = adapted, 4 + dropped
+        else:
+            in_fp32, each = [linear for linear in adapted if self.layer.has_wide_input(linear)], dropped
+        widest, each = max((linear.inputs for linear in in_fp32), default=0), each if a < 4 else 0
         return where(
             (passes, activations("result within the MLP", "T I a", t * self.architecture.intermediate * a)),
             (passes, activations("casts of the widest adapter's input", f"T {widest:,} {each}", t * widest * each)),

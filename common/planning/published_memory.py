@@ -29,7 +29,7 @@ T4_SOURCE = "fitcheck"
 CALIBRATION = "ibm"
 """The source that the constants of `gpu_overhead` are fitted to."""
 AS_PEFT = {"short_ends": False, "casts_adapter_inputs": True}
-"""What published loops leave as PEFT has it, unless their row says otherwise; this repository's has both otherwise."""
+"""PEFT's defaults, which published loops use unless their row says otherwise. This repository changes both."""
 T4_LOGIT_BYTES = {"none": 14, "nf4": 16}
 """Per logit: two in the loop's output (four where the head is in fp32), twelve in the loss's backward pass."""
 

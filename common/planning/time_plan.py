@@ -42,6 +42,7 @@ ETHERNET_ACHIEVED, FAST_ETHERNET_ACHIEVED, TCP_GBIT = 0.9, 0.4, 45
 ASSUMED_ETHERNET_GBIT = 25
 OFFLOADED_GB_PER_S = 12.0  # across PCIe, as measured rarely above
 SECONDS_PER_HOUR = 3600
+MIN_CALIBRATION_STEPS = 100  # of a run on a GPU: in shorter runs the slow first steps dominate the average
 MEASURED = "measured"  # in the source of a speed that rests on records
 
 
@@ -195,10 +196,10 @@ def speed_of(gpu: Gpu, job: Job, calibration: dict[str, list[float]]) -> Speed:
 def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> dict[str, list[float]]:
     """Return how fast kept runs on one device were, by the device's name; of runs of the same task alone.
 
-    Those of other tasks have models and rows of other sizes. Of a GPU: how many times as fast they were as the model of
-    `common.planning.step_speed` has it. Of a CPU, which that model is not made for: the floating-point operations per
-    second that they reached. These are the record's own count, which leaves out that checkpointing computes the forward
-    pass again: 2N more than full training's 6N, or LoRA's 4N.
+    Those of other tasks have models and rows of other sizes. Of a GPU, short runs left out: how many times as fast they
+    were as the model of `common.planning.step_speed` has it. Of a CPU, which that model is not made for: the
+    floating-point operations per second that they reached. These are the record's own count, which leaves out that
+    checkpointing computes the forward pass again: 2N more than full training's 6N, or LoRA's 4N.
     """
     reached: dict[str, list[float]] = {}
     for record in records:
@@ -210,6 +211,8 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
             again = 3 / 2 if TECHNIQUES[record["technique"]].has_adapters else 4 / 3
             flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
             reached.setdefault(CPU_DEVICE, []).append(flops_per_s * (again if config["gradient_checkpointing"] else 1))
+        elif record["steps"] < MIN_CALIBRATION_STEPS:
+            continue
         elif (gpu := gpu_of_device(devices[0])) and (times := times_as_fast(record, gpu)):
             reached.setdefault(gpu.name, []).append(times)
     return reached

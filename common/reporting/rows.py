@@ -252,10 +252,14 @@ def kind_name(technique: str, parallel: str) -> str:
 
 
 def approach(record: Record) -> str:
-    """Return what was done, and what started it, unless `python` did: `LoRA with DDP, torchrun`."""
+    """Return what was done, what started it, unless `python` did, and whether weights were random.
+
+    Such as `LoRA with DDP, torchrun`.
+    """
     hybrid = f" ({copies_of(record)} copies)" if copies_of(record) > 1 else ""
     launcher = LAUNCHERS.get(record["launcher"], record["launcher"])
-    return f"{kind_name(*kind_of(record))}{hybrid}" + (f", {launcher}" if launcher else "")
+    weights = "random weights" if record["config"].get("weights") == "random" else ""
+    return ", ".join(filter(None, (f"{kind_name(*kind_of(record))}{hybrid}", launcher, weights)))
 
 
 def copies_of(record: Record) -> int:

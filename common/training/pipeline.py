@@ -275,6 +275,11 @@ class TimedStage(PipelineStage):
         """Time the backward pass of one micro-batch."""
         return self.clock.timed("backward", bwd_chunk_id, super().backward_one_chunk, bwd_chunk_id, *args, **kwargs)
 
+    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Check what is sent alone. PyTorch before 2.12 calls this for the last stage, too, which sends nothing."""
+        if not self.is_last:
+            super()._validate_fwd_outputs(outputs)
+
 
 # -- schedules
 

@@ -366,8 +366,20 @@ def test_without_a_gpu_its_bars_are_not_run() -> None:
 def test_the_fastest_way_is_judged_and_lora_against_full_in_the_same_way() -> None:
     ways = [("full", "plain", 0.50, 5000), ("full", "fast", 0.56, 5600), ("lora", "plain", 0.45, 7000),
             ("lora", "fast", 0.49, 6720)]  # fmt: skip
-    records = [{"technique": t, "name": name, "mfu": mfu, "tokens_per_s": speed} for t, name, mfu, speed in ways]
-    slow_full, full, slow_lora, lora, ratio = gpu.entries(records)
+    plan = {"planned_step_time_s": 1.1, "step_time_s": 1.0, "planned_gib": 70, "peak_gib": 80}
+    records = [
+        {
+            "technique": technique,
+            "name": name,
+            "mfu": mfu,
+            "tokens_per_s": speed,
+            "settings": [name] if name == "fast" else [],
+        }
+        for technique, name, mfu, speed in ways
+    ]
+    records = [{**record, **plan} for record in records]
+    slow_full, full, slow_lora, lora, ratio, *plans = gpu.entries(records)
+    assert [entry.value for entry in plans] == pytest.approx([0.1, 0.1, 0.125])
     assert (slow_full.value, slow_full.holds, slow_lora.holds) == (0.50, None, None)
     assert (full.value, full.holds) == (0.56, True)
     assert (lora.value, lora.holds) == (0.49, False)

@@ -481,11 +481,11 @@ def test_the_answer_ends_with_what_to_do_and_its_command(asked) -> None:  # noqa
     _, answer, _ = asked(f"{question} --json")
     recommended, run = out.strip().splitlines()[-2:]
     first = json.loads(answer)["ranked"][0]
-    assert recommended.startswith("Recommended: LoRA, fsdp")
+    assert recommended.startswith("Recommended: LoRA, ddp")
     for figure in (f"{first['tokens_per_s']:,.0f} tokens per s", f"{first['cost_usd_per_epoch']:.2f} USD"):
         assert figure in recommended
     assert run == f"Run: {json.loads(answer)['run']}"
-    assert "make run FOLDER=2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2" in run
+    assert "make run FOLDER=2.2_lora_finetuning_with_ddp/run_1_a6000_48g_x2" in run
     code, out, _ = asked("--model llama-3.1-70b --technique full --parallel single --gpu a6000")
     assert code == 1
     assert out.strip().splitlines()[-1].startswith("Run: nothing")

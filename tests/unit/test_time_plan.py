@@ -13,6 +13,7 @@ from common.planning.plans import make_plan
 from common.planning.published_rates import published_rates
 from common.planning.shares import part_of_rank, whole_model
 from common.planning.time_plan import (
+    MIN_CALIBRATION_STEPS,
     Cluster,
     Speed,
     break_even_gbit,
@@ -244,6 +245,7 @@ def record_of(run: RunConfig, tokens_per_s: float, devices: tuple[str, ...] = ("
         "config": run.to_dict(),
         "environment": {"devices": list(devices)},
         "planned": {"batch": {"rows": run.per_device_train_batch_size, "length": 600, "labelled": 600}},
+        "steps": MIN_CALIBRATION_STEPS,
         "tokens_per_s": tokens_per_s,
         "flops_per_token": 1e6,
         "world": [{"samples": 100, "tokens": 51_200}] * len(devices),
@@ -259,7 +261,8 @@ def test_kept_runs_say_how_many_times_as_fast_their_gpu_is() -> None:
     record = record_of(run, 1.5 * modelled)
     failed, shared = {**record, "status": "failed"}, record_of(run, modelled, ("NVIDIA A100-SXM4-80GB",) * 2)
     unplanned, unheard = {**record, "planned": None}, record_of(run, modelled, ("an unheard-of card",))
-    assert calibration_from([failed, shared, unplanned, unheard]) == {}
+    short = {**record, "steps": MIN_CALIBRATION_STEPS - 1}
+    assert calibration_from([failed, shared, unplanned, unheard, short]) == {}
     assert calibration_from([record], "summarization") == {}
     calibration = calibration_from([record])
     assert calibration == {A100.name: [pytest.approx(1.5)]}
