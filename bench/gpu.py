@@ -41,9 +41,7 @@ def entries(records: Sequence[Record]) -> list[Entry]:
         found.append(_entry(name, fastest and fastest["mfu"], "share", bar))
     both = [name for name in by["lora"] if name in by["full"]]
     ratio = min((by["lora"][name]["tokens_per_s"] / by["full"][name]["tokens_per_s"] for name in both), default=None)
-    found.append(
-        _entry("LoRA over full, least of all variants: tokens per second", ratio, "ratio", LORA_OVER_FULL)
-    )
+    found.append(_entry("LoRA over full, least of all variants: tokens per second", ratio, "ratio", LORA_OVER_FULL))
     return found + plan_entries(records)
 
 

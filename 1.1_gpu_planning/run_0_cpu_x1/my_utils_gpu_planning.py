@@ -251,21 +251,20 @@ def closed_form_parts(run: RunConfig, batch: BatchShape) -> pd.Series:
 def planned_and_measured(record: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """Return, for a kept record, the first device's memory in GiB and all tokens per second, planned and measured.
 
-    Where the record has no plan of its own it is planned now. On a GPU PyTorch counts allocated memory, so the plan's
-    overhead is left out; on CPU both are of the whole process. Its speed is planned from the `others`, lest it be
-    predicted from itself.
+    Where the record has no plan of its own it is planned now. On a GPU PyTorch counts allocated memory, so the plan is
+    without overhead, as the run's own is; on CPU both are of the whole process. Its speed is planned from the `others`,
+    lest it be predicted from itself.
     """
-    memory, planned = record["memory"][0], record.get("planned")
-    on_gpu = record["config"]["device"] == "cuda"
+    memory, on_gpu = record["memory"][0], record["config"]["device"] == "cuda"
     plan = _plan_of(record, others)
-    overhead_gib = planned["overhead_gib"] if planned else plan.devices[0].parts_gib["overhead"]
-    gib = plan.devices[0].peak_gib if memory["planned_gib"] is None else memory["planned_gib"]
+    now = plan.devices[0].allocated_gib if on_gpu else plan.devices[0].peak_gib
+    gib = now if memory["planned_gib"] is None else memory["planned_gib"]
     whole_run_gib = memory["peak_allocated_gib" if on_gpu else "peak_rss_gib"]
     return {
         "run": f"{record['run_folder'].partition('_')[0]}, {record['run_name']}",
         "devices": record["config"]["devices"],
         "planned": "now" if memory["planned_gib"] is None else "by the run",
-        "planned GiB": gib - overhead_gib if on_gpu else gib,
+        "planned GiB": gib,
         "measured GiB": memory.get("peak_training_gib") or whole_run_gib,
         "planned tokens per s": round(plan.tokens_per_s),
         "measured tokens per s": round(record["tokens_per_s"]),
@@ -276,7 +275,9 @@ def _plan_of(record: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> 
     from common.checks.tried_rows import batch_of_run  # here: it imports torch
 
     run = RunConfig.of_record(record["config"])
-    batch, gpu = batch_of_run(run)[0], cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
+    # rows of random weights are made for the run, and are not here
+    batch = BatchShape(**record["planned"]["batch"]) if run.weights == "random" else batch_of_run(run)[0]
+    gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
     architecture, job, cluster = architecture_of_run(run, batch), job_of_run(run, batch), Cluster((gpu,) * run.devices)
     return make_plan(architecture, job, cluster, calibration_from(others, batch.task))
 
