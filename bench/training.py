@@ -63,7 +63,8 @@ def entries(data: DataSet, technique: Technique, tools: list[str], scale: Scale)
         if tool in peaks:
             name = f"{name_of(data, technique)}, {tool}: peak of all tensors, of the longest rows"
             figures.append(measured(name, peaks[tool] / MIB, "MiB", alone))
-    return figures + ratio_entries(data, technique, outcomes, command)
+    ratios = ratio_entries(data, technique, outcomes, command) + order_entries(data, technique, outcomes, command)
+    return figures + ratios
 
 
 def name_of(data: DataSet, technique: Technique) -> str:
@@ -140,16 +141,22 @@ def ratio_entries(data: DataSet, technique: Technique, outcomes: dict[str, list[
         return measured(f"{name} {other}, times as soon at the loss", ratio, "ratio", command, at_least=bar)
 
     times = [times_as_soon(other, _ratio(seconds[tool], seconds["ours"]), bar) for other, (tool, bar) in bars.items()]
-    if grouped := outcomes.get("ours-grouped"):
-        of_same_seeds = _median_seconds(outcomes["ours"][: len(grouped)])
-        ratio = _ratio(seconds["ours-grouped"], of_same_seeds)
-        times.append(times_as_soon("rows of like length (ours-grouped)", ratio, 1.0))
     tokens = {tool: _median_tokens(outcomes[tool]) for tool in ("ours", "bare")}
     share = _ratio(tokens["ours"], tokens["bare"])
     return [
         *times,
         measured(f"{name} bare, tokens per second", share, "ratio", command, at_least=SHARE_OF_BARE),
     ]
+
+
+def order_entries(data: DataSet, technique: Technique, outcomes: dict[str, list[Outcome]], command: str) -> list[Entry]:
+    """Whether random order is as soon at the loss as rows of like length; nothing where one of them did not run."""
+    if not {*OURS} <= outcomes.keys():
+        return []
+    grouped = outcomes["ours-grouped"]
+    of_same_seeds = _median_seconds(outcomes["ours"][: len(grouped)])
+    name = f"{name_of(data, technique)}, ours against rows of like length (ours-grouped), times as soon at the loss"
+    return [measured(name, _ratio(_median_seconds(grouped), of_same_seeds), "ratio", command, at_least=1.0)]
 
 
 def _soonest(seconds: dict[str, float | None], tools: Sequence[str]) -> str:

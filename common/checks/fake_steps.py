@@ -91,10 +91,6 @@ def fake_step(
         return tracked_steps(run, model, inputs, as_on_gpu, share)
 
 
-def _is_bf16(_: torch.Tensor, weight: torch.Tensor, __: torch.Tensor) -> bool:
-    return weight.dtype == torch.bfloat16
-
-
 def keep_share(model: PreTrainedModel | PeftModel, run: RunConfig, batch: BatchShape, share: Share) -> None:
     """Take out of the run's model the ends that `share` lacks; all its layers stay."""
     architecture = architecture_of_run(run, batch)
