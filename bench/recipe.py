@@ -111,10 +111,12 @@ def load_material(run: RunConfig) -> Material:
 
 
 def material_of(trial: Trial) -> Material:
-    """The rows of a trial's data set as tokens; the first `train_rows` of them where that is set."""
+    """The rows of a trial's data set as tokens; where `train_rows` is set, that many, and one batch for validation."""
     if trial.data == "random":
         return random_material(trial)
     material = load_material(trial.run_config()) if trial.data == "short" else long_material(trial.run_config())
+    if trial.train_rows > 0:
+        material = replace(material, validation=material.validation[:VALIDATION_ROWS_AT_ONCE])
     if trial.longest_rows:
         longest = heapq.nlargest(trial.batch_size, material.train, key=lambda row: len(row["input_ids"]))
         return replace(material, train=longest)

@@ -1,10 +1,8 @@
 """Seconds to the same validation loss: this repository's trainer against what users would pick instead."""
 
 import math
-import os
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from bench.entries import Entry, measured
@@ -42,7 +40,7 @@ class Scale:
 
 FULL_SCALE = Scale(SEEDS, MOST_STEPS, train_rows=-1, at_best_rates=True)
 QUICK_SCALE = Scale(
-    dict.fromkeys(SEEDS, SEEDS["short"][:1]), dict.fromkeys(SEEDS, 6), train_rows=33, at_best_rates=False
+    dict.fromkeys(SEEDS, SEEDS["short"][:1]), {"short": 3, "long": 2}, train_rows=16, at_best_rates=False
 )
 QUICK_TOOLS = ("ours", "bare")
 
@@ -86,14 +84,13 @@ def repeats(data: DataSet, technique: Technique, rates: dict[str, float], scale:
 
 
 def peaks_of(technique: Technique, tools: list[str]) -> dict[str, int]:
-    """Each tool's bytes in a step of the longest rows; processes run in parallel, because nothing is timed.
+    """Each tool's bytes in a step of the longest rows.
 
     Grouped tools are left out: grouping does not change this batch.
     """
     tools = [tool for tool in tools if not tool.endswith("-grouped")]
     trials = [Trial(tool, technique, PEAK_RATE, SEEDS["long"][0], 0.0, 0, data="long") for tool in tools]
-    with ThreadPoolExecutor(os.cpu_count()) as at_once:
-        return dict(zip(tools, at_once.map(peak_bytes_of, trials), strict=True))
+    return dict(zip(tools, peak_bytes_of(trials), strict=True))
 
 
 def tool_entries(

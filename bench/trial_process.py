@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.recipe import Trial
@@ -31,14 +32,21 @@ def python_of(tool: str) -> str | None:
     return os.environ.get(LLAMA_FACTORY_PYTHON) if tool == "llama-factory" else sys.executable
 
 
-def peak_bytes_of(trial: Trial) -> int:
-    """The most that all tensors take at once in a step of a trial's longest rows, counted in a process of its own.
+def peak_bytes_of(trials: Sequence[Trial]) -> list[int]:
+    """The most that all tensors take at once in a step of each trial's longest rows.
+
+    Each is counted in a process of its own, one per core at once, because nothing is timed.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: a trial failed; with the end of what it said.
     """
-    counted = replace(trial, longest_rows=True, most_steps=COUNTED_STEP)
-    return json.loads(_last_line("bench.vocabulary_trial", counted))["peak_bytes"]
+    counted = [replace(trial, longest_rows=True, most_steps=COUNTED_STEP) for trial in trials]
+    lines, cores = [], os.cpu_count() or 1
+    for first in range(0, len(counted), cores):
+        at_once = counted[first : first + cores]
+        started = [_start("bench.vocabulary_trial", trial) for trial in at_once]
+        lines += [_last_line(process, trial) for process, trial in zip(started, at_once, strict=True)]
+    return [json.loads(line)["peak_bytes"] for line in lines]
 
 
 def run_trial_process(trial: Trial) -> Outcome:
@@ -48,7 +56,7 @@ def run_trial_process(trial: Trial) -> Outcome:
         RuntimeError: it failed; with the end of what it said.
     """
     start_s = time.perf_counter()
-    outcome = Outcome(**json.loads(_last_line("bench.trial", trial)))
+    outcome = Outcome(**json.loads(_last_line(_start("bench.trial", trial), trial)))
     reached = "not reached" if outcome.seconds_to_loss is None else f"{outcome.seconds_to_loss:.1f} s"
     print(
         f"{trial.data} rows, {trial.technique} {trial.tool}, rate {trial.learning_rate:g}, seed {trial.seed}: "
@@ -59,17 +67,22 @@ def run_trial_process(trial: Trial) -> Outcome:
     return outcome
 
 
-def _last_line(module: str, trial: Trial) -> str:
-    """What a trial's process says last."""
-    done = subprocess.run(
+def _start(module: str, trial: Trial) -> subprocess.Popen[str]:
+    """Start a trial's process."""
+    return subprocess.Popen(
         [str(python_of(trial.tool)), "-m", module, json.dumps(trial.to_dict())],
         cwd=REPOSITORY,
         env={**os.environ, **ONE_THREAD},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"The trial {trial} failed:\n{done.stderr[-3000:]}")
-    return done.stdout.splitlines()[-1]
+
+
+def _last_line(process: subprocess.Popen[str], trial: Trial) -> str:
+    """What a trial's process says last."""
+    out, errors = process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"The trial {trial} failed:\n{errors[-3000:]}")
+    return out.splitlines()[-1]
