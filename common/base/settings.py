@@ -72,6 +72,11 @@ class DataSettings:
         "", "With conversations: the column with the questions, of a table whose columns are not recognised."
     )
     completion_column: str = setting("", "With conversations: the column with the answers to them.")
+    picture_noise: float = setting(
+        0.0,
+        "With visual_questions: standard deviation of the noise that is added to each picture, as a share of full "
+        "brightness (0 to 1), the same each time a row is read.",
+    )
     text_column: str = setting("text", "With classification and summarization: the column with the texts.")
     label_column: str = setting("label", "With classification: the column with the labels.")
     summary_column: str = setting("summary", "With summarization: the column with the summaries.")
@@ -130,8 +135,8 @@ class TrainingSettings:
     )
     task: str = setting(
         "chat",
-        "What is learnt: to answer (rows of messages), which of several labels a text has (classification), or to "
-        "summarize a text (summarization).",
+        "What is learnt: to answer (rows of messages), which of several labels a text has (classification), to "
+        "summarize a text (summarization), or to answer questions about a picture (visual_questions).",
         choices=TASKS,
     )
     loop: Literal["trainer", "accelerate", "machines"] = setting(
@@ -194,6 +199,12 @@ class AdapterSettings:
         "all-linear",
         "Linear layers that get adapters (lora) or are trained (full), by their names with commas between; "
         "all-linear = all but the head; all = every weight (full).",
+    )
+    freeze_vision_tower: bool = setting(
+        True,
+        "With visual_questions: the vision tower and its connector stay as they are; false = both are trained in "
+        "full, also beside adapters.",
+        metavar="true|false",
     )
     lora_r: int = setting(8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"))
     lora_alpha: int = setting(64, "Scale of the adapters, which are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).")

@@ -167,13 +167,14 @@ class Task:
         folder_for_one: The technique folder that does it on one device; empty = its technique's.
         classifies: A row has one label; else tokens are predicted.
         summarizes: A row has a text to read and another one to write, by an encoder-decoder.
+        sees: A row is a conversation about a picture, which a vision tower turns into tokens of the decoder.
     """
 
     name: str
     techniques: tuple[str, ...]
     parallelisms: tuple[str, ...]
     auto_class: str
-    model_kind: Literal["decoder", "encoder", "encoder-decoder"]
+    model_kind: Literal["decoder", "encoder", "encoder-decoder", "vision-language"]
     peft_type: str
     objective: str
     rows: str
@@ -183,11 +184,17 @@ class Task:
     folder_for_one: str = ""
     classifies: bool = False
     summarizes: bool = False
+    sees: bool = False
+
+    @property
+    def converses(self) -> bool:
+        """Whether a row is a conversation, which a decoder continues."""
+        return not (self.classifies or self.summarizes)
 
     @property
     def chats(self) -> bool:
-        """Whether a row is a conversation, which a decoder continues."""
-        return not (self.classifies or self.summarizes)
+        """Whether a row is a conversation of texts alone."""
+        return self.converses and not self.sees
 
 
 TECHNIQUES = {
@@ -339,6 +346,19 @@ TASKS = {
             rows="common.data.texts:summary_rows",
             folder_for_one="3.2_summarization",
             summarizes=True,
+        ),
+        Task(
+            "visual_questions",
+            techniques=("full", "lora"),
+            parallelisms=("single", "ddp"),
+            auto_class="AutoModelForImageTextToText",
+            model_kind="vision-language",
+            peft_type="CAUSAL_LM",
+            objective="common.tasks.visual_questions:ANSWERS",
+            rows="common.data.pictures:row_kind",
+            tokenizer="embedded_vision_base",
+            folder_for_one="3.3_visual_question_answering",
+            sees=True,
         ),
     )
 }

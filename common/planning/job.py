@@ -53,6 +53,8 @@ class BatchShape:
         classes: With classification: labels that a row may have; 0 = tokens are to be predicted.
         target_length: With encoder-decoders: tokens of a row's summary, on which the decoder works; 0 = as many as of
             the row.
+        tiles: With pictures: squares that a row's picture is cut into, the whole one included, each of which the
+            vision tower reads; their tokens are among those of `length`.
     """
 
     rows: int
@@ -61,6 +63,7 @@ class BatchShape:
     padded: bool = False
     classes: int = 0
     target_length: int = 0
+    tiles: int = 0
 
     @property
     def tokens(self) -> int:
@@ -79,8 +82,8 @@ class BatchShape:
     @property
     def task(self) -> str:
         """What a run with such rows learns, as `RunConfig` calls it."""
-        asked = bool(self.classes), bool(self.target_length and not self.classes)
-        return next(task.name for task in TASKS.values() if (task.classifies, task.summarizes) == asked)
+        asked = bool(self.classes), bool(self.target_length and not self.classes), bool(self.tiles)
+        return next(task.name for task in TASKS.values() if (task.classifies, task.summarizes, task.sees) == asked)
 
     def length_in(self, stack: Stack) -> int:
         """Return how many tokens of a row the stack's layers work on."""
