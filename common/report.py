@@ -14,6 +14,7 @@ Every row is `measured` (from a committed record), `published` (with its source)
 import argparse
 import json
 import sys
+from pkgutil import resolve_name
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
@@ -21,7 +22,6 @@ from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
 from common.records.store import kept_records
-from common.reporting import classification, summarization
 from common.reporting.page import PAGE, open_page, page_of, write_page
 from common.reporting.rows import called, results_of_this_machine, task_of
 from common.reporting.screen import on_screen
@@ -83,10 +83,10 @@ def _results(options: argparse.Namespace) -> str:
     parts = [f"{hidden} runs that did not complete are hidden: name them, or pass --failed"] if hidden else []
     if chats:
         parts += [on_screen(side_by_side(chats)), LEGEND]
-    if classification.settings_of(shown):
-        parts += ["Text classification (3.1)", classification.results_text(shown)]
-    if summarization.summarized(shown):
-        parts += ["Summarization (3.2)", summarization.results_text(shown)]
+    done = {task_of(run) for run in shown if run["status"] == "completed"}
+    for name, task in TASKS.items():
+        if task.results and name in done:
+            parts += [task.title, resolve_name(task.results)(shown)]
     parts += [f"{run['run_name']}: {run['status']} ({run.get('error', '')[:60]})" for run in shown
               if run["status"] != "completed" and run not in chats]  # fmt: skip
     return "\n\n".join(parts)

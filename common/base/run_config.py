@@ -56,7 +56,7 @@ RANGES = (
           "{name} is {value}: pass a whole number of steps, or below 1 a share of all.", ("save_steps",)),
     Range(lambda value: 0 <= value < 1,
           "{name} is {value}, but is a fraction: pass a number from 0 up to, not with, 1.",
-          ("lora_dropout", "max_truncated_fraction")),
+          ("lora_dropout", "max_truncated_fraction", "picture_noise")),
     Range(lambda value: value == -1 or value >= 1,
           "{name} is {value}: pass a number of at least 1, or -1 for all.",
           ("max_steps", "test_rows", "train_rows", "validation_rows")),

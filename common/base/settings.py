@@ -204,7 +204,6 @@ class AdapterSettings:
         True,
         "With visual_questions: the vision tower and its connector stay as they are; false = both are trained in "
         "full, also beside adapters.",
-        metavar="true|false",
     )
     lora_r: int = setting(8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"))
     lora_alpha: int = setting(64, "Scale of the adapters, which are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).")

@@ -165,6 +165,7 @@ class Task:
         limited: Settings, in tokens, that must not exceed the positions of the model.
         tokenizer: The folder in assets whose tokenizer stands in where weights are random.
         folder_for_one: The technique folder that does it on one device; empty = its technique's.
+        results: What returns a terminal's table of runs, as `module:function`; empty = they stand in that of all chats.
         classifies: A row has one label; else tokens are predicted.
         summarizes: A row has a text to read and another one to write, by an encoder-decoder.
         sees: A row is a conversation about a picture, which a vision tower turns into tokens of the decoder.
@@ -182,9 +183,16 @@ class Task:
     limited: tuple[str, ...] = ()
     tokenizer: str = "embedded_base"
     folder_for_one: str = ""
+    results: str = ""
     classifies: bool = False
     summarizes: bool = False
     sees: bool = False
+
+    @property
+    def title(self) -> str:
+        """Its folder as a title: `Text classification (3.1)`."""
+        number, _, words = self.folder_for_one.partition("_")
+        return f"{words.replace('_', ' ').capitalize()} ({number})"
 
     @property
     def converses(self) -> bool:
@@ -331,6 +339,7 @@ TASKS = {
             objective="common.tasks.classification:CLASSES",
             rows="common.data.texts:labelled_rows",
             folder_for_one="3.1_text_classification",
+            results="common.reporting.classification:results_text",
             classifies=True,
         ),
         Task(
@@ -345,6 +354,7 @@ TASKS = {
             objective="common.tasks.summarization:SUMMARIES",
             rows="common.data.texts:summary_rows",
             folder_for_one="3.2_summarization",
+            results="common.reporting.summarization:results_text",
             summarizes=True,
         ),
         Task(
@@ -355,9 +365,10 @@ TASKS = {
             model_kind="vision-language",
             peft_type="CAUSAL_LM",
             objective="common.tasks.visual_questions:ANSWERS",
-            rows="common.data.pictures:row_kind",
+            rows="common.data.pictured_rows:row_kind",
             tokenizer="embedded_vision_base",
             folder_for_one="3.3_visual_question_answering",
+            results="common.reporting.pictures:results_text",
             sees=True,
         ),
     )

@@ -18,7 +18,7 @@ MICRO_BATCHES = 8  # with PP, unless `--micro_batches` says another number
 
 
 def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel: str) -> RunConfig:
-    """Return the folder's `run`, which is full fine-tuning with DDP, in another setting: every step has the same rows.
+    """Return the folder's `run`, which is full fine-tuning, in another setting: every step has the same rows.
 
     Raises:
         BadInputError: there is no such technique or parallelism.
@@ -29,10 +29,10 @@ def setting_of(run: RunConfig, lora: dict[str, object], technique: str, parallel
     if TECHNIQUES[technique].has_adapters:
         changes |= lora
     parallelism = PARALLELISMS[parallel]
-    if not parallelism.replicates:  # ranks have no rows of their own: one of them gets the whole batch
-        changes["per_device_train_batch_size"] = run.per_device_train_batch_size * run.devices
-    if parallelism.is_single:
-        changes["devices"] = 1
+    rows = run.per_device_train_batch_size * run.data_parallel_ranks
+    devices = 1 if parallelism.is_single else max(2, run.devices)
+    # ranks without rows of their own each get the whole batch
+    changes |= {"devices": devices, "per_device_train_batch_size": rows // devices if parallelism.replicates else rows}
     if parallelism.pipelines:  # balanced by memory, the stage of the embeddings would get few layers
         changes |= {"micro_batches": MICRO_BATCHES, "device_map": "even"}
     return replace(run, **changes)

@@ -38,6 +38,7 @@ from common.checks.folder_runs import run_of_folder
 from common.checks.inputs import check_room_to_save, check_settings, training_rows
 from common.checks.tried_rows import Rows, batch_of, check_length, rows_of_length, rows_of_run
 from common.data.batches import EpochBatches
+from common.data.pictures import pixels_of
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
 from common.models.loading import load_base_model, load_tokenizer
 from common.planning.architectures import UnknownArchitectureError, read_architecture
@@ -321,14 +322,17 @@ def answer_one_batch(run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank
     loaded = as_computed(run) if strategy_class(run).reloads_as_computed else run
     model, tokenizer = load_base_model(loaded, device_map_of_rank(stage_map, rank)).eval(), load_tokenizer(run)
     prompts = {"input_ids": [row["input_ids"] for row in rows.validation]}
-    batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").to(model.device)
+    batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
+    if run.goal.sees:
+        batch.update(pixels_of([row["picture"] for row in rows.validation], tokenizer))
+    batch = batch.to(model.device)
     if run.goal.classifies:
         model(**batch)
     else:
         length = {"min_new_tokens": run.max_new_tokens, "max_new_tokens": run.max_new_tokens}
         beams = run.num_beams if run.goal.summarizes else 1
         generated = model.generate(**batch, do_sample=False, num_beams=beams, **length)
-    if run.goal.chats:
+    if run.goal.converses:
         answers = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         texts = Texts(answers, references=answers, shuffled=[None] * len(answers))
         for judge in (Judge("base", model, tokenizer), *independent_judges(run, rank.device)):

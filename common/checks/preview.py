@@ -95,7 +95,7 @@ def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) 
         BadInputError: the chat template cannot write a row.
     """
     uncut = replace(run, max_length=sys.maxsize)
-    return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length, run.goal.chats)
+    return Preview(splits, tokens_of(splits.train, tokenizer, uncut), run.max_length, run.goal.converses)
 
 
 def coloured(row: Tokens, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:

@@ -251,8 +251,23 @@ def parse_lines(lines: Iterable[str], source: str) -> Iterator[tuple[object, str
 
 
 def with_names(rows: Any) -> Iterator[Row]:
-    """Yield the rows of a dataset's split, with names where it keeps the numbers of classes; a missing one is empty."""
+    """Yield the rows of a dataset's split, with names where it keeps the numbers of classes; a missing one is empty.
+
+    Pictures come as they are stored, and are not decoded.
+    """
+    for column, feature in rows.features.items():
+        if (stored_so := _undecoded(feature)) != feature:
+            rows = rows.cast_column(column, stored_so)
     classes = {column: feature for column, feature in rows.features.items() if hasattr(feature, "int2str")}
     for row in rows:
         names = {column: kind.int2str(row[column]) if row[column] >= 0 else "" for column, kind in classes.items()}
         yield {**row, **names}
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return a column's type with its pictures as they are stored."""
+    from datasets import Image, List  # here, as above
+
+    if isinstance(feature, List):
+        return List(_undecoded(feature.feature), length=feature.length)
+    return Image(decode=False) if isinstance(feature, Image) else feature

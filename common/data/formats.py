@@ -188,7 +188,7 @@ def refuse_pictures(row: Row, where: str) -> None:
         is_named = column == "file_name" and str(value).lower().endswith(PICTURE_SUFFIXES)  # datasets' imagefolder
         if is_named or _is_picture(value) or (column in PICTURE_COLUMNS and value):
             raise BadInputError(
-                f"{where} has pictures in the column {name!r}, which no technique here reads yet: to learn from the "
+                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them, or to learn from the "
                 "texts alone, leave that column out, or name two of the others with --prompt_column and "
                 "--completion_column."
             )

@@ -12,6 +12,7 @@ from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table, suffix_of
 from common.data.formats import Format, recognise, refuse_pictures
+from common.data.pictures import check_picture_kept
 from common.data.plain_texts import TEXT_FILE, continuation_of, is_plain, opening_of, parse_paragraphs, tokenize_plain
 from common.data.row_checks import check_budget, say_once
 from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of, place_of, placed, places_of
@@ -159,8 +160,8 @@ def answer_of(row: Row) -> str:
 
 
 def first_tokens(row: Tokens, count: int) -> Tokens:
-    """Return a row's first tokens, with their labels."""
-    return {name: values[:count] for name, values in row.items()}
+    """Return a row's first tokens, with their labels, and its picture whole."""
+    return {name: values if name == "picture" else values[:count] for name, values in row.items()}
 
 
 def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
@@ -200,6 +201,8 @@ def _learnt_rows(
         for row, whole in zip(batch, encode(batch, tokenizer, run.train_on), strict=True):
             tokens = first_tokens(whole, run.max_length)
             check_budget(len(tokens["input_ids"]), row, run)
+            if "picture" in row:
+                check_picture_kept(row, whole, run.max_length, tokenizer)
             if any(label != IGNORED_LABEL for label in tokens["labels"]):
                 yield tokens
             else:

@@ -40,7 +40,7 @@ def check_rows_apart(splits: Splits, run: RunConfig) -> Splits:
         say_once(f"{found}: they are left out")
         others = [number for number in range(len(splits.train)) if number not in shared]
         return replace(splits, train=take(splits.train, others))
-    if run.shared_rows == "refuse" or (run.goal.chats and not splits.held_out):
+    if run.shared_rows == "refuse" or (run.goal.converses and not splits.held_out):
         raise BadInputError(
             f"{found}: remove them from one of the two, or pass --shared_rows skip, which trains without them."
         )
@@ -64,8 +64,8 @@ def check_ids(rows: Sequence[Row]) -> None:
 
 
 def digest(row: Row) -> bytes:
-    """Return a digest of a row's texts and its label, whatever their case and spacing."""
-    texts = [*texts_of(row), str(row.get("label", ""))]
+    """Return a digest of a row's texts, its label and its picture, whatever the texts' case and spacing."""
+    texts = [*texts_of(row), str(row.get("label", "")), row.get("picture", "")]
     return sha256("\0".join(re.sub(r"\s+", " ", text).strip().casefold() for text in texts).encode()).digest()
 
 

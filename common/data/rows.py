@@ -18,11 +18,13 @@ SPLIT_NAMES = ("train", "validation", "test")
 
 Row = dict[str, Any]
 """One line of a data file: `id`, `messages`, and for questions with known facts `facts`; or `text` and `label`, or
-`text` and `summary`. `where` is its place, such as `rows.csv, row 3`."""
+`text` and `summary`. With `picture` the conversation is about it (`common/data/pictures.py`). `where` is its place,
+such as `rows.csv, row 3`."""
 
 Tokens = dict[str, Any]
 """`input_ids`, `attention_mask` and `labels` of one row, without padding: lists of numbers; with classification
-`labels` is one number, that of the row's class; with summarization they are the tokens of the summary."""
+`labels` is one number, that of the row's class; with summarization they are the tokens of the summary. A pictured row
+has its `picture`, too, as its `Row`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class RowKind:
         parse: From the lines and the name of a file.
         check: Yield the rows, or refuse one; the second argument names the file or dataset.
         finish: What is done to all splits once they are read.
+        in_folders: A split may also be a folder of pictures, with what is said about each in its file `metadata`, as
+            `datasets` has them (`imagefolder`).
     """
 
     suffixes: tuple[str, ...]
@@ -66,6 +70,7 @@ class RowKind:
     check: Callable[[Found, str], Iterable[Row]]
     tokenize: Callable[[Sequence[Row], PreTrainedTokenizerBase, RunConfig], Sequence[Tokens]]
     finish: Callable[[Splits], Splits] = lambda splits: splits
+    in_folders: bool = False
 
 
 def begin_of(value: object, length: int = 80) -> str:

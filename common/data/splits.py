@@ -127,7 +127,7 @@ def _refuse_pictures_folder(folder: str) -> None:
     found = next(filter(_is_there, files), None)
     if found:
         raise BadInputError(
-            f"{found} makes {folder} a folder of pictures, which no technique here reads yet: to learn from texts "
+            f"{found} makes {folder} a folder of pictures: go to 3.3, which learns from them, or to learn from texts "
             "about them alone, write these into train.jsonl there, without the column file_name."
         )
 
@@ -136,7 +136,11 @@ def _file_of(folder: str, split: str, kind: RowKind) -> str | None:
     """Return the file of a split, compressed or not; SAMSum's archive calls validation `val`."""
     stems = ("validation", "val") if split == "validation" else (split,)
     suffixes = [suffix + packed for packed in ("", *COMPRESSED) for suffix in kind.suffixes]
-    files = (f"{folder}/{stem}{suffix}" for stem in stems for suffix in suffixes)
+    files = [f"{folder}/{stem}{suffix}" for stem in stems for suffix in suffixes]
+    if kind.in_folders:
+        places = [folder] if split == "train" else []
+        places = [f"{folder}/{stem}" for stem in stems] + places
+        files += [f"{place}/metadata{suffix}" for place in places for suffix in suffixes]
     return next(filter(_is_there, files), None)
 
 

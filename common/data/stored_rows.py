@@ -45,7 +45,8 @@ def stored(rows: Iterable[dict[str, Any]], title: str = "") -> Sequence[dict[str
 
 def _bytes_of(row: dict[str, Any]) -> int:
     tools = len(str(row["tools"])) if "tools" in row else 0
-    return ROW_BYTES + TOKEN_BYTES * len(row.get("input_ids", ())) + sum(map(len, texts_of(row))) + tools
+    others = tools + len(row.get("picture", ""))
+    return ROW_BYTES + TOKEN_BYTES * len(row.get("input_ids", ())) + sum(map(len, texts_of(row))) + others
 
 
 def _on_disk(rows: Iterable[dict[str, Any]]) -> "RowsOnDisk":

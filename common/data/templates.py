@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -9,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
+from common.data.pictures import with_part, with_picture_tokens, without_picture_labels
 from common.data.plain_texts import is_plain, opening_ids
 from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
 
@@ -72,10 +74,21 @@ def encode(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str) -
     """Return whole rows as tokens, with labels on what `train_on` names (common/base/settings.py).
 
     The answers are those that the template marks. Where neither it nor TRL's version of it does, they are what a row's
-    answers add to the tokens of the turns before them.
+    answers add to the tokens of the turns before them. A row with a picture has its tokens before all texts, and its
+    `picture` to make numbers of.
     """
+    tokens = _encode_texts(rows, tokenizer, train_on)
+    if "picture" not in rows[0]:
+        return tokens
+    return [
+        {**without_picture_labels(each, tokenizer), "picture": row["picture"]}
+        for each, row in zip(tokens, rows, strict=True)
+    ]
+
+
+def _encode_texts(rows: list[Row], tokenizer: PreTrainedTokenizerBase, train_on: str) -> list[Tokens]:
     marked = training_template(tokenizer) if tokenizer.is_fast else None
-    if train_on == "assistant" and marked:
+    if train_on == "assistant" and marked and "picture" not in rows[0]:
         return _encode_marked(rows, tokenizer, marked)
     whole = _ids(rows, tokenizer)
     if train_on == "all":
@@ -135,16 +148,24 @@ def _first(row: Row, count: int) -> Row:
 def _ids(rows: list[Row], tokenizer: PreTrainedTokenizerBase, answer_follows: bool = False) -> list[list[int]]:
     ids: list[list[int]] = []
     for tools, group in groupby(rows, key=lambda row: row.get("tools")):
-        conversations = [row["messages"] for row in group]
+        conversations = list(group)
         encoded = tokenizer.apply_chat_template(
-            conversations,
+            [_messages(row) for row in conversations],
             tools=tools,
             add_generation_prompt=answer_follows,
             return_dict=True,
             tokenizer_kwargs=QUIET,
         )
-        ids += encoded["input_ids"]
+        ids += map(partial(_whole_ids, tokenizer=tokenizer), conversations, encoded["input_ids"])
     return ids
+
+
+def _messages(row: Row) -> list[dict[str, Any]]:
+    return with_part(row) if "picture" in row else row["messages"]
+
+
+def _whole_ids(row: Row, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return with_picture_tokens(ids, row, tokenizer) if "picture" in row else ids
 
 
 def _labelled(ids: list[int], learnt: Iterable[bool | int]) -> Tokens:
@@ -160,7 +181,7 @@ def check_template(row: Row, turns: tuple[str, ...], tokenizer: PreTrainedTokeni
     """
     template = f"The chat template of {tokenizer.name_or_path}"
     try:
-        text = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
+        text = tokenizer.apply_chat_template(_messages(row), tools=row.get("tools"), tokenize=False)
     except TemplateError as error:  # raised for what it cannot write: an unknown role, a second system message
         raise BadInputError(
             f"{template} refuses {place_of(row)}, with the turns {', '.join(turns)} ({error}): remove such rows, or "

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
+    AutoProcessor,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
@@ -25,6 +26,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
@@ -85,6 +87,14 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
         lambda config: config.is_encoder_decoder,
         "but summaries are written by encoder-decoders: pass --model assets/embedded_summarizer or "
         "facebook/bart-large-cnn",
+    ),
+    "vision-language": (
+        lambda config: (
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type) in (config.architectures or [])
+            and hasattr(config, "image_token_id")
+        ),
+        "which reads no pictures: pass --model assets/embedded_vision_base or HuggingFaceTB/SmolVLM-Instruct, or go to "
+        "2.1 to learn from texts alone",
     ),
 }
 """By `Task.model_kind`: which models are of this kind, and what the refusal of another one says."""
@@ -219,6 +229,8 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     Raises:
         BadInputError: it cannot be loaded, or model or tokenizer cannot do the run's task.
     """
+    if run.goal.sees:
+        return _tokenizer_with_processor(run)
     if run.weights == "random" or not run.goal.chats:  # a pretrained model that chats has a template
         checked_config(run)
     if run.weights == "random" and run.model != MINILM:
@@ -233,6 +245,34 @@ def load_tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a model that sees, with its processor beside it, as `processor`.
+
+    With random weights both are the embedded ones, set to make one square of each picture, as large as the model reads.
+    """
+    config = checked_config(run)
+    source = what_to_load(run, ASSETS / run.goal.tokenizer if run.weights == "random" else None)
+    try:
+        processor = AutoProcessor.from_pretrained(**source)
+    except (OSError, ValueError, ImportError) as error:
+        raise _cannot_be_loaded("processor", run.model, error) from error
+    if run.weights == "random":
+        side, patch = config.vision_config.image_size, config.vision_config.patch_size
+        processor.image_seq_len = (side // patch // config.scale_factor) ** 2
+        processor.image_processor.size = processor.image_processor.max_image_size = {"longest_edge": side}
+    tokenizer = processor.tokenizer
+    tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.processor = processor
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer as plain Transformers loads it, with the processor beside it where there is one."""
+    getattr(tokenizer, "processor", tokenizer).save_pretrained(folder)
 
 
 def weight_dtype(run: RunConfig) -> torch.dtype:
@@ -350,7 +390,7 @@ def checked_config(run: RunConfig) -> PretrainedConfig:
 
 def longest_readable(config: PretrainedConfig) -> int | None:
     """Return how many tokens a model can read at once, or None if there is no limit."""
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions - 2 if positions and config.model_type in COUNTED_FROM_PADDING else positions
 
 
@@ -386,7 +426,10 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: b
     """
     tokenizer, config = load_tokenizer(run), checked_config(run)
     config.update(class_names(run))
-    config.pad_token_id, config.eos_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
+    texts = config.get_text_config() if run.goal.sees else config
+    texts.pad_token_id, texts.eos_token_id, texts.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
+    if run.goal.sees:
+        config.image_token_id = tokenizer.processor.image_token_id
     if config.is_encoder_decoder:
         config.decoder_start_token_id, config.forced_bos_token_id = tokenizer.eos_token_id, None
     config.name_or_path = ""  # else PEFT looks for a whole model where the shape came from
@@ -430,7 +473,7 @@ def next_token_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) ->
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    names = ("input_ids", "attention_mask", "decoder_input_ids")
+    names = ("input_ids", "attention_mask", "decoder_input_ids", "pixel_values", "pixel_attention_mask")
     inputs = {name: batch[name].to(device) for name in names if name in batch}
     logits = model(**inputs, use_cache=False).logits.float()
     model.train(was_training)
@@ -446,6 +489,7 @@ def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
     """
     if precision != "fp32":
         return LOGIT_TOLERANCES[precision]
+    config = config.get_text_config()
     layers = getattr(config, "num_hidden_layers", EMBEDDED_LAYERS)
     growth = math.sqrt(config.hidden_size / EMBEDDED_WIDTH) * layers / EMBEDDED_LAYERS
     return LOGIT_TOLERANCES[precision] * max(1.0, growth)

@@ -1,5 +1,7 @@
 """What is trained of a model: adapters on its frozen layers, or its own weights."""
 
+import re
+
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -8,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.data.row_checks import say_once
 from common.models.quantization import weight_counts
 from common.models.shards import global_numel
 
@@ -28,21 +31,61 @@ def head_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
     return [head for head in run.goal.heads if head in here]
 
 
+def language_part(model: PreTrainedModel) -> str:
+    """Return how the names of a model's language layers begin: `model.text_model.`; empty where it is all of them."""
+    if not hasattr(model.config, "vision_config"):
+        return ""
+    decoder = model.get_decoder()
+    return next(f"{name}." for name, module in model.named_modules() if module is decoder)
+
+
+def vision_modules(model: PreTrainedModel) -> list[str]:
+    """Return the names of what turns pictures into tokens, tower and connector: all beside the language layers."""
+    part, head = language_part(model), model.get_output_embeddings()
+    if not part:
+        return []
+    parent = part.removesuffix(".").rpartition(".")[0]
+    return [
+        f"{parent}.{name}"
+        for name, module in model.get_submodule(parent).named_children()
+        if module is not head and f"{parent}.{name}." != part and any(True for _ in module.parameters())
+    ]
+
+
+def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
+    """Return the run's target modules as PEFT takes them: of a model that sees those of its language layers alone.
+
+    `all-linear`, or a name such as `q_proj`, would also match layers of the vision tower.
+    """
+    part, names = language_part(model), run.target_modules
+    if not part:
+        return names if names == "all-linear" else names.split(",")
+    linears = {
+        name.rpartition(".")[2] for name, module in model.named_modules()
+        if name.startswith(part) and is_projection(module)
+    }  # fmt: skip
+    chosen = sorted(linears) if names == "all-linear" else names.split(",")
+    return rf"{re.escape(part)}.*\.({'|'.join(map(re.escape, chosen))})"
+
+
 def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
     """Freeze `model` and put adapters on the run's target modules; they start Gaussian, and add nothing yet.
+
+    A model that sees gets them in its language layers alone; its tower and connector are trained in full, or not at
+    all.
 
     Raises:
         BadInputError: the model has no module of such a name.
     """
     config = LoraConfig(
         task_type=run.goal.peft_type if run.goal.heads or model.can_generate() else None,
-        modules_to_save=head_modules(model, run) or None,
+        modules_to_save=[*head_modules(model, run), *thawed_modules(model, run)] or None,
         r=run.lora_r,
         lora_alpha=run.lora_alpha,
         lora_dropout=run.lora_dropout,
         use_rslora=True,
         init_lora_weights="gaussian",
-        target_modules=run.target_modules if run.target_modules == "all-linear" else run.target_modules.split(","),
+        target_modules=lora_targets(model, run),
     )
     try:
         adapted = get_peft_model(model, config, revision=run.model_revision or None)
@@ -56,7 +99,30 @@ def add_lora(model: PreTrainedModel, run: RunConfig) -> PeftModel:
             ) from None
         raise BadInputError(f"target_modules is {run.target_modules!r}: {reason}") from None
     leave_casts_to_autocast(adapted)
+    say_once(check_adapters_place(adapted))
     return adapted
+
+
+def thawed_modules(model: PreTrainedModel, run: RunConfig) -> list[str]:
+    """Return the names of tower and connector where the run trains them."""
+    return [] if run.freeze_vision_tower else vision_modules(model)
+
+
+def check_adapters_place(adapted: PeftModel) -> str:
+    """Return a line that says how many layers have adapters; an empty one for a model of texts alone.
+
+    Raises:
+        RuntimeError: one stands outside the language layers.
+    """
+    base = adapted.get_base_model()
+    part = language_part(base)
+    if not part:
+        return ""
+    places = [name for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]
+    outside = [name for name in places if not name.startswith(part)]
+    if outside:
+        raise RuntimeError(f"{len(outside)} of {len(places)} adapters stand outside {part[:-1]}: {outside[0]}.")
+    return f"adapters: on {len(places)} linear layers of {part[:-1]}, none in {' and '.join(vision_modules(base))}"
 
 
 def leave_casts_to_autocast(model: PeftModel) -> None:
@@ -80,17 +146,24 @@ def _cast_without_autocast(inputs: torch.Tensor | None, dtype: torch.dtype) -> t
 def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linear") -> list[str]:
     """Freeze `model` except for its linear layers of the given names, as `RunConfig.target_modules` says; list them.
 
-    `all-linear`: all but the head; `all`: every weight, also of embeddings, norms and head. A name matches as in PEFT:
+    `all-linear`: all but the head; `all`: every weight, also of embeddings, norms and head. Of a model that sees these
+    are those of its language part. A name matches as in PEFT:
     the whole name of a layer, or its last parts.
 
     Raises:
         BadInputError: a name matches no linear layer; with the names that there are.
     """
+    part, head = language_part(model), model.get_output_embeddings()
     if target_modules == "all":
-        model.requires_grad_(True)
-        return [name for name, _ in model.named_parameters()]
-    head, modules = model.get_output_embeddings(), model.named_modules()
-    linears = {name: module for name, module in modules if is_projection(module) and module is not head}
+        model.requires_grad_(not part)
+        if part:
+            model.get_submodule(part[:-1]).requires_grad_(True)
+            head.requires_grad_(True)
+        return [name for name, weight in model.named_parameters() if weight.requires_grad]
+    linears = {
+        name: module for name, module in model.named_modules()
+        if name.startswith(part) and is_projection(module) and module is not head
+    }  # fmt: skip
     if target_modules != "all-linear":
         endings = tuple(f".{name}" for name in target_modules.split(","))
         for ending in endings:
@@ -113,7 +186,7 @@ def train_own_weights(model: PreTrainedModel, run: RunConfig) -> None:
         BadInputError: a name matches no linear layer.
     """
     train_linear_layers(model, run.target_modules)
-    heads = head_modules(model, run)
+    heads = [*head_modules(model, run), *thawed_modules(model, run)]
     for name, weight in model.named_parameters():
         if any(f"{head}." in name for head in heads):
             weight.requires_grad_(True)
@@ -147,9 +220,12 @@ def idle_weights(model: PreTrainedModel) -> int:
 def parameter_counts(model: PreTrainedModel) -> tuple[int, int]:
     """Return how many parameters are trained, and how many multiply a token.
 
-    An input embedding that is not also the head is only looked up, and of experts those that are chosen multiply.
+    An input embedding that is not also the head is only looked up, and of experts those that are chosen multiply. A
+    vision tower multiplies patches, not tokens.
     """
     trained = sum(global_numel(weight) for weight in model.parameters() if weight.requires_grad)
-    multiplied = weight_counts(model) - idle_weights(model)
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    seeing = sum(weight_counts(base.get_submodule(name)) for name in vision_modules(base))
+    multiplied = weight_counts(model) - idle_weights(model) - seeing
     lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     return trained, multiplied if head is not None and lookup is head.weight else multiplied - global_numel(lookup)

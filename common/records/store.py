@@ -63,7 +63,7 @@ def fit_to_be_kept(record: Record) -> Record:
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
     """Return what a run without a name is called; a workflow with several parallelisms or loops names them."""
-    if run.goal.classifies:
+    if run.goal.classifies or run.goal.sees:
         parts = f"-micro{run.micro_batches}" if run.parallelism.pipelines else ""
         rows = f"-{run.train_rows}rows" if run.train_rows > 0 else ""  # of --quick: not to be taken for the whole
         return f"{launcher}-{run.technique}-{run.parallel}{parts}{rows}-seed{run.seed}"

@@ -24,6 +24,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTo
 from common.base.run_config import RunConfig
 from common.data.batches import make_collator
 from common.data.messages import answer_of, question_of
+from common.data.pictures import pixels_of
 from common.data.plain_texts import is_plain
 from common.data.rows import IGNORED_LABEL, Row
 from common.data.templates import prompt_ids
@@ -60,7 +61,7 @@ def whole_row_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 ANSWERS = Objective(
-    lambda tokenizer, _, multiple: make_collator(tokenizer, multiple=multiple),
+    lambda tokenizer, _, run: make_collator(tokenizer, multiple=run.pad_to_multiple_of),
     answer_results,
     mean_loss,
     VALIDATION_LOSS,
@@ -213,24 +214,46 @@ def evaluate(
     folder: `before` or `after`, with an underscore and more words where several models answer. After tuning it prints a
     few answers of both models.
     """
+    evaluation = Evaluation(answer_and_score(model, tokenizer, rows, judges, log, when))
+    report_predictions(log, when, evaluation.answers, evaluation)
+    if log.rank.is_main and when == "after" and (log.folder / "predictions_before.csv").exists():
+        print(samples(log.folder, "begins" if is_plain(rows) else "question"))
+    return evaluation
+
+
+def answer_rows(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: RunRecorder, when: str,
+    what: str = "answers",
+) -> list[str]:  # fmt: skip
+    """Return greedy answers to the last question of each row, the same on every rank, each of which takes its share."""
     lengths = [len(ids) for ids in prompt_ids(rows, tokenizer)]
 
     def answered(numbers: list[int]) -> list[str]:
-        return generate_answers(model, tokenizer, [rows[number] for number in numbers], log.run.max_new_tokens)
+        own, run = [rows[number] for number in numbers], log.run
+        return generate_answers(model, tokenizer, own, run.max_new_tokens, run.picture_noise)
 
-    answers = predict_rows(log, lengths, "answers", when, answered, model)
+    return predict_rows(log, lengths, what, when, answered, model)
+
+
+def answer_and_score(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    judges: Iterable[Judge],
+    log: RunRecorder,
+    when: str,
+) -> list[ScoredAnswer]:
+    """Return the answers to all rows, scored; see `evaluate`."""
+    answers = answer_rows(model, tokenizer, rows, log, when)
     texts = Texts(answers, [answer_of(row) for row in rows], shuffled_answers(rows))
+    lengths = [len(ids) for ids in prompt_ids(rows, tokenizer)]
     scores = {}
     for judge in judges:
         judged = partial(judge.judge, texts)
         what = f"answers, judged by {judge.name},"
         beside = [model] if judge.name == "minilm" else []  # the tuned model waits while the base judges
         scores[judge.name] = predict_rows(log, lengths, what, when, judged, judge.model, *beside)
-    evaluation = Evaluation(scored_answers(rows, texts, scores))
-    report_predictions(log, when, evaluation.answers, evaluation)
-    if log.rank.is_main and when == "after" and (log.folder / "predictions_before.csv").exists():
-        print(samples(log.folder, "begins" if is_plain(rows) else "question"))
-    return evaluation
+    return scored_answers(rows, texts, scores)
 
 
 def shuffled_answers(rows: Sequence[Row]) -> list[str | None]:
@@ -266,12 +289,21 @@ def scored_answers(rows: Sequence[Row], texts: Texts, scores: Mapping[str, Seque
 
 @torch.no_grad()
 def generate_answers(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], max_new_tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    max_new_tokens: int,
+    picture_noise: float = 0.0,
 ) -> list[str]:
-    """Return greedy answers to a batch of questions."""
+    """Return greedy answers to a batch of questions, about their pictures where they have some."""
     prompts = {"input_ids": prompt_ids(rows, tokenizer)}
-    batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt").to(model.device)
+    batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
+    if "picture" in rows[0]:
+        batch.update(pixels_of([row["picture"] for row in rows], tokenizer, picture_noise))
     generated = model.generate(
-        **batch, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        **batch.to(model.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
     )
     return tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)

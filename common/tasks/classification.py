@@ -45,7 +45,7 @@ def class_metrics(sums: torch.Tensor) -> dict[str, float]:
 
 
 CLASSES = Objective(
-    lambda tokenizer, _, multiple: DataCollatorWithPadding(tokenizer, pad_to_multiple_of=multiple or None),
+    lambda tokenizer, _, run: DataCollatorWithPadding(tokenizer, pad_to_multiple_of=run.pad_to_multiple_of or None),
     class_results,
     class_metrics,
     ACCURACY,

@@ -25,7 +25,7 @@ class Objective:
     """One kind of prediction.
 
     Attributes:
-        collator: From tokenizer, model, and the number of tokens that a batch's length is a multiple of (0 = any).
+        collator: From tokenizer, model, and the run's settings.
         results: From logits and what each is to predict, what each row counts for: shape (rows, k); the sums make the
             metrics.
         metrics: From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them.
@@ -35,7 +35,7 @@ class Objective:
             needed.
     """
 
-    collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel, int], Collate]
+    collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel, RunConfig], Collate]
     results: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     metrics: Callable[[torch.Tensor], dict[str, float]]
     best_metric: str

@@ -42,7 +42,13 @@ def summary_results(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 SUMMARIES = Objective(
-    make_collator, summary_results, mean_loss, VALIDATION_LOSS, False, step_loss, needs_losses_alone=True
+    lambda tokenizer, model, run: make_collator(tokenizer, model, run.pad_to_multiple_of),
+    summary_results,
+    mean_loss,
+    VALIDATION_LOSS,
+    False,
+    step_loss,
+    needs_losses_alone=True,
 )
 
 

@@ -14,8 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.base.run_config import RunConfig
 from common.data.batches import within_budget
+from common.data.messages import first_tokens
 from common.data.rows import Tokens
-from common.models.loading import check_equal_logits, load_base_model, next_token_logits, weight_dtype
+from common.models.loading import (
+    check_equal_logits,
+    load_base_model,
+    next_token_logits,
+    save_tokenizer,
+    weight_dtype,
+)
 from common.models.quantization import dequantized
 from common.models.shards import tensors_of
 from common.planning.device_maps import whole_model_on
@@ -54,10 +61,10 @@ def save_and_reload(
         if compares:
             differences["adapter"] = reloaded_difference(run, adapter, device_map, batch, expected, log.memory)
         if log.rank.is_main:
-            tokenizer.save_pretrained(adapter)
+            save_tokenizer(tokenizer, adapter)
             merged(run, adapter, device_map).save_pretrained(folder)
     if log.rank.is_main:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
     wait_for_everyone()
     broadcast_folder(folder, source=0, lacks=log.writes and not log.rank.is_main, rank=log.rank)
     tuned = load_base_model(run, device_map, source=folder)
@@ -102,8 +109,8 @@ def rows_to_compare(trainer: AuditedTrainer) -> list[Tokens]:
     """
     goal, most = trainer.strategy.run.goal, tokens_at_once(trainer.model)
     rows = list(islice(trainer.eval_dataset, trainer.args.per_device_eval_batch_size))  # the others may be on disk
-    if goal.chats:  # what precedes a token decides on its logits
-        rows = [{name: tokens[:most] for name, tokens in row.items()} for row in rows]
+    if goal.converses:  # what precedes a token decides on its logits
+        rows = [first_tokens(row, most) for row in rows]
     tokens = [len(row["labels"] if goal.summarizes else row["input_ids"]) for row in rows]
     return [rows[place] for place in within_budget(tokens, most)[0]]
 

@@ -9,7 +9,7 @@ from common.base.run_config import RunConfig
 from common.data.rows import Splits, Tokens
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_base_model, load_tokenizer, waiting_on_host
-from common.models.trained_weights import add_lora
+from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
@@ -44,23 +44,24 @@ def evaluate_before(
     tokenizer: Tokenizer,
     data: Splits,
     base_run: RunConfig | None = None,
+    score: Callable[..., Evaluation] = evaluate,
 ) -> Evaluation:
     """Evaluate the base's answers to the test questions, each rank's to its share of them, before any training.
 
-    The base also judges them, beside an independent judge. Without a `model` the whole base is loaded for this step
-    alone, as the run says, or `base_run`.
+    `score`: what a task does with them (with pictures `evaluate_looking`). The base also judges them, beside an
+    independent judge. Without a `model` the whole base is loaded for this step alone, as the run says, or `base_run`.
     """
     with log.phase("baseline evaluation"):
         base = model or load_base_model(base_run or log.run, whole_model_on(log.rank.device))
         judges = [Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]
-        return evaluate(base, tokenizer, data.test, judges, log, "before")
+        return score(base, tokenizer, data.test, judges, log, "before")
 
 
 def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
-    """Put adapters on the frozen base, turn rows into tokens, and build the trainer of both."""
+    """Put adapters on the frozen base, or switch on its own weights; turn rows into tokens, and build the trainer."""
     with log.phase("build trainer"):
         rows, validation = (tokens_of(split, tokenizer, log.run) for split in (data.train, data.validation))
-        return make_trainer(add_lora(model, log.run), tokenizer, rows, validation, log)
+        return make_trainer(with_trained_weights(model, log.run), tokenizer, rows, validation, log)
 
 
 def train(log: RunRecorder, trainer: AuditedTrainer, loop: Callable[[AuditedTrainer], object] | None = None) -> Metrics:
@@ -97,6 +98,7 @@ def evaluate_after(
     data: Splits,
     device_map: DeviceMap | None = None,
     base_run: RunConfig | None = None,
+    score: Callable[..., Evaluation] = evaluate,
 ) -> Evaluation:
     """Evaluate the tuned model's answers, judged by itself, by the base as before, and by an independent judge.
 
@@ -113,7 +115,7 @@ def evaluate_after(
         yield from independent_judges(log.run, log.rank.device)
 
     with log.phase("final evaluation"):
-        return evaluate(tuned, tokenizer, data.test, judges(), log, "after")
+        return score(tuned, tokenizer, data.test, judges(), log, "after")
 
 
 def score_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits, score: Callable[..., Any]) -> Any:

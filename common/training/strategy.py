@@ -238,7 +238,7 @@ class Strategy:
         given = {name: tensor for name, tensor in batch.items() if name not in ("row", "labels", "shift_labels")}
         without_cache = {"use_cache": False} if self.takes_logits_to_keep else {}
         logits, labels = model(**given, **without_cache).logits, batch["labels"]
-        if self.run.goal.model_kind == "decoder" and not self.takes_logits_to_keep:  # position t predicts token t + 1
+        if self.run.goal.converses and not self.takes_logits_to_keep:  # position t predicts token t + 1
             logits, labels = logits[:, :-1], labels[:, 1:]
         return self.objective.results(logits, labels.to(logits.device))
 

@@ -734,7 +734,7 @@ def trainer_of_rows(
     """Return the trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only."""
     objective = objective_of(run)
     strategy = strategy or strategy_class(run)(run, rank)
-    collate = objective.collator(tokenizer, model, run.pad_to_multiple_of)
+    collate = objective.collator(tokenizer, model, run)
     own_rows = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
     drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
     trainer = trainer_class(

@@ -8,6 +8,7 @@ from pathlib import Path
 import nbformat
 import papermill
 import pytest
+from PIL import Image
 
 from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
@@ -30,7 +31,7 @@ FIRST = ("lora_finetuning_complete.ipynb", "lora_finetuning_with_ddp_nblaunch.ip
 """One notebook that runs here, and one that starts ranks."""
 EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
 """What makes a GPU folder's notebook run here: another device and model, and nothing else."""
-CELL_BY_CELL = ("complete", "finetuning", "mp", "compare")
+CELL_BY_CELL = ("complete", "finetuning", "mp", "compare", "answering")
 """Last words of the notebooks that start no ranks."""
 
 
@@ -65,6 +66,7 @@ def test_there_are_notebooks() -> None:
         "text_classification_nblaunch.ipynb",
         "text_classification_compare.ipynb",
         "summarization_torchrun.ipynb",
+        "visual_question_answering.ipynb",
     }
 
 
@@ -90,6 +92,9 @@ def parameters_for(path: Path, tmp_path: Path, encoder: str) -> dict:
     if "summarization" in path.stem:
         parameters = {"train_rows": ROWS, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
         parameters["settings"] = {"num_train_epochs": 1, "max_new_tokens": 12}
+    if "visual" in path.stem:
+        parameters = {"train_rows": ROWS, "test_rows": 5, "results_root": str(tmp_path)}
+        parameters["settings"] = {"num_train_epochs": 1, "validation_rows": 9}
     if "zero" in path.stem:
         parameters["steps"] = -1  # all of the epoch's
     if path not in FOR_CPU:
@@ -106,6 +111,8 @@ def parameters_for(path: Path, tmp_path: Path, encoder: str) -> dict:
             parameters["settings"] = {k: v for k, v in EMBEDDED_DEFAULT.items() if k != "precision"}
         if "classification" in path.stem:
             parameters["settings"] |= {"model": encoder, "per_device_train_batch_size": 8}
+        if "visual" in path.stem:
+            parameters["settings"] |= {"model": "assets/embedded_vision_base", "devices": 1}
         if "acclaunch" in path.stem:
             parameters["config_file"] = "../run_0_cpu_x2/my_accelerate_config.yaml"
     return parameters
@@ -132,7 +139,14 @@ def test_the_notebook_runs(
 def own_data(path: Path, folder: Path) -> dict:
     """Settings with 60 rows of somebody else, in another format and with other names than the repository's."""
     numbers = [{"n": n, "parity": ("even", "odd")[n % 2]} for n in range(60)]
-    if "classification" in path.stem:
+    if "visual" in path.stem:
+        for each in numbers:
+            Image.new("RGB", (48, 32), (4 * each["n"], 0, 0)).save(folder / f"{each['n']}.png")
+        rows, columns = (
+            [{"image": f"{n}.png", "question": f"Is it red? {n}", "answer": "A little."} for n in range(60)],
+            {},
+        )
+    elif "classification" in path.stem:
         rows = [{"claim": f"The number {each['n']} is here.", "kind": each["parity"]} for each in numbers]
         columns = {"text_column": "claim", "label_column": "kind"}
     elif "summarization" in path.stem:
@@ -190,6 +204,8 @@ def pictures_of(path: Path) -> set[str]:
         return {"losses.png"}
     if "classification" in words:
         return {"accuracy.png", "confusion.png", "memory.png"}
+    if "visual" in words:
+        return {"losses.png", "memory.png", "gallery.png"}
     more = {"pp": "timeline.png", "qlora": "levels.png", "fsdp": "held.png"}
     return {"losses.png", "scores.png", "memory.png", *(more[word] for word in words & more.keys())}
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
+    AutoProcessor,
     AutoTokenizer,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -12,7 +15,7 @@ from transformers import (
 from common.base.paths import REPOSITORY
 from tests.fixtures import TINY_ENCODER
 
-BASE = REPOSITORY / "assets" / "embedded_base"
+BASE, VISION_BASE = (REPOSITORY / "assets" / name for name in ("embedded_base", "embedded_vision_base"))
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
         "initializer_range": 0.1}  # fmt: skip
 """Sizes are multiples of bitsandbytes' blocks of 64; two layers, one for each stage of a pipeline. With the libraries'
@@ -47,7 +50,31 @@ def strong_summarizer(tmp_path_factory: pytest.TempPathFactory, tiny_summarizer:
 
 
 @pytest.fixture(scope="session")
-def tiny_models(tiny_chat_model: str, encoders: dict[str, str], strong_summarizer: str) -> dict[str, str]:
+def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Idefics3 for pictures of 64 by 64 pixels, with the embedded one's processor."""
+    torch.manual_seed(0)
+    processor, folder = AutoProcessor.from_pretrained(VISION_BASE), tmp_path_factory.mktemp("idefics3")
+    tokenizer = processor.tokenizer
+    text = {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 512,
+            "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id, **TINY}  # fmt: skip
+    vision = {"image_size": 64, "patch_size": 8, **TINY, "hidden_size": 32}
+    config = Idefics3Config(image_token_id=processor.image_token_id, scale_factor=2, tie_word_embeddings=True,
+                            text_config=text, vision_config=vision)  # fmt: skip
+    Idefics3ForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(
+    tiny_chat_model: str, encoders: dict[str, str], strong_summarizer: str, tiny_vision_model: str
+) -> dict[str, str]:
     """By task, the folder of a tiny model; and by its name, of another one."""
-    of_tasks = {"chat": tiny_chat_model, "classification": encoders["bert"], "summarization": strong_summarizer}
+    of_tasks = {
+        "chat": tiny_chat_model,
+        "classification": encoders["bert"],
+        "summarization": strong_summarizer,
+        "visual_questions": tiny_vision_model,
+    }
     return {**of_tasks, "roberta": encoders["roberta"]}

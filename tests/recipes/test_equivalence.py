@@ -35,6 +35,7 @@ FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
 CLASSIFICATION = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
+PICTURES = REPOSITORY / "3.3_visual_question_answering" / "run_0_cpu_x1"
 SUMMARIZATION = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"
 TORCHRUN, ACCELERATE, MACHINES = (
     SUMMARIZATION / f"my_workflow_summarization_{way}.py" for way in ("torchrun", "accelerate", "machines")
@@ -51,6 +52,7 @@ OF_TASK = {
     "chat": ("--independent_judge", "none", "--max_new_tokens", "1"),
     "classification": ("--test_rows", "2"),
     "summarization": ("--max_new_tokens", "2", "--num_beams", "1"),
+    "visual_questions": ("--independent_judge", "none", "--max_new_tokens", "1"),
 }
 ALL = ("--target_modules", "all")
 WHOLE_BATCH = ("--batch_size", "8")
@@ -127,6 +129,12 @@ ONE = {
         )
         for technique, clip in (("full", "4.3"), ("lora", "3.3"))
     },
+    **{
+        f"visual_questions, {technique}": one_device_of(
+            technique, PICTURES, "--technique", technique, *WHOLE_BATCH, task="visual_questions", sgd=sgd(clip, rate)
+        )
+        for technique, clip, rate in (("full", "4.1", "0.05"), ("lora", "16.5", "0.003"))
+    },
     "summarization": one_device_of(
         "full", TORCHRUN, *TWO_PARTS, *OF_RANK, task="summarization", sgd=sgd("0.92", "0.1")
     ),
@@ -163,6 +171,12 @@ def classifying(strategy: str, technique: str, *overrides: str, reference: Case 
 def summarizing(strategy: str, place: Path, *overrides: str, reference: Case | None = None, **other: str) -> Case:
     one = reference or ONE["summarization"]
     return Case(strategy, "full", place, overrides, one.task, **{"note": one.note, **other}, reference=one)
+
+
+def seeing(strategy: str, technique: str, *overrides: str) -> Case:
+    settings = ("--technique", technique, "--parallel", strategy.partition(",")[0].lower(), *overrides)
+    one = ONE[f"visual_questions, {technique}"]
+    return Case(strategy, technique, PICTURES, settings, one.task, reference=one)
 
 
 def divided(note: str, *overrides: str) -> Case:
@@ -207,6 +221,7 @@ CASES = [
         for technique in ("full", "lora")
     ),
     classifying("TP, accumulated", "full", *OF_RANK, "--gradient_accumulation_steps", "2"),
+    *(seeing("DDP", technique, *OF_RANK) for technique in ("full", "lora")),
     summarizing("Seq2SeqTrainer", TORCHRUN, *OF_RANK),
     summarizing("plain loop, Accelerate", ACCELERATE, *OF_RANK),
     summarizing("plain loop, torch.distributed", MACHINES, *OF_RANK),

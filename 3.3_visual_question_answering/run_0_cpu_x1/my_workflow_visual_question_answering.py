@@ -1,0 +1,69 @@
+"""Questions about pictures: LoRA or full fine-tuning of the language part, on one device or with DDP.
+
+From this folder:
+    python my_workflow_visual_question_answering.py
+    python my_workflow_visual_question_answering.py --technique lora
+    python my_workflow_visual_question_answering.py --technique lora --parallel ddp
+    python my_workflow_visual_question_answering.py --all
+
+`python` starts as many ranks as the setting has. A setting is this folder's run with (1) LoRA's own recipe and (2) the
+rows of a step given to the devices. Against 2.1: (3) adapters, or weights that are trained, in the language layers
+alone, (4) answers about the right picture, and about another one.
+"""
+
+import sys
+from functools import partial
+
+from my_utils_visual_question_answering import draw_gallery, say_trained
+
+from common.base.run_config import RunConfig
+from common.checks.folder_runs import setting_of
+from common.checks.run_start import run_started
+from common.records.store import Record
+from common.tasks.visual_questions import evaluate_looking
+from common.training.steps import build_trainer, evaluate_after, evaluate_before, load, record, save, train
+from common.variants import run_settings_from_command_line
+
+RUN = RunConfig(
+    task="visual_questions",
+    technique="full",
+    parallel="single",
+    run_folder="3.3_visual_question_answering/run_0_cpu_x1",
+    model="assets/embedded_vision_base",
+    data="assets/pictured_exhibits",
+    picture_noise=0.04,
+    max_length=128,
+    num_train_epochs=2,
+    learning_rate=1e-3,
+    max_grad_norm=1.0,
+    eval_steps=0.1,
+    per_device_eval_batch_size=60,
+    max_new_tokens=32,
+)
+LORA = {"learning_rate": 3e-3, "lora_r": 16, "lora_dropout": 0.0}  # (1)
+SETTINGS = [
+    ["--technique", technique, "--parallel", parallel]
+    for technique in ("full", "lora")
+    for parallel in ("single", "ddp")
+]
+"""What `--all` runs."""
+
+defaults_for = partial(setting_of, RUN, LORA)  # (2)
+
+
+def workflow(run: RunConfig) -> Record:
+    """Take all steps of the run, on this rank."""
+    with run_started(run) as log:
+        model, tokenizer, data = load(log)
+        before = evaluate_before(log, model, tokenizer, data, score=evaluate_looking)
+        trainer = build_trainer(log, model, tokenizer, data)  # (3)
+        say_trained(log, trainer)
+        trained = train(log, trainer)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = evaluate_after(log, tuned, tokenizer, data, score=evaluate_looking)  # (4)
+        draw_gallery(log, data)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
+
+
+if __name__ == "__main__":
+    run_settings_from_command_line(sys.modules[__name__])

@@ -1,0 +1,74 @@
+"""Questions about pictures: LoRA or full fine-tuning of the language part, on one device or with DDP.
+
+From this folder:
+    python my_workflow_visual_question_answering.py
+    python my_workflow_visual_question_answering.py --technique lora
+    python my_workflow_visual_question_answering.py --technique lora --parallel ddp
+    python my_workflow_visual_question_answering.py --all
+
+`python` starts as many ranks as the setting has. A setting is this folder's run with (1) LoRA's own recipe and (2) the
+rows of a step given to the devices. Against 2.1: (3) adapters, or weights that are trained, in the language layers
+alone, (4) answers about the right picture, and about another one.
+"""
+
+import sys
+from functools import partial
+
+from my_utils_visual_question_answering import draw_gallery, say_trained
+
+from common.base.run_config import RunConfig
+from common.checks.folder_runs import setting_of
+from common.checks.run_start import run_started
+from common.records.store import Record
+from common.tasks.visual_questions import evaluate_looking
+from common.training.steps import build_trainer, evaluate_after, evaluate_before, load, record, save, train
+from common.variants import run_settings_from_command_line
+
+RUN = RunConfig(
+    task="visual_questions",
+    technique="full",
+    parallel="single",
+    run_folder="3.3_visual_question_answering/run_1_a6000_48g_x1",
+    device="cuda",
+    gpu="RTX A6000 48GB",
+    devices=1,
+    model="HuggingFaceTB/SmolVLM-Instruct",
+    data="assets/pictured_exhibits",
+    max_length=2048,
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=8,
+    num_train_epochs=1,
+    learning_rate=1e-5,
+    max_grad_norm=1.0,
+    precision="bf16-mixed",
+    eval_steps=0.1,
+    per_device_eval_batch_size=8,
+    max_new_tokens=32,
+)
+LORA = {"learning_rate": 1e-4, "lora_dropout": 0.0}  # (1)
+SETTINGS = [
+    ["--technique", technique, "--parallel", parallel]
+    for technique in ("full", "lora")
+    for parallel in ("single", "ddp")
+]
+"""What `--all` runs."""
+
+defaults_for = partial(setting_of, RUN, LORA)  # (2)
+
+
+def workflow(run: RunConfig) -> Record:
+    """Take all steps of the run, on this rank."""
+    with run_started(run) as log:
+        model, tokenizer, data = load(log)
+        before = evaluate_before(log, model, tokenizer, data, score=evaluate_looking)
+        trainer = build_trainer(log, model, tokenizer, data)  # (3)
+        say_trained(log, trainer)
+        trained = train(log, trainer)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = evaluate_after(log, tuned, tokenizer, data, score=evaluate_looking)  # (4)
+        draw_gallery(log, data)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
+
+
+if __name__ == "__main__":
+    run_settings_from_command_line(sys.modules[__name__])

@@ -1,0 +1,143 @@
+"""The tables of questions about pictures (3.3): what each setting says right, and whether it looked."""
+
+from collections.abc import Iterable
+from itertools import product
+
+import pandas as pd
+
+from common.base.run_folders import run_folders
+from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.records.store import Record
+from common.reporting.rows import (
+    NOT_RUN,
+    PLANNED,
+    STRONG,
+    Row,
+    baseline_of,
+    by_setting,
+    completed,
+    device_of,
+    devices_of,
+    kind_name,
+    kind_of,
+    model_of,
+    over_seeds,
+    planned_memory,
+    training_time,
+)
+from common.reporting.screen import fitted
+
+BEFORE, COMMONEST, AFTER, SWAPPED = "Right before", "Commonest answer", "Right after", "Old answer, other picture"
+BRIEF = {
+    "Setting": "Setting",
+    BEFORE: "Before",
+    COMMONEST: "Commonest",
+    AFTER: "After",
+    SWAPPED: "Swapped",
+    "Training time": "Time",
+    "Speed-up": "Speed-up",
+    PLANNED: "Peak GiB, planned / measured",
+}
+"""Of the tables' columns those that fit a terminal, and what they are called there."""
+FRONT_SHARED = ("Model", "Machine")
+"""Columns of `front` whose values stand above its table."""
+
+
+def answered(records: Iterable[Record]) -> list[Record]:
+    """Return the completed runs about pictures, in the order of folders and settings."""
+    order = list(product(TECHNIQUES, PARALLELISMS))
+    return sorted(completed(records, goal="sees"), key=lambda r: (r["run_folder"], order.index(kind_of(r))))
+
+
+def settings_of(records: Iterable[Record]) -> list[list[Record]]:
+    """Return the runs grouped by their setting; those of a notebook are left to it."""
+    return by_setting(run for run in answered(records) if run["launcher"] in ("python", "torchrun", "acclaunch"))
+
+
+def settings_table(records: list[Record]) -> pd.DataFrame:
+    """Return the table of 3.3: every setting that was run, and the GPU folders that were not."""
+    measured = [_compared(runs, records) for runs in settings_of(records)]
+    return pd.DataFrame([*measured, *_not_run(records)]).fillna(NOT_RUN)
+
+
+def kinds_table(records: list[Record]) -> pd.DataFrame:
+    """Return the share of facts said right by kind of question, before and after, a mean over seeds."""
+    return pd.DataFrame([_by_kind(runs) for runs in settings_of(records)])
+
+
+def front(records: list[Record]) -> pd.DataFrame:
+    """Return the table of docs/results.md: the measured settings, in brief."""
+    return pd.DataFrame(
+        {
+            "Model": row["Model"],
+            "Machine": device_of(runs[0]),
+            **{name: row[name] for name in ("Setting", "Seeds", BEFORE, COMMONEST, AFTER, SWAPPED)},
+            "Time": row["Training time"],
+        }
+        for runs in settings_of(records)
+        for row in [_compared(runs, records)]
+    )
+
+
+def share(runs: list[Record], when: str, name: str) -> str:
+    """Return a share of facts over the seeds, in percent: `93.4 % (92.8 to 94.1)`."""
+    shares = [run["quality"][when][name] for run in runs]
+    if None in shares:
+        return "no facts"
+    return over_seeds([100 * each for each in shares], "{:.1f}")
+
+
+def _compared(runs: list[Record], records: list[Record]) -> Row:
+    first, is_single = runs[0], PARALLELISMS[runs[0]["parallel"]].is_single
+    baseline = first if is_single else baseline_of(first, records, STRONG)
+    speedup = f"{baseline['train_time_s'] / first['train_time_s']:.2f}x" if baseline else "no run on one device"
+    return {
+        "Setting": kind_name(*kind_of(first)),
+        "Figures": "measured",
+        "Model": model_of(first),
+        "Devices": devices_of(first),
+        "Seeds": str(len(runs)),
+        BEFORE: share(runs, "before", "facts_said_share"),
+        COMMONEST: share(runs, "after", "commonest_facts_said_share"),
+        AFTER: share(runs, "after", "facts_said_share"),
+        SWAPPED: share(runs, "after", "swapped_facts_said_share"),
+        "Training time": training_time(first),
+        "Speed-up": speedup,
+        PLANNED: planned_memory(first),
+        "Command": f"`{first['command']}`",
+    }
+
+
+def _by_kind(runs: list[Record]) -> Row:
+    kinds = runs[0]["quality"]["after"]["facts_said_share_by_kind"]
+
+    def mean(when: str, kind: str) -> float:
+        return sum(run["quality"][when]["facts_said_share_by_kind"][kind] for run in runs) / len(runs)
+
+    return {
+        "Setting": kind_name(*kind_of(runs[0])),
+        **{kind or "all": f"{100 * mean('before', kind):.0f} / {100 * mean('after', kind):.0f}" for kind in kinds},
+    }
+
+
+def _not_run(records: list[Record]) -> list[Row]:
+    done = {record["run_folder"] for record in answered(records)}
+    return [
+        {
+            "Setting": kind_name(run.technique, run.parallel),
+            "Model": run.model,
+            "Figures": NOT_RUN,
+            "Devices": f"{run.gpu} x{run.devices}",
+        }
+        for run in run_folders().values()
+        if run.goal.sees and run.run_folder not in done
+    ]
+
+
+def results_text(records: list[Record]) -> str:
+    """Return the table of the last runs on this machine, for a terminal: a line for each setting, shares in percent."""
+    rows = [_compared(runs, records) for runs in settings_of(records)]
+    if not rows:
+        return "no run about pictures is completed yet"
+    table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
+    return fitted(list(table.columns), table.to_numpy().tolist())
