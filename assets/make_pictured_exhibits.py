@@ -43,6 +43,12 @@ COUNTS = ("one", "two", "three", "four")
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
 WALLS = ((180, 165, 150), (150, 165, 180), (160, 180, 155), (175, 155, 175))
 
+
+def words(text: str) -> tuple[str, ...]:
+    """Split a text into its words."""
+    return tuple(text.split())
+
+
 # What the museum calls what is seen.
 MUSEUM_WORDS = {
     "shape": ("coin", "bracelet", "tile", "arrowhead", "pendant", "medal", "horseshoe", "spindle"),
