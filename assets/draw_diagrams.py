@@ -232,6 +232,29 @@ def draw_summarization() -> plt.Figure:
     return figure
 
 
+def draw_visual_questions() -> plt.Figure:
+    """From a picture and a question to an answer: what is frozen, and what is trained."""
+    figure, axes = blank(11.2, 3.6)
+    box(axes, 0.1, 2.3, 1.5, 0.9, "picture\n64 x 64 pixels,\n64 patches", DATA)
+    box(axes, 2.2, 2.3, 1.9, 0.9, "vision tower\nfrozen", FROZEN)
+    box(axes, 4.7, 2.3, 1.8, 0.9, "connector\nfrozen; 4 patches\nbecome a token", FROZEN)
+    box(axes, 0.1, 0.5, 1.5, 0.9, "question", DATA)
+    box(axes, 2.2, 0.5, 1.9, 0.9, "embeddings\nfrozen", FROZEN)
+    box(axes, 4.7, 0.5, 1.8, 0.9, "16 tokens of the\npicture, then those\nof the question", PLAIN)
+    box(axes, 7.1, 0.4, 2.2, 2.9, "", PLAIN)
+    axes.text(8.2, 3.0, "language model", ha="center", fontsize=9, fontweight="bold")
+    for bottom in (0.55, 1.3, 2.05):
+        box(axes, 7.2, bottom, 1.1, 0.55, "layer", FROZEN)
+        box(axes, 8.45, bottom, 0.75, 0.55, "LoRA", TRAINED)
+    box(axes, 9.9, 0.5, 1.2, 0.9, "answer", DATA)
+    for start, end in (((1.65, 2.75), (2.15, 2.75)), ((4.15, 2.75), (4.65, 2.75)), ((5.6, 2.25), (5.6, 1.45)),
+                       ((1.65, 0.95), (2.15, 0.95)), ((4.15, 0.95), (4.65, 0.95)), ((6.55, 0.95), (7.05, 0.95)),
+                       ((9.35, 0.95), (9.85, 0.95))):  # fmt: skip
+        arrow(axes, start, end)
+    axes.text(8.2, 0.08, "with full fine-tuning the layers themselves are trained", ha="center", fontsize=8)
+    return figure
+
+
 def main() -> None:
     """Write the diagrams where the readmes show them."""
     for folder, name, figure in (
@@ -244,6 +267,7 @@ def main() -> None:
         ("2.7_full_finetuning_with_pp", "full_finetuning_with_pp", draw_pp()),
         ("3.1_text_classification", "text_classification", draw_classification()),
         ("3.2_summarization", "summarization", draw_summarization()),
+        ("3.3_visual_question_answering", "visual_question_answering", draw_visual_questions()),
     ):
         path = REPOSITORY / folder / "assets" / f"{name}.png"
         path.parent.mkdir(exist_ok=True)

@@ -7,14 +7,15 @@ import pandas as pd
 from matplotlib.figure import Figure
 from peft import PeftModel
 
-from common.data.pictures import open_picture
+from common.data.pictures import open_picture, thumbnail_of
 from common.data.rows import Splits
 from common.models.trained_weights import vision_modules
 from common.runtime.recorder import RunRecorder
 from common.training.trainer import AuditedTrainer
 
 COLUMNS, WIDTH_INCHES = 4, 12
-GALLERY = "gallery.png"
+SAID = ("right", "before", "after", "with another picture")
+HIT, MISS = "black", "firebrick"
 
 
 def say_trained(log: RunRecorder, trainer: AuditedTrainer) -> None:
@@ -28,42 +29,44 @@ def say_trained(log: RunRecorder, trainer: AuditedTrainer) -> None:
         print(f"trained: {trained:,} of {total:,} weights; {sight}")
 
 
-def gallery(folder: Path, data: Splits, rows: int = 8) -> Figure:
-    """Return test pictures with question, answer before and after tuning, and the answer about another picture.
+def gallery_rows(log: RunRecorder, data: Splits, rows: int = 8) -> list[dict[str, object]]:
+    """Return test pictures with question, right answer, and those before, after, and about another picture.
 
-    Half of them are misses, as far as there are some. `folder` is the run's results folder.
+    Half of them are misses, as far as there are some. For the record, with the pictures small.
     """
+    if not log.rank.is_main:
+        return []
     before, after = (
-        pd.read_csv(folder / f"predictions_{when}.csv", dtype={"answer": str}, keep_default_na=False)
+        pd.read_csv(log.folder / f"predictions_{when}.csv", dtype=str, keep_default_na=False)
         for when in ("before", "after")
     )
     is_hit = after["facts_said"] == after["facts"]
     misses = list(after.index[~is_hit][: rows // 2])
     shown = [*misses, *after.index[is_hit][: rows - len(misses)]]
-    figure, axes = plt.subplots(-(-len(shown) // COLUMNS), COLUMNS, squeeze=False)
-    figure.set_size_inches(WIDTH_INCHES, 4.2 * len(axes))
+    return [
+        {
+            "picture": thumbnail_of(data.test[number]["picture"]),
+            "question": after.loc[number, "question"],
+            "right": after.loc[number, "reference"],
+            "before": before.loc[number, "answer"],
+            "after": after.loc[number, "answer"],
+            "with another picture": after.loc[number, "swapped_answer"],
+            "is_hit": bool(is_hit[number]),
+        }
+        for number in shown
+    ]
+
+
+def draw_gallery(seen: list[dict[str, object]], folder: Path) -> Figure:
+    """Draw what `gallery_rows` returns, misses in red, and write it into the results folder."""
+    figure, axes = plt.subplots(-(-len(seen) // COLUMNS), COLUMNS, squeeze=False)
+    figure.set_size_inches(WIDTH_INCHES, 4 * len(axes))
     for axis in axes.flat:
         axis.set_axis_off()
-    for axis, number in zip(axes.flat, shown, strict=False):
-        axis.imshow(open_picture(data.test[number]["picture"]))
-        row = after.loc[number]
-        axis.set_title(
-            f"{row['question']}\n"
-            f"right: {row['reference']}\n"
-            f"before: {before.loc[number, 'answer']}\n"
-            f"after: {row['answer']}\n"
-            f"with another picture: {row['swapped_answer']}",
-            fontsize=7,
-            loc="left",
-            color="black" if is_hit[number] else "firebrick",
-        )
+    for axis, row in zip(axes.flat, seen, strict=False):
+        axis.imshow(open_picture(row["picture"]))
+        said = "\n".join(f"{name}: {row[name]}" for name in SAID)
+        axis.set_title(f"{row['question']}\n{said}", fontsize=7, loc="left", color=HIT if row["is_hit"] else MISS)
     figure.tight_layout()
+    figure.savefig(folder / "gallery.png", dpi=100)
     return figure
-
-
-def draw_gallery(log: RunRecorder, data: Splits) -> None:
-    """Write the gallery into the results folder, on rank 0."""
-    if log.rank.is_main:
-        figure = gallery(log.folder, data)
-        figure.savefig(log.folder / GALLERY, dpi=100)
-        plt.close(figure)

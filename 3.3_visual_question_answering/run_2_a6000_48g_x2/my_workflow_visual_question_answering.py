@@ -14,7 +14,7 @@ alone, (4) answers about the right picture, and about another one.
 import sys
 from functools import partial
 
-from my_utils_visual_question_answering import draw_gallery, say_trained
+from my_utils_visual_question_answering import draw_gallery, gallery_rows, say_trained
 
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import setting_of
@@ -66,8 +66,10 @@ def workflow(run: RunConfig) -> Record:
         trained = train(log, trainer)
         tuned, differences = save(log, trainer, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data, score=evaluate_looking)  # (4)
-        draw_gallery(log, data)
-        return record(log, before, after, **trained, largest_logit_differences=differences)
+        seen = gallery_rows(log, data)
+        if log.rank.is_main:
+            draw_gallery(seen, log.folder)
+        return record(log, before, after, **trained, largest_logit_differences=differences, gallery=seen)
 
 
 if __name__ == "__main__":

@@ -276,6 +276,6 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     **{f"found {number}": partial(found, number=number) for number in COMPARED},
     "found 3.1": found_classes,
     "found 3.2": found_summaries,
-    **{f"needs {number}": partial(needs, number=number) for number in (*COMPARED, "3.1", "3.2")},
+    **{f"needs {number}": partial(needs, number=number) for number in (*COMPARED, "3.1", "3.2", "3.3")},
 }
 """By the names of their markers."""

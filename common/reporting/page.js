@@ -99,7 +99,20 @@ function line(kind, texts) {
 }
 
 function commandOf(run) {
-  return [element("strong", run.run), ` in ${run.folder}, on ${run.device}`, element("pre", run.command)];
+  return [element("strong", run.run), ` in ${run.folder}, on ${run.device}`, element("pre", run.command), galleryOf(run)];
+}
+
+function galleryOf(run) {
+  const gallery = element("div", "", { className: "gallery" });
+  for (const { picture, question, is_hit, ...said } of run.gallery) {
+    const figure = element("figure", element("img", "", { src: picture, alt: question }));
+    const lines = Object.entries(said).map(([name, answer]) => element("div", `${name}: ${answer}`));
+    const caption = element("figcaption", element("strong", question), { className: is_hit ? "" : "miss" });
+    caption.append(...lines);
+    figure.append(caption);
+    gallery.append(figure);
+  }
+  return gallery;
 }
 
 // -- everything

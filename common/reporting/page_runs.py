@@ -85,6 +85,7 @@ def values_of(record: Record) -> Values:
         "quality": after,
         "folder": record["run_folder"],
         "command": record["command"],
+        "gallery": record.get("gallery", []),
         "settings": {name: str(value) for name, value in settings_of(record).items() if value is not None},
         "is_trial": config.get("max_steps", -1) >= 0 or config.get("test_rows", -1) >= 0,
     }

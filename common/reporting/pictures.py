@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import product
+from statistics import fmean
 
 import pandas as pd
 
@@ -111,12 +112,13 @@ def _compared(runs: list[Record], records: list[Record]) -> Row:
 def _by_kind(runs: list[Record]) -> Row:
     kinds = runs[0]["quality"]["after"]["facts_said_share_by_kind"]
 
-    def mean(when: str, kind: str) -> float:
-        return sum(run["quality"][when]["facts_said_share_by_kind"][kind] for run in runs) / len(runs)
+    def mean(when: str, kind: str) -> str:
+        shares = [run["quality"][when]["facts_said_share_by_kind"][kind] for run in runs]
+        return "-" if None in shares else f"{100 * fmean(shares):.0f}"
 
     return {
         "Setting": kind_name(*kind_of(runs[0])),
-        **{kind or "all": f"{100 * mean('before', kind):.0f} / {100 * mean('after', kind):.0f}" for kind in kinds},
+        **{kind or "all": f"{mean('before', kind)} / {mean('after', kind)}" for kind in kinds},
     }
 
 
