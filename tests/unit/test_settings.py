@@ -110,7 +110,7 @@ def test_the_table_of_all_has_no_other_runs(
     monkeypatch.setattr("common.variants.check_inputs", lambda _: None)
     monkeypatch.setattr("common.variants.stream_command", lambda *_, **__: None)
     monkeypatch.setattr("common.variants.results_of_this_machine", lambda: [mine, *others])
-    monkeypatch.setattr("common.variants.results_text", lambda records: shown.extend(records) or "")
+    monkeypatch.setattr("common.reporting.classification.results_text", lambda records: shown.extend(records) or "")
     monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--all"])
     with pytest.raises(SystemExit):
         run_settings_from_command_line(workflow)
