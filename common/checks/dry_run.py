@@ -125,7 +125,7 @@ def dry_run_of_device(
         run = replace(run, precision="bf16" if run.method.has_plain_adapters else "bf16-mixed")
     if batch.classes:
         config.num_labels = batch.classes
-    layers = sum(share.layers) if share else _depth(config)
+    layers = sum(share.layers) if share else _depth(config.get_text_config())
     depths = (layers,) if layers <= max(SMALL_DEPTHS) else SMALL_DEPTHS
     timelines = [fake_step(run, with_depth(config, depth), batch, as_on_gpu, share, number) for depth in depths]
     return DryRun(extrapolated(*timelines, layers) if len(timelines) > 1 else timelines[0])
@@ -165,12 +165,13 @@ def _depth_names(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 def with_depth(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """Return the same architecture with `layers` layers (in each stack)."""
+    """Return the same architecture with `layers` layers (in each stack), and its vision tower as it is."""
     small = deepcopy(config)
-    for name in _depth_names(config):
-        setattr(small, name, layers)
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[:layers]
+    text = small.get_text_config()
+    for name in _depth_names(text):
+        setattr(text, name, layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:layers]
     return small
 
 

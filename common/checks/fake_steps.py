@@ -1,5 +1,6 @@
 """Training steps on fake tensors: of a whole model, of a device's share, and of a pipeline's stage."""
 
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from transformers import (
     GradientCheckpointingLayer,
     PretrainedConfig,
@@ -85,7 +87,7 @@ def fake_step(
     grouped_in_bf16 = mock.patch.object(
         moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16
     )
-    with mode, no_row_is_packed, grouped_in_bf16:
+    with mode, no_row_is_packed, grouped_in_bf16, every_tile_counts(model, batch):
         if share and run.parallelism.pipelines:
             return tracked_stage_steps(run, model, inputs, number, as_on_gpu)
         return tracked_steps(run, model, inputs, as_on_gpu, share)
@@ -118,8 +120,53 @@ def _base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+@contextmanager
+def every_tile_counts(model: PreTrainedModel | PeftModel, batch: BatchShape) -> Iterator[None]:
+    """Let a fake batch's pictures through a vision tower.
+
+    Models of Idefics3's kind leave out tiles and patches that are padding, and compare the numbers of image tokens and
+    of tiles, none of which fake tensors tell. Where a picture's tiles are whole, as those of `batch` are, nothing is
+    left out, and patches need no mask.
+    """
+    if not batch.tiles:
+        yield
+        return
+    room = sys.modules[type(_base_of(model)).__module__]
+    mask = room.create_bidirectional_mask
+
+    def without_padding(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return mask(*args, **{**kwargs, "attention_mask": None})
+
+    with (
+        mock.patch.object(room, "create_bidirectional_mask", without_padding),
+        mock.patch.object(room, "torch_compilable_check"),
+        _AllTiles(batch.tiles),
+    ):
+        yield
+
+
+class _AllTiles(TorchFunctionMode):
+    """Answers what only a tensor's numbers tell: every tile is chosen, and a row has so many of them."""
+
+    def __init__(self, tiles: int) -> None:
+        super().__init__()
+        self.tiles = tiles
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool:
+            return args[0].clone()
+        if func is torch.Tensor.item:
+            return self.tiles
+        return func(*args, **(kwargs or {}))
+
+
 def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a batch of real tensors: token 0 everywhere; padded batches have a mask with a hole."""
+    """Return a batch of real tensors: token 0 everywhere; padded batches have a mask with a hole.
+
+    With pictures a row begins with the tokens of its tiles, which are white.
+    """
     ids = torch.zeros((batch.rows, batch.length), dtype=torch.long)
     if batch.classes:
         labels = torch.zeros(batch.rows, dtype=torch.long)
@@ -135,7 +182,26 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.T
         mask = torch.ones_like(ids)
         mask[0, -1] = 0
         inputs["attention_mask"] = mask
+    if batch.tiles:
+        inputs |= picture_inputs(batch, model.config)
+        ids[:, : batch.tiles * tokens_of_tile(model.config)] = model.config.image_token_id
     return tell_of_answers(inputs, model)
+
+
+def picture_inputs(batch: BatchShape, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Return white tiles, of shape (rows, tiles, channels, height, width), and the pixels that count: all."""
+    vision = config.vision_config
+    size = (vision.image_size, vision.image_size)
+    return {
+        "pixel_values": torch.ones((batch.rows, batch.tiles, vision.num_channels, *size)),
+        "pixel_attention_mask": torch.ones((batch.rows, batch.tiles, *size), dtype=torch.long),
+    }
+
+
+def tokens_of_tile(config: PretrainedConfig) -> int:
+    """Return how many tokens of a decoder stand for a square of a picture."""
+    vision = config.vision_config
+    return (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
 
 
 def tracked_steps(
@@ -314,7 +380,7 @@ def tracked_trainer(
     alone = run.changed_to(**one, attention="eager", padding_free="auto", max_batch_tokens=0, report_to="none")
     own_loss = None if loss_is_chunked(run, model) else objective_of(run).loss
     trainer_class = partial(StepTrainer, share=share, compute_loss_func=own_loss)
-    tracker = MemoryTracker(_base_of(model).config.vocab_size)
+    tracker = MemoryTracker(_base_of(model).config.get_text_config().vocab_size)
     for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
         for tensor in tensors:
             tracker.add(tensor, part)
@@ -365,12 +431,17 @@ def mark_segments(model: torch.nn.Module, tracker: Watch, after_layers: str = HE
 
     A layer's `__call__` is wrapped, not its `forward`: gradient checkpointing happens inside it.
     """
-    for name, stack in model.named_modules():
-        if isinstance(stack, torch.nn.ModuleList) and isinstance(stack[0], GradientCheckpointingLayer):
-            for number, layer in enumerate(stack):
-                place = {0: "first layer", len(stack) - 1: "last layer"}.get(number, "middle layers")
-                mark(layer, tracker, f"{name.rpartition('model.')[2]}, {place}")
-            mark(stack[-1], tracker, after=after_layers)
+    stacks = {
+        name.rpartition("model.")[2]: stack
+        for name, stack in model.named_modules()
+        if isinstance(stack, torch.nn.ModuleList) and isinstance(stack[0], GradientCheckpointingLayer)
+    }
+    for name, stack in stacks.items():
+        for number, layer in enumerate(stack):
+            place = {0: "first layer", len(stack) - 1: "last layer"}.get(number, "middle layers")
+            mark(layer, tracker, f"{name}, {place}")
+        is_last = name == next(reversed(stacks))
+        mark(stack[-1], tracker, after=after_layers if is_last else f"after {name}")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from common.base.settings import setting
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
-from common.planning.architectures import Architecture, UnknownArchitectureError, read_architecture
+from common.planning.architectures import Architecture, UnknownArchitectureError, read_architecture, usual_tiles
 from common.planning.gpu_overhead import CONTEXT_GIB, GAP_SHARE, SPREAD_SHARE
 from common.planning.job import (
     OPTIMIZER_BYTES,
@@ -88,6 +88,12 @@ class PlannerOptions:
         "With encoder-decoders: tokens per summary; without it, as many as per row.",
         ("--target-len", "--target_len"),
     )
+    tiles: int | None = setting(
+        None,
+        "With models that see: squares of pixels that a row's picture is cut into; without it, as many as the model's "
+        "processor makes of a square picture.",
+    )
+    freeze_vision_tower: bool = shared("freeze_vision_tower", True)
     classes: int = setting(0, "Labels of a classifier; 0 = the model's own head.")
     lora_r: int = shared("lora_r", 8)
     target_modules: str | None = shared(
@@ -136,8 +142,8 @@ class PlannerOptions:
         Raises:
             BadInputError: a number is too low, or an option means nothing for the technique.
         """
-        for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "lora_r",
-                     "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
+        for name in ("gpus", "nodes", "per_device_train_batch_size", "max_length", "max_target_length", "tiles",
+                     "lora_r", "micro_batches", "dp_replicate_size", "rows_per_epoch", "gpu_memory_gib", "gpu_tflops",
                      "usd_per_hour", "against_nodes"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -238,6 +244,7 @@ def job_of(options: PlannerOptions) -> Job:
             labelled=1 if options.classes else options.max_target_length or options.max_length,
             classes=options.classes,
             target_length=options.max_target_length or 0,
+            tiles=options.tiles or 0,
         ),
         precision=options.precision or "bf16",
         quantization=options.quantization or "nf4",
@@ -248,6 +255,7 @@ def job_of(options: PlannerOptions) -> Job:
         target_modules=tuple(options.target_modules.split(",")) if options.target_modules else (),
         lora_dropout=options.lora_dropout,
         offload=options.offload == "cpu",
+        trains_tower=not options.freeze_vision_tower,
         cpu_operations=options.gpu == ["cpu"] and options.classes > 0,
     )
 
@@ -273,8 +281,10 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     job, link = best.job, best.cluster.slowest_link
     learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
     summaries = f" with summaries of {job.batch.target_length:,}" if job.batch.target_length else ""
+    pictures = f", of which a picture in {job.batch.tiles} squares takes {picture_tokens(best):,}"
     said = [
-        f"rows of {job.batch.length:,} tokens{summaries}, {learnt}; {job.optimizer}, {job.attention} attention, "
+        f"rows of {job.batch.length:,} tokens{summaries}{pictures if job.batch.tiles else ''}, {learnt}; "
+        f"{job.optimizer}, {job.attention} attention, "
         f"{job.kernels} kernels"
         + (f", LoRA rank {job.lora_rank}" if any(plan.job.method.has_adapters for plan in plans) else ""),
         *_speeds_of(plans),
@@ -306,6 +316,11 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     return said
 
 
+def picture_tokens(plan: Plan) -> int:
+    """Return how many tokens of a row stand for its picture."""
+    return plan.job.batch.tiles * plan.architecture.tower.tokens if plan.architecture.tower else 0
+
+
 def _speeds_of(plans: Sequence[Plan]) -> list[str]:
     """Return how fast each GPU is taken to be, and what that rests on."""
     sources = dict.fromkeys(f"speed of {source}" for plan in plans for source in plan.speed_sources)
@@ -319,7 +334,7 @@ def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
     if options.technique:
         return (options.technique,)
     takes_4_bits = options.parallel is None or PARALLELISMS[options.parallel].takes_4_bits
-    if (options.classes or not takes_4_bits) and not options.quantization:
+    if (options.classes or options.tiles or not takes_4_bits) and not options.quantization:
         return tuple(name for name, each in TECHNIQUES.items() if not each.quantizes)
     return tuple(TECHNIQUES)
 
@@ -357,6 +372,11 @@ def run_of(options: PlannerOptions, job: Job, cluster: Cluster, technique: str) 
     )
 
 
+def with_pictures(options: PlannerOptions) -> PlannerOptions:
+    """Return the question about a model that sees with as many tiles as its processor makes, where it names none."""
+    return replace(options, tiles=options.tiles or usual_tiles(options.model, options.model_revision))
+
+
 def answer(options: PlannerOptions) -> int:
     """Print the answer; 0 if the recommended plan fits, else 1."""
     cluster, job = cluster_of(options), job_of(options)
@@ -369,6 +389,9 @@ def answer(options: PlannerOptions) -> int:
         runs = [run_of(options, job, cluster, technique) for technique in techniques]
         gpu, checkpointing = cluster.gpus[0], options.gradient_checkpointing
         return answer_by_dry_runs(runs, job, gpu, checkpointing, str(unknown), options.json)
+    if architecture.tower:
+        options = with_pictures(options)
+        job = job_of(options)
     job = replace(job, evaluation=evaluation_of(options, architecture))
     calibration = calibration_from(kept_records(), job.batch.task)
     plans = ranked_plans(

@@ -1,16 +1,22 @@
 """The rows that are tried before a run: the longest of its own, or rows of a length that is asked for."""
 
+import base64
 import heapq
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+
+from PIL import Image
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
 from common.data.batches import longest_batch
-from common.data.rows import Tokens
+from common.data.pictures import picture_ids
+from common.data.rows import IGNORED_LABEL, Tokens
 from common.data.splits import label_names_of, load_splits, tokens_of
 from common.models.loading import (
     EMBEDDED_BASE,
@@ -21,6 +27,7 @@ from common.models.loading import (
 )
 from common.models.minilm import MINILM
 from common.planning.job import BatchShape
+from common.planning.run_jobs import with_tiles
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,14 @@ class Rows:
     """The longest training and validation batch of one rank.
 
     `count` is the number of the run's training rows, None where it is not known; `source` says in words where the rows
-    come from.
+    come from. `tiles`: squares that a row's picture is cut into, at most; 0 = rows have no pictures.
     """
 
     train: Sequence[Tokens]
     validation: Sequence[Tokens]
     count: int | None
     source: str
+    tiles: int = 0
 
 
 # -- the run's own
@@ -52,7 +60,10 @@ def batch_of_run(run: RunConfig) -> tuple[BatchShape, str]:
     except BadInputError:
         source = f"rows of max_length {run.max_length}, as the model's tokenizer is not here"
         return batch_of_length(run, run.max_length), source
-    batch = longest_batch(tokens_of(rows, tokenizer, run), run.per_device_train_batch_size, run)
+    tokens = tokens_of(rows, tokenizer, run)
+    batch = replace(
+        longest_batch(tokens, run.per_device_train_batch_size, run), tiles=most_tiles(tokens, tokenizer, run)
+    )
     return batch, f"the longest {batch.rows} of the run's {len(rows):,} rows"
 
 
@@ -78,7 +89,16 @@ def rows_of_run(run: RunConfig) -> Rows:
         longest_rows(validation, run.per_device_eval_batch_size, run.task),
         len(train),
         f"the longest of {len(train):,}" + ("" if tokenizer_is_own else ", in tokens of the embedded tokenizer"),
+        most_tiles(train, tokenizer, run),
     )
+
+
+def most_tiles(rows: Sequence[Tokens], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> int:
+    """Return how many squares the picture of a row has at most; 0 = the run's rows have none."""
+    if not run.goal.sees:
+        return 0
+    processor = tokenizer.processor
+    return max(row["input_ids"].count(processor.image_token_id) for row in rows) // processor.image_seq_len
 
 
 def longest_rows(rows: Sequence[Tokens], count: int, task: str) -> list[Tokens]:
@@ -107,7 +127,8 @@ def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
     classes = len(label_names_of(run)) if run.goal.classifies else 0
     summary = run.max_target_length if run.goal.summarizes else 0
     labelled = 1 if classes else summary or tokens - 1
-    return BatchShape(run.per_device_train_batch_size, tokens, labelled, classes=classes, target_length=summary)
+    shape = BatchShape(run.per_device_train_batch_size, tokens, labelled, classes=classes, target_length=summary)
+    return with_tiles(run, shape)
 
 
 def rows_of_length(run: RunConfig, tokens: int) -> Rows:
@@ -126,12 +147,33 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
     elif batch.target_length:
         labels = list(islice(cycle(ordinary), batch.target_length))
     row = {"input_ids": ids, "attention_mask": [1] * tokens, "labels": labels}
+    if run.goal.sees:
+        row = with_square_picture(row, tokenizer, any_shape_config(run.model, run.model_revision))
     return Rows(
         [row] * batch.rows,
         [row] * run.per_device_eval_batch_size,
         run.train_rows if run.train_rows > 0 else None,
-        "by --seq-len, all of it learnt",
+        "by --seq-len, all of it learnt" + " but a picture's tokens" * run.goal.sees,
+        most_tiles([row], tokenizer, run),
     )
+
+
+def with_square_picture(row: Tokens, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> Tokens:
+    """Return the row with a white square, as large as the model's, whose tokens take the place of its first ones.
+
+    Raises:
+        BadInputError: they leave nothing to learn.
+    """
+    side, file = config.vision_config.image_size, io.BytesIO()
+    Image.new("RGB", (side, side), "white").save(file, "PNG")
+    picture = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    seen, tokens = picture_ids({"picture": picture}, tokenizer), len(row["input_ids"])
+    if len(seen) >= tokens:
+        raise BadInputError(
+            f"--seq-len is {tokens}, but a picture takes {len(seen)} tokens: pass --seq-len {len(seen) + 64} or more."
+        )
+    learnt = [IGNORED_LABEL] * len(seen) + row["labels"][len(seen) :]
+    return {**row, "input_ids": [*seen, *row["input_ids"][len(seen) :]], "labels": learnt, "picture": picture}
 
 
 # -- both
@@ -154,4 +196,5 @@ def check_length(run: RunConfig, rows: Rows, option: str) -> None:
 def batch_of(run: RunConfig, rows: Rows) -> BatchShape:
     """Return the shape of the longest batch; the longest rows alone need not have every label."""
     batch = longest_batch(rows.train, run.per_device_train_batch_size, run)
+    batch = replace(batch, tiles=rows.tiles)
     return replace(batch, classes=len(label_names_of(run))) if batch.classes else batch

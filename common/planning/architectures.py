@@ -4,7 +4,6 @@ Reads the file alone: no torch, no weights, no network. A family of models is on
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,13 @@ from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 
 MODEL_CONFIGS = REPOSITORY / "assets" / "model_configs"
+SPLIT = 4
+"""Squares along an edge of a picture that a processor cuts, beside the whole one: its longest edge is 4 of them.
+
+(transformers/models/idefics3/image_processing_idefics3.py; SmolVLM's has 1536 pixels.)
+"""
+COLOURS = 3
+"""Channels of a pixel where the config.json does not say."""
 POSITIVE_KEYS = {
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings", "type_vocab_size"),
@@ -86,11 +92,13 @@ class Architecture:
     """A model's dimensions, and its parameters by part.
 
     Attributes:
+        max_length: Tokens that it can read; of a tower's encoder patches.
         embedding_parameters: Of the word embeddings alone.
         other_embedding_parameters: Of positions, token types, and the norms after them.
         final_parameters: Of what follows the last layer: final norm, and the head's parts besides its matrix.
         tied: The head's matrix is that of the word embeddings.
         classes: Labels that the head tells apart, and its `vocab`; 0 = it predicts tokens.
+        tower: What makes tokens of pictures; None = it reads texts alone.
     """
 
     name: str
@@ -109,11 +117,12 @@ class Architecture:
     tied: bool
     dropout: float = 0.0
     classes: int = 0
+    tower: "Tower | None" = None
 
     @property
     def family(self) -> "Family":
         """What it shares with all models of its type."""
-        return FAMILIES[self.model_type]
+        return (FAMILIES | TOWERS)[self.model_type]
 
     @property
     def head_parameters(self) -> int:
@@ -131,19 +140,56 @@ class Architecture:
         return sum(stack.layers for stack in self.stacks)
 
     def by_part(self) -> dict[str, int]:
-        """Return the parameters of embeddings, each kind of projection over all layers, norms, and head."""
+        """Return the parameters of embeddings, each kind of projection over all layers, norms, head, and tower."""
         parts = {"embeddings": self.embedding_parameters + self.other_embedding_parameters}
         for stack in self.stacks:
             for linear in stack.linears:
                 parts[linear.name] = parts.get(linear.name, 0) + stack.layers * linear.parameters
         norms = sum(stack.layers * stack.norm_parameters for stack in self.stacks) + self.final_parameters
-        return parts | {"norms": norms, "head": self.head_parameters}
+        return parts | {"norms": norms, "head": self.head_parameters} | (self.tower.by_part() if self.tower else {})
+
+    @property
+    def tower_parameters(self) -> int:
+        """Of the vision tower and its connector; 0 without."""
+        return sum(self.tower.by_part().values()) if self.tower else 0
+
+
+@dataclass(frozen=True)
+class Tower:
+    """What makes tokens of pictures: an encoder, which reads the patches of a square, and a connector behind it.
+
+    Attributes:
+        encoder: It has no words: its embeddings are those of patches and of their places.
+        tile: Width and height of the square, in pixels.
+        channels: Of a pixel: its colours.
+        connector: The projection that makes a token of some neighbouring patches.
+    """
+
+    encoder: Architecture
+    tile: int
+    channels: int
+    connector: Linear
+
+    @property
+    def patches(self) -> int:
+        """Of a square."""
+        return self.encoder.max_length
+
+    @property
+    def tokens(self) -> int:
+        """Of a square, as the decoder reads it."""
+        return self.patches * self.encoder.hidden // self.connector.inputs
+
+    def by_part(self) -> dict[str, int]:
+        """Return the parameters of encoder and connector."""
+        return {"vision tower": self.encoder.parameters, "connector": self.connector.parameters}
 
 
 def find_config(model: str, revision: str = "") -> Path:
     """Find the config.json of `model`: a file, a folder, a Hub id in the cache, or a name in assets/model_configs.
 
-    A Hub id is also found among these by its last part without `-Instruct`: Qwen/Qwen2.5-7B-Instruct is qwen2.5-7b.
+    A Hub id is also found among these by its last part, with or without `-Instruct`: Qwen/Qwen2.5-7B-Instruct is
+    qwen2.5-7b.
     With a `revision`, which may differ from what is published, only the cache is searched.
 
     Raises:
@@ -165,8 +211,8 @@ def find_config(model: str, revision: str = "") -> Path:
 def _places_of_config(model: str) -> Iterator[Path]:
     for place in _places_here(model):
         yield from (place, place / "config.json")
-    name = re.sub("-instruct$", "", model.rpartition("/")[2].lower())
-    yield MODEL_CONFIGS / f"{name}.json"
+    name = model.rpartition("/")[2].lower()
+    yield from (MODEL_CONFIGS / f"{each}.json" for each in (name, name.removesuffix("-instruct")))
     if _looks_like_id(model) and (cached := _cached_configs(model)):
         yield from (path for path in (_cached_config(model), *cached) if path)
 
@@ -279,6 +325,25 @@ def read_architecture(model: str, revision: str = "") -> Architecture:
         raise BadInputError(
             f"{path.name} of {model} lacks the key {missing}: take the config.json as published."
         ) from None
+
+
+def usual_tiles(model: str, revision: str = "") -> int:
+    """Return how many squares a square picture becomes, as the processor beside the model's config.json cuts it.
+
+    Where there is none, as many as with the published models of Idefics3's kind: `SPLIT` times `SPLIT`, and the whole.
+    """
+    folder = find_config(model, revision).parent
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        if (folder / name).is_file():
+            settings = json.loads((folder / name).read_text(encoding="utf-8"))
+            settings = settings.get("image_processor", settings)
+            break
+    else:
+        return SPLIT**2 + 1
+    if not settings.get("do_image_splitting", True):
+        return 1
+    side = -(-settings["size"]["longest_edge"] // settings["max_image_size"]["longest_edge"])
+    return side**2 + 1 if side > 1 else 1
 
 
 def is_known_architecture(model: str, revision: str = "") -> bool:
@@ -466,9 +531,51 @@ def _bart(name: str, config: dict[str, Any]) -> Architecture:
     )
 
 
+def _with_tower(name: str, config: dict[str, Any]) -> Architecture:
+    text, vision = config["text_config"], config["vision_config"]
+    tied = text.get("tie_word_embeddings", False) or config.get("tie_word_embeddings", False)
+    decoder = _llama_like(name, {"model_type": "llama", **text, "tie_word_embeddings": tied})
+    encoder = _tower_encoder(name, {**vision, "model_type": f"{config['model_type']}_vision"})
+    merged = config["scale_factor"] ** 2
+    connector = Linear("connector", encoder.hidden * merged, decoder.hidden)
+    tower = Tower(encoder, vision["image_size"], vision.get("num_channels", COLOURS), connector)
+    return replace(decoder, model_type=config["model_type"], tower=tower)
+
+
+def _tower_encoder(name: str, config: dict[str, Any]) -> Architecture:
+    hidden, wide, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    patches = (config["image_size"] // config["patch_size"]) ** 2
+    numbers = config.get("num_channels", COLOURS) * config["patch_size"] ** 2
+    linears = (
+        *(Linear(part, hidden, hidden, True) for part in ("q_proj", "k_proj", "v_proj")),
+        Linear("out_proj", hidden, hidden, True, ends_block=True),
+        Linear("fc1", hidden, wide, True, "mlp"),
+        Linear("fc2", wide, hidden, True, "mlp", ends_block=True),
+    )
+    return Architecture(
+        name=f"{name}'s vision tower",
+        model_type=config["model_type"],
+        hidden=hidden,
+        intermediate=wide,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        vocab=0,
+        max_length=patches,
+        stacks=(Stack("encoder", config["num_hidden_layers"], linears, 4 * hidden),),
+        embedding_parameters=0,
+        other_embedding_parameters=(numbers + 1 + patches) * hidden,
+        final_parameters=2 * hidden,
+        tied=True,
+    )
+
+
 _ROBERTA = Family(
     _bert_like, False, reserved_positions=2, embeddings="roberta.embeddings", layers="roberta.encoder.layer",
     classifier=("classifier",),
+)  # fmt: skip
+_IDEFICS3 = Family(
+    _with_tower, embeddings="model.text_model.embed_tokens", layers="model.text_model.layers",
 )  # fmt: skip
 FAMILIES = {
     "llama": Family(_llama_like),
@@ -482,4 +589,8 @@ FAMILIES = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "bart": Family(_bart, False),
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
 }  # fmt: skip
+TOWERS = {f"{kind}_vision": Family(_tower_encoder, False) for kind in ("idefics3", "smolvlm")}
+"""Parts of other models, which cannot be planned alone; their layers are as BERT's, but start with the norms."""

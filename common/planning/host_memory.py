@@ -3,8 +3,8 @@
 from common.hardware.devices import GIB
 from common.planning.architectures import Architecture
 from common.planning.job import OPTIMIZER_BYTES, Job
-from common.planning.shares import parameters_of, trained_parameters, whole_model
-from common.planning.terms import Term
+from common.planning.shares import parameters_of, trained_of_tower, trained_parameters, whole_model
+from common.planning.terms import Term, where
 
 LITTLE_BYTES = GIB
 """A full state of at most so many bytes is saved at the end of training also without save_steps, and training waits for
@@ -44,12 +44,19 @@ def staged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
     """
     weights, trained = _counts(architecture, job)
     saved, each = (trained, job.trained_bytes) if job.method.has_adapters else (weights, job.weight_bytes)
-    if not job.parallelism.saves_in_background or saved * each + trained * _state_bytes(job) <= LITTLE_BYTES:
+    of_tower = trained_of_tower(architecture, job, whole_model(architecture))
+    beside = of_tower * job.method.has_adapters  # with full they are among the weights
+    tower_state = _state_bytes(job, job.weight_bytes)
+    whole = saved * each + trained * _state_bytes(job) + beside * job.weight_bytes + of_tower * tower_state
+    if not job.parallelism.saves_in_background or whole <= LITTLE_BYTES:
         return []
-    return [
-        _shards("weights", "two copies of the weights that are saved", saved, 2 * each, job, machines),
-        _shards("optimizer", "copy of their optimizer states", trained, _state_bytes(job), job, machines),
-    ]
+    what = "of the vision tower"
+    return where(
+        (True, _shards("weights", "two copies of the weights that are saved", saved, 2 * each, job, machines)),
+        (beside, _shards("weights", f"the same {what}", beside, 2 * job.weight_bytes, job, machines)),
+        (True, _shards("optimizer", "copy of their optimizer states", trained, _state_bytes(job), job, machines)),
+        (of_tower, _shards("optimizer", f"the same {what}", of_tower, tower_state, job, machines)),
+    )
 
 
 def _counts(architecture: Architecture, job: Job) -> tuple[int, int]:
@@ -59,9 +66,10 @@ def _counts(architecture: Architecture, job: Job) -> tuple[int, int]:
     return parameters_of(architecture, whole) + (trained if job.method.has_adapters else 0), trained
 
 
-def _state_bytes(job: Job) -> float:
+def _state_bytes(job: Job, weight_bytes: int = 0) -> float:
+    """Return the bytes of the optimizer's states per trained weight, by default of those that the technique trains."""
     states = OPTIMIZER_BYTES[job.optimizer]
-    return 2 * job.trained_bytes if states is None else states
+    return 2 * (weight_bytes or job.trained_bytes) if states is None else states
 
 
 def _shards(part: str, what: str, count: int, each: float, job: Job, machines: int) -> Term:

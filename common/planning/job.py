@@ -182,6 +182,7 @@ class Job(HasSpecs):
         cpu_operations: Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its
             scores.
         evaluation: What the phases beside training work on; None: training alone is planned.
+        trains_tower: The vision tower of a model that sees is trained in full, with its connector; else it is frozen.
         sums_gradients_after: A plain loop sums them after the backward pass, without DDP.
 
     Raises:
@@ -209,6 +210,7 @@ class Job(HasSpecs):
     offload: bool = False
     cpu_operations: bool = False
     evaluation: EvaluationShape | None = None
+    trains_tower: bool = False
     sums_gradients_after: bool = False
 
     def __post_init__(self) -> None:

@@ -35,12 +35,17 @@ from common.planning.shares import (
     Share,
     parameters_of,
     part_of_rank,
+    sees,
     small_adapter_weights,
+    tower_parameters,
     trained_of_layer,
+    trained_of_tower,
     trained_parameters,
+    trained_weight_bytes,
     trains_head,
 )
 from common.planning.terms import PARTS, Term, activations, numbers, size_of, times_each, where
+from common.planning.tower_activations import TowerActivations
 
 # what FSDP2 has gathered of layers (`FSDPParamGroup.wait_for_unshard` and `_backward_prefetch`): in a backward pass the
 # layer at work and the one that is fetched ahead; in a forward pass also what the layer at work was copied from, which
@@ -55,7 +60,8 @@ ZERO_REUSED_WEIGHTS = 1_000_000_000
 ZERO_WHOLE_BELOW = 10
 # elements below which 8-bit optimizers keep 32-bit states (bitsandbytes/optim/optimizer.py: `min_8bit_size`)
 SMALL_MATRIX = 4096
-LAST_LAYER_FORWARD, LOSS_FORWARD, LOSS = "forward of the last layer", "forward of the loss", "loss"
+TOWER_FORWARD, LAST_LAYER_FORWARD = "forward of the vision tower", "forward of the last layer"
+LOSS_FORWARD, LOSS = "forward of the loss", "loss"
 OPTIMIZER_STEP = "optimizer step"
 
 
@@ -141,6 +147,8 @@ class DeviceSums:
         self.hidden_bytes = hidden_bytes(architecture, job)
         self.layer = LayerActivations(architecture, job, self.batch, self.hidden_bytes)
         self.parameters = parameters_of(architecture, share)
+        self.trained_of_tower = trained_of_tower(architecture, job, share)
+        self.tower = TowerActivations(architecture.tower, job) if sees(architecture, job, share) else None
         self.stacks = [
             (stack, layers) for stack, layers in zip(architecture.stacks, share.layers, strict=True) if layers
         ]
@@ -157,7 +165,8 @@ class DeviceSums:
         return self.weights() + self.optimizer_states() + self.buffers()
 
     def _in_a_step(self) -> list[Term]:
-        return self.between_steps() + self.summed(self.job.batch.tokens)
+        pictures = self.tower.inputs() if self.tower else []
+        return self.between_steps() + self.summed(self.job.batch.tokens) + pictures
 
     def summed(self, tokens: int) -> list[Term]:
         """Return the hidden state of so many tokens that ranks of tensor parallelism sum after each block."""
@@ -171,7 +180,7 @@ class DeviceSums:
             return self._in_a_step()
         if moment in (LOSS_FORWARD, LOSS):
             return self._in_a_step() + self.gathered(FSDP_GATHERED_AT_LOSS)
-        if moment == LAST_LAYER_FORWARD:
+        if moment in (TOWER_FORWARD, LAST_LAYER_FORWARD):
             return self._in_a_step() + self.gathered(FSDP_GATHERED_LAYERS)
         return self.resting()
 
@@ -206,12 +215,16 @@ class DeviceSums:
         """Return all moments: the end of the last forward pass in flight, the backward pass, and what follows it."""
         last = self.stacks[-1][0]
         return {
+            **({TOWER_FORWARD: self.tower_forward()} if self.tower else {}),
             LAST_LAYER_FORWARD: [
                 *self.gradients_before_backward(),
                 *self.layers_saved(),
                 *self.ends_waiting(),
+                *self.tower_saved(),
+                *(self.tower.result() if self.tower else []),
                 *self.adapter_casts(last),
                 *self.hidden_states(last),
+                *self._cached_copies(),
             ],
             **({LOSS_FORWARD: [*self.before_backward(), *self.loss_forward()]} if self.splits_loss else {}),
             **self.backward_moments(),
@@ -233,8 +246,6 @@ class DeviceSums:
         """Return the moments from the loss to the embeddings."""
         before_backward = self.before_backward()
         of_last_layer = self._head_gradients() + trained_of_layer(self.stacks[-1][0], self.job)
-        without_embeddings = parameters_of(self.architecture, replace(self.share, has_embeddings=False))
-        of_embeddings = self.parameters - without_embeddings if self.job.trains_all else 0
         return {
             LOSS: [*before_backward, *self.loss()],
             "backward of the head": [
@@ -252,13 +263,14 @@ class DeviceSums:
             ],
             **self.encoder_backward_moments(),
             "backward of the first layer": [
-                *self._gradients_so_far(self.trained - of_embeddings, "gradients of head and layers"),
+                *self._gradients_of_layers(),
                 *(self.inputs_and_gradients() if self.keeps_inputs else self.layers_saved(True)),
                 *self.embeddings_saved(self.stacks[:1]),
                 *self.ends_waiting(),
                 *self.held_by_schedule(),
                 *self.layer_backward(self.stacks[0][0]),
             ],
+            **self.tower_backward_moments(),
             "backward of the embeddings": [
                 *self.gradients(),
                 *self._layers_kept(self.share.in_flight - 1, self.stacks),
@@ -266,6 +278,53 @@ class DeviceSums:
                 *self.embeddings_backward(),
             ],
         }
+
+    def _gradients_of_layers(self) -> list[Term]:
+        """Return all but those of the embeddings, which come last."""
+        without = replace(self.share, has_embeddings=False)
+        of_embeddings = self.parameters - tower_parameters(self.architecture, self.share)
+        of_embeddings -= parameters_of(self.architecture, without)
+        count = self.trained - of_embeddings * self.job.trains_all
+        return self._gradients_so_far(count, "gradients of head and layers")
+
+    # -- a vision tower, which reads before the layers do, and is back-propagated after them
+
+    def tower_forward(self) -> list[Term]:
+        """Return what there is while the tower reads: the text's embeddings wait."""
+        size = self.batch.tokens * self.architecture.hidden * self.job.weight_bytes
+        embeddings = activations("embeddings of the text", "T H w", size)
+        return [*self.gradients_before_backward(), *self.tower_saved(), *self.tower.forward(), embeddings]
+
+    def tower_saved(self) -> list[Term]:
+        """Return what the tower keeps for its backward pass."""
+        return self.tower.saved() if self.tower else []
+
+    def tower_backward_moments(self) -> dict[str, list[Term]]:
+        """Return those of a trained tower's last and first layer, while the embeddings' gradient waits."""
+        if not (self.tower and self.trained_of_tower):
+            return {}
+        size = self.batch.tokens * self.architecture.hidden * self.hidden_bytes
+        waiting = activations("gradient of the embeddings' result", "T H x", size)
+        common = [
+            *self._gradients_of_layers(),
+            *self.ends_waiting(),
+            *where((self.job.trains_all, waiting)),
+            *self.tower.layer_backward(),
+        ]
+        return {
+            "backward of the vision tower's last layer": [*common, *self.tower.saved()],
+            "backward of the vision tower's first layer": [
+                *common,
+                *self._tower_gradients(),
+                *self.tower.saved(one_left=True),
+            ],
+        }
+
+    def _tower_gradients(self) -> list[Term]:
+        """Return those of a trained tower, where they have no buffer."""
+        has_any = self.trained_of_tower and not self.job.has_buckets
+        count = self.trained_of_tower
+        return where((has_any, numbers("gradients", "gradients of the vision tower", count, self.job.weight_bytes)))
 
     def encoder_backward_moments(self) -> dict[str, list[Term]]:
         """Return those of an encoder-decoder when the decoder is done, and all of the encoder is still to come."""
@@ -300,12 +359,14 @@ class DeviceSums:
             return [Term("weights", "weights", "in the host's memory", 0.0)]
         what = "adapters, and the head's trained copy" if self.architecture.classes else "adapters"
         adapters = numbers("weights", what, self.trained, job.trained_bytes, self._weight_ranks)
+        copy = numbers("weights", "the vision tower's trained copy", self.trained_of_tower, job.weight_bytes)
         limit = ZERO_WHOLE_BELOW * self.architecture.hidden
         count = small_adapter_weights(self.architecture, job, self.share, limit)
         whole = numbers("weights", "small adapter matrices, whole on each rank", count, job.trained_bytes)
         return where(
             (True, self.base_weights()),
             (job.method.has_adapters, adapters),
+            (job.method.has_adapters and self.trained_of_tower, copy),
             (job.parallelism.collects_gradients and count, whole),
         )
 
@@ -314,7 +375,15 @@ class DeviceSums:
         if self.job.method.quantizes:
             return self._quantized_weights(self._weight_ranks)
         what = "frozen weights" if self.job.method.has_adapters else "weights"
-        return [numbers("weights", what, self.parameters, self.job.weight_bytes, self._weight_ranks)]
+        of_tower, each, ranks = (
+            tower_parameters(self.architecture, self.share),
+            self.job.weight_bytes,
+            self._weight_ranks,
+        )
+        return where(
+            (True, numbers("weights", what, self.parameters - of_tower, each, ranks)),
+            (of_tower, numbers("weights", "vision tower and connector", of_tower, each, ranks)),
+        )
 
     @property
     def _weight_ranks(self) -> int:
@@ -350,7 +419,10 @@ class DeviceSums:
             small_adapter_weights(self.architecture, job, self.share, SMALL_MATRIX) if "8bit" in job.optimizer else 0
         )
         large = self.trained - small
+        of_tower = self.trained_of_tower
+        tower_bytes = 2 * job.weight_bytes if states is None else states
         return where(
+            (of_tower, numbers("optimizer", "momentum and variance of the vision tower", of_tower, tower_bytes)),
             (large, numbers("optimizer", "momentum and variance", large, state_bytes, job.shard_ranks)),
             (small, numbers("optimizer", "momentum and variance of small matrices", small, 8, job.shard_ranks)),
             (keeps_copy, numbers("optimizer", "fp32 copy of the weights", self.trained, 4, job.shard_ranks)),
@@ -363,8 +435,10 @@ class DeviceSums:
         neighbours = 2 - self.share.has_embeddings - self.share.has_head
         hidden = job.batch.tokens * self.architecture.hidden * self.hidden_bytes
         parts = numbers("gradients", "gradients' parts, in one buffer", self.trained, each, job.shard_ranks)
+        of_tower = numbers("gradients", "the vision tower's, in DDP's buckets", self.trained_of_tower, job.weight_bytes)
         return where(
             (job.has_buckets, numbers("gradients", "gradients, in DDP's buckets", self.trained, each)),
+            (job.has_buckets, of_tower),
             (self.job.parallelism.collects_gradients and not job.offload, parts),
             (
                 job.parallelism.pipelines,
@@ -415,7 +489,7 @@ class DeviceSums:
 
     def gradients(self) -> list[Term]:
         """Return all of them; those that have a buffer of their own are there all the time."""
-        return self._gradients(self.trained, "gradients")
+        return [*self._gradients(self.trained, "gradients"), *self._tower_gradients()]
 
     def gradients_before_backward(self) -> list[Term]:
         """Return those that earlier micro-batches left; none where no backward pass comes before a forward pass."""
@@ -505,14 +579,14 @@ class DeviceSums:
         return activations("encoder's output", "TE H x", size)
 
     def embeddings_saved(self, stacks: list[tuple[Stack, int]]) -> list[Term]:
-        """Return what the embeddings of some stacks keep until their backward pass, the last of all."""
+        """Return what the embeddings of some stacks, and a vision tower, keep until their backward pass, the last."""
         job, x = self.job, self.hidden_bytes
         is_kept = job.trains_all if self.architecture.classes else not self.is_llama_like
         own = x + 5 if not self.architecture.classes else 4 + (4 if job.cpu_operations else 1)
         tokens = sum(self.batch.tokens_in(stack) for stack, _ in stacks)
         formula = f"{'(TE + T)' if len(stacks) > 1 else 'T'} H {own}"
         term = activations("embeddings' norm and dropout", formula, tokens * self.architecture.hidden * own)
-        return where((self.share.has_embeddings and is_kept, term))
+        return [*where((self.share.has_embeddings and is_kept, term)), *self.tower_saved()]
 
     def _token_ends_saved(self) -> list[Term]:
         architecture, job, t, h = self.architecture, self.job, self.batch.tokens, self.architecture.hidden
@@ -607,9 +681,12 @@ class DeviceSums:
         logits = Term("logits", "gradient of a chunk's logits", "C V a", a * self.positions_at_once * vocab)
         matrix = vocab * self.architecture.hidden
         cast = Term("gradients", "the same in the arithmetic's format", "V H a", matrix * a)
+        each = self.job.trained_bytes
+        before_its_bucket = numbers("gradients", "gradient of the head's matrix, beside its bucket", matrix, each)
         return where(
             (self.share.has_head, [logits, *self._head_copy(), *self._of_chunks()]),
             (self.trains_head, self._gradients(matrix, "gradient of the head's matrix")),
+            (self.trains_head and self.job.has_buckets, before_its_bucket),
             (self.trains_head and self.job.autocasts, cast),
         )
 
@@ -623,6 +700,7 @@ class DeviceSums:
                 self.trains_head and self.chunks > 1,
                 Term("gradients", "head's gradient of the chunks before", "V H 4", matrix),
             ),
+            (True, self._cached_copies()),  # their gradients come within the forward pass
         )
 
     def loss_backward(self) -> list[Term]:
@@ -667,10 +745,15 @@ class DeviceSums:
             (has_head and not pipelines, Term("logits", "logits and log-probabilities", f"P V {each}", size)),
             (has_head, self._head_copy()),
         )
+        return [*terms, *self._cached_copies()]
+
+    def _cached_copies(self) -> list[Term]:
+        """Return autocast's copies of trained matrices that checkpointing does not keep, but autocast until it ends."""
+        terms: list[Term] = []
         for stack, layers in self.stacks if self.job.gradient_checkpointing else []:
             trained = [linear for linear in stack.linears if self.job.trains(linear)]  # copies of others are not kept
             terms += times_each(self.layer.weight_copies(trained), layers, f"{layers} x ")
-        return terms
+        return [*terms, *(self.tower.cached_copies() if self.tower else [])]
 
     def _head_copy(self) -> list[Term]:
         job = self.job
@@ -772,6 +855,6 @@ class DeviceSums:
 
     def optimizer_step(self) -> list[Term]:
         """Return one more state's worth for optimizers that are not fused, and so work on lists."""
-        size = self.trained * self.job.trained_bytes / self.job.shard_ranks
+        size = trained_weight_bytes(self.architecture, self.job, self.share) / self.job.shard_ranks
         is_list = self.job.optimizer == "adamw_torch" and not self.job.offload
         return where((is_list, Term("optimizer", "square roots of the variances, all at once", "one state", size)))

@@ -13,9 +13,16 @@ from common.hardware.devices import Gpu
 from common.planning.architectures import Architecture, Linear
 from common.planning.gpu_overhead import memory_with_overhead, with_overhead
 from common.planning.job import LOGITS_AT_ONCE, EvaluationShape, Job
-from common.planning.memory_plan import FSDP_GATHERED_AT_LOSS, FSDP_GATHERED_IN_FORWARD, DeviceMemory, DeviceSums
-from common.planning.shares import Share, parameters_of, part_of_rank, whole_model
+from common.planning.memory_plan import (
+    FSDP_GATHERED_AT_LOSS,
+    FSDP_GATHERED_IN_FORWARD,
+    TOWER_FORWARD,
+    DeviceMemory,
+    DeviceSums,
+)
+from common.planning.shares import Share, parameters_of, part_of_rank, sees, whole_model
 from common.planning.terms import Term, activations, numbers, size_of, times_each, where
+from common.planning.tower_activations import TowerActivations
 
 TRAINING = "training"
 PHASES = ("loading", "baseline evaluation", TRAINING, "validation", "saving", "merging", "final evaluation")
@@ -96,9 +103,10 @@ class _PhaseSums:
         labelled = rows * self.shape.labelled
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
         passing = self._trained_layer(rows // parts, length, length)
-        layer = [*sums.gathered(FSDP_GATHERED_IN_FORWARD), *passing]
+        pictures = self._pictures(rows)
+        layer = [*sums.gathered(FSDP_GATHERED_IN_FORWARD), *passing, *pictures]
         loss = [*sums.gathered(FSDP_GATHERED_AT_LOSS), *self._losses(labelled, labelled // parts, arithmetic)]
-        moments = [("forward of a layer", [*kept, *layer])]
+        moments = [("forward of a layer", [*kept, *layer]), (TOWER_FORWARD, [*kept, *self._looking(rows)])]
         if self.share.has_head:
             moments.append(("loss", [*kept, *loss]))
         return self._phase("validation", "trained model, optimizer", *moments)
@@ -122,7 +130,8 @@ class _PhaseSums:
         passing = self._trained_layer(rows // parts, length, target_length)
         gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
         moments = [
-            ("forward of a layer", [*kept, *gathered[0], *passing]),
+            (TOWER_FORWARD, [*kept, *self._looking(rows)]),
+            ("forward of a layer", [*kept, *gathered[0], *passing, *self._pictures(rows)]),
             ("what was saved is loaded", self._reloaded()),
         ]
         if self.share.has_head or not self.job.parallelism.pipelines:  # the last stage compares
@@ -148,6 +157,7 @@ class _PhaseSums:
         shape, a = self.shape, self.job.whole_model_bytes
         answering, judging, alive = self._evaluated(is_tuned=name == "final evaluation")
         moments = [(moment, [*answering, *terms]) for moment, terms in self._answers(a).items()]
+        moments.append((TOWER_FORWARD, [*answering, *self._looking(shape.answered)]))
         if shape.judged:
             length = max(shape.new_tokens, shape.labelled)
             size = 2 * shape.answered * length * self.architecture.hidden * 4
@@ -258,6 +268,23 @@ class _PhaseSums:
 
     # -- a forward pass without gradients
 
+    def _tower(self, rows: int) -> TowerActivations | None:
+        """Return the vision tower with the pictures of so many rows before it; None without."""
+        if not sees(self.architecture, self.job, self.share):
+            return None
+        batch = replace(self.job.batch, rows=rows)
+        return TowerActivations(self.architecture.tower, replace(self.job, batch=batch, micro_batches=1))
+
+    def _looking(self, rows: int) -> list[Term]:
+        """Return what a vision tower works on for so many rows; nothing where there are no pictures."""
+        tower = self._tower(rows)
+        return [*tower.inputs(), *tower.forward()] if tower else []
+
+    def _pictures(self, rows: int) -> list[Term]:
+        """Return what is left of the pictures of so many rows while the layers work."""
+        tower = self._tower(rows)
+        return [*tower.inputs(), *tower.result()] if tower else []
+
     def _adapts(self, linear: Linear) -> bool:
         """Whether the trained model has an adapter there whose result comes beside the layer's widest tensors."""
         return self.job.adapts(linear) and not linear.ends_block
@@ -323,6 +350,7 @@ class _PhaseSums:
         """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""
         shape, architecture = self.shape, self.architecture
         reading = self._layer(shape.answered, shape.prompt_length, shape.prompt_length, a)
+        reading += self._pictures(shape.answered)
         if not shape.new_tokens:
             return {"labels": reading}
         rows = shape.answered * shape.beams

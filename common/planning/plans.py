@@ -20,11 +20,12 @@ from common.planning.job import BatchShape, EvaluationShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
-from common.planning.run_jobs import architecture_of_run, job_of_run
+from common.planning.run_jobs import architecture_of_run, job_of_run, with_tiles
 from common.planning.searches import largest
-from common.planning.shares import Share, part_of_rank, whole_model
+from common.planning.shares import Share, part_of_rank, sees, whole_model
 from common.planning.terms import Term
 from common.planning.time_plan import Cluster, StepTime, calibration_from, speed_of, step_time
+from common.planning.tower_activations import TowerActivations
 from common.records.store import kept_records
 
 LARGEST_BATCH = 4096  # beyond it nobody asks
@@ -272,6 +273,7 @@ def make_plan(
             f"--target-len is {job.batch.target_length}, but {architecture.name} is no encoder-decoder, and has no "
             "summaries of another length than its rows: leave it out, or pass --model bart-large-cnn."
         )
+    check_pictures(architecture, job)
     whole = [whole_model(architecture)] * job.devices
     placed = shares or (balanced_shares(architecture, job, cluster.gpus) if job.parallelism.splits_layers else whole)
     placed = tuple(
@@ -293,6 +295,32 @@ def make_plan(
         tuple(speed.source for speed in speeds.values()),
         placed_by_hand=shares is not None,
     )
+
+
+def check_pictures(architecture: Architecture, job: Job) -> None:
+    """Refuse pictures that a model, its rows, a technique or a parallelism does not take.
+
+    Raises:
+        BadInputError: with what to pass instead.
+    """
+    tiles, tower = job.batch.tiles, architecture.tower
+    if not tiles:
+        return
+    if tower is None:
+        raise BadInputError(
+            f"--tiles is {tiles}, but {architecture.name} has no vision tower: leave it out, or pass --model "
+            "smolvlm-instruct."
+        )
+    if tiles * tower.tokens >= job.batch.length:
+        raise BadInputError(
+            f"--seq-len is {job.batch.length}, but a picture of {tiles} squares takes {tiles} x {tower.tokens} = "
+            f"{tiles * tower.tokens:,} tokens of {architecture.name}: pass a longer --seq-len, or fewer --tiles."
+        )
+    task = TASKS[job.batch.task]
+    for option, name, known in (("--technique", job.technique, task.techniques),
+                                ("--parallel", job.parallel, task.parallelisms)):  # fmt: skip
+        if name not in known:
+            raise BadInputError(f"{option} is {name}, but models with pictures are trained with {' or '.join(known)}.")
 
 
 def ranked_plans(
@@ -643,11 +671,22 @@ def _letters(plan: Plan) -> str:
             f"decoder S = {target} tokens, T = B S = {rows * target:,}"
         )
     return (
-        f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, "
+        f"B = {rows} rows, {lengths}, P = {rows * batch.labelled:,}, {_letters_of_tower(architecture, job)}"
         f"H = {architecture.hidden:,}, I = {architecture.intermediate:,}, "
         f"Q = {architecture.heads * architecture.head_dim:,}, K = {architecture.kv_heads * architecture.head_dim:,}, "
         f"V = {architecture.vocab:,}, a = {job.arithmetic_bytes}, x = {hidden_bytes(architecture, job)}, "
         f"w = {job.weight_bytes} bytes"
+    )
+
+
+def _letters_of_tower(architecture: Architecture, job: Job) -> str:
+    """Return the same of a vision tower; empty without."""
+    if not sees(architecture, job, whole_model(architecture)):
+        return ""
+    tower = TowerActivations(architecture.tower, job)
+    return (
+        f"pixels = {tower.pixels:,}, N = {tower.patches:,} patches, tokens = {tower.tokens:,} of pictures, "
+        f"Hv = {tower.tower.encoder.hidden:,}, Iv = {tower.tower.encoder.intermediate:,}, "
     )
 
 
@@ -680,6 +719,7 @@ def plan_run(
     """
     if gpu is None:
         gpu = cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
+    batch = with_tiles(run, batch)
     architecture, job = architecture_of_run(run, batch), job_of_run(run, batch, evaluation)
     gpus = (gpu,) * run.devices
     shares = None

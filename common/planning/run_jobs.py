@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from common.base.run_config import RunConfig
-from common.planning.architectures import Architecture, as_classifier, read_architecture
+from common.planning.architectures import Architecture, as_classifier, read_architecture, usual_tiles
 from common.planning.job import ALL_LINEAR, BatchShape, EvaluationShape, Job
 
 
@@ -24,12 +24,23 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
     )
 
 
+def with_tiles(run: RunConfig, batch: BatchShape) -> BatchShape:
+    """Return the batch with as many squares as a square picture becomes, where a run sees and the batch names none.
+
+    Random weights come with a processor that makes one.
+    """
+    if not run.goal.sees or batch.tiles:
+        return batch
+    return replace(batch, tiles=1 if run.weights == "random" else usual_tiles(run.model, run.model_revision))
+
+
 def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | None = None) -> Job:
     """Return the job of a run folder's run; on one device, which holds all stages or rows, as if it were not divided.
 
     A batch is filled up until the micro-batches divide it, as training does (`PipelineParallel.fill`). `evaluation`:
     what the other phases work on; None: rows like those of the batch.
     """
+    batch = with_tiles(run, batch)
     filled_up = -(-batch.rows // run.micro_batches) * run.micro_batches
     targets = {"all": (), "all-linear": () if run.method.has_adapters else ALL_LINEAR}
     return Job(
@@ -54,6 +65,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         offload=run.offload == "cpu",
         cpu_operations=run.device == "cpu",
         evaluation=evaluation or evaluation_of_run(run, batch),
+        trains_tower=run.goal.sees and not run.freeze_vision_tower,
         sums_gradients_after=run.loop == "machines" and run.gradient_exchange == "after",
     )
 

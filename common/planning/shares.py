@@ -44,14 +44,36 @@ def trains_head(architecture: Architecture, job: Job) -> bool:
 
 
 def trained_parameters(architecture: Architecture, job: Job, share: Share | None = None) -> int:
-    """Return how many weights get gradients, of the whole model or of one device's share."""
+    """Return how many weights get gradients, of the whole model or of one device's share; without a vision tower's."""
     share = share or whole_model(architecture)
     if job.trains_all:
-        return parameters_of(architecture, share)
+        return parameters_of(architecture, share) - tower_parameters(architecture, share)
     head = architecture.head_parameters + architecture.final_parameters
     return head * (share.has_head and trains_head(architecture, job)) + sum(
         layers * trained_of_layer(stack, job) for stack, layers in zip(architecture.stacks, share.layers, strict=True)
     )
+
+
+def tower_parameters(architecture: Architecture, share: Share) -> int:
+    """Return how many weights of a vision tower and its connector a device holds: they are where the embeddings are."""
+    return architecture.tower_parameters * share.has_embeddings
+
+
+def sees(architecture: Architecture, job: Job, share: Share) -> bool:
+    """Return whether a device turns pictures into tokens in a step."""
+    return architecture.tower is not None and job.batch.tiles > 0 and share.has_embeddings
+
+
+def trained_of_tower(architecture: Architecture, job: Job, share: Share) -> int:
+    """Return how many of these get gradients; each is as wide as the model's own weights, also beside adapters."""
+    return tower_parameters(architecture, share) * job.trains_tower
+
+
+def trained_weight_bytes(architecture: Architecture, job: Job, share: Share | None = None) -> float:
+    """Return the bytes of all weights that get gradients, of the whole model or of one device's share."""
+    share = share or whole_model(architecture)
+    own = trained_parameters(architecture, job, share) * job.trained_bytes
+    return own + trained_of_tower(architecture, job, share) * job.weight_bytes
 
 
 def quantized_weights(architecture: Architecture) -> int:
@@ -87,6 +109,7 @@ def parameters_of(architecture: Architecture, share: Share) -> int:
     )
     if share.has_embeddings:
         count += architecture.embedding_parameters + architecture.other_embedding_parameters
+        count += architecture.tower_parameters
     elif share.has_head and architecture.tied:
         count += architecture.embedding_parameters
     head = architecture.head_parameters + architecture.final_parameters

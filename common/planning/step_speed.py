@@ -13,13 +13,14 @@ The bytes are counted, not fitted. Fitted are the constants that say so, to the 
 (`common.planning.published_rates` reads them, and compares).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from common.base.errors import BadInputError
 from common.hardware.devices import Gpu
-from common.planning.architectures import Architecture, Linear, Stack
+from common.planning.architectures import Architecture, Linear, Stack, Tower
 from common.planning.job import Job, Kernels
-from common.planning.shares import Share, trains_head
+from common.planning.shares import Share, sees, trains_head, whole_model
+from common.planning.tower_activations import job_of_tower
 
 # share of the data sheet's memory bandwidth that kernels reach which only move numbers: an assumption, not fitted
 BANDWIDTH_REACHED = 0.8
@@ -130,12 +131,31 @@ class StepFlops:
         """All of them."""
         return self.forward + self.activation_gradients + self.weight_gradients + self.recomputed
 
+    def __add__(self, other: "StepFlops") -> "StepFlops":
+        return StepFlops(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
 
 def step_flops(architecture: Architecture, job: Job, share: Share) -> StepFlops:
     """Count the operations of a step: a product of (m, k) and (k, n) takes 2 m k n (Kaplan et al. 2020, section 2.1).
 
     Causal attention reads half of the earlier tokens on average.
     """
+    of_layers = _flops_of_layers(architecture, job, share)
+    return of_layers + _flops_of_tower(architecture.tower, job) if sees(architecture, job, share) else of_layers
+
+
+def _flops_of_tower(tower: Tower, job: Job) -> StepFlops:
+    """Count those of a vision tower and its connector; the embeddings of patches take next to nothing."""
+    own_job = job_of_tower(tower, job)
+    encoder = _flops_of_layers(tower.encoder, own_job, whole_model(tower.encoder))
+    connector = 2.0 * own_job.batch.rows * tower.tokens * tower.connector.inputs * tower.connector.outputs
+    if not job.trains_tower:
+        attention = encoder.attention / (_forward_passes(job) + BACKWARD_PASSES)
+        return StepFlops(encoder.forward + connector, 0.0, 0.0, 0.0, attention)
+    return encoder + StepFlops(connector, connector, connector, 0.0, 0.0)
+
+
+def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> StepFlops:
     batch, queries = job.batch, architecture.heads * architecture.head_dim
     layers, attention, adapters, trained = 0.0, 0.0, 0.0, 0.0
     for stack, count in zip(architecture.stacks, share.layers, strict=True):
@@ -196,6 +216,18 @@ class StepBytes:
 
 def step_bytes(architecture: Architecture, job: Job, share: Share) -> StepBytes:
     """Count the bytes of a step's kernels: what each operation reads and writes, once."""
+    own = _bytes_of_layers(architecture, job, share)
+    if not sees(architecture, job, share):
+        return own
+    encoder, own_job = architecture.tower.encoder, job_of_tower(architecture.tower, job)
+    one_pass = replace(own_job, gradient_checkpointing=False)
+    of_tower = _bytes_of_layers(encoder, own_job if job.trains_tower else one_pass, whole_model(encoder))
+    passes = 1 if job.trains_tower else 1 / (1 + BACKWARD_PASSES)
+    products, between = own.products + passes * of_tower.products, own.between + passes * of_tower.between
+    return replace(own, products=products, between=between)
+
+
+def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> StepBytes:
     a, kernels = job.arithmetic_bytes, KERNEL_SETS[job.kernels]
     forward_passes, products, between, adapters, unpacking = _forward_passes(job), 0.0, 0.0, 0.0, 0.0
     for stack, layers in zip(architecture.stacks, share.layers, strict=True):
@@ -289,9 +321,16 @@ def _computing_time(architecture: Architecture, job: Job, share: Share, gpu: Gpu
     weighed = flops.total - flops.attention + flops.attention / ATTENTION_REACHED
     bytes_per_s = gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED
     passes = (_forward_passes(job) + BACKWARD_PASSES) * job.micro_batches
-    launches = sum(share.layers) * passes * KERNEL_SETS[job.kernels].kernels
+    launches = (sum(share.layers) * passes + _tower_passes(architecture, job, share)) * KERNEL_SETS[job.kernels].kernels
     others_s = step_bytes(architecture, job, share).total / bytes_per_s
     return Computing(weighed / per_s, others_s, launches * LAUNCH_S)
+
+
+def _tower_passes(architecture: Architecture, job: Job, share: Share) -> int:
+    """Return how often a layer of a vision tower is computed in a step."""
+    if not sees(architecture, job, share):
+        return 0
+    return architecture.tower.encoder.layers * (_forward_passes(job) + BACKWARD_PASSES if job.trains_tower else 1)
 
 
 def products_per_s(gpu: Gpu, job: Job) -> float:

@@ -18,7 +18,14 @@ from common.planning.architectures import Architecture
 from common.planning.calibration import times_as_fast
 from common.planning.job import QUANTIZED_NUMBER_BYTES, Job
 from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
-from common.planning.shares import Share, part_of_rank, quantized_weights, trained_parameters, whole_model
+from common.planning.shares import (
+    Share,
+    part_of_rank,
+    quantized_weights,
+    trained_parameters,
+    trained_weight_bytes,
+    whole_model,
+)
 from common.planning.step_speed import (
     BANDWIDTH_REACHED,
     computing_time,
@@ -310,7 +317,7 @@ def _communication(architecture: Architecture, job: Job, cluster: Cluster) -> tu
 def _optimizer_s(architecture: Architecture, job: Job, gpu: Gpu, share: Share) -> float:
     """Return the seconds of the update's pass over the trained weights, their gradients and states."""
     touches = CLIPPING_TOUCHES + ADAM_TOUCHES * (FOREACH if job.optimizer == "adamw_torch" else 1)
-    touched = trained_parameters(architecture, job, share) / job.shard_ranks * touches * job.trained_bytes
+    touched = trained_weight_bytes(architecture, job, share) / job.shard_ranks * touches
     if job.offload:
         return touched / (OFFLOADED_GB_PER_S * 1e9)
     return touched / (gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED)
@@ -355,7 +362,8 @@ def traffic(architecture: Architecture, job: Job) -> tuple[float, float]:
         in_copy = (shards - 1) / shards * (of_layers + ends + again + gradients)
         return in_copy, 2 * (copies - 1) / copies * gradients / shards
     is_zero = job.parallelism.uses_deepspeed and not job.method.has_adapters
-    return 0.0, 2 * around * trained * (job.arithmetic_bytes if is_zero else job.trained_bytes)
+    sent = trained * job.arithmetic_bytes if is_zero else trained_weight_bytes(architecture, job)
+    return 0.0, 2 * around * sent
 
 
 def summed_bytes(architecture: Architecture, job: Job) -> float:

@@ -18,6 +18,7 @@ from common.planning.architectures import (
     is_hub_id,
     read_architecture,
     slice_of_rank,
+    usual_tiles,
 )
 
 SHAPES = sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
@@ -37,6 +38,49 @@ def test_parameters_are_those_of_the_real_model(name: str) -> None:
     architecture = read_architecture(name)
     assert architecture.parameters == parameters_in_torch(MODEL_CONFIGS / f"{name}.json")
     assert architecture.parameters == sum(architecture.by_part().values())
+
+
+@pytest.mark.parametrize("model", ["assets/embedded_vision_base", "smolvlm-instruct", "idefics3-8b-llama3"])
+@pytest.mark.parametrize("kind", ["idefics3", "smolvlm"])
+def test_a_vision_tower_s_parts_are_those_of_the_real_model(model: str, kind: str, tmp_path: Path) -> None:
+    config = json.loads(find_config(model).read_text())
+    config["model_type"], config["vision_config"]["model_type"] = kind, f"{kind}_vision"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with torch.device("meta"):
+        real = transformers.AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(path))
+    real.tie_weights()
+    parts, tower = read_architecture(str(path)).by_part(), read_architecture(str(path)).tower
+
+    def weights(module: torch.nn.Module, name: str = "") -> int:
+        return sum(weight.numel() for key, weight in module.named_parameters() if name in key)
+
+    assert sum(parts.values()) == weights(real)
+    assert parts["vision tower"] == weights(real.model.vision_model)
+    assert parts["connector"] == weights(real.model.connector)
+    for name in ("q_proj", "o_proj", "down_proj", "norm"):
+        assert parts[{"norm": "norms"}.get(name, name)] == weights(real.model.text_model, name)
+    assert tower.patches == real.model.vision_model.embeddings.num_patches
+    assert tower.tokens == real.model.image_seq_len
+
+
+@pytest.mark.parametrize(
+    ("processor", "tiles"),
+    [
+        (None, 17),
+        ({"do_image_splitting": False}, 1),
+        ({"size": {"longest_edge": 1536}, "max_image_size": {"longest_edge": 384}}, 17),
+        ({"image_processor": {"size": {"longest_edge": 1000}, "max_image_size": {"longest_edge": 384}}}, 10),
+        ({"size": {"longest_edge": 384}, "max_image_size": {"longest_edge": 384}}, 1),
+    ],
+)
+def test_a_square_picture_becomes_as_many_squares_as_the_processor_cuts(
+    processor: dict | None, tiles: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if processor is not None:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    assert usual_tiles(str(tmp_path)) == tiles
 
 
 ENCODERS = [name for name in SHAPES if read_architecture(name).family.classifier]

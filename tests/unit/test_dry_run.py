@@ -211,6 +211,81 @@ def test_the_closed_form_says_the_same_of_texts_with_summaries(settings: dict, b
     )
 
 
+EMBEDDED_VISION, SMOLVLM = "assets/embedded_vision_base", "smolvlm-instruct"
+
+
+def seeing(model: str, technique: str, **settings: object) -> RunConfig:
+    targets = "all" if technique == "full" else "all-linear"
+    run = {"task": "visual_questions", "technique": technique, "model": model, "weights": "random", "device": "cuda"}
+    return RunConfig(**{**run, "target_modules": targets, "gpu": "A100 80GB SXM", **settings})
+
+
+@pytest.mark.parametrize(
+    ("technique", "settings"),
+    [
+        ("lora", {}),
+        ("lora", {"freeze_vision_tower": False, "precision": "bf16"}),
+        ("full", {"freeze_vision_tower": False, "precision": "bf16-mixed", "gradient_checkpointing": True}),
+    ],
+)
+def test_fake_pictures_take_what_real_ones_take(technique: str, settings: dict) -> None:
+    run, batch = seeing(EMBEDDED_VISION, technique, **settings), BatchShape(2, 64, 20, tiles=2)
+    config = any_shape_config(run.model)
+    fake = fake_step(run, config, batch, as_on_gpu=False)
+    model = build_model(run, config)
+    real = tracked_steps(run, model, batch_inputs(batch, model), as_on_gpu=False)
+    assert real.keys() == fake.keys()
+    assert any("encoder.layers" in segment for segment in real)
+    for segment in real:
+        assert total(real[segment]) == pytest.approx(total(fake[segment]), rel=0.015), segment
+
+
+TRAINED_TOO = {"precision": "bf16-mixed", "freeze_vision_tower": False, "parallel": "ddp", "devices": 4}
+SEEN = [  # model, technique, rows, tokens, tiles, settings
+    (EMBEDDED_VISION, "lora", BatchShape(8, 64, 16, tiles=1), {"precision": "fp32"}),
+    (EMBEDDED_VISION, "full", BatchShape(2, 96, 24, tiles=4), {"precision": "bf16-mixed"}),
+    (EMBEDDED_VISION, "lora", BatchShape(2, 96, 24, tiles=4), {"precision": "bf16", "freeze_vision_tower": False}),
+    (EMBEDDED_VISION, "full", BatchShape(8, 64, 16, tiles=1), {**TRAINED_TOO, "gradient_checkpointing": True}),
+    (SMOLVLM, "lora", BatchShape(4, 1600, 400, tiles=17), {"precision": "bf16"}),
+]
+SEEN_TOO = [
+    (SMOLVLM, "full", BatchShape(4, 1600, 400, tiles=17), {**TRAINED_TOO, "gradient_checkpointing": True}),
+    (SMOLVLM, "lora", BatchShape(8, 256, 64, tiles=2), TRAINED_TOO),
+    (SMOLVLM, "lora", BatchShape(1, 128, 32, tiles=1), {"precision": "fp32", "freeze_vision_tower": False}),
+    (SMOLVLM, "full", BatchShape(2, 512, 128, tiles=5), {"precision": "bf16", "target_modules": "all-linear"}),
+    (SMOLVLM, "full", BatchShape(8, 256, 64, tiles=2), {"precision": "fp32", "freeze_vision_tower": False}),
+    ("idefics3-8b-llama3", "lora", BatchShape(1, 3072, 128, tiles=17), {"precision": "bf16"}),
+]
+"""In `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    ("model", "technique", "batch", "settings"),
+    [*SEEN, *(pytest.param(*point, marks=pytest.mark.slow) for point in SEEN_TOO)],
+)
+def test_the_closed_form_says_the_same_of_pictures(
+    model: str, technique: str, batch: BatchShape, settings: dict
+) -> None:
+    run = seeing(model, technique, **settings)
+    architecture = read_architecture(model)
+    closed = device_memory(architecture, gpu_job(run, batch), whole_model(architecture))
+    assert closed.allocated_gib == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
+
+
+def test_each_part_of_a_tower_is_counted() -> None:
+    """A frozen tower has weights and pictures alone; a trained one all of it, beside adapters as wide as the base's."""
+    tower, batch = read_architecture(EMBEDDED_VISION).tower_parameters, BatchShape(1, 64, 16, tiles=1)
+    frozen, trained = (
+        dry_run(seeing(EMBEDDED_VISION, "lora", precision="bf16", freeze_vision_tower=is_frozen), batch).timeline
+        for is_frozen in (True, False)
+    )
+    more = {part: trained["load"][part] - frozen["load"][part] for part in PARTS}
+    assert more["weights"] == pytest.approx(2 * tower, rel=0.05), "PEFT keeps the untrained ones beside"
+    assert more["optimizer"] == pytest.approx(4 * tower, rel=0.05)
+    assert not [segment for segment in frozen if segment.startswith("backward") and "encoder" in segment]
+    assert [segment for segment in trained if segment.startswith("backward") and "encoder" in segment]
+
+
 CLASSIFIED = BatchShape(rows=8, length=128, labelled=1, padded=True, classes=6)
 
 

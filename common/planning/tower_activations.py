@@ -1,0 +1,152 @@
+"""What a vision tower takes in a training step: its pictures, its forward pass, and what it keeps where it is trained.
+
+Letters beside those of `memory_plan`: N patches of all pictures' squares, Hv the tower's hidden size, Iv its MLP's.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from common.planning.architectures import Stack, Tower
+from common.planning.job import BatchShape, Job
+from common.planning.layer_activations import LayerActivations
+from common.planning.terms import Term, activations, times_each, where
+
+# as processors make them: a colour in fp32, and whether a pixel counts as int64
+PIXEL_BYTES, PIXEL_MASK_BYTES = 4, 8
+POSITION_BYTES = 8
+NORM_BYTES = 4  # of a layer norm's result, which is in fp32 in any precision
+
+
+def job_of_tower(tower: Tower, job: Job) -> Job:
+    """Return the job of the tower's encoder by itself, in which every square is a row, and every patch a token."""
+    rows = job.batch.rows // job.micro_batches * job.batch.tiles
+    batch = BatchShape(rows, tower.patches, labelled=0)
+    alone = {"parallel": "single", "devices": 1, "dp_replicate_size": 1, "micro_batches": 1, "offload": False}
+    return replace(job, technique="full", target_modules=(), lora_dropout=0.0, batch=batch, evaluation=None, **alone)
+
+
+@dataclass(frozen=True)
+class TowerActivations:
+    """The terms of a tower and its connector, beside their weights.
+
+    Attributes:
+        job: Of the whole model.
+    """
+
+    tower: Tower
+    job: Job
+
+    @cached_property
+    def own_job(self) -> Job:
+        """What the encoder does by itself."""
+        return job_of_tower(self.tower, self.job)
+
+    @cached_property
+    def layer(self) -> LayerActivations:
+        """The terms of one of its layers."""
+        return LayerActivations(self.tower.encoder, self.own_job, self.own_job.batch, self.hidden_bytes)
+
+    @property
+    def stack(self) -> Stack:
+        """Its layers."""
+        return self.tower.encoder.stacks[0]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """`x` of the tower: bytes of a hidden state between its layers, as wide as its weights."""
+        return self.job.weight_bytes
+
+    @property
+    def patches(self) -> int:
+        """`N`."""
+        return self.own_job.batch.tokens
+
+    @property
+    def pixels(self) -> int:
+        """Of all squares."""
+        return self.own_job.batch.rows * self.tower.tile**2
+
+    @property
+    def tokens(self) -> int:
+        """That stand for all squares in the decoder."""
+        return self.own_job.batch.rows * self.tower.tokens
+
+    def inputs(self) -> list[Term]:
+        """Return the batch's pictures, which are there all the time that a step takes."""
+        each = self.tower.channels * PIXEL_BYTES + PIXEL_MASK_BYTES
+        return [Term("buffers", "pictures, and which of their pixels count", f"pixels x {each}", self.pixels * each)]
+
+    def _copied_inputs(self) -> list[Term]:
+        """Return the squares that are not padding, which the tower copies."""
+        each = self.tower.channels * self.job.weight_bytes + PIXEL_MASK_BYTES
+        return [activations("vision tower: squares that are not padding", f"pixels x {each}", self.pixels * each)]
+
+    def forward(self) -> list[Term]:
+        """Return what a layer's forward pass works on, whether or not anything of it is kept.
+
+        Embeddings, the layer's input, its sum with the attention's result, and the norm of that are there when the MLP
+        activates; or the first two, a norm, and the attention's queries, keys, values, result and projection.
+        """
+        encoder, a, x = self.tower.encoder, self.job.arithmetic_bytes, self.hidden_bytes
+        in_mlp = (3 * x + NORM_BYTES) * encoder.hidden + 2 * a * encoder.intermediate
+        in_attention = (2 * x + NORM_BYTES + 5 * a) * encoder.hidden
+        widest = max(linear.inputs * linear.outputs for linear in self.stack.linears)
+        passing = activations(
+            "vision tower: hidden states, and what one layer makes of them",
+            "N max((3 x + 4) Hv + 2 Iv a, (2 x + 4 + 5 a) Hv)",
+            self.patches * max(in_mlp, in_attention),
+        )
+        cast = Term("weights", "autocast's copy of a matrix of the vision tower", "Hv Iv a", widest * a)
+        return [*self._copied_inputs(), passing, *where((self.job.autocasts, cast))]
+
+    def result(self) -> list[Term]:
+        """Return what waits while the decoder's layers go forward: the encoder's output, and the tokens made of it."""
+        encoder, decoders_hidden = self.tower.encoder, self.tower.connector.outputs
+        output = self.patches * encoder.hidden * NORM_BYTES
+        tokens = 2 * self.tokens * decoders_hidden * self.job.arithmetic_bytes
+        return [
+            activations("vision tower: its output in fp32", "N Hv 4", output),
+            activations("pictures' tokens, twice", "2 tokens H a", tokens),
+        ]
+
+    def saved(self, one_left: bool = False) -> list[Term]:
+        """Return what a trained tower keeps for its backward pass; `one_left`: the first of its layers is left."""
+        if not self.job.trains_tower:
+            return []
+        layers = 1 if one_left else self.stack.layers
+        return [*times_each(self._layer_kept(), layers, f"vision tower, {layers} x "), *self._ends_saved(one_left)]
+
+    def _layer_kept(self) -> list[Term]:
+        if not self.job.gradient_checkpointing:
+            return self.layer.saved(self.stack)
+        size = self.patches * self.tower.encoder.hidden * self.hidden_bytes
+        return [activations("layer input", "N Hv x", size)]
+
+    def cached_copies(self) -> list[Term]:
+        """Return autocast's copies of a trained tower's matrices that checkpointing does not keep, but autocast does."""
+        if not (self.job.trains_tower and self.job.gradient_checkpointing):
+            return []
+        layers = self.stack.layers
+        return times_each(self.layer.weight_copies(self.stack.linears), layers, f"vision tower, {layers} x ")
+
+    def _ends_saved(self, one_left: bool) -> list[Term]:
+        """Return what the embeddings of patches keep, and until their backward pass the last norm and the connector."""
+        a, hidden = self.job.arithmetic_bytes, self.patches * self.tower.encoder.hidden
+        pixels = self.pixels * self.tower.channels * a
+        return where(
+            (True, activations("vision tower: pixels, and the patches' places", "3 pixels a + 8 N",
+                               pixels + POSITION_BYTES * self.patches)),
+            (not one_left, activations("vision tower: input of the last norm", "N Hv 4", hidden * NORM_BYTES)),
+            (not one_left, activations("input of the connector", "N Hv a", hidden * a)),
+        )  # fmt: skip
+
+    def layer_backward(self) -> list[Term]:
+        """Return what is alive only while one of the tower's layers is back-propagated."""
+        encoder, a = self.tower.encoder, self.job.arithmetic_bytes
+        saved = self.layer.saved(self.stack) if self.job.gradient_checkpointing else []
+        return [
+            *times_each(saved, 1, "vision tower, computed again: "),
+            activations("vision tower: gradients within the MLP", "N Iv a", self.patches * encoder.intermediate * a),
+            activations("vision tower: gradients of hidden states", "2 N Hv x",
+                        2 * self.patches * encoder.hidden * self.hidden_bytes),
+        ]  # fmt: skip
