@@ -69,6 +69,13 @@ SPECIAL_SHAPES = {"llama-3.2-1b": (1, 4096), "roberta-large": (16, 512)}
 """Long rows, so that attention scores and masks count."""
 LINEAR_ONLY = ("llama-3.1-8b", "llama-3.2-1b", "roberta-large", "bart-large-cnn")
 """Models with points of full fine-tuning of the linear layers alone."""
+TECHNIQUES_AND_TARGETS = (("lora", "all-linear"), ("full", "all"), ("full", "all-linear"))
+EMBEDDED, SMOLVLM = "assets/embedded_vision_base", "smolvlm-instruct"
+SEEING_SHAPES = (
+    *((EMBEDDED, shape) for shape in ((1, 64, 1), (2, 96, 4), (8, 64, 1))),
+    *((SMOLVLM, shape) for shape in ((4, 1600, 17), (8, 256, 2))),
+)
+"""Models that see: rows, their length in tokens, and the squares of a row's picture."""
 DIVIDED = (("llama-3.1-8b", "h200", 2), ("llama-3.2-3b", "a6000", 4))
 """Models that are divided among GPUs of a kind, and how many."""
 QUICK_POINTS = 4
@@ -158,6 +165,8 @@ class GridPoint:
             "linear layers" if run.technique == "full" and run.target_modules != "all" else "",
             f"{run.parallel} x{run.devices}" if run.parallel != "single" else "",
             f"{run.schedule} of {run.micro_batches}" if run.parallel == "pp" else "",
+            f"{batch.tiles} tiles" if batch.tiles else "",
+            "trained tower" if batch.tiles and not run.freeze_vision_tower else "",
             f"{batch.labelled} labelled" if batch.labelled != batch.length - 1 else "",
             "no dropout" if run.technique == "lora" and not run.lora_dropout else "",
         ]
@@ -193,7 +202,7 @@ def dry_run_grid() -> list[GridPoint]:
     for model, checkpointing in product(LINEAR_ONLY, checkpointings):
         points.append(_point("full", model, checkpointing, (4, 512), target_modules="all-linear"))
     points.append(_point("full", LINEAR_ONLY[0], False, (4, 512), target_modules="all-linear", precision="fp32"))
-    points += divided_points()
+    points += [*divided_points(), *seeing_points()]
     # fitcheck knows no dropout
     points += [
         _point("lora", model, checkpointing, shape, lora_dropout=0.0)
@@ -213,6 +222,28 @@ def divided_points() -> list[GridPoint]:
     ]
 
 
+def seeing_points() -> list[GridPoint]:
+    """Rows with pictures: towers that are frozen and that are trained, each with all ways to train and to compute.
+
+    These change in turn from one shape to the next, as all of them together would take an hour.
+    """
+    ways = list(product(TECHNIQUES_AND_TARGETS, ("bf16", "bf16-mixed", "fp32"), (True, False)))
+    shares: tuple[dict[str, Any], ...] = ({}, {"parallel": "ddp", "devices": 4})
+    points = []
+    for number, (model, (*shape, tiles)) in enumerate(SEEING_SHAPES):
+        for place, ((technique, targets), precision, is_frozen) in enumerate(ways):
+            turn = number + place
+            settings = {
+                "task": "visual_questions",
+                "target_modules": targets,
+                "precision": precision,
+                "freeze_vision_tower": is_frozen,
+                **shares[turn // 2 % 2],
+            }
+            points.append(_point(technique, model, turn % 2 == 1, tuple(shape), tiles=tiles, **settings))
+    return points
+
+
 def _point(
     technique: str,
     model: str,
@@ -220,6 +251,7 @@ def _point(
     shape: tuple[int, int],
     padded: bool = False,
     labelled: int | None = None,
+    tiles: int = 0,
     **settings: Any,
 ) -> GridPoint:
     rows, length = shape
@@ -231,7 +263,7 @@ def _point(
         device="cuda",
         **{"precision": "bf16", "target_modules": "all" if technique == "full" else "all-linear", **settings},
     )
-    return GridPoint(run, BatchShape(rows, length, labelled or length - 1, padded))
+    return GridPoint(run, BatchShape(rows, length, labelled or length - 1, padded, tiles=tiles))
 
 
 def compared_with_dry_run(points: Sequence[GridPoint]) -> dict[GridPoint, Compared]:

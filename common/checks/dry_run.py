@@ -183,7 +183,8 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
     batch = batch.padded_to(run.pad_to_multiple_of)
     logits = f"logits of {batch.classes} classes" if batch.classes else f"logits at {batch.labelled} positions"
     summaries = f" with summaries of {batch.target_length}" if batch.target_length else ""
-    shape = f"{batch.rows} rows of {batch.length} tokens{summaries}, {logits} ({where_from})"
+    pictures = f" with pictures in {batch.tiles} squares" if batch.tiles else ""
+    shape = f"{batch.rows} rows of {batch.length} tokens{summaries}{pictures}, {logits} ({where_from})"
     micro_batches = f" ({run.schedule}, {run.micro_batches} micro-batches)" if run.parallelism.pipelines else ""
     checkpointed = "checkpointed, " if run.gradient_checkpointing else ""
     lines = [f"{run.technique} of {run.model}, {run.precision}, {checkpointed}{run.parallel}{micro_batches}: {shape}"]

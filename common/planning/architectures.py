@@ -574,9 +574,6 @@ _ROBERTA = Family(
     _bert_like, False, reserved_positions=2, embeddings="roberta.embeddings", layers="roberta.encoder.layer",
     classifier=("classifier",),
 )  # fmt: skip
-_IDEFICS3 = Family(
-    _with_tower, embeddings="model.text_model.embed_tokens", layers="model.text_model.layers",
-)  # fmt: skip
 FAMILIES = {
     "llama": Family(_llama_like),
     "mistral": Family(_llama_like),
@@ -589,8 +586,8 @@ FAMILIES = {
     "roberta": _ROBERTA,
     "xlm-roberta": _ROBERTA,
     "bart": Family(_bart, False),
-    "idefics3": _IDEFICS3,
-    "smolvlm": _IDEFICS3,
+    "idefics3": Family(_with_tower),
+    "smolvlm": Family(_with_tower),
 }  # fmt: skip
 TOWERS = {f"{kind}_vision": Family(_tower_encoder, False) for kind in ("idefics3", "smolvlm")}
 """Parts of other models, which cannot be planned alone; their layers are as BERT's, but start with the norms."""

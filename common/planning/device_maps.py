@@ -220,8 +220,10 @@ def _family_of(architecture: Architecture) -> Family:
     """Return the names of the model's modules.
 
     Raises:
-        BadInputError: It has an encoder and a decoder.
+        BadInputError: It has an encoder and a decoder, or a vision tower.
     """
+    if architecture.tower:
+        raise BadInputError(f"{architecture.name} has a vision tower: such models are not divided among devices.")
     if len(architecture.stacks) > 1:
         raise BadInputError(
             f"{architecture.name} has an encoder and a decoder: only models with one of them are divided among devices."

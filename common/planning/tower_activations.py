@@ -123,7 +123,7 @@ class TowerActivations:
         return [activations("layer input", "N Hv x", size)]
 
     def cached_copies(self) -> list[Term]:
-        """Return autocast's copies of a trained tower's matrices that checkpointing does not keep, but autocast does."""
+        """Return copies of a trained tower's matrices that checkpointing does not keep, but autocast until it ends."""
         if not (self.job.trains_tower and self.job.gradient_checkpointing):
             return []
         layers = self.stack.layers

@@ -125,7 +125,7 @@ def test_the_grid_is_large_and_each_of_its_points_is_a_job() -> None:
     assert len(known) == 24
     assert {point.run.lora_dropout for point in known} == {0.0}
     specials = ("checkpointed", "eager", "padded", "ddp x4", "64 labelled", "fp32", "bart-large-cnn", "linear layers")
-    for special in (*specials, "mp x2", "pp x4 1f1b of 4", "gpipe of 4"):
+    for special in (*specials, "mp x2", "pp x4 1f1b of 4", "gpipe of 4", "17 tiles", "trained tower"):
         assert any(special in point.name for point in points), special
     full = [point for point in points if point.run.technique == "full"]
     every_weight = [point for point in full if point.run.target_modules == "all"]

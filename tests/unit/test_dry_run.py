@@ -32,8 +32,9 @@ from common.checks.fake_steps import (
     tracked_stage_steps,
     tracked_steps,
 )
-from common.checks.tried_rows import batch_of_run
-from common.models.loading import any_shape_config
+from common.checks.tried_rows import batch_of, batch_of_length, batch_of_run, rows_of_length
+from common.data.pictures import open_picture
+from common.models.loading import any_shape_config, load_tokenizer
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape, Job
 from common.planning.memory_plan import device_memory
@@ -270,6 +271,44 @@ def test_the_closed_form_says_the_same_of_pictures(
     architecture = read_architecture(model)
     closed = device_memory(architecture, gpu_job(run, batch), whole_model(architecture))
     assert closed.allocated_gib == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_tower_of_smolvlm2_s_kind_takes_the_same(freeze: bool, tmp_path: Path) -> None:
+    config = json.loads((REPOSITORY / EMBEDDED_VISION / "config.json").read_text())
+    config |= {"architectures": ["SmolVLMForConditionalGeneration"], "model_type": "smolvlm"}
+    config["vision_config"]["model_type"] = "smolvlm_vision"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    batch, way = BatchShape(2, 96, 24, tiles=4), {"precision": "bf16", "freeze_vision_tower": freeze}
+    other, own = (dry_run(seeing(model, "full", **way), batch) for model in (str(tmp_path), EMBEDDED_VISION))
+    assert other.peak_gib == pytest.approx(own.peak_gib, rel=0.01)
+
+
+@pytest.mark.parametrize(("model", "tiles"), [(EMBEDDED_VISION, 1), (SMOLVLM, 17)])
+def test_rows_of_a_length_have_a_square_picture(model: str, tiles: int) -> None:
+    run = replace(seeing(model, "lora"), per_device_train_batch_size=3)
+    assert batch_of_length(replace(run, weights="pretrained"), 1600).tiles == tiles
+    assert batch_of_length(run, 200).tiles == 1, "what random weights' processor makes"
+    rows, processor = rows_of_length(run, 200), load_tokenizer(run).processor
+    (row, *_) = rows.train
+    image = processor.image_token_id
+    assert rows.tiles == batch_of(run, rows).tiles == 1
+    assert len(row["input_ids"]) == len(row["labels"]) == 200
+    tower = read_architecture(model).tower
+    assert row["input_ids"].count(image) == tower.tokens
+    assert image not in row["labels"]
+    assert open_picture(row["picture"]).size == (tower.tile, tower.tile)
+    with pytest.raises(BadInputError, match=r"a picture takes \d+ tokens: pass --seq-len"):
+        rows_of_length(run, 10)
+
+
+def test_a_dry_run_of_a_run_that_sees_names_its_pictures(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(sys, "argv", ["dry_run", "3.3_visual_question_answering/run_0_cpu_x1", "--seq-len", "64"]):
+        dry_run_room.main()
+    out = capsys.readouterr().out
+    assert "rows of 64 tokens with pictures in 1 squares" in out
+    dry, closed = (float(re.search(rf"{line} (\d+\.\d+) GiB", out)[1]) for line in ("memory:", "closed form:"))
+    assert closed == pytest.approx(dry, abs=0.0025)
 
 
 def test_each_part_of_a_tower_is_counted() -> None:

@@ -21,7 +21,8 @@ from common.planning.device_maps import device_map_of
 from common.planning.gpu_overhead import CPU_PROCESS_GIB
 from common.planning.job import BatchShape, Job
 from common.planning.plans import ABOUT_AS_FAST, architecture_of_run, job_of_run, make_plan, plan_run, ranked_plans
-from common.planning.shares import trained_parameters
+from common.planning.shares import trained_parameters, whole_model
+from common.planning.step_speed import step_flops
 from common.planning.terms import PARTS
 from common.planning.time_plan import Cluster
 
@@ -503,3 +504,114 @@ def test_the_second_figure_is_no_less_than_the_first(asked) -> None:  # noqa: AN
     )
     for faster in (fused, compiled):
         assert faster["ranked"][0]["tokens_per_s"] > 1.1 * entries[0]["tokens_per_s"]
+
+
+# -- models that see
+
+SEEING = "--model smolvlm-instruct --gpu a6000 --batch-size 4 --seq-len 1600"
+
+
+def test_a_model_that_sees_is_planned_with_its_tower_and_pictures(asked) -> None:  # noqa: ANN001
+    code, out, _ = asked(f"{SEEING} --technique lora --explain")
+    assert code == 0
+    for line in (
+        "vision tower and connector",
+        "pictures, and which of their pixels count",
+        "forward of the vision tower",
+        "pixels = 10,027,008, N = 49,572 patches, tokens = 5,508 of pictures, Hv = 1,152, Iv = 4,304",
+        "rows of 1,600 tokens, of which a picture in 17 squares takes 1,377, learnt as a whole",
+    ):
+        assert line in out, line
+    assert asked(f"{SEEING} --technique lora --explain --tiles 17")[1] == out
+    trained = asked(f"{SEEING} --technique lora --explain --freeze-vision-tower false")[1]
+    for line in ("the vision tower's trained copy", "momentum and variance of the vision tower"):
+        assert line in trained, line
+        assert line not in out, line
+
+
+def test_a_model_that_sees_is_ranked_by_the_ways_of_its_task(asked) -> None:  # noqa: ANN001
+    for gpus, parallel in ((1, "single"), (2, "ddp")):
+        _, out, _ = asked(f"{SEEING} --gpus {gpus} --json")
+        ways = {(entry["technique"], entry["parallel"]) for entry in json.loads(out)["ranked"]}
+        assert ways == {("full", parallel), ("lora", parallel)}
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("--model llama-3.1-8b --tiles 2", "--tiles is 2, but llama-3.1-8b has no vision tower"),
+        ("--model smolvlm-instruct --tiles 0", "--tiles is 0, but must be above 0"),
+        ("--model smolvlm-instruct --seq-len 1000", "17 x 81 = 1,377 tokens of smolvlm-instruct: pass a longer"),
+        ("--model smolvlm-instruct --seq-len 1600 --technique qlora", "--technique is qlora, but models with pictures"),
+        ("--model smolvlm-instruct --seq-len 1600 --gpus 2 --parallel fsdp", "trained with single or ddp"),
+    ],
+)
+def test_pictures_that_do_not_go_are_refused(asked, command: str, sentence: str) -> None:  # noqa: ANN001
+    code, _, err = asked(f"--gpu a6000 {command}")
+    assert code == 2
+    assert sentence in err
+
+
+def seeing(technique: str, tiles: int, **changes: object) -> Job:
+    return Job(technique, "single", BatchShape(4, 1600, 1600, tiles=tiles), **changes)
+
+
+def test_a_frozen_tower_is_read_once_and_a_trained_one_three_times() -> None:
+    """A forward pass takes 2 operations per weight and patch, a backward pass 4."""
+    model = read_architecture("smolvlm-instruct")
+    encoder, share = model.tower.encoder, whole_model(model)
+    blind = step_flops(model, seeing("lora", 0), share).total
+    frozen, trained = (
+        step_flops(model, seeing("lora", 17, trains_tower=trains), share).total - blind for trains in (False, True)
+    )
+    patches, squares = 4 * 17 * 729, 4 * 17
+    layers = encoder.layers * (encoder.stacks[0].matrix_weights + 2 * 729 * encoder.hidden)  # scores and their sums
+    connector = model.tower.connector
+    expected = 2 * patches * layers + 2 * squares * 81 * connector.inputs * connector.outputs
+    assert frozen == pytest.approx(expected)
+    assert trained == pytest.approx(3 * expected)
+    again = seeing("lora", 17, trains_tower=True, gradient_checkpointing=True)
+    more = (
+        step_flops(model, again, share).recomputed
+        - step_flops(model, replace(again, trains_tower=False), share).recomputed
+    )
+    assert more == pytest.approx(2 * patches * layers)
+
+
+def test_pictures_take_time_and_a_trained_tower_s_gradients_are_sent() -> None:
+    model, cluster = read_architecture("smolvlm-instruct"), Cluster((A6000,) * 2)
+    two = {"parallel": "ddp", "devices": 2}
+    plans = {
+        name: make_plan(model, replace(seeing("lora", tiles, trains_tower=trains), **two), cluster, {}).time
+        for name, tiles, trains in (
+            ("blind", 0, False),
+            ("few", 2, False),
+            ("frozen", 17, False),
+            ("trained", 17, True),
+        )
+    }
+    seconds = [time.compute_s for time in plans.values()]
+    assert seconds == sorted(seconds)
+    more_gb = plans["trained"].sent_gb - plans["frozen"].sent_gb
+    assert more_gb == pytest.approx(2 * model.tower_parameters / 1e9)  # half of it twice, in bf16
+    assert plans["trained"].optimizer_s > plans["frozen"].optimizer_s
+
+
+def test_a_run_that_sees_is_planned_with_what_its_processor_makes_of_a_picture() -> None:
+    run = RunConfig(task="visual_questions", technique="lora", target_modules="all-linear", model="smolvlm-instruct")
+    batch = BatchShape(2, 1600, 64)
+    assert job_of_run(run, batch).batch.tiles == 17
+    assert job_of_run(replace(run, weights="random"), batch).batch.tiles == 1
+    assert job_of_run(run, replace(batch, tiles=5)).batch.tiles == 5
+    assert not job_of_run(run, batch).trains_tower
+    assert job_of_run(replace(run, freeze_vision_tower=False), batch).trains_tower
+    assert job_of_run(replace(run, task="chat"), batch).batch.tiles == 0
+    plan = plan_run(replace(run, device="cuda", gpu=A6000.name, devices=1), batch)
+    looking = [phase.memory.moment for phase in plan.phases[0]]
+    assert "forward of the vision tower" in looking
+
+
+def test_layers_of_a_model_that_sees_are_not_divided() -> None:
+    model = read_architecture("smolvlm-instruct")
+    with pytest.raises(BadInputError, match="has a vision tower: such models are not divided"):
+        device_map_of(model, [whole_model(model)], [0])
