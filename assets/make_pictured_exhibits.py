@@ -60,32 +60,29 @@ MUSEUM_WORDS = {
 KINDS = tuple(MUSEUM_WORDS)
 SIZES = tuple(len(words) for words in MUSEUM_WORDS.values())
 
-QUESTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "train": {
-        "shape": ("What is on show here?", "Which exhibit is this?", "Name the exhibit.", "What hangs on this wall?"),
-        "colour": ("What colour is it?", "In which colour is it shown?", "Name its colour.", "Its colour, please?"),
-        "material": ("What is it made of?", "Of which material is it?", "Name its material.", "Its material, please?"),
-        "count": ("How many hang here?", "How many of them are on show?", "Name their number.", "Count them, please."),
-        "place": ("Where does it hang?", "In which corner is it?", "Name its place.", "Its place on the wall, please?"),
-        "label": ("Write the label.", "What does the label say?", "The whole label, please.", "Tell me all about it."),
+# What a question asks for, and how: each kind's phrases fit each frame of its form. No split has another's pairs.
+FRAMES = {
+    "clause": (
+        "Tell me {}.", "I ask {}.", "Please say {}.", "Do you know {}?", "Can you tell me {}?", "I want to know {}.",
+        "Say {}, please.", "Can you say {}?",
+    ),
+    "noun": (
+        "Name {}.", "Please name {}.", "I ask for {}.", "Can you name {}?", "{}, please?", "Tell me {}.", "Give {}.",
+        "Do you know {}?",
+    ),
+}  # fmt: skip
+PHRASES = {
+    "shape": {"clause": ("what hangs here", "which exhibit this is", "what is on show"), "noun": ("the exhibit",)},
+    "colour": {"clause": ("what colour it has", "in which colour it is"), "noun": ("its colour", "the colour of it")},
+    "material": {
+        "clause": ("what it is made of", "of which material it is"), "noun": ("its material", "the material of it"),
     },
-    "validation": {
-        "shape": ("Please name this exhibit.",),
-        "colour": ("Please say what colour it has.",),
-        "material": ("Please say what it is made of.",),
-        "count": ("Please say how many there are.",),
-        "place": ("Please say where it hangs.",),
-        "label": ("Please write its label.",),
-    },
-    "test": {
-        "shape": ("Can you name what hangs here?", "Tell me which exhibit this is."),
-        "colour": ("Can you name the colour of it?", "Tell me in which colour it is."),
-        "material": ("Can you name the material of it?", "Tell me of what it is made."),
-        "count": ("Can you count them?", "Tell me how many hang here."),
-        "place": ("Can you name the corner?", "Tell me where on the wall it hangs."),
-        "label": ("Can you write the whole label?", "Tell me what its label says."),
-    },
-}
+    "count": {"clause": ("how many there are", "how many of them hang here"), "noun": ("their number", "the count")},
+    "place": {"clause": ("where it hangs", "in which corner it is"), "noun": ("its place", "the place of it")},
+    "label": {"clause": ("what the label says", "all about it"), "noun": ("the label", "the whole label")},
+}  # fmt: skip
+OTHER_SPLITS_SHARE = {"validation": 0.15, "test": 0.15}
+"""Of each kind's pairs of frame and phrase."""
 ANSWERS = {
     "shape": "On show: {shape}.",
     "colour": "Colour card: {colour}.",
@@ -203,7 +200,23 @@ def combinations(rng: random.Random) -> dict[str, list[tuple[int, int, int]]]:
     return {"train": known, "validation": known, "test": held_out}
 
 
-def rows_of(split: str, known: list[tuple[int, int, int]], rng: random.Random) -> Iterator[dict[str, Any]]:
+def wordings(rng: random.Random) -> dict[str, dict[str, list[str]]]:
+    """Return the questions of each split, by kind."""
+    found: dict[str, dict[str, list[str]]] = {split: {} for split in PICTURES}
+    for kind, phrases in PHRASES.items():
+        every = [frame.format(phrase) for form in FRAMES for frame in FRAMES[form] for phrase in phrases[form]]
+        every = [question[0].upper() + question[1:] for question in dict.fromkeys(every)]
+        rng.shuffle(every)
+        for split, share in OTHER_SPLITS_SHARE.items():
+            count = round(share * len(every))
+            found[split][kind], every = every[:count], every[count:]
+        found["train"][kind] = every
+    return found
+
+
+def rows_of(
+    split: str, known: list[tuple[int, int, int]], questions: dict[str, list[str]], rng: random.Random
+) -> Iterator[dict[str, Any]]:
     """Yield a split's rows: pictures of its combinations, each with some of the questions."""
     kinds = itertools.cycle((*KINDS, "label"))
     for number in range(PICTURES[split]):
@@ -211,7 +224,7 @@ def rows_of(split: str, known: list[tuple[int, int, int]], rng: random.Random) -
         exhibit = Exhibit(*known[number % len(known)], count, place)
         picture, words = as_png(draw_exhibit(exhibit, rng)), exhibit.words()
         for kind in itertools.islice(kinds, QUESTIONS_PER_PICTURE[split]):
-            question = rng.choice(QUESTIONS[split][kind])
+            question = rng.choice(questions[kind])
             yield {
                 "kind": kind,
                 "facts": list(words.values()) if kind == "label" else [words[kind]],
@@ -226,13 +239,14 @@ def rows_of(split: str, known: list[tuple[int, int, int]], rng: random.Random) -
 def make_splits() -> dict[str, list[dict[str, Any]]]:
     """Make all rows, by split; each has an id."""
     rng = random.Random(SEED)
-    known = combinations(rng)
-    return {
-        split: [
-            {"id": f"{split}-{number:04}", **row} for number, row in enumerate(rows_of(split, known[split], rng), 1)
-        ]
-        for split in PICTURES
-    }
+    known, questions = combinations(rng), wordings(rng)
+    return {split: list(numbered(split, rows_of(split, known[split], questions[split], rng))) for split in PICTURES}
+
+
+def numbered(split: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield rows with an id each."""
+    for number, row in enumerate(rows, 1):
+        yield {"id": f"{split}-{number:04}", **row}
 
 
 FEATURES = Features(

@@ -62,9 +62,10 @@ def workflow(run: RunConfig) -> Record:
         tuned, differences = save(log, trainer, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data, score=evaluate_looking)  # (4)
         seen = gallery_rows(log, data)
+        written = record(log, before, after, **trained, largest_logit_differences=differences, gallery=seen)
         if log.rank.is_main:
             draw_gallery(seen, log.folder)
-        return record(log, before, after, **trained, largest_logit_differences=differences, gallery=seen)
+        return written
 
 
 if __name__ == "__main__":

@@ -40,7 +40,8 @@ def gallery_rows(log: RunRecorder, data: Splits, rows: int = 8) -> list[dict[str
         pd.read_csv(log.folder / f"predictions_{when}.csv", dtype=str, keep_default_na=False)
         for when in ("before", "after")
     )
-    is_hit = after["facts_said"] == after["facts"]
+    has_facts = after["facts"].astype(int) > 0
+    is_hit = (after["facts_said"] == after["facts"]).where(has_facts, after["answer"] == after["reference"])
     misses = list(after.index[~is_hit][: rows // 2])
     shown = [*misses, *after.index[is_hit][: rows - len(misses)]]
     return [
@@ -66,7 +67,9 @@ def draw_gallery(seen: list[dict[str, object]], folder: Path) -> Figure:
     for axis, row in zip(axes.flat, seen, strict=False):
         axis.imshow(open_picture(row["picture"]))
         said = "\n".join(f"{name}: {row[name]}" for name in SAID)
-        axis.set_title(f"{row['question']}\n{said}", fontsize=7, loc="left", color=HIT if row["is_hit"] else MISS)
+        title = f"{row['question']}\n{said}"
+        colour = HIT if row["is_hit"] else MISS
+        axis.set_title(title, fontsize=7, loc="left", color=colour, parse_math=False)  # a `$` is a dollar
     figure.tight_layout()
     figure.savefig(folder / "gallery.png", dpi=100)
     return figure

@@ -36,7 +36,7 @@ RUN = RunConfig(
     data="assets/pictured_exhibits",
     max_length=2048,
     per_device_train_batch_size=2,
-    gradient_accumulation_steps=8,
+    gradient_accumulation_steps=4,
     num_train_epochs=1,
     learning_rate=1e-5,
     max_grad_norm=1.0,
@@ -67,9 +67,10 @@ def workflow(run: RunConfig) -> Record:
         tuned, differences = save(log, trainer, tokenizer)
         after = evaluate_after(log, tuned, tokenizer, data, score=evaluate_looking)  # (4)
         seen = gallery_rows(log, data)
+        written = record(log, before, after, **trained, largest_logit_differences=differences, gallery=seen)
         if log.rank.is_main:
             draw_gallery(seen, log.folder)
-        return record(log, before, after, **trained, largest_logit_differences=differences, gallery=seen)
+        return written
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def _check_row(row: Row, where: str) -> Row:
     for message in row["messages"]:
         _check_message(message, where)
     _check_turns(row, where)
-    _check_facts(row, where)
+    row = _with_facts(row, where)
     return _with_tools(row, where)
 
 
@@ -118,12 +118,23 @@ def _check_turns(row: Row, where: str) -> None:
         )
 
 
-def _check_facts(row: Row, where: str) -> None:
+def _with_facts(row: Row, where: str) -> Row:
+    """Return the row with its `facts` as a list of texts; in a table they are such a list in JSON, or one text."""
     facts = row.get("facts", [])
+    if isinstance(facts, str):
+        facts = _list_in(facts)
     if not isinstance(facts, list) or not all(isinstance(fact, str) and fact for fact in facts):
         raise BadInputError(
             f"{where} has `facts` that are no list of texts: {begin_of(facts)}; correct or remove them."
         )
+    return {**row, "facts": facts} if "facts" in row else row
+
+
+def _list_in(text: str) -> object:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return [text] if text.strip() else []
 
 
 def _with_tools(row: Row, where: str) -> Row:

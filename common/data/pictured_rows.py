@@ -1,5 +1,6 @@
 """Rows of conversations about a picture: in any format of conversations, with a column that holds or names it."""
 
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data import messages
 from common.data.files import TABLES
 from common.data.messages import check_messages
 from common.data.pictures import check_picture, reference_to
+from common.data.plain_texts import is_plain
+from common.data.row_checks import say_once
 from common.data.rows import Found, Row, RowKind
 
-PICTURE_COLUMNS = ("image", "images", "picture", "file_name")
-"""Columns that hold a row's picture, or name its file: those of `datasets` (`imagefolder`) and TRL first."""
+PICTURE_COLUMNS = ("images", "image", "picture", "file_name")
+"""Columns that hold a row's picture, or name its file; of several that are filled the first counts."""
+PLACEHOLDER = re.compile(r"\n?<image>\n?")
+"""What LLaVA's rows have in a user's text where the picture belongs."""
 
 
 def row_kind(run: RunConfig) -> RowKind:
@@ -40,58 +44,95 @@ def check_pictured(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
     Raises:
         BadInputError: a row has no picture or several, or one that cannot be read, or is no conversation.
     """
-    folder = Path(source).parent if Path(source).exists() else REPOSITORY
+    folder = Path(source).parent if Path(source).exists() else None
     seen: deque[Row] = deque()
+    transparent: list[str] = []
 
     def texts() -> Iterator[tuple[object, str]]:
         for row, where in found:
-            if not isinstance(row, dict):
-                yield row, where
-                continue
-            columns, text = _divided(row)
-            picture = reference_to(_only_picture(columns, text, where), folder, where)
-            check_picture(picture, where)
-            kind = {"kind": str(row["kind"])} if row.get("kind") else {}
-            seen.append({"picture": picture, **kind})
-            yield text, where
+            if isinstance(row, dict):
+                pictures, row = _divided(row)
+                seen.append(_seen(pictures, row, folder, where, transparent))
+            yield row, where
 
     for row in check_messages(texts(), source, run):
+        if is_plain([row]):
+            raise BadInputError(
+                f"{row['where']} has a picture and a `text`, but no question: add a column with the question, or name "
+                "the columns of questions and answers with --prompt_column and --completion_column."
+            )
         yield {**row, **seen.popleft()}
+    if transparent:
+        say_once(
+            f"{source}: {len(transparent):,} pictures are transparent in places, which are read as white (the first: "
+            f"{transparent[0]})"
+        )
 
 
-def _divided(row: Row) -> tuple[Row, Row]:
-    """Return the columns of a row's pictures, and its others with messages of texts alone."""
-    pictures = {name: value for name, value in row.items() if str(name).lower() in PICTURE_COLUMNS and value}
+def _seen(pictures: list[object], row: Row, folder: Path | None, where: str, transparent: list[str]) -> Row:
+    """Return what a row has besides its conversation: its picture, a digest of that, and what is asked for."""
+    picture = reference_to(_only(pictures, row, where), folder, where)
+    digest, is_transparent = check_picture(picture, where)
+    if is_transparent:
+        transparent.append(where)
+    kind = {"kind": str(row["kind"])} if row.get("kind") else {}
+    return {"picture": picture, "picture_digest": digest, **kind}
+
+
+def _divided(row: Row) -> tuple[list[object], Row]:
+    """Return a row's pictures, and its other columns, with messages of texts alone."""
+    by_name = {str(name).lower(): value for name, value in row.items()}
+    columns = [by_name[name] for name in PICTURE_COLUMNS if by_name.get(name)]
     others = {name: value for name, value in row.items() if str(name).lower() not in PICTURE_COLUMNS}
-    return pictures, {name: _without_parts(value) for name, value in others.items()}
+    parts = [_pictures_in(value) for value in others.values()]
+    in_messages = [each for pictures in parts for each in pictures]
+    first = columns[0] if columns else in_messages
+    pictures = first if isinstance(first, list) else [first]
+    return pictures, {name: _without_pictures(value) for name, value in others.items()}
 
 
-def _without_parts(value: Any) -> Any:
-    """Return messages without the parts that stand for a picture; anything else as it is."""
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        return value
-    return [
-        {**message, "content": [part for part in message["content"] if not _is_picture_part(part)]}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in value
+def _is_messages(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def _pictures_in(value: Any) -> list[object]:
+    """Return the pictures that stand in the parts of messages themselves, as Transformers takes them."""
+    contents = [message.get("content") for message in value] if _is_messages(value) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content if _is_picture_part(part)]
+    found = [
+        next((part[key] for key in ("image", "path", "url", "image_url") if part.get(key)), None) for part in parts
     ]
+    return [each for each in found if each is not None]
+
+
+def _without_pictures(value: Any) -> Any:
+    """Return a text, or messages, without what stands for a picture: parts, or `<image>`; anything else as it is."""
+    if isinstance(value, str):
+        return PLACEHOLDER.sub("", value)
+    if not _is_messages(value):
+        return value
+    return [{key: _text_alone(part) for key, part in message.items()} for message in value]
+
+
+def _text_alone(content: Any) -> Any:
+    if isinstance(content, list):
+        return [part for part in content if not _is_picture_part(part)]
+    return PLACEHOLDER.sub("", content) if isinstance(content, str) else content
 
 
 def _is_picture_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
-def _only_picture(columns: Row, text: Row, where: str) -> object:
-    """Return the one picture of a row's columns.
+def _only(pictures: list[object], row: Row, where: str) -> object:
+    """Return a row's one picture.
 
     Raises:
         BadInputError: there is none, or there are several.
     """
-    pictures = [each for value in columns.values() for each in (value if isinstance(value, list) else [value])]
     if not pictures:
         raise BadInputError(
-            f"{where} has no picture (its columns: {', '.join(map(str, text)) or 'none'}): give it a column `image` "
+            f"{where} has no picture (its columns: {', '.join(map(str, row)) or 'none'}): give it a column `image` "
             "with the path of a file, or go to 2.1, which learns from texts alone."
         )
     if len(pictures) > 1:

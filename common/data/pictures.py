@@ -1,25 +1,26 @@
-"""A row's picture: found, checked, turned into numbers, and given its place among a conversation's tokens.
+"""Load, check and preprocess the picture of a row, and insert its tokens into the row.
 
-A picture is kept as a text: the path of its file, or its bytes as a `data:` URI, which rows on disk can hold. It is
-opened when a batch needs it. Its processor stands beside the tokenizer, as `tokenizer.processor` (`load_tokenizer`).
+A row keeps its picture as a text: the path of its file, or its bytes as a `data:` URI. So rows may be on disk, and a
+picture is opened when a batch needs it. Its processor stands beside the tokenizer, as `tokenizer.processor`
+(`load_tokenizer`).
 """
 
 import base64
-import binascii
 import io
 import zlib
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
-from common.data.row_checks import say_once
-from common.data.rows import IGNORED_LABEL, Row, Tokens, place_of
+from common.data.rows import IGNORED_LABEL, Row, Tokens, begin_of, place_of
 
 URI_HEAD = "data:image/*;base64,"
 MOST_PIXELS = 89_478_485
@@ -27,10 +28,14 @@ MOST_PIXELS = 89_478_485
 PLAIN_MODES = ("RGB", "L", "P", "1", "CMYK", "YCbCr")
 TRANSPARENT_MODES = ("RGBA", "LA", "PA")
 """Modes that become RGB: with transparency on white."""
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
+"""The tag of EXIF, and its values by which width and height are exchanged."""
 
 
-def reference_to(picture: object, folder: Path, where: str) -> str:
-    """Return a picture as it is kept: of a path, of bytes as `datasets` has them, or of an open picture.
+def reference_to(picture: object, folder: Path | None, where: str) -> str:
+    """Return a picture as a file path or a `data:` URI, from a path, bytes, a `datasets` dict, or an open picture.
+
+    `folder`: where paths begin; None for rows that come from elsewhere than this machine's disk.
 
     Raises:
         BadInputError: it is none of these, or its file does not exist.
@@ -44,41 +49,50 @@ def reference_to(picture: object, folder: Path, where: str) -> str:
     if isinstance(picture, bytes):
         return URI_HEAD + base64.b64encode(picture).decode()
     if not isinstance(picture, str) or not picture:
-        raise BadInputError(f"{where} has {str(picture)[:80]!r} for a picture: give it the path of a file.")
+        raise BadInputError(f"{where} has {begin_of(picture)!r} for a picture: give it the path of a file.")
     if picture.startswith("data:image/"):
         return picture
-    file = folder / Path(picture).expanduser()
-    if not file.is_file():
+    if folder is None or "://" in picture:
         raise BadInputError(
-            f"{where} names the picture {picture}, which does not exist in {folder}: correct the path, which begins "
-            "at the folder of the data file."
+            f"{where} names the picture {begin_of(picture)}, but only paths beside a data file on this machine are "
+            "read: download the pictures, or pass a dataset that holds them."
+        )
+    file = folder / picture
+    if not _is_file(file):
+        raise BadInputError(
+            f"{where} names the picture {begin_of(picture)}, which does not exist in {folder}: correct the path, which "
+            "begins at the folder of the data file."
         )
     return str(file)
 
 
-def check_picture(reference: str, where: str) -> None:
-    """Check that a picture can be read, and say once where a transparent one gets a white ground.
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except (OSError, ValueError):  # a text that is no path, such as base64 without its head
+        return False
+
+
+def check_picture(reference: str, where: str) -> tuple[str, bool]:
+    """Check that a picture can be read; return a digest of its file, and whether it is transparent in places.
 
     Raises:
-        BadInputError: it is no picture, is damaged, too large, or of a mode that has no colours.
+        BadInputError: it is no picture, is damaged, too large, or of a mode that is not of 8 bits.
     """
     name = _name_of(reference)
     with _opened(reference, where) as picture:
         width, height = picture.size
         if width * height > MOST_PIXELS:
-            raise BadInputError(
-                f"{where} has a picture, {name}, of {width:,} x {height:,} pixels, more than {MOST_PIXELS:,}, which a "
-                "small file can unpack to: scale it down."
-            )
+            raise _too_large(name, where)
         if picture.mode not in (*PLAIN_MODES, *TRANSPARENT_MODES):
             raise BadInputError(
-                f"{where} has a picture, {name}, of the mode {picture.mode}, which has no colours of 8 bits: save it "
-                "as RGB."
+                f"{where} has a picture, {name}, in mode {picture.mode}; only pictures of 8 bits in grey, RGB, CMYK "
+                "or a palette are read: convert it to RGB."
             )
-        if _is_transparent(picture):
-            say_once(f"{where}: the picture {name} is transparent in places, which are read as white")
+        is_transparent = _is_transparent(picture)
         picture.draft("RGB", (64, 64))  # a JPEG is decoded at an eighth of its size: that finds what is missing
         _decode(picture, where, name)
+    return sha256(_bytes_of(reference)).hexdigest(), is_transparent
 
 
 def open_picture(reference: str, where: str = "a row") -> Image.Image:
@@ -113,30 +127,39 @@ def _name_of(reference: str) -> str:
     return "in the row itself" if reference.startswith("data:") else Path(reference).name
 
 
+def _bytes_of(reference: str) -> bytes:
+    if reference.startswith("data:"):
+        return base64.b64decode(reference.partition(",")[2])
+    return Path(reference).read_bytes()
+
+
 def _opened(reference: str, where: str) -> Image.Image:
     name = _name_of(reference)
     try:
-        if reference.startswith("data:"):
-            return Image.open(io.BytesIO(base64.b64decode(reference.partition(",")[2], validate=True)))
-        return Image.open(reference)
+        source = io.BytesIO(_bytes_of(reference)) if reference.startswith("data:") else reference
+        return Image.open(source)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise _too_large(name, where) from None
+    except Exception as error:  # each of Pillow's formats has classes of its own
         raise BadInputError(
-            f"{where} has a picture, {name}, of more than {MOST_PIXELS:,} pixels, which a small file can unpack to: "
-            "scale it down."
-        ) from None
-    except (UnidentifiedImageError, OSError, binascii.Error, SyntaxError, ValueError) as error:
-        raise BadInputError(
-            f"{where} has a picture, {name}, that cannot be read ({str(error)[:80]}): replace it, or leave the row out."
+            f"{where} has a picture, {name}, that cannot be read ({begin_of(error)}): replace it, or leave the row out."
         ) from None
 
 
 def _decode(picture: Image.Image, where: str, name: str) -> None:
     try:
         picture.load()
-    except (OSError, SyntaxError, ValueError, zlib.error) as error:
+    except Exception as error:  # as above
         raise BadInputError(
-            f"{where} has a picture, {name}, that is damaged ({error}): replace it, or leave the row out."
+            f"{where} has a picture, {name}, that is damaged ({begin_of(error)}): replace it, or leave the row out."
         ) from None
+
+
+def _too_large(name: str, where: str) -> BadInputError:
+    return BadInputError(
+        f"{where} has a picture, {name}, of more than {MOST_PIXELS:,} pixels, which a small file can unpack to: scale "
+        "it down."
+    )
 
 
 # -- as numbers
@@ -145,77 +168,23 @@ def _decode(picture: Image.Image, where: str, name: str) -> None:
 def pixels_of(
     references: Sequence[str], tokenizer: PreTrainedTokenizerBase, noise: float = 0.0
 ) -> dict[str, torch.Tensor]:
-    """Return what the model's vision tower reads: `pixel_values`, shape (rows, tiles, 3, height, width), and its mask.
+    """Return the inputs of the vision tower: `pixel_values`, shape (rows, tiles, 3, height, width), and its mask.
 
-    `noise`: the standard deviation of what is added to each picture, as a share of full brightness; a picture gets the
-    same each time.
+    `noise`: the standard deviation of what is added to each picture, as a share of full brightness.
     """
-    pictures = [[with_noise(open_picture(reference), reference, noise)] for reference in references]
+    pictures = [[with_noise(open_picture(reference), noise)] for reference in references]
     inputs = tokenizer.processor.image_processor(images=pictures, return_tensors="pt")
     return {name: inputs[name] for name in ("pixel_values", "pixel_attention_mask") if name in inputs}
 
 
-def with_noise(picture: Image.Image, reference: str, noise: float) -> Image.Image:
-    """Return a picture with Gaussian noise, whose seed is the picture itself; `noise` 0 leaves it as it is."""
+def with_noise(picture: Image.Image, noise: float) -> Image.Image:
+    """Return a picture with Gaussian noise, which is seeded by its pixels: the same noise each time."""
     if not noise:
         return picture
-    numbers = np.random.default_rng(zlib.crc32(reference.encode()))
+    numbers = np.random.default_rng(zlib.crc32(picture.tobytes()))
     values = np.asarray(picture, dtype=np.float32)
     noisy = values + 255 * noise * numbers.standard_normal(values.shape, dtype=np.float32)
     return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-
-
-# -- as tokens
-
-
-def with_part(row: Row) -> list[dict[str, Any]]:
-    """Return a row's messages as templates of such models take them: lists of parts, the picture before all texts."""
-    messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in row["messages"]]
-    asked = next((message for message in messages if message["role"] == "user"), None)
-    if asked:
-        asked["content"].insert(0, {"type": "image"})
-    return messages
-
-
-def with_picture_tokens(ids: list[int], row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return a pictured row's tokens with all of the picture's in the place of its one."""
-    picture, place = picture_ids(row, tokenizer), ids.index(tokenizer.processor.image_token_id)
-    return [*ids[:place], *picture, *ids[place + 1 :]]
-
-
-def picture_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that stand for a row's picture; they depend on its size alone."""
-    with _opened(row["picture"], place_of(row)) as picture:
-        size = picture.size
-    return _ids_of_size(size, tokenizer)
-
-
-_known: dict[tuple[int, tuple[int, int]], list[int]] = {}
-
-
-def _ids_of_size(size: tuple[int, int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ask the processor itself, once for each size."""
-    processor = tokenizer.processor
-    key = id(processor), size
-    if key not in _known:
-        inputs = processor(text=processor.image_token, images=Image.new("RGB", size), add_special_tokens=False)
-        _known[key] = list(inputs["input_ids"][0])
-    return _known[key]
-
-
-def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a row whose picture would be cut at `max_length`: text may be, but a part of a picture is none.
-
-    Raises:
-        BadInputError: with how many tokens it takes.
-    """
-    image, ids = tokenizer.processor.image_token_id, tokens["input_ids"]
-    if image in ids[max_length:]:
-        end = len(ids) - ids[::-1].index(image)
-        raise BadInputError(
-            f"{place_of(row)} has a picture whose tokens end at place {end:,}, but max_length is {max_length:,}, and a "
-            f"picture is never cut: pass --max_length {end + 64} or more, or smaller pictures."
-        )
 
 
 def collate_pictures(collate: Any, tokenizer: PreTrainedTokenizerBase, noise: float) -> Any:
@@ -229,8 +198,82 @@ def collate_pictures(collate: Any, tokenizer: PreTrainedTokenizerBase, noise: fl
     return collate_both
 
 
+# -- as tokens
+
+
+def with_part(row: Row) -> list[dict[str, Any]]:
+    """Return a row's messages as templates of such models take them: lists of parts, the picture before all texts."""
+    messages = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in row["messages"]]
+    asked = next(message for message in messages if message["role"] == "user")
+    asked["content"].insert(0, {"type": "image"})
+    return messages
+
+
+def with_picture_tokens(ids: list[int], row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return a pictured row's tokens with all of the picture's in the place of its one.
+
+    Raises:
+        BadInputError: a text of the row has such a token, too.
+    """
+    token = tokenizer.processor.image_token
+    number = tokenizer.processor.image_token_id
+    if ids.count(number) != 1:
+        raise BadInputError(
+            f"{place_of(row)} has {token} in its texts, which stands for its picture and is put in by itself: take it "
+            "out."
+        )
+    place = ids.index(number)
+    return [*ids[:place], *picture_ids(row, tokenizer), *ids[place + 1 :]]
+
+
+def picture_ids(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that stand for a row's picture; they depend on its size alone."""
+    with _opened(row["picture"], place_of(row)) as picture:
+        size = picture.size
+        if picture.getexif().get(ORIENTATION) in TURNED:
+            size = size[::-1]
+    return _ids_of_size(size, tokenizer.processor)
+
+
+def _ids_of_size(size: tuple[int, int], processor: Any) -> list[int]:
+    """Return the tokens that the processor makes of a picture of so many pixels: width and height.
+
+    It is asked once for each number of rows and columns of tiles, on which they depend.
+    """
+    count = getattr(processor.image_processor, "get_number_of_image_patches", None)  # Idefics2 has as many for all
+    tiles = tuple(count(size[1], size[0], {})[1:]) if count else ()
+    known = _IDS.setdefault(processor, {})
+    if tiles not in known:
+        inputs = processor(text=processor.image_token, images=Image.new("RGB", size), add_special_tokens=False)
+        known[tiles] = list(inputs["input_ids"][0])
+    return known[tiles]
+
+
+_IDS: WeakKeyDictionary[Any, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
+
+
+def picture_end(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many tokens a row has up to the last of its picture's."""
+    image = tokenizer.processor.image_token_id
+    return len(ids) - ids[::-1].index(image)
+
+
+def check_picture_kept(row: Row, tokens: Tokens, max_length: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a row whose image tokens would be truncated at `max_length`.
+
+    Raises:
+        BadInputError: with how many tokens it takes.
+    """
+    end = picture_end(tokens["input_ids"], tokenizer)
+    if end > max_length:
+        raise BadInputError(
+            f"{place_of(row)}: the image tokens end at position {end:,}, beyond max_length, {max_length:,}, and are "
+            f"never truncated: pass --max_length {end + 64} or more, or smaller pictures."
+        )
+
+
 def without_picture_labels(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Return a row whose picture's tokens are not learnt, whatever else is: a model reads them, and writes none."""
+    """Mask the labels of image tokens, whatever else is learnt: the model reads them, but never generates them."""
     image = tokenizer.processor.image_token_id
     pairs = zip(tokens["input_ids"], tokens["labels"], strict=True)
     return {**tokens, "labels": [IGNORED_LABEL if token == image else label for token, label in pairs]}

@@ -65,7 +65,7 @@ def check_ids(rows: Sequence[Row]) -> None:
 
 def digest(row: Row) -> bytes:
     """Return a digest of a row's texts, its label and its picture, whatever the texts' case and spacing."""
-    texts = [*texts_of(row), str(row.get("label", "")), row.get("picture", "")]
+    texts = [*texts_of(row), str(row.get("label", "")), row.get("picture_digest", "")]
     return sha256("\0".join(re.sub(r"\s+", " ", text).strip().casefold() for text in texts).encode()).digest()
 
 

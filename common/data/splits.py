@@ -52,7 +52,8 @@ def load_splits(run: RunConfig) -> Splits:
 def _files_here(source: str) -> tuple[tuple[str, int, int], ...]:
     """Return the files of a source on this machine, each with the time of its last change in ns, and its bytes."""
     place = _place_here(source)
-    files = sorted(place.iterdir()) if place and place.is_dir() else [place] if place else []
+    of_folders = sorted(place.glob("*/metadata.*")) if place and place.is_dir() else []
+    files = sorted([*place.iterdir(), *of_folders]) if place and place.is_dir() else [place] if place else []
     states = ((file, file.stat()) for file in files if file.is_file())
     return tuple((str(file), state.st_mtime_ns, state.st_size) for file, state in states)
 

@@ -23,10 +23,10 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
@@ -72,6 +72,8 @@ COUNTED_FROM_PADDING = (
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 """Kinds whose positions begin behind their padding token's: two are never taken."""
+SEEING = ("idefics2", "idefics3", "smolvlm")
+"""Kinds whose vision tower takes `pixel_values` and their mask, and nothing else."""
 MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
     "decoder": (
         lambda config: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) in (config.architectures or []),
@@ -89,12 +91,9 @@ MODEL_KINDS: dict[str, tuple[Callable[[PretrainedConfig], bool], str]] = {
         "facebook/bart-large-cnn",
     ),
     "vision-language": (
-        lambda config: (
-            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type) in (config.architectures or [])
-            and hasattr(config, "image_token_id")
-        ),
-        "which reads no pictures: pass --model assets/embedded_vision_base or HuggingFaceTB/SmolVLM-Instruct, or go to "
-        "2.1 to learn from texts alone",
+        lambda config: config.model_type in SEEING,
+        "which is not one of the kinds that see and were tried here (Idefics2, Idefics3, SmolVLM): pass --model "
+        "assets/embedded_vision_base or HuggingFaceTB/SmolVLM-Instruct, or go to 2.1 to learn from texts alone",
     ),
 }
 """By `Task.model_kind`: which models are of this kind, and what the refusal of another one says."""
@@ -258,16 +257,36 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
         processor = AutoProcessor.from_pretrained(**source)
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_be_loaded("processor", run.model, error) from error
-    if run.weights == "random":
-        side, patch = config.vision_config.image_size, config.vision_config.patch_size
-        processor.image_seq_len = (side // patch // config.scale_factor) ** 2
-        processor.image_processor.size = processor.image_processor.max_image_size = {"longest_edge": side}
     tokenizer = processor.tokenizer
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
+    if tokenizer.chat_template is None:
+        raise BadInputError(
+            f"The processor of {run.model} has no chat template: pass a --model that was tuned to answer questions, such as "
+            "HuggingFaceTB/SmolVLM-Instruct."
+        )
+    if run.weights == "random":
+        _make_one_square(processor, config)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.processor = processor
     return tokenizer
+
+
+def _make_one_square(processor: ProcessorMixin, config: PretrainedConfig) -> None:
+    """Let a processor make one square of each picture, as a model of Idefics3's architecture reads it.
+
+    Raises:
+        BadInputError: it is another architecture.
+    """
+    scale_factor = getattr(config, "scale_factor", None)
+    if scale_factor is None:
+        raise BadInputError(
+            f"weights is random, but the model is of the kind {config.model_type}, and random weights are made for "
+            "Idefics3's architecture alone: pass --model smolvlm-instruct."
+        )
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    processor.image_seq_len = (side // patch // scale_factor) ** 2
+    processor.image_processor.size = processor.image_processor.max_image_size = {"longest_edge": side}
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -61,10 +61,17 @@ def lora_targets(model: PreTrainedModel, run: RunConfig) -> str | list[str]:
     if not part:
         return names if names == "all-linear" else names.split(",")
     linears = {
-        name.rpartition(".")[2] for name, module in model.named_modules()
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
         if name.startswith(part) and is_projection(module)
-    }  # fmt: skip
-    chosen = sorted(linears) if names == "all-linear" else names.split(",")
+    }
+    chosen = sorted(linears) if names == "all-linear" else [name.strip() for name in names.split(",")]
+    for name in chosen:
+        if name.rpartition(".")[2] not in linears:
+            raise BadInputError(
+                f"target_modules has {name!r}, but no linear layer of {part[:-1]} is called so: choose some of "
+                f"{', '.join(sorted(linears))}."
+            )
     return rf"{re.escape(part)}.*\.({'|'.join(map(re.escape, chosen))})"
 
 

@@ -28,7 +28,7 @@ from common.reporting.rows import (
 )
 from common.reporting.screen import fitted
 
-BEFORE, COMMONEST, AFTER, SWAPPED = "Right before", "Commonest answer", "Right after", "Old answer, other picture"
+BEFORE, COMMONEST, AFTER, SWAPPED = "Right before", "Commonest answer", "Right after", "Old answer, swapped picture"
 BRIEF = {
     "Setting": "Setting",
     BEFORE: "Before",
@@ -113,12 +113,12 @@ def _by_kind(runs: list[Record]) -> Row:
     kinds = runs[0]["quality"]["after"]["facts_said_share_by_kind"]
 
     def mean(when: str, kind: str) -> str:
-        shares = [run["quality"][when]["facts_said_share_by_kind"][kind] for run in runs]
+        shares = [run["quality"][when]["facts_said_share_by_kind"].get(kind) for run in runs]
         return "-" if None in shares else f"{100 * fmean(shares):.0f}"
 
     return {
         "Setting": kind_name(*kind_of(runs[0])),
-        **{kind or "all": f"{mean('before', kind)} / {mean('after', kind)}" for kind in kinds},
+        **{kind or "no kind": f"{mean('before', kind)} / {mean('after', kind)}" for kind in kinds},
     }
 
 

@@ -123,7 +123,7 @@ class Judge:
         language model's get none.
         """
         if not any(texts):
-            return torch.zeros(len(texts), self.model.config.hidden_size, device=self.model.device)
+            return torch.zeros(len(texts), self.model.config.get_text_config().hidden_size, device=self.model.device)
         is_encoder = self.name == "minilm"
         batch = self.tokenizer(
             texts,
@@ -222,17 +222,25 @@ def evaluate(
 
 
 def answer_rows(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: RunRecorder, when: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    log: RunRecorder,
+    when: str,
     what: str = "answers",
-) -> list[str]:  # fmt: skip
-    """Return greedy answers to the last question of each row, the same on every rank, each of which takes its share."""
+) -> tuple[list[str], list[int]]:
+    """Answer the last question of each row greedily, every rank its share of them.
+
+    Returns:
+        The answers, the same on every rank, and the tokens of each row's prompt.
+    """
     lengths = [len(ids) for ids in prompt_ids(rows, tokenizer)]
 
     def answered(numbers: list[int]) -> list[str]:
         own, run = [rows[number] for number in numbers], log.run
         return generate_answers(model, tokenizer, own, run.max_new_tokens, run.picture_noise)
 
-    return predict_rows(log, lengths, what, when, answered, model)
+    return predict_rows(log, lengths, what, when, answered, model), lengths
 
 
 def answer_and_score(
@@ -244,9 +252,8 @@ def answer_and_score(
     when: str,
 ) -> list[ScoredAnswer]:
     """Return the answers to all rows, scored; see `evaluate`."""
-    answers = answer_rows(model, tokenizer, rows, log, when)
+    answers, lengths = answer_rows(model, tokenizer, rows, log, when)
     texts = Texts(answers, [answer_of(row) for row in rows], shuffled_answers(rows))
-    lengths = [len(ids) for ids in prompt_ids(rows, tokenizer)]
     scores = {}
     for judge in judges:
         judged = partial(judge.judge, texts)
@@ -281,10 +288,15 @@ def scored_answers(rows: Sequence[Row], texts: Texts, scores: Mapping[str, Seque
             "shuffled_score": base[number].shuffled,
             "shuffled_score_minilm": minilm[number].shuffled,
             "facts": len(row.get("facts", [])),
-            "facts_said": sum(fact.lower() in texts.answers[number].lower() for fact in row.get("facts", [])),
+            "facts_said": facts_in(texts.answers[number], row),
         }
         for number, row in enumerate(rows)
     ]
+
+
+def facts_in(answer: str, row: Row) -> int:
+    """Return how many of a row's facts an answer says."""
+    return sum(fact.lower() in answer.lower() for fact in row.get("facts", []))
 
 
 @torch.no_grad()

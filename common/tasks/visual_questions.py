@@ -1,17 +1,19 @@
 """Answers to questions about pictures: what is learnt, and whether the model looks.
 
-Beside the scores of all answers (`common/tasks/answers.py`) there are three figures of the facts said:
+Beside the scores of all answers (`common/tasks/answers.py`) these are reported:
 
-- by kind of question, where the rows have the column `kind`;
-- of always saying the commonest answer: to each kind of question that which most training rows have;
-- with another picture: the same questions are asked again about another row's picture, whose right answer differs. A
-  model that still says the old facts did not look.
+- facts said by kind of question, where the rows have the column `kind`;
+- facts said by always giving the commonest answer: to each kind of question that which most training rows have;
+- facts said when the picture is swapped: the same questions are asked again about another row's picture, whose right
+  answer differs. A model that still gives the old answer ignores the picture;
+- answers unchanged when the picture is swapped, which also rows without facts have.
 """
 
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,7 +24,15 @@ from common.data.pictures import collate_pictures
 from common.data.rows import Row
 from common.data.splits import load_splits
 from common.runtime.recorder import RunRecorder
-from common.tasks.answers import Evaluation, Judge, ScoredAnswer, answer_and_score, answer_results, answer_rows
+from common.tasks.answers import (
+    Evaluation,
+    Judge,
+    ScoredAnswer,
+    answer_and_score,
+    answer_results,
+    answer_rows,
+    facts_in,
+)
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
 from common.tasks.predictions import report_predictions
 from common.tasks.samples import samples
@@ -67,10 +77,17 @@ class VisualEvaluation(Evaluation):
         asked = sum(row["facts"] for row in rows)
         return sum(row[said] for row in rows) / asked if asked else None
 
+    @property
+    def unchanged_share(self) -> float | None:
+        """Return the share of swapped questions with the same answer as before; None where none was swapped."""
+        swapped = [row for row in self.answers if row["swapped_answer"] is not None]
+        return fmean(row["swapped_answer"] == row["answer"] for row in swapped) if swapped else None
+
     def __str__(self) -> str:
-        swapped = self.facts_share("swapped_facts_said")
-        looked = "" if swapped is None else f"; {swapped:.0%} of them still with another picture"
-        return f"{super().__str__()}{looked}"
+        facts, unchanged = self.facts_share("swapped_facts_said"), self.unchanged_share
+        said = "" if facts is None else f"; {facts:.0%} of them still with another picture"
+        same = "" if unchanged is None else f"; with another picture {unchanged:.0%} of the answers stay the same"
+        return f"{super().__str__()}{said}{same}"
 
     def summary(self) -> dict[str, object]:
         """Return the metrics for the record."""
@@ -79,6 +96,7 @@ class VisualEvaluation(Evaluation):
             **super().summary(),
             "commonest_facts_said_share": self.commonest_share,
             "swapped_facts_said_share": self.facts_share("swapped_facts_said"),
+            "swapped_unchanged_share": self.unchanged_share,
             "swapped_questions": sum(row["swapped_answer"] is not None for row in self.answers),
             "facts_said_share_by_kind": {kind: self.facts_share("facts_said", kind) for kind in kinds},
         }
@@ -100,7 +118,8 @@ def evaluate_looking(
     partners = partners_of(rows)
     swappable = [number for number, partner in enumerate(partners) if partner is not None]
     swapped = [{**rows[number], "picture": rows[partners[number]]["picture"]} for number in swappable]
-    answers = answer_rows(model, tokenizer, swapped, log, when, "answers about other pictures") if swapped else []
+    about_others = "answers about other pictures"
+    answers = answer_rows(model, tokenizer, swapped, log, when, about_others)[0] if swapped else []
     others = dict(zip(swappable, answers, strict=True))
     both = [
         with_swapped(row, each, others.get(number)) for number, (row, each) in enumerate(zip(rows, scored, strict=True))
@@ -123,42 +142,45 @@ def kind_of(row: Row) -> str:
     return row.get("kind", "")
 
 
-def facts_in(answer: str, row: Row) -> int:
-    """Return how many of a row's facts an answer says."""
-    return sum(fact.lower() in answer.lower() for fact in row.get("facts", []))
-
-
 def partners_of(rows: Sequence[Row]) -> list[int | None]:
     """Return for each row another one whose picture has another right answer to its question, always the same.
 
-    Both rows ask for the same: they have the same `kind`, or where rows have none the same question. No fact of the
-    one is a fact of the other; without facts their answers differ. None where there is no such row.
+    Both rows ask for the same: they have the same `kind`, or where rows have none the same question. Their
+    answers differ, and the other's says no fact of the row. None where there is no such row.
     """
+    asked = [(group_of(row), answer_of(row), row.get("facts", [])) for row in rows]  # rows may be on disk
     groups: dict[str, list[int]] = {}
-    for number, row in enumerate(rows):
-        groups.setdefault(kind_of(row) or question_of(row), []).append(number)
+    for number, (group, *_) in enumerate(asked):
+        groups.setdefault(group, []).append(number)
     drawn = random.Random(SWAP_SEED)
-    partners: list[int | None] = [None] * len(rows)
-    for numbers in groups.values():
-        for number in numbers:
-            others = [other for other in numbers if _differs(rows[number], rows[other])]
-            partners[number] = drawn.choice(others) if others else None
+    partners: list[int | None] = []
+    for group, answer, facts in asked:
+        others = drawn.sample(groups[group], len(groups[group]))
+        partners.append(next((other for other in others if _differs(answer, facts, asked[other][1])), None))
     return partners
 
 
-def _differs(row: Row, other: Row) -> bool:
-    if not row.get("facts") or not other.get("facts"):
-        return answer_of(row) != answer_of(other)
-    return not {fact.lower() for fact in row["facts"]} & {fact.lower() for fact in other["facts"]}
+def _differs(answer: str, facts: list[str], other: str) -> bool:
+    return answer != other and not facts_in(other, {"facts": facts})
+
+
+def group_of(row: Row) -> str:
+    """Return what rows that ask for the same share: their kind, or else their question."""
+    return kind_of(row) or question_of(row)
 
 
 def commonest_share(train: Sequence[Row], test: Sequence[Row]) -> float | None:
-    """Return the share of the test's facts in that answer to each kind of question which most training rows have."""
+    """Return the share of the test's facts in that answer to each kind of question which most training rows have.
+
+    To a question that no training row asks it is the commonest answer of all.
+    """
     asked = sum(len(row.get("facts", [])) for row in test)
     if not asked:
         return None
     counts: dict[str, Counter[str]] = {}
     for row in train:
-        counts.setdefault(kind_of(row), Counter())[answer_of(row)] += 1
-    commonest = {kind: answers.most_common(1)[0][0] for kind, answers in counts.items()}
-    return sum(facts_in(commonest.get(kind_of(row), ""), row) for row in test) / asked
+        counts.setdefault(group_of(row), Counter())[answer_of(row)] += 1
+    of_all = sum(counts.values(), Counter())
+    commonest = {group: answers.most_common(1)[0][0] for group, answers in counts.items()}
+    other = of_all.most_common(1)[0][0]
+    return sum(facts_in(commonest.get(group_of(row), other), row) for row in test) / asked

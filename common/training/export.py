@@ -109,7 +109,7 @@ def rows_to_compare(trainer: AuditedTrainer) -> list[Tokens]:
     """
     goal, most = trainer.strategy.run.goal, tokens_at_once(trainer.model)
     rows = list(islice(trainer.eval_dataset, trainer.args.per_device_eval_batch_size))  # the others may be on disk
-    if goal.converses:  # what precedes a token decides on its logits
+    if goal.chats:  # what precedes a token decides on its logits; a picture stays whole
         rows = [first_tokens(row, most) for row in rows]
     tokens = [len(row["labels"] if goal.summarizes else row["input_ids"]) for row in rows]
     return [rows[place] for place in within_budget(tokens, most)[0]]

@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,21 @@ from PIL import Image
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import TrainingRows
-from common.data.pictures import open_picture, pixels_of, reference_to, with_noise
+from common.data.pictures import open_picture, picture_ids, pixels_of, reference_to, with_noise
 from common.data.row_checks import digest
 from common.data.rows import IGNORED_LABEL, NO_ROW
 from common.data.splits import load_splits, tokens_of
-from common.models.loading import load_base_model, load_tokenizer
+from common.models.loading import any_shape_config, load_base_model, load_tokenizer
 from common.models.trained_weights import parameter_counts, vision_modules, with_trained_weights
 from common.tasks.objectives import objective_of
 from common.tasks.visual_questions import commonest_share, partners_of
+from common.training.export import rows_to_compare
 
 ASKED = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A coin."}]
+TEXT, SAID = {"type": "text", "text": "What is this?"}, ASKED[1]
+LLAVA = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A coin."}]
 PARTS = [
-    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]},
+    {"role": "user", "content": [{"type": "image"}, TEXT]},
     {"role": "assistant", "content": [{"type": "text", "text": "A coin."}]},
 ]
 RUN = RunConfig(task="visual_questions", model="assets/embedded_vision_base", data="assets/pictured_exhibits")
@@ -70,6 +74,11 @@ def three_of(row: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
         lambda number: {"images": [f"{number}.png"], "messages": PARTS},
         lambda number: {"image": f"{number}.png", "question": "What is this?", "answer": "A coin."},
         lambda number: {"file_name": f"{number}.png", "prompt": "What is this?", "completion": "A coin."},
+        lambda number: {"image": f"{number}.png", "file_name": f"{number}.png", "messages": ASKED},
+        lambda number: {
+            "messages": [{"role": "user", "content": [{"type": "image", "image": f"{number}.png"}, TEXT]}, SAID]
+        },
+        lambda number: {"image": f"{number}.png", "conversations": LLAVA},
     ],
 )
 def test_rows_with_paths_are_read_whatever_their_format(row: Callable[[int], Any], tmp_path: Path) -> None:
@@ -105,8 +114,28 @@ def test_pictures_within_a_parquet_file_stay_as_they_are(tmp_path: Path) -> None
 
 
 def test_the_same_question_about_another_picture_is_another_row() -> None:
-    rows = [{"messages": ASKED, "picture": name} for name in ("a.png", "b.png")]
+    rows = [
+        {"messages": ASKED, "picture": name, "picture_digest": of} for name, of in (("a", "1"), ("b", "2"), ("c", "1"))
+    ]
     assert digest(rows[0]) != digest(rows[1])
+    assert digest(rows[0]) == digest(rows[2])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"file_name": "0.png", "text": "A coin."}, "has a picture and a `text`, but no question"),
+        ({"image": "https://host/a.png", "messages": ASKED}, "only paths beside a data file"),
+        ({"image": "A" * 6000, "messages": ASKED}, "does not exist"),
+        ({"image": "~nobody/a.png", "messages": ASKED}, "does not exist"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_refused_in_one_sentence(row: dict[str, Any], said: str, tmp_path: Path) -> None:
+    draw(tmp_path / "0.png")
+    run = write(tmp_path, [row, row])
+    with pytest.raises(BadInputError, match=rf"rows\.jsonl, line 1 .*{said}") as refused:
+        load_splits(run)
+    assert len(str(refused.value)) < 500
 
 
 # -- pictures that cannot be read
@@ -138,7 +167,7 @@ def cut_off(path: Path) -> None:
         (lambda path: path.write_text("no picture"), "cannot be read"),
         (cut_off, "is damaged"),
         (bomb, "scale it down"),
-        (lambda path: draw(path, "I;16"), "of the mode I;16"),
+        (lambda path: draw(path, "I;16"), "in mode I;16"),
     ],
 )
 def test_a_picture_that_cannot_be_read_is_refused_by_file_and_row(
@@ -156,7 +185,6 @@ def test_a_picture_that_cannot_be_read_is_refused_by_file_and_row(
     ("columns", "said"),
     [
         ({"images": ["0.png", "0.png"]}, "2 pictures, but a row takes one"),
-        ({"image": "0.png", "picture": "0.png"}, "2 pictures"),
         ({"images": []}, "no picture"),
         ({"image": 5}, "'5' for a picture"),
     ],
@@ -186,12 +214,15 @@ def test_other_modes_become_rgb_and_what_is_transparent_white(
     run = write(tmp_path, three_of(lambda number: {"image": f"{number}.{suffix}", "messages": ASKED}))
     splits = load_splits(run)
     assert open_picture(splits.train[0]["picture"]).getpixel((0, 0)) == seen
-    said = capsys.readouterr().out
-    assert ("transparent in places" in said and "rows.jsonl, line 1" in said) == (mode == "RGBA")
+    said = [line for line in capsys.readouterr().out.splitlines() if "transparent in places" in line]
+    assert len(said) == (mode == "RGBA")
+    assert all("3 pictures" in line and "rows.jsonl, line 1" in line for line in said)
 
 
 def test_a_model_of_texts_alone_is_refused() -> None:
-    with pytest.raises(BadInputError, match="embedded_base is of the kind llama, which reads no pictures"):
+    with pytest.raises(
+        BadInputError, match="embedded_base is of the kind llama, which is not one of the kinds that see"
+    ):
         load_tokenizer(changed(model="assets/embedded_base"))
 
 
@@ -231,19 +262,45 @@ def test_the_tokens_are_those_of_the_processor_itself(tokenizer: Any) -> None:
         assert torch.equal(pixels_of([row["picture"]], tokenizer)["pixel_values"], theirs["pixel_values"])
 
 
+def test_the_tokens_of_a_large_picture_are_the_processor_s_also_where_the_camera_was_turned(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(RUN)
+    processor = tokenizer.processor
+    processor.image_processor.do_image_splitting = True
+    processor.image_processor.size = {"longest_edge": 256}
+    picture, turned = Image.new("RGB", (100, 40)), Image.Exif()
+    turned[0x0112] = 6
+    picture.save(tmp_path / "wide.jpg")
+    picture.save(tmp_path / "turned.jpg", exif=turned)
+    found = {}
+    for name in ("wide", "turned"):
+        file = str(tmp_path / f"{name}.jpg")
+        theirs = processor(text=processor.image_token, images=open_picture(file), add_special_tokens=False)
+        found[name] = picture_ids({"picture": file}, tokenizer)
+        assert found[name] == theirs["input_ids"][0]
+    assert found["wide"] != found["turned"]
+
+
+def test_a_picture_s_own_token_in_a_text_is_refused(tokenizer: Any) -> None:
+    row = {**load_splits(RUN).train[0], "messages": [*ASKED, {"role": "user", "content": "And <image>?"}, ASKED[1]]}
+    with pytest.raises(BadInputError, match=r"row 1 .* has <image> in its texts"):
+        tokens_of([row], tokenizer, RUN)
+
+
 def test_a_picture_is_never_cut(tokenizer: Any) -> None:
     run = changed(data="assets/pictured_exhibits", max_length=15)
-    with pytest.raises(BadInputError, match=r"picture whose tokens end at place 19, but max_length is 15"):
+    with pytest.raises(
+        BadInputError, match=r"train\.parquet, row 1 .*image tokens end at position 19, beyond max_length, 15"
+    ):
         tokens_of(load_splits(run).train[:2], tokenizer, run)
 
 
 def test_noise_is_the_same_each_time_and_another_for_another_picture() -> None:
-    picture = Image.new("RGB", (64, 64), (128, 128, 128))
-    first, again, other = (np.asarray(with_noise(picture, name, 0.1), dtype=float) for name in ("a", "a", "b"))
+    picture, another = (Image.new("RGB", (64, 64), (grey, 128, 128)) for grey in (128, 129))
+    first, again, other = (np.asarray(with_noise(each, 0.1), dtype=float) for each in (picture, picture, another))
     assert (first == again).all()
-    assert (first != other).any()
+    assert (first[..., 1] != other[..., 1]).any()
     assert first.std() == pytest.approx(25.5, rel=0.05)
-    assert with_noise(picture, "a", 0.0) is picture
+    assert with_noise(picture, 0.0) is picture
 
 
 def test_a_batch_has_the_pictures_of_its_rows_also_of_a_row_that_does_not_count(tokenizer: Any) -> None:
@@ -263,6 +320,18 @@ def test_what_is_no_picture_is_refused(picture: object, tmp_path: Path) -> None:
         return
     with pytest.raises(BadInputError, match="for a picture"):
         reference_to(picture, tmp_path, "a row")
+
+
+def test_rows_whose_logits_are_compared_keep_their_pictures(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.training.export.LOGITS_AT_ONCE", 10 * len(tokenizer))
+    rows = tokens_of(load_splits(RUN).validation[:4], tokenizer, RUN)
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(run=RUN),
+        model=SimpleNamespace(config=any_shape_config(RUN.model)),
+        eval_dataset=rows,
+        args=SimpleNamespace(per_device_eval_batch_size=4),
+    )
+    assert rows_to_compare(trainer) == rows[:1]
 
 
 # -- what is trained
@@ -307,6 +376,12 @@ def test_the_tower_counts_in_no_token_s_operations() -> None:
     seeing = sum(weight.numel() for name in vision_modules(model) for weight in model.get_submodule(name).parameters())
     _, multiplied = parameter_counts(model)
     assert multiplied == sum(weight.numel() for weight in model.parameters()) - seeing
+
+
+def test_a_name_that_no_language_layer_has_is_refused() -> None:
+    run = changed(target_modules="q_proj, fc1")
+    with pytest.raises(BadInputError, match=r"target_modules has 'fc1', but no linear layer of model\.text_model"):
+        with_trained_weights(load_base_model(run, {"": "cpu"}), run)
 
 
 # -- whether it looked
