@@ -127,7 +127,7 @@ def _task_of(plan: Plan) -> str:
     """Return what a run with the plan's model learns; empty = nothing: no run has an encoder's own head."""
     kinds = {stack.kind for stack in plan.architecture.stacks}
     if kinds == {"decoder"}:
-        return "chat"
+        return plan.job.batch.task
     if len(kinds) > 1:
         return "summarization"
     return "classification" if plan.job.batch.classes else ""
@@ -173,6 +173,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         "per_device_train_batch_size": job.batch.rows,
         "gradient_accumulation_steps": job.accumulation_steps,
         "max_length": job.batch.length,
+        **({"freeze_vision_tower": not job.trains_tower} if plan.architecture.tower else {}),
         "target_modules": _target_modules(job),
         "offload": "cpu" if job.offload else "none",
         "dp_replicate_size": job.dp_replicate_size,

@@ -205,10 +205,28 @@ def with_trained_weights(model: PreTrainedModel, run: RunConfig) -> PreTrainedMo
     Raises:
         BadInputError: the model has no module, or no linear layer, of such a name.
     """
+    if run.freeze_vision_tower:
+        leave_tower_without_gradients(model)
     if run.method.has_adapters:
         return add_lora(model, run)
     train_own_weights(model, run)
     return model
+
+
+def leave_tower_without_gradients(model: PreTrainedModel) -> None:
+    """Let gradient checkpointing ask for no gradients in a frozen vision tower.
+
+    It makes the output of every module's input embeddings require gradients (`enable_input_require_grads`), also the
+    tower's, which would then keep its activations, and be computed backward for nothing.
+    """
+    for name in vision_modules(model):
+        for module in model.get_submodule(name).modules():
+            if isinstance(module, PreTrainedModel):
+                module.get_input_embeddings = _no_embeddings
+
+
+def _no_embeddings() -> None:
+    return None
 
 
 def idle_weights(model: PreTrainedModel) -> int:
