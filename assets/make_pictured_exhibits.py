@@ -72,16 +72,23 @@ FRAMES = {
     ),
 }  # fmt: skip
 PHRASES = {
-    "shape": {"clause": ("what hangs here", "which exhibit this is", "what is on show"), "noun": ("the exhibit",)},
+    "shape": {
+        "clause": ("what hangs here", "which exhibit this is", "what is on show"),
+        "noun": ("the exhibit", "this exhibit"),
+    },
     "colour": {"clause": ("what colour it has", "in which colour it is"), "noun": ("its colour", "the colour of it")},
     "material": {
-        "clause": ("what it is made of", "of which material it is"), "noun": ("its material", "the material of it"),
+        "clause": ("what it is made of", "of which material it is"),
+        "noun": ("its material", "the material of it"),
     },
     "count": {"clause": ("how many there are", "how many of them hang here"), "noun": ("their number", "the count")},
     "place": {"clause": ("where it hangs", "in which corner it is"), "noun": ("its place", "the place of it")},
-    "label": {"clause": ("what the label says", "all about it"), "noun": ("the label", "the whole label")},
-}  # fmt: skip
-OTHER_SPLITS_SHARE = {"validation": 0.15, "test": 0.15}
+    "label": {
+        "clause": ("what the label says", "what stands on the label", "what is on its label"),
+        "noun": ("the label", "the whole label", "its label"),
+    },
+}
+OTHER_SPLITS_SHARE = {"validation": 0.1, "test": 0.1}
 """Of each kind's pairs of frame and phrase."""
 ANSWERS = {
     "shape": "On show: {shape}.",

@@ -33,14 +33,14 @@ RUN = RunConfig(
     data="assets/pictured_exhibits",
     picture_noise=0.04,
     max_length=128,
-    num_train_epochs=2,
-    learning_rate=1e-3,
+    num_train_epochs=4,
+    learning_rate=5e-4,
     max_grad_norm=1.0,
     eval_steps=0.1,
     per_device_eval_batch_size=60,
     max_new_tokens=32,
 )
-LORA = {"learning_rate": 3e-3, "lora_r": 16, "lora_dropout": 0.0}  # (1)
+LORA = {"num_train_epochs": 3, "learning_rate": 1e-3, "lora_r": 16, "lora_dropout": 0.0}  # (1)
 SETTINGS = [
     ["--technique", technique, "--parallel", parallel]
     for technique in ("full", "lora")

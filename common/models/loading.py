@@ -261,8 +261,8 @@ def _tokenizer_with_processor(run: RunConfig) -> PreTrainedTokenizerBase:
     tokenizer.chat_template = tokenizer.chat_template or processor.chat_template
     if tokenizer.chat_template is None:
         raise BadInputError(
-            f"The processor of {run.model} has no chat template: pass a --model that was tuned to answer questions, such as "
-            "HuggingFaceTB/SmolVLM-Instruct."
+            f"The processor of {run.model} has no chat template: pass a --model that was tuned to answer questions, "
+            "such as HuggingFaceTB/SmolVLM-Instruct."
         )
     if run.weights == "random":
         _make_one_square(processor, config)

@@ -124,7 +124,8 @@ class _PhaseSums:
         at_once = LOGITS_AT_ONCE // (architecture.embedding_parameters // architecture.hidden)  # a classifier's, too
         target_length = shape.labelled
         if len(architecture.stacks) == 1:
-            target_length = length = min(length, at_once)  # longer rows are cut
+            longest = length if architecture.tower else at_once  # longer rows are cut, but not within a picture
+            target_length = length = min(length, longest)
         rows = self._filled_up(min(shape.rows, max(1, at_once // target_length)))
         kept = self._kept_beside(rows * length)
         passing = self._trained_layer(rows // parts, length, target_length)
