@@ -44,6 +44,7 @@ RUN = RunConfig(
     eval_steps=0.1,
     per_device_eval_batch_size=8,
     max_new_tokens=32,
+    dataloader_num_workers=4,  # pictures are scaled and cut into tiles on the host
 )
 LORA = {"learning_rate": 1e-4, "lora_dropout": 0.0}  # (1)
 SETTINGS = [

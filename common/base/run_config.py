@@ -42,8 +42,8 @@ class Range:
 
 RANGES = (
     Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.",
-          ("prefetch", "stages", "partitions", "early_stopping_patience", "weight_decay", "max_grad_norm", "seed",
-           "warmup_steps", "max_batch_tokens", "pad_to_multiple_of", "save_steps")),
+          ("prefetch", "stages", "partitions", "dataloader_num_workers", "early_stopping_patience", "weight_decay",
+           "max_grad_norm", "seed", "warmup_steps", "max_batch_tokens", "pad_to_multiple_of", "save_steps")),
     Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
           ("devices", "threads", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
            "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size",
@@ -97,7 +97,7 @@ ONLY_FOR = (
     OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees, ("freeze_vision_tower", "picture_noise")),
     OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines",
             ("gradient_exchange", "bucket_cap_mb", "link")),
-    OnlyFor("the Trainer", lambda run: run.loop == "trainer", ("early_stopping_patience",)),
+    OnlyFor("the Trainer", lambda run: run.loop == "trainer", ("early_stopping_patience", "dataloader_num_workers")),
     OnlyFor("runs without save_steps", lambda run: not run.save_steps, ("max_lost_minutes",)),
 )  # fmt: skip
 

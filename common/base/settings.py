@@ -62,7 +62,8 @@ class DataSettings:
         "A folder with the files train, validation and test, or one file (.jsonl, .json, .csv, .tsv, .parquet, or "
         "plain text in .txt; compressed, too: .gz, .bz2, .xz), an fsspec URL of either, or the id of a dataset on the "
         "Hugging Face Hub: rows of conversations in one of the formats of docs/your_own_data.md, with classification "
-        "of texts and labels, with summarization of texts and summaries.",
+        "of texts and labels, with summarization of texts and summaries; with visual_questions conversations with a "
+        "picture each, also a folder of pictures with metadata.jsonl or metadata.csv.",
     )
     dataset_config: str = setting("", "With a dataset of the Hub: which of its configurations, where it has several.")
     dataset_revision: str = setting("", "With a dataset of the Hub: a branch, tag or commit; empty = its main branch.")
@@ -115,6 +116,11 @@ class DataSettings:
     train_rows: int = setting(-1, "Training rows to use, from the first; -1 = all.")
     validation_rows: int = setting(-1, "Validation rows to use, from the first; -1 = all.")
     test_rows: int = setting(-1, "Test questions to answer, from the first; -1 = all.")
+    dataloader_num_workers: int = setting(
+        0,
+        "Processes that read rows ahead, above all pictures, while a step is computed; 0 = each batch is read when its "
+        "step begins.",
+    )
     partitions: int = setting(
         0,
         "With summarization: parts of about equal size that the training rows are divided into, each rank drawing "

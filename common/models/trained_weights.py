@@ -154,8 +154,7 @@ def train_linear_layers(model: PreTrainedModel, target_modules: str = "all-linea
     """Freeze `model` except for its linear layers of the given names, as `RunConfig.target_modules` says; list them.
 
     `all-linear`: all but the head; `all`: every weight, also of embeddings, norms and head. Of a model that sees these
-    are those of its language part. A name matches as in PEFT:
-    the whole name of a layer, or its last parts.
+    are those of its language part. A name matches as in PEFT: the whole name of a layer, or its last parts.
 
     Raises:
         BadInputError: a name matches no linear layer; with the names that there are.

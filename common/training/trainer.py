@@ -416,6 +416,7 @@ class AuditedTrainer(CheckpointedTrainer):
             self.train_dataset,
             batch_sampler=self.batches,
             collate_fn=self.at_once,
+            num_workers=self.args.dataloader_num_workers,
         )
 
     def at_once(self, rows: list[Tokens]) -> list[Batch]:
@@ -613,6 +614,7 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         greater_is_better=objective_of(run).higher_is_better,
         logging_nan_inf_filter=False,  # a NaN loss is to be seen, not averaged away
         remove_unused_columns=False,
+        dataloader_num_workers=run.dataloader_num_workers,
         report_to=run.report_to.split(","),
         disable_tqdm=True,
         seed=run.seed,

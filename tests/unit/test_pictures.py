@@ -16,6 +16,8 @@ import torch
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
+from transformers import Idefics2Config, Idefics2ForConditionalGeneration, Idefics2Processor
+from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
@@ -413,3 +415,36 @@ def test_the_commonest_answer_is_that_of_the_training_rows() -> None:
     train, test = [row("red"), row("red"), row("blue")], [row("red"), row("blue"), row("blue"), row("blue")]
     assert commonest_share(train, test) == 0.25
     assert commonest_share(train, [{"messages": ASKED}]) is None
+
+
+# -- the kinds that see
+
+
+def test_a_tiny_idefics2_reads_rows_and_takes_adapters(tmp_path: Path) -> None:
+    """Its connector is another (a perceiver), and its pictures all have as many tokens."""
+    tokenizer = load_tokenizer(RUN)
+    pictures = Idefics2ImageProcessorPil(do_image_splitting=False, size={"longest_edge": 64, "shortest_edge": 48})
+    processor = Idefics2Processor(pictures, tokenizer, image_seq_len=8, chat_template=tokenizer.chat_template)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Idefics2Config(
+        image_token_id=processor.image_token_id,
+        text_config={
+            "model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, **sizes,
+        },
+        vision_config={"image_size": 64, "patch_size": 8, **sizes, "hidden_size": 32},
+        perceiver_config={
+            "hidden_size": 64, "resampler_n_latents": 8, "resampler_depth": 1, "resampler_n_heads": 4,
+            "resampler_head_dim": 16, "num_key_value_heads": 2,
+        },
+    )  # fmt: skip
+    Idefics2ForConditionalGeneration(config).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    run = changed(model=str(tmp_path), lora_dropout=0.0)
+    model, tokenizer = with_trained_weights(load_base_model(run, {"": "cpu"}), run), load_tokenizer(run)
+    rows = tokens_of(load_splits(RUN).validation[:2], tokenizer, run)
+    assert rows[0]["input_ids"].count(tokenizer.processor.image_token_id) == 8
+    model(**objective_of(run).collator(tokenizer, None, run)(rows)).loss.backward()
+    trained = [name for name, weight in model.named_parameters() if weight.grad is not None]
+    assert trained
+    assert all("text_model.layers" in name for name in trained)
