@@ -137,11 +137,15 @@ class _PhaseSums:
         ]
         if self.share.has_head or not self.job.parallelism.pipelines:  # the last stage compares
             count = rows * (1 if architecture.classes else target_length) * architecture.vocab
+            expected = [Term("logits", "the trained model's logits", "P V 4", 4 * count)]
+            if self.job.method.has_adapters:
+                expected.append(Term("logits", "those with the adapter that was loaded", "P V 4", 4 * count))
             moments += [
+                ("the saved model's vision tower", [*self._reloaded(), *expected, *self._looking(rows)]),
                 ("the trained model's logits", [*kept, *gathered[1], self._whole_logits(count)]),
                 (
                     "forward of a layer of the saved model",
-                    [*self._reloaded(), *self._layer(rows, length, target_length, a)],
+                    [*self._reloaded(), *expected, *self._layer(rows, length, target_length, a), *self._pictures(rows)],
                 ),
                 ("the comparison with the saved model's", [*self._reloaded(), _compared(count)]),
             ]
