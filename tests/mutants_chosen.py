@@ -576,7 +576,7 @@ PLANS = (
     Fault(
         "memory plan: gradients are left out",
         "common/planning/memory_plan.py",
-        'return self._gradients(self.trained, "gradients")',
+        'return [*self._gradients(self.trained, "gradients"), *self._tower_gradients()]',
         "return []",
         _unit("memory_plan", "sixteen_bytes_per_trained_weight_as_in_the_seed"),
     ),
@@ -653,8 +653,8 @@ PLANS = (
     Fault(
         "time plan: a ring's all-reduce sends half of what it does",
         "common/planning/time_plan.py",
-        "return 0.0, 2 * around * trained * ",
-        "return 0.0, around * trained * ",
+        "return 0.0, 2 * around * summed_bytes(",
+        "return 0.0, around * summed_bytes(",
         _unit("time_plan", "what_a_ring_sends"),
     ),
     Fault(
@@ -931,6 +931,34 @@ GPUS = (
 
 MODELS_AND_ROWS = (
     Fault(
+        "adapters enter the vision tower, whose layers have the same names",
+        "common/models/trained_weights.py",
+        "    part, names = language_part(model), run.target_modules\n    if not part:\n",
+        "    part, names = language_part(model), run.target_modules\n    if True:\n",
+        _unit("pictures", "adapters_stand_in_the_language_layers_alone"),
+    ),
+    Fault(
+        "a picture is cut at max_length",
+        "common/data/pictures.py",
+        "    if end > max_length:\n",
+        "    if False:\n",
+        _unit("pictures", "a_picture_is_never_cut"),
+    ),
+    Fault(
+        "a photograph that was taken upright has the tokens of a wide one",
+        "common/data/pictures.py",
+        "in TURNED:\n",
+        "in ():\n",
+        _unit("pictures", "the_tokens_of_a_large_picture_are_the_processor_s_also_where_the_camera_was_turned"),
+    ),
+    Fault(
+        "the picture that is put in another's place may have the same right answer",
+        "common/tasks/visual_questions.py",
+        "    return answer != other and not facts_in(other, {\"facts\": facts})\n",
+        "    return True\n",
+        _unit("pictures", "another_picture_has_another_right_answer_to_the_same_kind_of_question"),
+    ),
+    Fault(
         "of several answers in a row only the last is learnt",
         "common/data/templates.py",
         "        _add_earlier_answers(masks, rows, whole, tokenizer)\n",
@@ -1003,8 +1031,8 @@ MODELS_AND_ROWS = (
     Fault(
         "experts that do not work on a token are counted as work",
         "common/models/trained_weights.py",
-        "    multiplied = weight_counts(model) - idle_weights(model)\n",
-        "    multiplied = weight_counts(model)\n",
+        "    multiplied = weight_counts(model) - idle_weights(model) - seeing\n",
+        "    multiplied = weight_counts(model) - seeing\n",
         ("tests/recipes/test_families.py::test_experts_are_held_all_and_some_are_at_work",),
     ),
     Fault(

@@ -68,12 +68,17 @@ def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float
     return whole_gib + quantized_gib < ROOM_FOR_MODELS * memory_gib
 
 
-def phases_of(architecture: Architecture, job: Job, share: Share, gpu: Gpu) -> tuple[Phase, ...]:
-    """Return the phases of a run on one device, in their order; training alone where no evaluation is planned."""
+def phases_of(
+    architecture: Architecture, job: Job, share: Share, gpu: Gpu, reloads_adapter: bool = True
+) -> tuple[Phase, ...]:
+    """Return the phases of a run on one device, in their order; training alone where no evaluation is planned.
+
+    `reloads_adapter`: the device is of the rank that loads the saved adapter on the base again.
+    """
     training = Phase(TRAINING, "trained model", memory_with_overhead(architecture, job, share, gpu))
     if job.evaluation is None:
         return (training,)
-    sums = _PhaseSums(architecture, job, job.evaluation, share, gpu)
+    sums = _PhaseSums(architecture, job, job.evaluation, share, gpu, reloads_adapter)
     others = (sums.loading(), sums.evaluation("baseline evaluation"), sums.validation(), sums.saving(), sums.merging(),
               sums.evaluation("final evaluation"))  # fmt: skip
     by_name = {phase.name: phase for phase in (training, *others)}
@@ -89,6 +94,7 @@ class _PhaseSums:
     shape: EvaluationShape
     share: Share
     gpu: Gpu
+    reloads_adapter: bool
 
     # -- phases
 
@@ -138,7 +144,7 @@ class _PhaseSums:
         if self.share.has_head or not self.job.parallelism.pipelines:  # the last stage compares
             count = rows * (1 if architecture.classes else target_length) * architecture.vocab
             expected = [Term("logits", "the trained model's logits", "P V 4", 4 * count)]
-            if self.job.method.has_adapters:
+            if self.job.method.has_adapters and self.reloads_adapter:
                 expected.append(Term("logits", "those with the adapter that was loaded", "P V 4", 4 * count))
             moments += [
                 ("the saved model's vision tower", [*self._reloaded(), *expected, *self._looking(rows)]),

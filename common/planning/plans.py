@@ -79,9 +79,12 @@ class Plan:
     @cached_property
     def phases(self) -> tuple[tuple[Phase, ...], ...]:
         """Each device's phases; training alone where the job has no evaluation."""
-        pairs = list(zip(self.shares, self.cluster.gpus, strict=True))
-        known = {pair: phases_of(self.architecture, self.job, *pair) for pair in dict.fromkeys(pairs)}
-        return tuple(known[pair] for pair in pairs)
+        first = len(self.shares) - 1 if self.job.parallelism.pipelines else 0  # that knows the logits
+        is_alone = self.job.parallelism.in_one_process
+        reloads = [is_alone or number == first for number in range(len(self.shares))]
+        devices = list(zip(self.shares, self.cluster.gpus, reloads, strict=True))
+        known = {device: phases_of(self.architecture, self.job, *device) for device in dict.fromkeys(devices)}
+        return tuple(known[device] for device in devices)
 
     @cached_property
     def highest(self) -> Highest:
