@@ -62,7 +62,7 @@ def row_with(*messages: dict[str, object]) -> str:
             row_with(GOOD["messages"][0], {"role": "system", "content": "a"}, GOOD["messages"][1]),
             "line 2 has messages of the roles 'user', 'system', 'assistant': ",
         ),
-        (json.dumps({**GOOD, "facts": "copper"}), "line 2 has `facts` that are no list of texts"),
+        (json.dumps({**GOOD, "facts": 5}), "line 2 has `facts` that are no list of texts"),
     ],
 )
 def test_a_malformed_row_is_refused_with_file_and_line(tmp_path: Path, line: str, said: str) -> None:
@@ -468,3 +468,12 @@ def test_few_steps_are_said_with_the_epochs_that_make_enough(
     assert re.findall(r"--num_train_epochs (\d+)", said) == ([str(epochs)] if epochs else [])
     if epochs:
         assert run.total_steps(rows) < 100 <= replace(run, num_train_epochs=epochs).total_steps(rows)
+
+
+@pytest.mark.parametrize(
+    ("facts", "read"), [("copper", ["copper"]), ('["copper", "red"]', ["copper", "red"]), ("", [])]
+)
+def test_facts_of_a_table_are_one_text_or_a_list_in_json(facts: str, read: list[str], tmp_path: Path) -> None:
+    rows = [{**GOOD, "facts": facts, "id": str(number)} for number in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load_splits(RunConfig(data=str(tmp_path / "rows.jsonl"))).train[0]["facts"] == read
