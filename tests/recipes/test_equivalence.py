@@ -133,7 +133,7 @@ ONE = {
         f"visual_questions, {technique}": one_device_of(
             technique, PICTURES, "--technique", technique, *WHOLE_BATCH, task="visual_questions", sgd=sgd(clip, rate)
         )
-        for technique, clip, rate in (("full", "4.1", "0.05"), ("lora", "16.5", "0.003"))
+        for technique, clip, rate in (("full", "3.5", "0.05"), ("lora", "15", "0.003"))
     },
     "summarization": one_device_of(
         "full", TORCHRUN, *TWO_PARTS, *OF_RANK, task="summarization", sgd=sgd("0.92", "0.1")
