@@ -215,10 +215,15 @@ def evaluate(
     few answers of both models.
     """
     evaluation = Evaluation(answer_and_score(model, tokenizer, rows, judges, log, when))
+    report_evaluation(evaluation, rows, log, when)
+    return evaluation
+
+
+def report_evaluation(evaluation: Evaluation, rows: Sequence[Row], log: RunRecorder, when: str) -> None:
+    """Write and print what `evaluate` found, on rank 0."""
     report_predictions(log, when, evaluation.answers, evaluation)
     if log.rank.is_main and when == "after" and (log.folder / "predictions_before.csv").exists():
         print(samples(log.folder, "begins" if is_plain(rows) else "question"))
-    return evaluation
 
 
 def answer_rows(

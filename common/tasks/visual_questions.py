@@ -32,10 +32,9 @@ from common.tasks.answers import (
     answer_results,
     answer_rows,
     facts_in,
+    report_evaluation,
 )
 from common.tasks.objectives import VALIDATION_LOSS, Objective, mean_loss
-from common.tasks.predictions import report_predictions
-from common.tasks.samples import samples
 
 SWAP_SEED = 0
 
@@ -125,9 +124,7 @@ def evaluate_looking(
         with_swapped(row, each, others.get(number)) for number, (row, each) in enumerate(zip(rows, scored, strict=True))
     ]
     evaluation = VisualEvaluation(both, commonest_share(load_splits(log.run).train, rows))
-    report_predictions(log, when, evaluation.answers, evaluation)
-    if log.rank.is_main and when == "after" and (log.folder / "predictions_before.csv").exists():
-        print(samples(log.folder))
+    report_evaluation(evaluation, rows, log, when)
     return evaluation
 
 
