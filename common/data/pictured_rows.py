@@ -12,6 +12,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data import messages
 from common.data.files import TABLES
+from common.data.formats import ROLES
 from common.data.messages import check_messages
 from common.data.pictures import check_picture, reference_to
 from common.data.plain_texts import is_plain
@@ -108,16 +109,21 @@ def _pictures_in(value: Any) -> list[object]:
 def _without_pictures(value: Any) -> Any:
     """Return a text, or messages, without what stands for a picture: parts, or `<image>`; anything else as it is."""
     if isinstance(value, str):
-        return PLACEHOLDER.sub("", value)
+        return _text_alone(value, is_asked=True)
     if not _is_messages(value):
         return value
-    return [{key: _text_alone(part) for key, part in message.items()} for message in value]
+    asked = [ROLES.get(str(message.get("role", message.get("from")))) == "user" for message in value]
+    return [
+        {key: _text_alone(part, is_asked) for key, part in message.items()}
+        for message, is_asked in zip(value, asked, strict=True)
+    ]
 
 
-def _text_alone(content: Any) -> Any:
+def _text_alone(content: Any, is_asked: bool) -> Any:
+    """Return a content without the place of one picture; where it stands elsewhere, or twice, the row is refused."""
     if isinstance(content, list):
         return [part for part in content if not _is_picture_part(part)]
-    return PLACEHOLDER.sub("", content) if isinstance(content, str) else content
+    return PLACEHOLDER.sub("", content, count=1) if is_asked and isinstance(content, str) else content
 
 
 def _is_picture_part(part: object) -> bool:

@@ -6,6 +6,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -286,6 +287,15 @@ def test_a_picture_s_own_token_in_a_text_is_refused(tokenizer: Any) -> None:
     row = {**load_splits(RUN).train[0], "messages": [*ASKED, {"role": "user", "content": "And <image>?"}, ASKED[1]]}
     with pytest.raises(BadInputError, match=r"row 1 .* has <image> in its texts"):
         tokens_of([row], tokenizer, RUN)
+
+
+@pytest.mark.parametrize("said", [("<image> What? <image>", "A coin."), ("What?", "A coin. <image>")])
+def test_a_place_of_a_picture_that_has_none_is_refused(said: tuple[str, str], tokenizer: Any, tmp_path: Path) -> None:
+    draw(tmp_path / "0.png")
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]
+    run = write(tmp_path, three_of(lambda number: {"image": "0.png", "id": str(number), "messages": messages}))
+    with pytest.raises(BadInputError, match="has <image> in its texts"):
+        tokens_of(load_splits(replace(run, shared_rows="skip")).test, tokenizer, run)
 
 
 def test_a_picture_is_never_cut(tokenizer: Any) -> None:
