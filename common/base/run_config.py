@@ -433,6 +433,11 @@ def _about_task(run: RunConfig) -> tuple[Rule, ...]:
             "pass --precision fp32 or bf16-mixed.",
         ),
         (
+            run.precision == "fp16-mixed" and run.method.has_plain_adapters and not run.freeze_vision_tower,
+            "freeze_vision_tower is False, but precision is fp16-mixed, where LoRA keeps the model in fp16, and its "
+            "losses are scaled for fp32 weights alone: pass --precision bf16-mixed or fp32.",
+        ),
+        (
             run.partitions and run.partitions < run.data_parallel_ranks,
             f"partitions is {run.partitions}, but there are {run.data_parallel_ranks} ranks: pass at least one "
             "for each, or 0.",

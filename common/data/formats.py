@@ -135,7 +135,8 @@ ELSEWHERE = {
 }
 """Columns of rows that are for other tasks, and where to go with them."""
 
-PICTURE_COLUMNS = ("image", "images")
+IMAGE_COLUMNS = ("image", "images")
+"""Columns of pictures, whatever their values look like."""
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are texts, in OpenAI's two interfaces and in Transformers' chat templates."""
@@ -186,7 +187,7 @@ def refuse_pictures(row: Row, where: str) -> None:
     for name, value in row.items():
         column = str(name).lower()
         is_named = column == "file_name" and str(value).lower().endswith(PICTURE_SUFFIXES)  # datasets' imagefolder
-        if is_named or _is_picture(value) or (column in PICTURE_COLUMNS and value):
+        if is_named or _is_picture(value) or (column in IMAGE_COLUMNS and value):
             raise BadInputError(
                 f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them, or to learn from the "
                 "texts alone, leave that column out, or name two of the others with --prompt_column and "

@@ -148,6 +148,10 @@ ON_GPUS = {"device": "cuda", "gpu": "RTX A6000 48GB"}
         ({**PIPELINE, "precision": "fp16-mixed"}, "precision is fp16-mixed, which pp does not scale losses for"),
         ({**PIPELINE, "gradient_checkpointing": True, "use_reentrant": True}, "leave --use_reentrant out"),
         ({"target_modules": "all"}, "target_modules is all, but adapters stand beside linear layers"),
+        (
+            {"task": "visual_questions", "precision": "fp16-mixed", "freeze_vision_tower": False, "device": "cuda"},
+            "freeze_vision_tower is False, but precision is fp16-mixed, where LoRA keeps the model in fp16",
+        ),
     ],
 )
 def test_layers_and_micro_batches_that_contradict_are_refused(settings: dict[str, object], said: str) -> None:

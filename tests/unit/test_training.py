@@ -186,6 +186,20 @@ def test_a_parallelism_from_outside_trains_as_one_device_does(trainer_of: Callab
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_rows_that_other_processes_make_ready_are_the_same(trainer_of: Callable[..., AuditedTrainer]) -> None:
+    losses, loaders = {}, {}
+    for workers in (0, 2):
+        trainer = trainer_of("the Trainer's", num_train_epochs=2, learning_rate=0.01, dataloader_num_workers=workers)
+        loaders[workers] = trainer.get_train_dataloader()
+        trainer.train()
+        assert check_training(trainer, Rank(0, 1, "cpu", "python"))[0]["samples"] == 32
+        losses[workers] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert loaders[2].num_workers == 2
+    assert losses[2] == losses[0]
+    assert len(set(losses[0])) == 8
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @LOOPS
 @pytest.mark.parametrize(("early_stop", "steps"), [(2, 3), (0, 8)])
 def test_training_ends_after_validations_without_a_better_model(
