@@ -1,7 +1,8 @@
 """The first losses of the real recipe on the frozen base and data: a change of either, or of the step, shows here.
 
 Measured on 2026-11-25 with torch 2.13.0, Transformers 5.23.0 and PEFT 0.21.2, when rows of batches without padding came
-to be in random order; sorted by length they give those of 2026-11-21 to 1e-6 (LOG.md).
+to be in random order; sorted by length they give those of 2026-11-21 to 1e-6 (LOG.md). Those of pictures are of
+2026-11-26.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from common.base.paths import REPOSITORY
 
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
+PICTURES = REPOSITORY / "3.3_visual_question_answering" / "run_0_cpu_x1"
 
 ROWS = ("--train_rows", "819", "--validation_rows", "82", "--test_rows", "2", "--independent_judge", "none",
         "--train_sampling_strategy", "random")  # fmt: skip
@@ -48,3 +50,28 @@ def test_the_first_losses_of_full_finetuning_are_the_golden_ones(
     validation = [loss for _, loss in done.record["validation_losses"]]
     assert training == pytest.approx(GOLDEN_FULL_TRAINING_LOSSES, rel=1e-4)
     assert validation == pytest.approx(GOLDEN_FULL_VALIDATION_LOSSES, rel=1e-4)
+
+
+PICTURED_ROWS = ("--train_rows", "96", "--validation_rows", "24", "--test_rows", "2", "--independent_judge", "none",
+                 "--max_new_tokens", "1", "--max_steps", "6", "--eval_steps", "0.16")  # fmt: skip
+GOLDEN_PICTURED_LOSSES = {
+    "lora": (
+        [9.742068, 9.306605, 10.512144, 5.449576, 4.681367, 5.829739],
+        [10.620655, 7.712496, 6.350009, 5.393153, 4.974419, 4.835709],
+    ),
+    "full": (
+        [9.742068, 9.306605, 11.250216, 7.095677, 6.340562, 8.396328],
+        [10.620655, 9.289962, 8.24843, 7.59094, 7.30561, 7.2274],
+    ),
+}
+
+
+@pytest.mark.parametrize("technique", ["lora", "full"])
+def test_the_first_losses_about_pictures_are_the_golden_ones(run_workflow: Callable, technique: str) -> None:
+    no_dropout = ("--lora_dropout", "0") if technique == "lora" else ()
+    recipe = ("--technique", technique, "--batch_size", "16", *no_dropout)
+    done = run_workflow("python", *PICTURED_ROWS, *recipe, folder=PICTURES)
+    assert done.exit_code == 0, done.output
+    training, validation = GOLDEN_PICTURED_LOSSES[technique]
+    assert [loss for _, loss in done.record["training_losses"]] == pytest.approx(training, rel=1e-4)
+    assert [loss for _, loss in done.record["validation_losses"]] == pytest.approx(validation, rel=1e-4)
