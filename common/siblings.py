@@ -12,6 +12,7 @@ A notebook's outputs stay where its cells do.
 import ast
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import LITERAL, literal_lines, run_folders
 from common.base.specs import DEEPSPEED, FSDP
+from common.runtime.machines import nodes_command
 from common.training.deepspeed_config import deepspeed_config
 
 DEEPSPEED_CONFIG_NAME = "my_deepspeed_config.json"
@@ -30,8 +32,8 @@ ACCELERATE_CONFIG = """\
 compute_environment: LOCAL_MACHINE
 distributed_type: {distributed_type}
 use_cpu: {use_cpu}
-num_machines: 1
-num_processes: {devices}
+num_machines: {nodes}
+{port}num_processes: {devices}
 machine_rank: 0
 mixed_precision: '{mixed_precision}'
 {more}"""
@@ -65,6 +67,10 @@ deepspeed_config:
 """,
 }
 DISTRIBUTED_TYPES = {FSDP: "FSDP", DEEPSPEED: "DEEPSPEED", "": "MULTI_GPU"}  # Accelerate's name of what shards
+TORCHRUN = r"torchrun --standalone --nproc_per_node \d+ "
+ACCELERATE = r"accelerate launch --config_file my_accelerate_config.yaml "
+ACCELERATE_ON_NODE = f"{ACCELERATE}--machine_rank 0 --main_process_ip ADDRESS"
+"""How a workflow's docstring starts its ranks on one machine, and on the first of several."""
 PARAMETER = re.compile(r"^(?P<name>\w+) = (?P<value>.*?)(?P<comment>  #.*)?$", re.MULTILINE)
 
 
@@ -76,6 +82,8 @@ def accelerate_config(run: RunConfig) -> str:
         comment=COMMENTS["CPU" if on_cpu else distributed_type],
         distributed_type=distributed_type,
         use_cpu=str(on_cpu).lower(),
+        nodes=run.nodes,
+        port="main_process_port: 29500\n" if run.nodes > 1 else "",
         devices=run.devices,
         mixed_precision=run.compute_dtype.replace("fp32", "no") if distributed_type == "FSDP" else "no",
         more=SETTINGS.get(distributed_type, "").format(offload=str(run.offload == "cpu").lower()),
@@ -87,6 +95,15 @@ def _module_for(run: RunConfig, source: Path, own: Path) -> str:
     text = source.read_text(encoding="utf-8")
     if LITERAL.search(text):
         text = text.replace(_literals(text), _literals(own.read_text(encoding="utf-8")))
+    if run.nodes > 1:  # a torchrun on each machine
+        text = re.sub(r'\A"""', 'r"""', text)  # with backslashes at the ends of lines
+        text = text.replace("From this folder:", "From this folder, on each machine (ADDRESS is the first one's):")
+        for launcher, here in (
+            (TORCHRUN, shlex.join(nodes_command(run.nodes, run.ranks_per_node))),
+            (ACCELERATE, ACCELERATE_ON_NODE),
+        ):
+            text = re.sub(launcher, lambda found, here=here: f"{here} \\\n        ", text)
+        return text
     return re.sub(r"(--standalone --nproc_per_node) \d+", rf"\1 {run.devices}", text)  # of one machine
 
 
@@ -127,7 +144,7 @@ def contents_for(folder: Path, run: RunConfig, source: Path) -> dict[Path, str]:
     """Return what the files of a run folder should hold, as copies of the `source` folder's."""
     modules, notebooks = sorted(source.glob("my_*.py")), source.glob("*.ipynb")
     contents = {folder / path.name: _module_for(run, path, folder / path.name) for path in modules}
-    if folder != source:
+    if folder != source and run.nodes == 1:  # a notebook starts no ranks on other machines
         contents |= {folder / path.name: _notebook_for(run, path, folder / path.name) for path in notebooks}
     if run.parallelism.replicates or (run.is_sharded and run.dp_replicate_size == 1):  # the file has no copies
         contents[folder / "my_accelerate_config.yaml"] = accelerate_config(run)

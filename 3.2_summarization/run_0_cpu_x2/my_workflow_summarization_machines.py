@@ -28,7 +28,8 @@ from common.base.run_config import RunConfig
 from common.checks.run_start import run_started
 from common.data.splits import load_splits
 from common.records.store import Record
-from common.runtime.membership import member_of, run_as_member, world_joined
+from common.runtime.machines import member_of
+from common.runtime.membership import run_as_member, world_joined
 from common.runtime.rendezvous import find_meeting, meeting_options
 from common.tasks.summarization import summarize
 from common.training.replicas import GradientExchange, PlainLoop, Replicas
@@ -68,7 +69,7 @@ def join_and_work() -> None:
     options, overrides = meeting_options(__doc__).parse_known_args()
     meeting = find_meeting(options.master, options.machines, options.machine_rank)
     run = parse_overrides(replace(RUN, devices=meeting.world_size), overrides)
-    member = member_of(meeting, run, load_splits(run).train)
+    member = member_of(meeting.rank, run, load_splits(run).train)
     with world_joined(meeting, run, member, options.join_timeout_s) as world:  # (1)
         workflow(world.goes_on_with(run), resumes=world.start > 1)
 

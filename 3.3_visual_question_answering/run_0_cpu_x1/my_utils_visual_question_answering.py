@@ -1,6 +1,8 @@
 """What only this folder needs: a word on what is trained, and a gallery of hits and misses."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -14,6 +16,8 @@ from common.runtime.recorder import RunRecorder
 from common.training.trainer import AuditedTrainer
 
 COLUMNS, WIDTH_INCHES = 4, 12
+CHARACTERS = 48
+"""Of a line above a picture."""
 SAID = ("right", "before", "after", "with another picture")
 HIT, MISS = "black", "firebrick"
 
@@ -32,7 +36,8 @@ def say_trained(log: RunRecorder, trainer: AuditedTrainer) -> None:
 def gallery_rows(log: RunRecorder, data: Splits, rows: int = 8) -> list[dict[str, object]]:
     """Return test pictures with question, right answer, and those before, after, and about another picture.
 
-    Half of them are misses, as far as there are some. For the record, with the pictures small.
+    Half of them are misses, as far as there are some, and each picture is shown once, as far as there are enough. For
+    the record, with the pictures small.
     """
     if not log.rank.is_main:
         return []
@@ -42,8 +47,8 @@ def gallery_rows(log: RunRecorder, data: Splits, rows: int = 8) -> list[dict[str
     )
     has_facts = after["facts"].astype(int) > 0
     is_hit = (after["facts_said"] == after["facts"]).where(has_facts, after["answer"] == after["reference"])
-    misses = list(after.index[~is_hit][: rows // 2])
-    shown = [*misses, *after.index[is_hit][: rows - len(misses)]]
+    misses = _other_pictures(after.index[~is_hit], data)[: rows // 2]
+    shown = [*misses, *_other_pictures(after.index[is_hit], data)[: rows - len(misses)]]
     return [
         {
             "picture": thumbnail_of(data.test[number]["picture"]),
@@ -58,6 +63,12 @@ def gallery_rows(log: RunRecorder, data: Splits, rows: int = 8) -> list[dict[str
     ]
 
 
+def _other_pictures(numbers: Iterable[int], data: Splits) -> list[int]:
+    """Return rows of different pictures first, then the others."""
+    firsts = {data.test[number]["picture_digest"]: number for number in reversed(list(numbers))}
+    return [*sorted(firsts.values()), *(number for number in numbers if number not in firsts.values())]
+
+
 def draw_gallery(seen: list[dict[str, object]], folder: Path) -> Figure:
     """Draw what `gallery_rows` returns, misses in red, and write it into the results folder."""
     figure, axes = plt.subplots(-(-len(seen) // COLUMNS), COLUMNS, squeeze=False)
@@ -66,8 +77,8 @@ def draw_gallery(seen: list[dict[str, object]], folder: Path) -> Figure:
         axis.set_axis_off()
     for axis, row in zip(axes.flat, seen, strict=False):
         axis.imshow(open_picture(row["picture"]))
-        said = "\n".join(f"{name}: {row[name]}" for name in SAID)
-        title = f"{row['question']}\n{said}"
+        lines = [row["question"], *(f"{name}: {row[name]}" for name in SAID)]
+        title = "\n".join(fill(line, CHARACTERS) for line in lines)
         colour = HIT if row["is_hit"] else MISS
         axis.set_title(title, fontsize=7, loc="left", color=colour, parse_math=False)  # a `$` is a dollar
     figure.tight_layout()

@@ -1,4 +1,7 @@
-"""`[RANK1:GPU1]` or `[RANK1:CPU]` before every printed line, so that a reader sees which rank speaks."""
+"""`[RANK1:GPU1]` or `[RANK1:CPU]` before every printed line, so that a reader sees which rank speaks.
+
+With several machines their names stand there, too: `[machine2:RANK9:GPU1]`.
+"""
 
 import builtins
 import io
@@ -22,10 +25,11 @@ def print_figures(figures: Mapping[str, float]) -> None:
 Print = Callable[..., None]
 
 
-def rank_prefix(rank: int, device: str) -> str:
-    """Return the prefix of a rank on `device` (`cpu`, `cuda:1`)."""
+def rank_prefix(rank: int, device: str, host: str = "") -> str:
+    """Return the prefix of a rank on `device` (`cpu`, `cuda:1`); `host`: its machine, where there are several."""
     kind, _, index = device.partition(":")
-    return f"[RANK{rank}:CPU]" if kind == "cpu" else f"[RANK{rank}:GPU{index or 0}]"
+    where = "CPU" if kind == "cpu" else f"GPU{index or 0}"
+    return f"[{host}:RANK{rank}:{where}]" if host else f"[RANK{rank}:{where}]"
 
 
 def prefixed_print(prefix: str, original: Print) -> Print:

@@ -45,9 +45,9 @@ RANGES = (
           ("prefetch", "stages", "partitions", "dataloader_num_workers", "early_stopping_patience", "weight_decay",
            "max_grad_norm", "seed", "warmup_steps", "max_batch_tokens", "pad_to_multiple_of", "save_steps")),
     Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
-          ("devices", "threads", "dp_replicate_size", "per_device_train_batch_size", "gradient_accumulation_steps",
-           "num_train_epochs", "micro_batches", "lora_r", "lora_alpha", "per_device_eval_batch_size",
-           "max_new_tokens", "num_beams")),
+          ("devices", "nodes", "threads", "dp_replicate_size", "per_device_train_batch_size",
+           "gradient_accumulation_steps", "num_train_epochs", "micro_batches", "lora_r", "lora_alpha",
+           "per_device_eval_batch_size", "max_new_tokens", "num_beams")),
     Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.",
           ("max_length", "max_target_length")),
     Range(lambda value: 0 < value < math.inf, "{name} is {value}, but must be above 0 and finite, such as {default}.",
@@ -96,7 +96,11 @@ ONLY_FOR = (
             ("summary_column", "max_target_length", "num_beams", "loop", "partitions")),
     OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees, ("freeze_vision_tower", "picture_noise")),
     OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines",
-            ("gradient_exchange", "bucket_cap_mb", "link")),
+            ("gradient_exchange", "bucket_cap_mb")),
+    OnlyFor("several machines (nodes), or the machines workflow (3.2)",
+            lambda run: run.nodes > 1 or run.loop == "machines", ("link",)),
+    OnlyFor("several ranks, but for the machines workflow (3.2), which counts machines itself",
+            lambda run: run.world_size > 1 and run.loop != "machines", ("nodes",)),
     OnlyFor("the Trainer", lambda run: run.loop == "trainer", ("early_stopping_patience", "dataloader_num_workers")),
     OnlyFor("runs without save_steps", lambda run: not run.save_steps, ("max_lost_minutes",)),
 )  # fmt: skip
@@ -189,6 +193,11 @@ class RunConfig(
     def world_size(self) -> int:
         """Ranks (processes) of the run."""
         return 1 if self.parallelism.in_one_process else self.devices
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks on each machine."""
+        return self.world_size // self.nodes
 
     @property
     def is_sharded(self) -> bool:
@@ -329,6 +338,11 @@ def _about_devices(run: RunConfig) -> tuple[Rule, ...]:
             (sharing.shards or sharing.splits_matrices) and run.devices < 2,
             f"parallel is {run.parallel}, but there is {run.devices} device, and nothing to divide: pass --devices 2 "
             "or more, or go to 2.4 (full fine-tuning on one device).",
+        ),
+        (
+            run.devices % run.nodes,
+            f"devices is {run.devices}, over all machines, and cannot be spread evenly over {run.nodes} nodes: pass "
+            f"--devices {-(-run.devices // run.nodes) * run.nodes}.",
         ),
     )
 

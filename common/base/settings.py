@@ -235,6 +235,9 @@ class ParallelismSettings:
     )
     gpu: str = setting("", "GPU that the run folder was made for, by its name in the catalogue; empty on CPU.")
     devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.")
+    nodes: int = setting(
+        1, "Machines that the devices are spread over, equally many on each; each is started by its own torchrun."
+    )
     stages: int = setting(
         0, "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all."
     )
@@ -269,7 +272,11 @@ class ParallelismSettings:
         "during it, sent as bf16.",
     )
     bucket_cap_mb: float = setting(25.0, "With loop machines: gradients that are sent at once, in MiB.")
-    link: str = setting("", "With loop machines: what joins them, for the record, such as 100 Mbit/s.")
+    link: str = setting(
+        "",
+        "What joins the machines: with nodes for the plan, such as ethernet-25 (Gbit/s); with loop machines for the "
+        "record, such as 100 Mbit/s.",
+    )
     start_timeout_s: float = setting(
         300.0, "Seconds that ranks wait for each other at their start, before those that are missing are named."
     )

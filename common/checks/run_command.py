@@ -8,13 +8,14 @@ from pathlib import Path
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_file_of, read_lora, run_folders, workflow_does
+from common.base.run_folders import literal_file_of, read_lora, run_folders, workflow_does, workflows_of
 from common.base.specs import HasSpecs
 from common.checks.folder_runs import setting_of_folder
 from common.hardware.devices import CATALOGUE, CPU_DEVICE
 from common.planning.architectures import MODEL_CONFIGS, find_config, is_hub_id
 from common.planning.job import ALL_LINEAR, Job
 from common.planning.plans import Plan
+from common.runtime.machines import nodes_command
 
 # models with weights for the shapes of assets/model_configs; tuned ones, as rows of messages need a chat template
 HUB_IDS = {
@@ -28,7 +29,7 @@ HUB_IDS = {
     "roberta-large": "FacebookAI/roberta-large",
 }
 TRIED = (
-    *("technique", "parallel", "devices", "gpu", "precision", "optim", "attention", "gradient_checkpointing"),
+    *("technique", "parallel", "devices", "nodes", "gpu", "precision", "optim", "attention", "gradient_checkpointing"),
     *("per_device_train_batch_size", "target_modules"),
 )
 """Settings of a run that a dry run tries."""
@@ -67,11 +68,11 @@ def _first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> 
 def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
     """Return `make run FOLDER=... ARGS="..."` for a plan of `model`, named as the planner was asked.
 
+    For several machines it is the torchrun command of each of them.
+
     Raises:
         BadInputError: No run folder takes it, and why.
     """
-    if plan.cluster.nodes > 1:
-        raise BadInputError("they start processes on one machine, not on several.")
     task = _task_of(plan)
     if not task:
         raise BadInputError(
@@ -79,7 +80,11 @@ def run_command(plan: Plan, model: str, model_revision: str = "") -> str:
         )
     device = "cpu" if plan.cluster.gpus[0].name == CPU_DEVICE else "cuda"
     return _command(
-        plan.job, task, device, lambda own: _settings(plan, own) | _model_settings(own, model, model_revision)
+        plan.job,
+        task,
+        device,
+        lambda own: _settings(plan, own) | _model_settings(own, model, model_revision),
+        plan.cluster.nodes,
     )
 
 
@@ -97,10 +102,13 @@ def command_of_run(run: RunConfig, device: str) -> str:
         run.task,
         device,
         lambda own: wanted | _model_settings(own, run.model, run.model_revision) | _fitting(run, own),
+        run.nodes,
     )
 
 
-def _command(way: HasSpecs, task: str, device: str, settings: Callable[[RunConfig], dict[str, object]]) -> str:
+def _command(
+    way: HasSpecs, task: str, device: str, settings: Callable[[RunConfig], dict[str, object]], nodes: int = 1
+) -> str:
     """Return the command with the run folder that takes the settings with the fewest options.
 
     Raises:
@@ -120,7 +128,11 @@ def _command(way: HasSpecs, task: str, device: str, settings: Callable[[RunConfi
     if not taken:
         raise BadInputError(refusal)
     _, folder, options = min(taken)
-    return f'make run FOLDER={folder} ARGS="{" ".join(options)}"'
+    if nodes == 1:
+        return f'make run FOLDER={folder} ARGS="{" ".join(options)}"'
+    script = workflows_of(REPOSITORY / folder)[0].name
+    started = shlex.join(nodes_command(nodes, way.devices // nodes))
+    return f"in {folder} of each machine {started} {script} {' '.join(options)}"
 
 
 def _task_of(plan: Plan) -> str:
@@ -163,6 +175,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         "technique": job.technique,
         "parallel": job.parallel,
         "devices": job.devices,
+        "nodes": plan.cluster.nodes,
         "gpu": gpu.name if gpu in CATALOGUE else own.gpu,
         "precision": _precision(job),
         "optim": job.optimizer,

@@ -189,7 +189,8 @@ def refuse_pictures(row: Row, where: str) -> None:
         is_named = column == "file_name" and str(value).lower().endswith(PICTURE_SUFFIXES)  # datasets' imagefolder
         if is_named or _is_picture(value) or (column in IMAGE_COLUMNS and value):
             raise BadInputError(
-                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them, or to learn from the "
+                f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them (`python -m "
+                "common.data FILE --task visual_questions --model MODEL` looks at its rows), or to learn from the "
                 "texts alone, leave that column out, or name two of the others with --prompt_column and "
                 "--completion_column."
             )

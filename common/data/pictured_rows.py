@@ -34,6 +34,7 @@ def row_kind(run: RunConfig) -> RowKind:
         advice="row of `messages` with an `image`",
         check=partial(check_pictured, run=run),
         in_folders=True,
+        belongs_to=lambda row: row["picture_digest"],
     )
 
 

@@ -61,6 +61,7 @@ class RowKind:
         finish: What is done to all splits once they are read.
         in_folders: A split may also be a folder of pictures, with what is said about each in its file `metadata`, as
             `datasets` has them (`imagefolder`).
+        belongs_to: What a row has in common with others that must come into one split, if anything; say its picture.
     """
 
     suffixes: tuple[str, ...]
@@ -71,6 +72,7 @@ class RowKind:
     tokenize: Callable[[Sequence[Row], PreTrainedTokenizerBase, RunConfig], Sequence[Tokens]]
     finish: Callable[[Splits], Splits] = lambda splits: splits
     in_folders: bool = False
+    belongs_to: Callable[[Row], str] | None = None
 
 
 def begin_of(value: object, length: int = 80) -> str:

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -107,7 +107,7 @@ def _refuse_hub_settings(run: RunConfig) -> None:
 def _read_files(source: str, kind: RowKind) -> Splits:
     """Read the three files of a folder, or divide one file; `source` is a path or a URL."""
     if suffix_of(source) in kind.suffixes:
-        return hold_out({"train": read_rows(source, kind)}, source)
+        return hold_out({"train": read_rows(source, kind)}, source, kind.belongs_to)
     if Path(source).is_file():
         raise BadInputError(
             f"{source} is no kind of file that is read ({', '.join(kind.suffixes)}): save it as one of these, a "
@@ -119,7 +119,8 @@ def _read_files(source: str, kind: RowKind) -> Splits:
         _refuse_pictures_folder(folder)
     train = files["train"] or f"{folder}/train{kind.suffixes[0]}"  # which is refused, as it does not exist
     there = {name: file for name, file in files.items() if file}
-    return hold_out({name: read_rows(file, kind) for name, file in {"train": train, **there}.items()}, folder)
+    splits = {name: read_rows(file, kind) for name, file in {"train": train, **there}.items()}
+    return hold_out(splits, folder, kind.belongs_to)
 
 
 def _refuse_pictures_folder(folder: str) -> None:
@@ -190,7 +191,7 @@ def _read_hub_dataset(run: RunConfig, kind: RowKind) -> Splits:
         for split, name in names.items()
         if name in found
     }
-    return hold_out(splits, f"The {source}")
+    return hold_out(splits, f"The {source}", kind.belongs_to)
 
 
 def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
@@ -211,10 +212,11 @@ def _check_commit(run: RunConfig, cached: list[dict[str, str]]) -> None:
             )
 
 
-def hold_out(splits: dict[str, Sequence[Row]], source: str) -> Splits:
+def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable[[Row], str] | None = None) -> Splits:
     """Return `splits` with training rows held out for each of validation and test that is missing.
 
-    They are a tenth of them, at most `HOLD_OUT_MOST`, and the same rows each time.
+    They are a tenth of them, at most `HOLD_OUT_MOST`, and the same rows each time. Rows for which `belongs_to` returns
+    the same come into one split.
 
     Raises:
         BadInputError: there is no training split, or too few rows to hold one out.
@@ -230,12 +232,28 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str) -> Splits:
         taken = f"{count:,} of its {len(rows):,} training rows"
         say_once(f"{source} has no {' and no '.join(missing)} rows: {taken} are held out for each")
         check_ids(rows)
-        order = list(range(len(rows)))
+        order = _groups_of(rows, belongs_to)
+        if len(order) <= len(missing):
+            say_once(f"{source} has {len(order)} different pictures, so that what is held out has pictures of training")
+            order = _groups_of(rows, None)
         random.Random(HOLD_OUT_SEED).shuffle(order)
         for name in missing:
-            others[name], order = take(rows, order[:count]), order[count:]
-        rows = take(rows, order)
+            taken = order.pop(0)
+            while len(taken) < count and len(order) > len(missing):
+                taken = taken + order.pop(0)
+            others[name] = take(rows, taken)
+        rows = take(rows, [number for group in order for number in group])
     return Splits(rows, others["validation"], others["test"], held_out="test" in missing)
+
+
+def _groups_of(rows: Sequence[Row], belongs_to: Callable[[Row], str] | None) -> list[list[int]]:
+    """Return the numbers of rows that must stay together, in the order of the first of each."""
+    if belongs_to is None:
+        return [[number] for number in range(len(rows))]
+    groups: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(belongs_to(row), []).append(number)
+    return list(groups.values())
 
 
 def tokens_of(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:

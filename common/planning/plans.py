@@ -24,7 +24,7 @@ from common.planning.run_jobs import architecture_of_run, job_of_run, with_tiles
 from common.planning.searches import largest
 from common.planning.shares import Share, part_of_rank, sees, whole_model
 from common.planning.terms import Term
-from common.planning.time_plan import Cluster, StepTime, calibration_from, speed_of, step_time
+from common.planning.time_plan import Cluster, StepTime, calibration_from, parse_link, speed_of, step_time
 from common.planning.tower_activations import TowerActivations
 from common.records.store import kept_records
 
@@ -730,7 +730,9 @@ def plan_run(
         shares = even_shares(architecture, job, gpus)
     elif job.parallelism.splits_layers and run.device_map not in ("balanced", "auto"):
         shares = shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
-    return make_plan(architecture, job, Cluster(gpus), calibration_from(kept_records(), batch.task), shares)
+    link = parse_link(run.link, gpu) if run.nodes > 1 and run.link else None
+    cluster = Cluster(gpus, run.nodes, link)
+    return make_plan(architecture, job, cluster, calibration_from(kept_records(), batch.task), shares)
 
 
 def usual_precision(technique: str, cluster: Cluster) -> Precision:
@@ -750,7 +752,7 @@ def on_fewer(run: RunConfig, devices: int) -> tuple[RunConfig, str]:
     """
     start = f"torchrun --nproc_per_node {devices}" if devices > 1 and not run.parallelism.layers_in_turn else "python"
     try:
-        return replace(run, devices=devices), f"`{start} my_workflow_<technique>.py --devices {devices}`"
+        return replace(run, devices=devices, nodes=1), f"`{start} my_workflow_<technique>.py --devices {devices}`"
     except BadInputError:
         if devices > 1:
             raise

@@ -506,7 +506,9 @@ def not_run(folder: Path, run: RunConfig) -> Row:
         "Effective batch size": f"{rows * run.gradient_accumulation_steps} x{run.data_parallel_ranks}",
         "Learning rate scaling": learning_rate_scaling(run.peak_learning_rate, run.learning_rate),
         "Trained on": f"{run.num_train_epochs} epochs",
-        "Command": f"`make run FOLDER={folder.relative_to(REPOSITORY)}`",
+        "Command": f"`make run FOLDER={folder.relative_to(REPOSITORY)}`"
+        if run.nodes == 1
+        else f"a torchrun on each of {run.nodes} machines",
     }
 
 

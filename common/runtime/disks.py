@@ -1,10 +1,12 @@
 """Files of ranks that may run on machines with a disk each, or share one: who writes, and how all get the same."""
 
 import shutil
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from uuid import uuid4
 
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, wait_for_everyone
 from filelock import FileLock, Timeout
 
@@ -29,11 +31,11 @@ def first_on_disk(folder: Path, rank: Rank) -> bool:
     return is_first
 
 
-def broadcast_folder(folder: Path, source: int, lacks: bool, rank: Rank) -> None:
+def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:
     """Send the files of rank `source`'s folder to each rank that `lacks` them; call it on all ranks."""
     if not any(gather_object([lacks])):
         return
-    is_source = rank.rank == source
+    is_source = PartialState().process_index == source
     found = [(path.name, path.stat().st_size) for path in sorted(folder.iterdir())] if is_source else None
     if lacks:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,15 +59,24 @@ class ResultsFolder:
     Attributes:
         path: The folder.
         writes: Whether this rank writes what all ranks have: one does on each disk.
+        hosts: The machines of the ranks that write: several, where each has a disk of its own.
     """
 
-    def __init__(self, path: Path, rank: Rank, is_resumed: bool) -> None:
+    def __init__(self, path: Path, rank: Rank, is_resumed: bool, needs_one_disk: str = "") -> None:
         """Take and make the folder; a resumed run keeps what its last start left there.
 
+        `needs_one_disk`: what of the run has parts of every rank in one folder, if anything has.
+
         Raises:
-            BadInputError: If another run owns it; on every rank.
+            BadInputError: If another run owns it, or machines do not share a disk that they need; on every rank.
         """
         self.path, self.writes = path, first_on_disk(path.parent, rank)
+        self.hosts = [host for host, writes in gather_object([(socket.gethostname(), self.writes)]) if writes]
+        if needs_one_disk and len(self.hosts) > 1:
+            raise BadInputError(
+                f"{needs_one_disk}, but {' and '.join(self.hosts)} each see another disk at {path.parent}: pass "
+                "--results_root with a folder that all machines share."
+            )
         self._aside: Path | None = None  # where the run before went
         # a lock of the system's, which goes with its process
         self.lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.secrets import without_secrets
+from common.runtime.machines import nodes_command
 from common.runtime.watch import die_with_parent
 
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # exit codes of what SIGKILL ended: Python's, and a shell's
@@ -19,7 +20,17 @@ END_S = 2.0  # how long a process may take to end by itself when it is told to
 
 
 def ranks_command(run: RunConfig, script: str, overrides: Sequence[str]) -> list[str]:
-    """Return the command that starts a workflow's ranks, one or several: this Python, or its torchrun."""
+    """Return the command that starts a workflow's ranks, one or several: this Python, or its torchrun.
+
+    Raises:
+        BadInputError: The run has ranks on several machines, and each needs a command of its own.
+    """
+    if run.nodes > 1:
+        each = shlex.join(nodes_command(run.nodes, run.ranks_per_node))
+        raise BadInputError(
+            f"This run is for {run.nodes} machines, and a launcher on one starts none on the others: in this folder of "
+            f"each of them run `{each} {script}` (ADDRESS: the first one's)."
+        )
     if run.device == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", str(run.threads))  # torchrun would set it too, but warns about it
     if run.world_size == 1:

@@ -8,28 +8,25 @@ and settings: what differs is refused with names, on every machine.
 import json
 import operator
 import os
-import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from hashlib import sha256
-from importlib.metadata import version
 from multiprocessing import TimeoutError as NoResultError
 from multiprocessing.pool import ThreadPool
 from typing import TypeVar
 from uuid import uuid4
 
-import psutil
 import torch.distributed as dist
 from tenacity import RetryCallState, Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from common.base.command_line import ended_by_one_sentence
 from common.base.errors import BadInputError, LeftBehindError, is_of_the_network, said_by
 from common.base.run_config import RunConfig
+from common.runtime.machines import Member, check_members_agree, use_interface_to
 from common.runtime.rendezvous import Meeting
 from common.runtime.world import BACKENDS
 
@@ -39,31 +36,7 @@ POLL_S = 0.1
 LEAVE_S = 5.0  # how long the first member, who may hold the store, waits until the others have read what they need
 NAMED_S = 3.0  # longer than a step may take: before gradients time out, the watch names the rank that hangs
 STORE_TIMEOUT = timedelta(seconds=60)  # how long an answer of the store may take: as long as a link may be away
-COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
-OWN_SETTINGS = ("model", "data", "resume_from_checkpoint", "results_root")  # paths may differ between machines
 LOST_MEMBER_EXIT_CODE = 3
-
-
-@dataclass(frozen=True)
-class Member:
-    """What a member says of itself; all but rank and host must be the same everywhere.
-
-    Attributes:
-        rows: Training rows of the whole data, before they are divided.
-        data: A digest of the rows.
-        versions: Of Python and the packages that compute.
-        settings: The run's, except for its paths.
-    """
-
-    rank: int
-    host: str
-    rows: int
-    data: str
-    versions: Mapping[str, str]
-    settings: Mapping[str, object]
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host})"
 
 
 @dataclass(frozen=True)
@@ -88,18 +61,6 @@ class LostMemberError(Exception):
     """Raised when another member ends, or does not answer in time."""
 
 
-def member_of(meeting: Meeting, run: RunConfig, rows: Sequence[Mapping[str, object]]) -> Member:
-    """Return what this process says of itself; `rows` are the training rows that it has read."""
-    return Member(
-        rank=meeting.rank,
-        host=socket.gethostname(),
-        rows=len(rows),
-        data=sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12],
-        versions={"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}},
-        settings={name: value for name, value in run.to_dict().items() if name not in OWN_SETTINGS},
-    )
-
-
 @contextmanager
 def world_joined(meeting: Meeting, run: RunConfig, member: Member, timeout_s: float) -> Iterator[World]:
     """Join the members' process group after a roll call; whoever starts a rank in the block finds it there.
@@ -112,7 +73,7 @@ def world_joined(meeting: Meeting, run: RunConfig, member: Member, timeout_s: fl
     deadline_s = time.monotonic() + timeout_s
     _server = None if meeting.has_store or meeting.rank else open_store(meeting)  # it lives as long as the world
     store = connect(meeting, timeout_s, deadline_s)
-    use_interface_to(meeting)
+    use_interface_to(meeting.address, meeting.port)
     call, world = roll_call(store, member, meeting, deadline_s)
     os.environ.update(
         RANK=str(meeting.rank), WORLD_SIZE=str(meeting.world_size), MASTER_ADDR=meeting.address,
@@ -226,19 +187,6 @@ def _knock(meeting: Meeting, deadline_s: float, reasons: list[str]) -> bool:
 
 def _store_at(host: str, meeting: Meeting, is_server: bool) -> dist.Store:
     return dist.TCPStore(host, meeting.port, meeting.world_size, is_server, STORE_TIMEOUT, wait_for_workers=False)
-
-
-def use_interface_to(meeting: Meeting) -> None:
-    """Let gloo and NCCL use the network interface by which the master is reached: gloo would take the host name's."""
-    variables = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
-    family, *_, place = socket.getaddrinfo(meeting.address, meeting.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing, but chooses the route
-        own = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == own for each in addresses):
-            os.environ |= dict.fromkeys(variables, name)
-            return
 
 
 # -- the roll call
@@ -356,27 +304,3 @@ def leave(call: dist.Store, meeting: Meeting, timeout_s: float) -> None:
     call.set(f"done/{meeting.rank}", "1")
     if meeting.rank == 0:
         call.wait([f"done/{rank}" for rank in range(meeting.world_size)], timedelta(seconds=timeout_s))
-
-
-def check_members_agree(members: Sequence[Member]) -> None:
-    """Refuse machines that would not train one model on one set of rows; everyone sees the same list.
-
-    Raises:
-        BadInputError: With the names and both values.
-    """
-    first = members[0]
-    for other in members[1:]:
-        for what in ("versions", "settings", "rows", "data"):
-            mine, theirs = _different(getattr(first, what), getattr(other, what))
-            if mine != theirs:
-                raise BadInputError(
-                    f"Machines differ: {first} has {what} {mine}, but {other} has {theirs}; give all the same."
-                )
-
-
-def _different(mine: object, theirs: object) -> tuple[object, object]:
-    """Return of two dictionaries what differs, and other values as they are."""
-    if not isinstance(mine, Mapping) or not isinstance(theirs, Mapping):
-        return mine, theirs
-    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-    return tuple(", ".join(f"{name} {side.get(name, 'missing')}" for name in names) for side in (mine, theirs))

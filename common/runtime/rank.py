@@ -2,7 +2,9 @@
 
 import atexit
 import os
+import shlex
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,11 +21,12 @@ from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from common.base.errors import BadInputError, RunStoppedError
-from common.base.print_prefix import printing_with_prefix, rank_prefix
+from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
 from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
 from common.planning.plans import offer
 from common.runtime.faults import fault_at
+from common.runtime.machines import nodes_command, use_interface_to
 from common.runtime.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
 from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher, was_restarted
 
@@ -38,15 +41,28 @@ def check_world(run: RunConfig) -> None:
         BadInputError: With both sizes and the command that starts the right number.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
+    nodes = started // int(os.environ.get("LOCAL_WORLD_SIZE", started))
     if started != run.world_size:
-        command = f"torchrun --nproc_per_node {run.world_size} " if run.world_size > 1 else "python "
         other = "" if run.is_sharded and started < 2 else f", or pass --devices {started} if that is meant"
         raise BadInputError(
             f"This run asks for {run.world_size} rank(s) (parallel {run.parallel}, devices {run.devices}), but "
-            f"{started} started: use {command}my_workflow_<technique>.py, or `python -m common.launch`, which starts "
-            f"the right number{other}."
+            f"{started} started: use {start_command(run)}{other}."
+        )
+    if nodes != run.nodes and run.loop != "machines":
+        raise BadInputError(
+            f"This run asks for {run.world_size} ranks on {run.nodes} machine(s), but {nodes} started: use "
+            f"{start_command(run)}, or pass --nodes {nodes} if that is meant."
         )
     check_gpus(run)
+
+
+def start_command(run: RunConfig) -> str:
+    """Return what starts a run's ranks: on each machine, where there are several."""
+    script = "my_workflow_<technique>.py"
+    if run.nodes > 1:
+        return f"`{shlex.join(nodes_command(run.nodes, run.ranks_per_node))} {script}` on each of {run.nodes} machines"
+    command = f"torchrun --nproc_per_node {run.world_size}" if run.world_size > 1 else "python"
+    return f"{command} {script}, or `python -m common.launch`, which starts the right number"
 
 
 def check_gpus(run: RunConfig) -> None:
@@ -112,6 +128,7 @@ def start_rank(run: RunConfig) -> Rank:
         launcher=detect_launcher(),
         further_devices=tuple(device_name(run.device, number) for number in range(1, own_devices)),
         is_process=detect_launcher() != "notebook",
+        host=socket.gethostname() if run.nodes > 1 else "",
     )
 
 
@@ -120,6 +137,8 @@ def _join_world(run: RunConfig) -> PartialState:
     atexit.register(_let_groups_finish)
     tqdm.monitor_interval = 0  # no thread of tqdm's, whose end would come before ours, and may meet a SIGTERM
     timeout = timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)
+    if run.nodes > 1:
+        use_interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         _meet_in_launchers_store(run, timeout)
     state = PartialState(cpu=run.device == "cpu", backend=BACKENDS[run.device], timeout=timeout)
@@ -215,7 +234,7 @@ def rank_started(run: RunConfig) -> Iterator[Rank]:
     """Start a rank for the block's work, with its prefix before every printed line, and end it afterwards."""
     rank = start_rank(run)
     try:
-        with printing_with_prefix(rank_prefix(rank.rank, rank.device)):
+        with printing_with_prefix(rank.prefix):
             yield rank
         wait_for_everyone()  # leave together: a rank that still sends to one that has gone may hang
     finally:

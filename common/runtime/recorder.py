@@ -46,6 +46,12 @@ from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank, was_restarted
 
 
+def needs_one_disk(run: RunConfig) -> str:
+    """Return why the run's machines must share a disk; empty where each can have its own."""
+    sharing = run.parallelism
+    return f"With {run.parallel} a checkpoint has a part of every rank" if not sharing.replicates else ""
+
+
 class RunRecorder:
     """Collect what a run measures, and write its record, also when a phase fails.
 
@@ -68,13 +74,16 @@ class RunRecorder:
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.resumes = resumes or run.resume_from_checkpoint == LAST or was_restarted()
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
-        self.results = ResultsFolder(run.results_folder(self.run_name), rank, self.resumes)
+        self.results = ResultsFolder(run.results_folder(self.run_name), rank, self.resumes, needs_one_disk(run))
         self.folder, self.writes = self.results.path, self.results.writes
         self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}
         self.plan: Plan | None = None
         self.data: dict[str, int] | None = None
         self.step: Callable[[], int] | None = None
+        if run.nodes > 1 and rank.is_main:
+            disks = "one disk, which all machines share" if len(self.results.hosts) == 1 else "each machine's own disk"
+            print(f"results and checkpoints are on {disks}")
         self.watch = Watch(self.folder, rank, run.step_timeout_s, self._hangs) if rank.is_process else None
 
     @contextmanager

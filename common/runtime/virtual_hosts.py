@@ -29,6 +29,7 @@ from common.base.parsing import OneSentenceParser
 HOSTS = (2, 4)  # least and most
 NAME = re.compile(r"virtual-(\d+)-")  # how the namespaces' names begin: with the process that made them
 SUBNET = "10.77.0"  # it exists between the namespaces only
+NAMED_FILES = Path("/etc/netns")  # where `ip netns exec` finds files that stand for those in /etc (ip-netns(8))
 INTERFACE = "eth0"  # a host's own, in its namespace
 QUEUE_MS = 50  # packets that wait longer for a limited link are dropped, as a switch with a full buffer does
 BURST_MS = 5  # what may pass at once on a limited link, in ms of its rate: a kernel's timer tick or more (tc-tbf(8))
@@ -130,6 +131,7 @@ def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Ite
             for command in HOST_SETUP:
                 _command(command.format(switch=network.switch, host=host, interface=INTERFACE))
             _limit(host, network, mbit, delay_ms)
+        _name_each_other(hosts)
         yield network
     finally:
         _remove([*(host.namespace for host in hosts), network.switch])
@@ -138,6 +140,15 @@ def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Ite
 def namespaces() -> list[str]:
     """Return the names of all virtual hosts and switches of this machine."""
     return [line.split()[0] for line in _command("ip netns list").splitlines() if NAME.match(line)]
+
+
+def _name_each_other(hosts: Sequence[VirtualHost]) -> None:
+    """Let every host find all by name, as machines of one network do."""
+    lines = ["127.0.0.1 localhost", *(f"{host.address} host{host.number}" for host in hosts)]
+    for host in hosts:
+        folder = NAMED_FILES / host.namespace
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text("\n".join(lines) + "\n")
 
 
 def _limit(host: VirtualHost, network: VirtualNetwork, mbit: float, delay_ms: float) -> None:
@@ -159,6 +170,7 @@ def _remove(names: Sequence[str]) -> None:
     for name in there:
         VirtualHost(0, name).kill()
         _command(f"ip netns delete {name}")
+        shutil.rmtree(NAMED_FILES / name, ignore_errors=True)
 
 
 def _command(command: str, advice: str = "virtual hosts need root, on Linux") -> str:

@@ -4,6 +4,8 @@ import os
 import sys
 from dataclasses import dataclass
 
+from common.base.print_prefix import rank_prefix
+
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
 
@@ -19,6 +21,7 @@ class Rank:
         launcher: `python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch) or `torchrun`.
         further_devices: With model parallelism: the devices that this process works on besides `device`.
         is_process: Whether the process exists for this run alone; a notebook waits for its reader.
+        host: Its machine's name, where there are several.
     """
 
     rank: int
@@ -27,6 +30,12 @@ class Rank:
     launcher: str
     further_devices: tuple[str, ...] = ()
     is_process: bool = False
+    host: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """What stands before each line that it prints."""
+        return rank_prefix(self.rank, self.device, self.host)
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -62,9 +62,10 @@ def find_run(name: str, base: str = "") -> TunedRun:
         raise BadInputError(f"The run in {name} is {record['status']}: resume or repeat it, or name another run.")
     run = RunConfig.of_record(record["config"])
     if not run.goal.chats:
+        how = "as section 4 of 3.3's readme shows" if run.goal.sees else "with transformers.pipeline"
         raise BadInputError(
-            f"The run in {name} is for {run.task}, and does not chat: load its folder with transformers.pipeline, or "
-            "name a run of 2.1 to 2.7."
+            f"The run in {name} is for {run.task}, and does not chat: load its model {how}, or name a run of 2.1 to "
+            "2.7."
         )
     # the commit that it trained: a branch may have moved since
     revision = "" if base else record.get("model_commit") or run.model_revision

@@ -10,7 +10,6 @@ import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from common.base.print_prefix import rank_prefix
 from common.models.shards import tensors_of
 from common.runtime.recorder import RunRecorder
 
@@ -38,7 +37,7 @@ def predict_rows(
     rank, size = log.rank, log.run.per_device_eval_batch_size
     share = sorted(range(len(lengths)), key=lambda number: -lengths[number])[rank.rank :: rank.world_size]
     batches = [share[start : start + size] for start in range(0, len(share), size)]
-    title = f"{rank_prefix(rank.rank, rank.device)} {what} {title_of(when)}, batches"
+    title = f"{rank.prefix} {what} {title_of(when)}, batches"
     predicted: dict[int, Any] = {}
     memory, weights = log.memory, [tensor for model in models for tensor in tensors_of(model)]
     for numbers in tqdm(batches, desc=title, disable=not rank.is_main, file=sys.stdout, mininterval=2):

@@ -53,20 +53,21 @@ def save_and_reload(
     """
     run = as_computed(log.run) if trainer.strategy.reloads_as_computed else log.run
     device_map = device_map or whole_model_on(log.rank.device)
-    folder = log.folder / ("adapter" if run.method.has_adapters else "model")
-    batch, expected, compares = save_and_free(trainer, folder)
+    saved = [log.folder / name for name in (("adapter", "merged") if run.method.has_adapters else ("model",))]
+    first, folder = saved[0], saved[-1]
+    batch, expected, compares = save_and_free(trainer, first)
     differences: dict[str, float] = {}
     if run.method.has_adapters:
-        adapter, folder = folder, log.folder / "merged"
         if compares:
-            differences["adapter"] = reloaded_difference(run, adapter, device_map, batch, expected, log.memory)
+            differences["adapter"] = reloaded_difference(run, first, device_map, batch, expected, log.memory)
         if log.rank.is_main:
-            save_tokenizer(tokenizer, adapter)
-            merged(run, adapter, device_map).save_pretrained(folder)
+            save_tokenizer(tokenizer, first)
+            merged(run, first, device_map).save_pretrained(folder)
     if log.rank.is_main:
         save_tokenizer(tokenizer, folder)
     wait_for_everyone()
-    broadcast_folder(folder, source=0, lacks=log.writes and not log.rank.is_main, rank=log.rank)
+    for each in saved:
+        broadcast_folder(each, source=0, lacks=log.writes and not log.rank.is_main)
     tuned = load_base_model(run, device_map, source=folder)
     with comparing(tuned, expected, log.memory):
         if expected is not None:

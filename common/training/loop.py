@@ -220,6 +220,7 @@ class LoopTrainer(AuditedTrainer):
             self.strategy.save_weights(folder)
         if checkpoint.is_full:
             self._save_rng_state(str(folder))
+            self.exchange_random_numbers(folder)
         for each in self.callback_handler.callbacks:  # not `self.control`: what has stopped may be told to train longer
             if isinstance(each, ExportableState):
                 checkpoint.state.stateful_callbacks[type(each).__name__] = each.state()

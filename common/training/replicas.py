@@ -24,12 +24,9 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import Tokens
 from common.models.shards import host_copy
-from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import RunRecorder
-from common.training.checkpoints import newest_whole, steps_at
 from common.training.digests import begin_hashing, begin_writing
 from common.training.loop import LoopTrainer
-from common.training.saves import CopiedCheckpoint
 from common.training.strategy import Batch, WholeModel
 
 WEIGHTS_FILE = "replica.pt"
@@ -126,37 +123,6 @@ class PlainLoop(LoopTrainer):
     def free(self) -> None:
         self.around = None
         super().free()
-
-    def newest_of_all(self, log: RunRecorder) -> Path | None:
-        """Return the newest checkpoint that any disk has, on every disk afterwards."""
-        kept = newest_whole(Path(self.args.output_dir)) if self.writes else None
-        of_ranks = gather_object([(steps_at(kept) if kept else 0, self.writes)])
-        newest = max(steps for steps, _ in of_ranks)
-        if not newest:
-            return None
-        folder = Path(self.args.output_dir) / f"checkpoint-{newest}"
-        lacks = self.writes and (kept is None or steps_at(kept) < newest)
-        broadcast_folder(folder, of_ranks.index((newest, True)), lacks, self.rank)
-        return folder
-
-    def take_best_along(self, folder: Path) -> None:
-        """Find the best checkpoint so far, which every disk gets from one that has it."""
-        if self.state.best_global_step:
-            best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
-            has_it = self.writes and best.is_dir()
-            of_ranks = gather_object([has_it])
-            if any(of_ranks):
-                broadcast_folder(best, of_ranks.index(True), self.writes and not has_it, self.rank)
-        super().take_best_along(folder)
-
-    def write_checkpoint(self, folder: Path, checkpoint: CopiedCheckpoint) -> Future[Any] | None:
-        """Give every disk every rank's random numbers, so that any of them can start all ranks again."""
-        background = super().write_checkpoint(folder, checkpoint)
-        states = gather_object([{path.name: path.read_bytes() for path in folder.glob("rng_state*")}])
-        for name, content in {name: state for each in states for name, state in each.items()}.items():
-            if self.writes:
-                (folder / name).write_bytes(content)
-        return background
 
 
 # -- gradients of several machines brought together

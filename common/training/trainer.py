@@ -58,6 +58,7 @@ from common.models.quantization import drop_quantized
 from common.models.shards import byte_count, host_copy, local_part
 from common.planning.job import BatchShape, EvaluationShape
 from common.planning.plans import Plan, plan_run, why
+from common.runtime.disks import broadcast_folder
 from common.runtime.faults import fault_at
 from common.runtime.recorder import PeakMemory, RunRecorder
 from common.runtime.watch import reached
@@ -125,7 +126,7 @@ class CheckpointedTrainer(Trainer):
         self.first_step = 0
         self.resume_checkpoint: Path | None = None
         self.about: dict[str, Any] = {}
-        self.writes = self.args.process_index == 0
+        self.writes = self.args.should_save
         self.saves_into = Path(self.args.output_dir)
         self.schedule, self.saves = SaveSchedule(math.inf), SavesDone()
         self.unfinished: UnfinishedCheckpoint | None = None
@@ -252,10 +253,20 @@ class CheckpointedTrainer(Trainer):
         if self.args.should_save:
             self.state.save_to_json(str(folder / STATE_FILE))
         self.state, self._copied = now, None
+        self.exchange_random_numbers(folder)
         if checkpoint.parts is None:
             return None
         writes, self._writes_later = self._writes_later, []  # which hold the copy
         return begin_writing(lambda: [write() for write in writes], _large_files(folder) if writes else [])
+
+    def exchange_random_numbers(self, folder: Path) -> None:
+        """Give every disk every rank's random numbers, so that any of them can start all ranks again."""
+        if not self.args.save_on_each_node:
+            return
+        states = gather_object([{path.name: path.read_bytes() for path in folder.glob("rng_state*")}])
+        for name, content in {name: state for each in states for name, state in each.items()}.items():
+            if self.writes:
+                (folder / name).write_bytes(content)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the weights, or the adapter, as plain libraries load them; of a copied checkpoint later."""
@@ -315,9 +326,25 @@ class CheckpointedTrainer(Trainer):
         return newest
 
     def newest_of_all(self, log: RunRecorder) -> Path | None:
-        """Return the newest whole checkpoint of this results folder, the same on every rank."""
-        newest = newest_whole(Path(self.args.output_dir)) if self.args.process_index == 0 else None
-        return gather_object([newest])[0]
+        """Return the newest whole checkpoint that any disk has, on every disk afterwards."""
+        kept = newest_whole(Path(self.args.output_dir)) if self.writes else None
+        of_ranks = gather_object([(steps_at(kept) if kept else 0, self.writes)])
+        newest = max(steps for steps, _ in of_ranks)
+        if not newest:
+            return None
+        folder = Path(self.args.output_dir) / f"checkpoint-{newest}"
+        lacks = self.writes and (kept is None or steps_at(kept) < newest)
+        broadcast_folder(folder, of_ranks.index((newest, True)), lacks)
+        return folder
+
+    def bring_best(self, folder: Path) -> Path:
+        """Return where the best checkpoint so far is, beside `folder`, on every disk if it is on any."""
+        best = folder.with_name(f"checkpoint-{self.state.best_global_step}")
+        has_it = self.writes and best.is_dir()
+        of_ranks = gather_object([has_it])
+        if any(of_ranks):
+            broadcast_folder(best, of_ranks.index(True), self.writes and not has_it)
+        return best
 
     def _check_random_numbers(self, folder: Path, ranks_then: int) -> None:
         """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
@@ -343,7 +370,7 @@ class CheckpointedTrainer(Trainer):
         """
         if not self.state.best_global_step:
             return
-        best, is_main = folder.with_name(f"checkpoint-{self.state.best_global_step}"), self.args.process_index == 0
+        best, is_main = self.bring_best(folder), self.args.process_index == 0
         if not best.is_dir():
             best = Path(TrainerState.load_from_json(str(folder / STATE_FILE)).best_model_checkpoint)
         try:
@@ -651,6 +678,7 @@ def make_trainer(
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(log.folder / "tensorboard")  # Transformers takes it from here only
     arguments = training_arguments(run, log.folder / "checkpoints")
     arguments.run_name = log.run_name
+    arguments.save_on_each_node = len(log.results.hosts) > 1
     callbacks: list[TrainerCallback] = [ProgressReport(rank, run.log_format)]
     if run.early_stopping_patience:
         callbacks.append(EarlyStoppingCallback(run.early_stopping_patience))

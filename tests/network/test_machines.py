@@ -7,12 +7,10 @@ Where these are not allowed, two processes on loopback stand in for them.
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -21,13 +19,12 @@ from accelerate.utils.other import get_free_port
 
 from common.base.command_line import BAD_INPUT_EXIT_CODE
 from common.base.paths import REPOSITORY
-from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.membership import LOST_MEMBER_EXIT_CODE
 from common.runtime.rendezvous import PORT
 from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, namespaces, virtual_network
 from common.training.replicas import WEIGHTS_FILE
-from tests.forked import Forked
-from tests.network.virtual_links import cut, join, namespaces_refused
+from tests.network.virtual_links import cut, join
+from tests.network.workers import END_S, RUN_S, START_S, Place, Worker, needs_hosts, wait_until
 
 SCRIPT = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"
 DATA = REPOSITORY / "assets" / "chat_summaries"
@@ -38,108 +35,27 @@ RUN = ("--train_rows", "65", "--validation_rows", "17", "--test_rows", "5", "--r
        "--save_steps", "1", "--partitions", f"{PARTITIONS}", "--run_name", "test")  # fmt: skip
 JOIN_S = 30
 """How long members wait for each other, unless a test says otherwise: they come some seconds apart."""
-START_S = 60
-"""How long a process may take to come so far that it joins, on a busy machine."""
-RUN_S = 120
-"""How long the rest of a whole run may take."""
-END_S = 10
-"""How long everyone may take to end after one has gone."""
-
-refusal = namespaces_refused()
-needs_hosts = pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: {refusal}")
 
 
-@dataclass(frozen=True)
-class Worker:
-    """A process of the workflow, or of what starts it."""
-
-    process: Forked | subprocess.Popen[bytes]
-    disk: Path
-
-    @property
-    def output(self) -> str:
-        return (self.disk / "log").read_text(errors="replace")
-
-    @property
-    def error(self) -> str:
-        """The one sentence that it ended with."""
-        errors = [line for line in self.output.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1, self.output
-        assert "Traceback" not in self.output
-        return errors[0]
-
-    @property
-    def results(self) -> Path:
-        return self.disk / "results" / "test"
-
-    @property
-    def record(self) -> Record:
-        return load_record(self.results / RECORD_NAME)
-
-    def has_said(self, text: str) -> bool:
-        return text in self.output
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Those that it has kept itself, after the last step."""
-        folder = self.results / "checkpoints" / f"checkpoint-{STEPS}"
-        return torch.load(folder / WEIGHTS_FILE, weights_only=True)["model"]
+def summarizing(folder: Path, model: str, network: VirtualNetwork | None = None) -> Place:
+    """Where the workflow of machines runs, with the tiny model."""
+    return Place(folder, SCRIPT, (*RUN, "--model", model), network)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where workers run: on the hosts of a network, or without one on this machine."""
+def start_all(place: Place, count: int, *overrides: str) -> list[Worker]:
+    """One member on each host, which meet at the first one."""
+    return [place.start(rank, *static(rank, count), *overrides) for rank in range(count)]
 
-    folder: Path
-    model: str
-    network: VirtualNetwork | None = None
-    workers: list[Worker] = field(default_factory=list)
 
-    def start(
-        self,
-        host: int,
-        *overrides: str,
-        launcher: Sequence[str] = (sys.executable,),
-        is_forked: bool = True,
-        **environment: str,
-    ) -> Worker:
-        """Start a worker as a fork; or as a process that begins anew, with this environment from its first line."""
-        disk = self.folder / f"disk{len(self.workers)}"
-        disk.mkdir()
-        command = [*launcher, SCRIPT.name, *RUN, "--model", self.model, "--results_root", str(disk), *overrides]
-        around = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
-        on = self.network.hosts[host] if self.network else None
-        (disk / "log").touch()
-        process = (
-            Forked(command, SCRIPT.parent, around, disk / "log", on)
-            if is_forked
-            else on.start(command, disk / "log", around, SCRIPT.parent)
-        )
-        self.workers.append(Worker(process, disk))
-        return self.workers[-1]
-
-    def start_all(self, count: int, *overrides: str) -> list[Worker]:
-        """One member on each host, which meet at the first one."""
-        return [self.start(rank, *static(rank, count), *overrides) for rank in range(count)]
-
-    def finish(self, within_s: float) -> list[int]:
-        """Every worker's exit code; all end in time, and leave no process behind."""
-        wait_until(lambda: all(worker.process.poll() is not None for worker in self.workers), within_s, self.workers)
-        if self.network:
-            hosts = self.network.hosts
-            wait_until(lambda: not any(host.processes() for host in hosts), END_S, self.workers)
-        return [worker.process.returncode for worker in self.workers]
+def weights(worker: Worker) -> dict[str, torch.Tensor]:
+    """Those that it has kept itself, after the last step."""
+    folder = worker.results / "checkpoints" / f"checkpoint-{STEPS}"
+    return torch.load(folder / WEIGHTS_FILE, weights_only=True)["model"]
 
 
 def static(rank: int, count: int, master: str = MASTER, join_s: float = JOIN_S) -> tuple[str, ...]:
     """The options of a static address."""
     return ("--master", master, "--machines", str(count), "--machine_rank", str(rank), "--join_timeout_s", str(join_s))
-
-
-def wait_until(is_so: Callable[[], bool], within_s: float, workers: Sequence[Worker]) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, "\n\n".join(worker.output for worker in workers)
-        time.sleep(0.05)
 
 
 def wait_for_step(step: int, worker: Worker) -> None:
@@ -152,7 +68,7 @@ def hosts(tmp_path: Path, tiny_summarizer: str) -> Iterator[Callable[..., Place]
     with ExitStack() as stack:
 
         def make(count: int, **link: float) -> Place:
-            return Place(tmp_path, tiny_summarizer, stack.enter_context(virtual_network(count, **link)))
+            return summarizing(tmp_path, tiny_summarizer, stack.enter_context(virtual_network(count, **link)))
 
         yield make
     assert not [name for name in namespaces() if f"-{os.getpid()}-" in name]
@@ -161,7 +77,7 @@ def hosts(tmp_path: Path, tiny_summarizer: str) -> Iterator[Callable[..., Place]
 @pytest.fixture(scope="module")
 def loopback(tmp_path_factory: pytest.TempPathFactory, tiny_summarizer: str) -> list[Worker]:
     """Two processes of this machine with the rows of three, which have finished."""
-    place, master = Place(tmp_path_factory.mktemp("loopback"), tiny_summarizer), f"127.0.0.1:{get_free_port()}"
+    place, master = summarizing(tmp_path_factory.mktemp("loopback"), tiny_summarizer), f"127.0.0.1:{get_free_port()}"
     for rank in range(2):
         place.start(0, *static(rank, 2, master))
     assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]
@@ -175,11 +91,11 @@ def check_finished(workers: Sequence[Worker], like: Worker) -> None:
         assert [step for step, _ in first[kind]] == list(range(1, STEPS + 1))
         assert first[kind] == [[step, pytest.approx(loss, rel=1e-5)] for step, loss in reference[kind]]
     assert first["effective_batch_size"] == reference["effective_batch_size"] == 4 * PARTITIONS
-    learnt, expected = workers[0].weights(), like.weights()
+    learnt, expected = weights(workers[0]), weights(like)
     for worker in workers:
         assert worker.record["status"] == "completed"
         assert (worker.results / "model" / "model.safetensors").is_file()
-        own = worker.weights()
+        own = weights(worker)
         assert own.keys() == learnt.keys() == expected.keys()
         for name, weight in learnt.items():
             assert torch.equal(own[name], weight)
@@ -209,7 +125,7 @@ def test_two_processes_on_loopback_train_one_model(loopback: list[Worker]) -> No
 @pytest.mark.slow
 def test_three_hosts_train_the_model_of_one(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     place = hosts(3)
-    place.start_all(3)
+    start_all(place, 3)
     assert place.finish(START_S + RUN_S) == [0, 0, 0], [worker.output for worker in place.workers]
     check_finished(place.workers, like=loopback[0])
     assert [share["host"] for share in place.workers[1].record["world"]] == ["machine0", "machine1", "machine2"]
@@ -219,7 +135,7 @@ def test_three_hosts_train_the_model_of_one(hosts: Callable[..., Place], loopbac
 @pytest.mark.slow
 def test_a_link_that_is_away_for_20_s_delays_the_run(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     place = hosts(2)
-    first, second = place.start_all(2)
+    first, second = start_all(place, 2)
     wait_for_step(5, first)
     cut(place.network, place.network.hosts[1])
     time.sleep(20)
@@ -277,7 +193,7 @@ def test_two_hosts_go_on_when_torchrun_loses_the_third(hosts: Callable[..., Plac
 @pytest.mark.parametrize(("count", "lost"), [(2, 0), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_a_killed_host_ends_the_others(hosts: Callable[..., Place], count: int, lost: int) -> None:
     place = hosts(count)
-    members = place.start_all(count)
+    members = start_all(place, count)
     wait_for_step(5, members[0])
     place.network.hosts[lost].kill()
     place.finish(END_S)
@@ -292,7 +208,7 @@ def test_a_killed_host_ends_the_others(hosts: Callable[..., Place], count: int, 
 @pytest.mark.slow
 def test_a_host_that_falls_silent_ends_the_others_in_time(hosts: Callable[..., Place]) -> None:
     place = hosts(2)
-    members = place.start_all(2, "--step_timeout_s", "5")
+    members = start_all(place, 2, "--step_timeout_s", "5")
     wait_for_step(5, members[0])
     cut(place.network, place.network.hosts[1])  # for good
     assert place.finish(5 + END_S) == [LOST_MEMBER_EXIT_CODE] * 2
@@ -386,7 +302,7 @@ def test_a_host_with_another_library_is_refused_on_every_host(hosts: Callable[..
 
 
 def test_a_world_of_one_has_nobody_to_average_with(tmp_path: Path, tiny_summarizer: str) -> None:
-    place = Place(tmp_path, tiny_summarizer)
+    place = summarizing(tmp_path, tiny_summarizer)
     place.start(0, *static(0, 1))
     place.finish(START_S)
     check_refused(place.workers, "There is a world of 1 (--master)", "start more machines")

@@ -15,7 +15,7 @@ from common.base.run_folders import literal_of, workflows_of
 from common.checks.inputs import check_folder, check_inputs
 from common.hardware.devices import device_name
 from common.planning.device_maps import whole_model_on
-from common.runtime.launchers import stream_command
+from common.runtime.launchers import ranks_command, stream_command
 from common.runtime.rank import check_gpus, check_world, leave_deepspeed_to_the_run, start_rank, threads_per_rank
 from tests.forked import run_forked
 
@@ -32,6 +32,20 @@ def test_more_ranks_than_devices_asked_for_is_refused(run_config: RunConfig, mon
         check_world(replace(run_config, parallel="ddp", devices=2))
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_world(replace(run_config, parallel="ddp", devices=2))
+
+
+def test_another_number_of_machines_is_refused_with_the_command_of_each(
+    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = replace(run_config, parallel="ddp", devices=4, nodes=2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(BadInputError, match=r"2 machine.*, but 1 started.*--nnodes 2 --nproc_per_node 2 .*--nodes 1"):
+        check_world(run)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    check_world(run)
+    with pytest.raises(BadInputError, match=r"each of them run `torchrun --nnodes 2 --nproc_per_node 2 .* script.py`"):
+        ranks_command(run, "script.py", [])
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,8 @@ from torch.distributed import HashStore
 
 from common.base.errors import BadInputError, LeftBehindError
 from common.base.run_config import RunConfig
-from common.runtime.membership import (
-    Member,
-    World,
-    check_members_agree,
-    in_time,
-    member_of,
-    roll_call,
-    use_interface_to,
-)
+from common.runtime.machines import Member, check_members_agree, member_of, use_interface_to
+from common.runtime.membership import World, in_time, roll_call
 from common.runtime.rendezvous import Meeting
 from common.training import replicas
 from common.training.replicas import check_same_weights
@@ -30,8 +23,7 @@ ROWS = [{"text": "a", "summary": "b"}]
 
 
 def member(rank: int, **changes: object) -> Member:
-    meeting = Meeting("10.0.0.1", 29500, rank, 3, "a test")
-    return replace(member_of(meeting, RUN, ROWS), host=f"host{rank}", **changes)
+    return replace(member_of(rank, RUN, ROWS), host=f"host{rank}", **changes)
 
 
 def call(store: HashStore, ranks: list[int], world_size: int, within_s: float = 5.0) -> list[World | BadInputError]:
@@ -89,6 +81,7 @@ def test_without_the_first_member_nobody_waits_for_ever() -> None:
     [
         ({"rows": 2}, "rank 0 (host0) has rows 1, but rank 2 (host2) has 2;"),
         ({"data": "abc"}, "but rank 2 (host2) has abc;"),
+        ({"code": "abc"}, "has code "),
         ({"versions": {}}, "but rank 2 (host2) has python missing, torch missing"),
         ({"settings": {**member(0).settings, "seed": 7}}, "has settings seed 42, but rank 2 (host2) has seed 7;"),
     ],
@@ -103,9 +96,9 @@ def test_places_may_differ() -> None:
     run = replace(
         RUN, model="~/mine", data="/data", results_root="/scratch", resume_from_checkpoint="/old/checkpoint-4"
     )
-    there = member_of(Meeting("10.0.0.1", 29500, 1, 3, "a test"), run, ROWS)
+    there = member_of(1, run, ROWS)
     check_members_agree([member(0), there])
-    otherwise = member_of(Meeting("10.0.0.1", 29500, 1, 3, "a test"), replace(run, seed=7), ROWS)
+    otherwise = member_of(1, replace(run, seed=7), ROWS)
     with pytest.raises(BadInputError, match=r"has settings seed 42, but .* has seed 7;"):
         check_members_agree([member(0), otherwise])
 
@@ -139,6 +132,6 @@ def test_gloo_and_nccl_use_the_interface_to_the_master(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, "")  # so that it is put back afterwards
         monkeypatch.delenv(name)
     os.environ.update(own)
-    use_interface_to(Meeting("127.0.0.1", 29400, 0, 2, "a test"))
+    use_interface_to("127.0.0.1", 29400)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_SOCKET_IFNAME"] == own.get("NCCL_SOCKET_IFNAME", "lo")

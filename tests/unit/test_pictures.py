@@ -104,6 +104,27 @@ def test_a_table_and_a_folder_of_pictures_are_read(tmp_path: Path) -> None:
     assert len(splits.train) + len(splits.validation) + len(splits.test) == 3
 
 
+def test_questions_about_one_picture_come_into_one_split(tmp_path: Path) -> None:
+    rows = []
+    for number in range(20):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+        rows += [{"image": f"{number}.png", "question": f"{each}?", "answer": "A"} for each in range(3)]
+    splits = load_splits(write(tmp_path, rows))
+    shown = [{row["picture"] for row in split} for split in (splits.train, splits.validation, splits.test)]
+    assert [len(each) for each in shown] == [16, 2, 2]
+    assert len(set.union(*shown)) == 20
+
+
+def test_rows_about_too_few_pictures_are_divided_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw(tmp_path / "0.png")
+    rows = [{"image": "0.png", "question": f"{each}?", "answer": "A"} for each in range(30)]
+    splits = load_splits(write(tmp_path, rows))
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (24, 3, 3)
+    assert "has 1 different pictures, so that what is held out has pictures of training" in capsys.readouterr().out
+
+
 def test_pictures_within_a_parquet_file_stay_as_they_are(tmp_path: Path) -> None:
     stream = io.BytesIO()
     Image.new("RGB", (8, 8), (1, 2, 3)).save(stream, "PNG")

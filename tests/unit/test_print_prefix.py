@@ -22,6 +22,10 @@ def test_prefix_names_rank_and_device(rank: int, device: str, prefix: str) -> No
     assert rank_prefix(rank, device) == prefix
 
 
+def test_of_several_machines_the_name_stands_in_front() -> None:
+    assert rank_prefix(9, "cuda:1", "machine2") == "[machine2:RANK9:GPU1]"
+
+
 def printed(capsys: pytest.CaptureFixture[str], *calls: tuple[tuple[object, ...], dict[str, object]]) -> str:
     with printing_with_prefix("[P]"):
         for objects, options in calls:

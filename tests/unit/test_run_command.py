@@ -1,6 +1,7 @@
 """The command that the planner's answer ends with is the plan's own, by the folder's own parser."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -90,12 +91,33 @@ def test_a_plan_that_no_folder_takes_says_why() -> None:
     (plan,) = plans_of("--model qwen2.5-7b --gpu a6000 --gpus 2 --technique lora --parallel mp")
     with pytest.raises(BadInputError, match="none does lora with mp"):
         run_command(plan, "qwen2.5-7b")
-    many = plans_of("--model qwen2.5-7b --gpu h100 --gpus 16 --nodes 2 --technique lora")[0]
-    with pytest.raises(BadInputError, match="one machine, not on several"):
-        run_command(many, "qwen2.5-7b")
     headed = plans_of("--model roberta-large --gpu a6000 --seq-len 128 --technique full")[0]
     with pytest.raises(BadInputError, match="with --classes it is a classifier"):
         run_command(headed, "roberta-large")
+
+
+@pytest.mark.parametrize(
+    ("question", "started"),
+    [
+        (
+            "--gpu a6000 --gpus 8 --nodes 2 --technique lora --parallel ddp --batch-size 14",
+            "2.2_lora_finetuning_with_ddp/run_3_2nodes_a6000_48g_x4 of each machine torchrun --nnodes 2 "
+            "--nproc_per_node 4 --rdzv_backend c10d",
+        ),
+        (
+            "--gpu a100-80g --gpus 16 --nodes 2 --technique full --parallel fsdp --dp-replicate-size 2",
+            "2.6_full_finetuning_with_fsdp/run_4_2nodes_a100_80g_x8 of each machine torchrun --nnodes 2 "
+            "--nproc_per_node 8",
+        ),
+    ],
+)
+def test_a_plan_for_several_machines_has_the_command_of_each(question: str, started: str) -> None:
+    command = run_command(plans_of(f"--model qwen2.5-7b --seq-len 1024 {question}")[0], "qwen2.5-7b")
+    assert command.startswith(f"in {started}")
+    folder, _, options = command.removeprefix("in ").partition(" of each machine ")
+    run = run_of_folder(Path(folder), shlex.split(options.partition(".py")[2]))
+    assert run.ranks_per_node == int(re.search(r"--nproc_per_node (\d+)", options)[1])
+    assert run.nodes == int(re.search(r"--nnodes (\d+)", options)[1])
 
 
 def test_where_the_first_plan_has_no_command_the_next_one_s_stands_there() -> None:

@@ -148,6 +148,9 @@ ON_GPUS = {"device": "cuda", "gpu": "RTX A6000 48GB"}
         ({**PIPELINE, "precision": "fp16-mixed"}, "precision is fp16-mixed, which pp does not scale losses for"),
         ({**PIPELINE, "gradient_checkpointing": True, "use_reentrant": True}, "leave --use_reentrant out"),
         ({"target_modules": "all"}, "target_modules is all, but adapters stand beside linear layers"),
+        ({"parallel": "ddp", "devices": 3, "nodes": 2}, "cannot be spread evenly over 2 nodes: pass --devices 4"),
+        ({"nodes": 2}, "nodes is 2, which is for several ranks"),
+        ({"parallel": "ddp", "devices": 2, "link": "ethernet-25"}, "link is ethernet-25, which is for several mach"),
         (
             {"task": "visual_questions", "precision": "fp16-mixed", "freeze_vision_tower": False, "device": "cuda"},
             "freeze_vision_tower is False, but precision is fp16-mixed, where LoRA keeps the model in fp16",

@@ -1,5 +1,6 @@
 """Sibling run folders are copies but for the literal, and what follows from it."""
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -70,6 +71,23 @@ def test_a_new_gpu_is_a_copied_folder_and_an_edited_literal(copied: Path) -> Non
     parameters = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
     assert "devices = 8" in parameters
     assert "per_device_train_batch_size = 6  # rows per rank and step" in parameters
+
+
+def test_a_folder_for_several_machines_has_the_commands_of_each(copied: Path) -> None:
+    new = copied / TECHNIQUE / "run_3_mine"
+    shutil.copytree(copied / TECHNIQUE / "run_1_a6000_48g_x2", new)
+    literal = (new / WORKFLOW).read_text().replace("run_1_a6000_48g_x2", "run_3_mine")
+    (new / WORKFLOW).write_text(literal.replace("devices=2", "devices=6, nodes=3"))
+    for _ in range(2):  # what is written is no change any more
+        stale = stale_files(copied)
+        for path, content in stale.items():
+            path.write_text(content)
+    assert not stale
+    docstring = ast.get_docstring(ast.parse((new / WORKFLOW).read_text()))
+    assert "torchrun --nnodes 3 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \\\n" in docstring
+    assert "--machine_rank 0 --main_process_ip ADDRESS \\\n" in docstring
+    config = yaml.safe_load((new / "my_accelerate_config.yaml").read_text())
+    assert (config["num_machines"], config["num_processes"], config["main_process_port"]) == (3, 6, 29500)
 
 
 def test_processes_of_several_machines_stay_one_each() -> None:

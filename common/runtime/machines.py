@@ -1,0 +1,109 @@
+"""Several machines that work on one run: what each says of itself, whether all agree, and the network between them."""
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import version
+
+import psutil
+
+from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
+from common.base.run_config import RunConfig
+
+COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
+OWN_SETTINGS = ("model", "data", "resume_from_checkpoint", "results_root")  # paths may differ between machines
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank says of its machine; all but rank and host must be the same everywhere.
+
+    Attributes:
+        rows: Training rows of the whole data, before they are divided.
+        data: A digest of the rows.
+        code: A digest of this repository's modules.
+        versions: Of Python and the packages that compute.
+        settings: The run's, except for its paths.
+    """
+
+    rank: int
+    host: str
+    rows: int
+    data: str
+    code: str
+    versions: Mapping[str, str]
+    settings: Mapping[str, object]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+def member_of(rank: int, run: RunConfig, rows: Sequence[Mapping[str, object]]) -> Member:
+    """Return what this process says of its machine; `rows` are the training rows that it has read."""
+    return Member(
+        rank=rank,
+        host=socket.gethostname(),
+        rows=len(rows),
+        data=sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12],
+        code=digest_of_code(run),
+        versions={"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}},
+        settings={name: value for name, value in run.to_dict().items() if name not in OWN_SETTINGS},
+    )
+
+
+def digest_of_code(run: RunConfig) -> str:
+    """Return 12 hexadecimal digits of the modules that the run executes: those of `common` and of its folder."""
+    digest = sha256()
+    for path in sorted([*REPOSITORY.glob("common/**/*.py"), *(REPOSITORY / run.run_folder).glob("*.py")]):
+        digest.update(str(path.relative_to(REPOSITORY)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def check_members_agree(members: Sequence[Member]) -> None:
+    """Refuse machines that would not train one model on one set of rows; everyone sees the same list.
+
+    Raises:
+        BadInputError: With the names and both values.
+    """
+    first = members[0]
+    for other in members[1:]:
+        for what in ("versions", "code", "settings", "rows", "data"):
+            mine, theirs = _different(getattr(first, what), getattr(other, what))
+            if mine != theirs:
+                raise BadInputError(
+                    f"Machines differ: {first} has {what} {mine}, but {other} has {theirs}; give all the same."
+                )
+
+
+def _different(mine: object, theirs: object) -> tuple[object, object]:
+    """Return of two dictionaries what differs, and other values as they are."""
+    if not isinstance(mine, Mapping) or not isinstance(theirs, Mapping):
+        return mine, theirs
+    names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+    return tuple(", ".join(f"{name} {side.get(name, 'missing')}" for name in names) for side in (mine, theirs))
+
+
+def use_interface_to(address: str, port: int) -> None:
+    """Let gloo and NCCL use the network interface by which `address` is reached: gloo would take the host name's."""
+    variables = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
+    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing, but chooses the route
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == own for each in addresses):
+            os.environ |= dict.fromkeys(variables, name)
+            return
+
+
+def nodes_command(nodes: int, ranks_per_node: int) -> list[str]:
+    """Return what starts the ranks of one of several machines, without the script: the same on each of them."""
+    return [
+        "torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(ranks_per_node),
+        "--rdzv_backend", "c10d", "--rdzv_endpoint", "ADDRESS:29400",
+    ]  # fmt: skip

@@ -1,0 +1,139 @@
+"""Runs of 2.2 and 2.6 over several machines, a torchrun on each: equal to one device, or refused on every machine."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from common.base.paths import REPOSITORY
+from common.records.store import RECORD_NAME, Record, load_record
+from common.runtime.virtual_hosts import VirtualHost, virtual_network
+from tests.network.workers import RUN_S, START_S, Place, Worker, needs_hosts
+
+LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "my_workflow_lora_finetuning.py"
+FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1" / "my_workflow_full_finetuning.py"
+DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2" / "my_workflow_lora_finetuning_with_ddp.py"
+FSDP = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2" / "my_workflow_full_finetuning_with_fsdp.py"
+
+STEPS = 5
+SAME = ("--train_rows", "33", "--validation_rows", "9", "--test_rows", "1", "--independent_judge", "none",
+        "--max_new_tokens", "1", "--report_to", "none", "--learning_rate_scaling", "none", "--optimizer", "sgd",
+        "--learning_rate", "0.003", "--warmup_steps", "0", "--max_steps", f"{STEPS}", "--eval_steps", "0.2",
+        "--save_steps", "1", "--run_name", "test")  # fmt: skip
+NO_DROPOUT = ("--lora_dropout", "0")
+GLOBAL_BATCH = 8
+pytestmark = needs_hosts
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[..., Place]]:
+    """Make virtual hosts, and say what runs on them."""
+    with ExitStack() as stack:
+
+        def make(count: int, script: Path, *settings: str) -> Place:
+            return Place(tmp_path, script, (*SAME, *settings), stack.enter_context(virtual_network(count)))
+
+        yield make
+
+
+def torchrun(host: VirtualHost, nodes: int, ranks: int) -> list[str]:
+    """What starts one host's ranks; forks of the tests do not find hosts by their names, and so are told."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc_per_node", str(ranks),
+        "--rdzv_backend", "c10d", "--rdzv_endpoint", "10.77.0.1:29400", "--local_addr", host.address,
+        "--rdzv_conf", f"is_host={int(host.number == 0)}",
+    ]  # fmt: skip
+
+
+def start_all(place: Place, ranks: int, *overrides: str, nodes: int = 0) -> list[Worker]:
+    """So many ranks on each host, which share the global batch."""
+    hosts = place.network.hosts
+    world = len(hosts) * ranks
+    size = ("--devices", f"{world}", "--nodes", f"{nodes or len(hosts)}", "--batch_size", f"{GLOBAL_BATCH // world}")
+    return [place.start(host.number, *size, *overrides, launcher=torchrun(host, len(hosts), ranks)) for host in hosts]
+
+
+def one_device(folder: Path, script: Path, *settings: str) -> Worker:
+    """The same steps on one device."""
+    place = Place(folder, script, (*SAME, *settings, "--batch_size", f"{GLOBAL_BATCH}"))
+    worker = place.start(0)
+    assert place.finish(START_S + RUN_S) == [0], worker.output
+    return worker
+
+
+def check_equal(results: Path, record: Record, one: Worker) -> None:
+    """Losses of all steps and validations, and the weights that were saved."""
+    for kind in ("training_losses", "validation_losses"):
+        assert record[kind] == [[step, pytest.approx(loss, rel=1e-5)] for step, loss in one.record[kind]]
+        assert len(record[kind]) == STEPS
+    assert record["effective_batch_size"] == one.record["effective_batch_size"] == GLOBAL_BATCH
+    assert record["checkpoints"]["best"] == one.record["checkpoints"]["best"]
+    name = "adapter/adapter_model.safetensors" if (one.results / "adapter").is_dir() else "model/model.safetensors"
+    mine, theirs = load_file(one.results / name), load_file(results / name)
+    assert mine.keys() == theirs.keys()
+    for weight in mine:
+        assert (mine[weight] - theirs[weight]).abs().max() < 1e-5
+
+
+def test_ddp_on_two_machines_with_a_disk_each_is_one_device(hosts: Callable[..., Place], tmp_path: Path) -> None:
+    place = hosts(2, DDP, *NO_DROPOUT)
+    first, second = start_all(place, 1)
+    assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]
+    assert first.has_said("results and checkpoints are on each machine's own disk")
+    assert second.has_said("[host1:RANK1:CPU] memory: ")
+    check_equal(first.results, first.record, one_device(tmp_path / "one", LORA, *NO_DROPOUT))
+    assert [(share["rank"], share["host"]) for share in first.record["world"]] == [(0, "machine0"), (1, "machine1")]
+    assert second.record["status"] == "completed"
+    for path in (f"checkpoints/checkpoint-{STEPS}/optimizer.pt", "merged/model.safetensors", "adapter"):
+        assert (second.results / path).exists()
+
+
+@pytest.mark.parametrize(
+    "copies", [pytest.param("1", marks=pytest.mark.slow), "2"], ids=["one model", "a copy on each machine"]
+)
+def test_shards_on_two_machines_of_two_are_one_device(hosts: Callable[..., Place], tmp_path: Path, copies: str) -> None:
+    place = hosts(2, FSDP, "--results_root", str(tmp_path / "shared"))
+    workers = start_all(place, 2, "--dp_replicate_size", copies, "--results_root", str(tmp_path / "shared"))
+    assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]
+    assert workers[0].has_said("results and checkpoints are on one disk, which all machines share")
+    results = tmp_path / "shared" / "results" / "test"
+    record = load_record(results / RECORD_NAME)
+    check_equal(results, record, one_device(tmp_path / "one", FULL))
+    assert [share["host"] for share in record["world"]] == ["machine0"] * 2 + ["machine1"] * 2
+
+
+def test_shards_on_a_disk_each_are_refused_on_every_machine(hosts: Callable[..., Place]) -> None:
+    place = hosts(2, FSDP)
+    workers = start_all(place, 1)
+    codes = place.finish(START_S)
+    for worker, code in zip(workers, codes, strict=True):
+        assert code
+        assert "With fsdp a checkpoint has a part of every rank, but host0 and host1 each see another disk" in (
+            worker.output
+        )
+        assert not list(worker.disk.glob("results/test*"))
+
+
+def test_machines_that_differ_are_refused_on_every_machine(hosts: Callable[..., Place]) -> None:
+    place = hosts(2, DDP)
+    first, second = place.network.hosts
+    size = ("--devices", "2", "--nodes", "2")
+    place.start(0, *size, launcher=torchrun(first, 2, 1))
+    place.start(1, *size, "--learning_rate", "0.004", launcher=torchrun(second, 2, 1))
+    assert all(place.finish(START_S))
+    for worker in place.workers:
+        assert "rank 0 (host0) has settings learning_rate 0.003, but rank 1 (host1) has learning_rate 0.004" in (
+            worker.output
+        )
+
+
+def test_another_number_of_machines_is_refused_with_the_command(hosts: Callable[..., Place]) -> None:
+    place = hosts(2, DDP)
+    workers = start_all(place, 1, nodes=1)
+    assert all(place.finish(START_S))
+    for worker in workers:
+        assert "asks for 2 ranks on 1 machine(s), but 2 started" in worker.output
+        assert "pass --nodes 2" in worker.output
