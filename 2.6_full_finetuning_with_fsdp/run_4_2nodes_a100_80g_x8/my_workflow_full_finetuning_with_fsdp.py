@@ -49,7 +49,6 @@ RUN = RunConfig(
     learning_rate=1e-5,
     learning_rate_scaling="sqrt",  # (3)
     per_device_eval_batch_size=8,
-    gradient_checkpointing=True,  # without it rows of 1,024 tokens do not fit
 )
 
 

@@ -3,14 +3,21 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from common.base.paths import REPOSITORY
+from common.checks.folder_runs import run_of_folder
+from common.planning.architectures import read_architecture
+from common.planning.job import BatchShape
+from common.planning.run_jobs import job_of_run
+from common.planning.time_plan import traffic
 from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.virtual_hosts import VirtualHost, virtual_network
+from tests.network.virtual_links import sent_bytes
 from tests.network.workers import RUN_S, START_S, Place, Worker, needs_hosts
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "my_workflow_lora_finetuning.py"
@@ -39,21 +46,27 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Place]]:
         yield make
 
 
-def torchrun(host: VirtualHost, nodes: int, ranks: int) -> list[str]:
+def torchrun(host: VirtualHost, nodes: int, ranks: int, max_restarts: int = 0) -> list[str]:
     """What starts one host's ranks; forks of the tests do not find hosts by their names, and so are told."""
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc_per_node", str(ranks),
         "--rdzv_backend", "c10d", "--rdzv_endpoint", "10.77.0.1:29400", "--local_addr", host.address,
-        "--rdzv_conf", f"is_host={int(host.number == 0)}",
+        "--rdzv_conf", f"is_host={int(host.number == 0)}", "--max_restarts", str(max_restarts),
     ]  # fmt: skip
 
 
-def start_all(place: Place, ranks: int, *overrides: str, nodes: int = 0) -> list[Worker]:
+def start_all(
+    place: Place, ranks: int, *overrides: str, nodes: int = 0, max_restarts: int = 0, **environment: str
+) -> list[Worker]:
     """So many ranks on each host, which share the global batch."""
     hosts = place.network.hosts
     world = len(hosts) * ranks
     size = ("--devices", f"{world}", "--nodes", f"{nodes or len(hosts)}", "--batch_size", f"{GLOBAL_BATCH // world}")
-    return [place.start(host.number, *size, *overrides, launcher=torchrun(host, len(hosts), ranks)) for host in hosts]
+    launchers = [torchrun(host, len(hosts), ranks, max_restarts) for host in hosts]
+    return [
+        place.start(host.number, *size, *overrides, launcher=launcher, **environment)
+        for host, launcher in zip(hosts, launchers, strict=True)
+    ]
 
 
 def one_device(folder: Path, script: Path, *settings: str) -> Worker:
@@ -91,6 +104,20 @@ def test_ddp_on_two_machines_with_a_disk_each_is_one_device(hosts: Callable[...,
         assert (second.results / path).exists()
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_lost_is_started_again_on_all_machines(hosts: Callable[..., Place], tmp_path: Path) -> None:
+    """After the newest checkpoint that each machine's own disk has, by `--max_restarts`."""
+    longer = ("--max_steps", "12", "--eval_steps", "0.084")
+    place = hosts(2, DDP, *NO_DROPOUT, *longer)
+    fault = f"kill rank=1 step=7 point=batch once={tmp_path / 'once'}"
+    first, second = start_all(place, 1, max_restarts=1, FAULT=fault)
+    assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]
+    assert first.has_said("resumes after step 6, from checkpoint-6")
+    one = one_device(tmp_path / "one", LORA, *NO_DROPOUT, *longer)
+    assert first.record["training_losses"][-1] == [12, pytest.approx(one.record["training_losses"][-1][1], rel=1e-5)]
+    assert first.record["training_losses"] == second.record["training_losses"]
+
+
 @pytest.mark.parametrize(
     "copies", [pytest.param("1", marks=pytest.mark.slow), "2"], ids=["one model", "a copy on each machine"]
 )
@@ -105,6 +132,7 @@ def test_shards_on_two_machines_of_two_are_one_device(hosts: Callable[..., Place
     assert [share["host"] for share in record["world"]] == ["machine0"] * 2 + ["machine1"] * 2
 
 
+@pytest.mark.slow
 def test_shards_on_a_disk_each_are_refused_on_every_machine(hosts: Callable[..., Place]) -> None:
     place = hosts(2, FSDP)
     workers = start_all(place, 1)
@@ -130,6 +158,7 @@ def test_machines_that_differ_are_refused_on_every_machine(hosts: Callable[..., 
         )
 
 
+@pytest.mark.slow
 def test_another_number_of_machines_is_refused_with_the_command(hosts: Callable[..., Place]) -> None:
     place = hosts(2, DDP)
     workers = start_all(place, 1, nodes=1)
@@ -137,3 +166,27 @@ def test_another_number_of_machines_is_refused_with_the_command(hosts: Callable[
     for worker in workers:
         assert "asks for 2 ranks on 1 machine(s), but 2 started" in worker.output
         assert "pass --nodes 2" in worker.output
+
+
+@pytest.mark.slow
+def test_between_copies_gradients_alone_cross_the_network(tmp_path: Path) -> None:
+    """What hosts send in ten steps: the difference of a longer and a shorter run, which start and end alike."""
+    plain_bytes, hybrid_bytes = (sent_per_step(tmp_path / copies, copies) for copies in ("1", "2"))
+    run = replace(run_of_folder(FSDP.parent, []), devices=4, dp_replicate_size=2, nodes=2)
+    _, of_rank = traffic(read_architecture(run.model), job_of_run(run, BatchShape(2, 64, 63)))
+    assert hybrid_bytes == pytest.approx(2 * of_rank, rel=0.05)  # two ranks on each host, and TCP's own bytes
+    assert hybrid_bytes < 0.5 * plain_bytes
+
+
+def sent_per_step(folder: Path, copies: str) -> float:
+    """Return the bytes that the fuller link carries per step away from its host."""
+    sent = []
+    for steps in (4, 14):
+        with virtual_network(2) as network:
+            root = folder / f"{steps}"
+            place = Place(root, FSDP, SAME, network)
+            counts = ("--max_steps", f"{steps}", "--eval_steps", "1.0", "--save_steps", "0", "--train_rows", "200")
+            start_all(place, 2, "--dp_replicate_size", copies, "--results_root", str(root / "shared"), *counts)
+            assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]
+            sent.append([sent_bytes(host) for host in network.hosts])
+    return max((more - fewer) / 10 for fewer, more in zip(*sent, strict=True))

@@ -1,9 +1,10 @@
 """Whether this machine can make virtual hosts, and their links, which a test cuts and joins again."""
 
+import json
 import subprocess
 
 from common.base.errors import BadInputError
-from common.runtime.virtual_hosts import HOSTS, VirtualHost, VirtualNetwork, virtual_network
+from common.runtime.virtual_hosts import HOSTS, INTERFACE, VirtualHost, VirtualNetwork, virtual_network
 
 
 def namespaces_refused() -> str:
@@ -18,6 +19,13 @@ def namespaces_refused() -> str:
 def cut(network: VirtualNetwork, host: VirtualHost) -> None:
     """Take a host's link off the bridge: packets vanish, and neither side is told."""
     subprocess.run(["ip", "-n", network.switch, "link", "set", host.port, "nomaster"], check=True)
+
+
+def sent_bytes(host: VirtualHost) -> int:
+    """Return what a host has sent over its link so far, headers included."""
+    command = ["ip", "-n", host.namespace, "-s", "-j", "link", "show", INTERFACE]
+    (link,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return link["stats64"]["tx"]["bytes"]
 
 
 def join(network: VirtualNetwork, host: VirtualHost) -> None:

@@ -45,7 +45,7 @@ def test_gradient_checkpointing_is_on_only_where_rows_would_not_fit_without(fold
     if checkpoints:
         assert not other.fits
     else:
-        assert other.tokens_per_s < own.tokens_per_s
+        assert other.tokens_per_s <= own.tokens_per_s  # equal where a step waits for the network anyway
 
 
 def test_no_adapter_draws_masks() -> None:
