@@ -1,4 +1,4 @@
-"""What starts 3.2 on Valohai and by SLURM passes their checks, and starts runs that there are."""
+"""What starts runs on Valohai, by SLURM and by SkyPilot passes their checks, and starts runs that there are."""
 
 import os
 import re
@@ -8,13 +8,14 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 from valohai_yaml.objs import Config, Step
 from valohai_yaml.parsing import parse
 
 from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_of
+from common.base.run_folders import literal_of, run_folders
 from common.runtime.rendezvous import meeting_options
 
 YAML = REPOSITORY / "valohai.yaml"
@@ -162,3 +163,80 @@ def test_the_slurm_script_starts_one_process_on_each_of_the_run_folders_machines
     script = "my_workflow_summarization_machines.py"
     assert words[2:] == ["srun", "--label", "python", script, "--num_train_epochs", "1"]
     assert (SLURM.parent / script).is_file()
+
+
+# -- SLURM and SkyPilot, for a torchrun on each of several machines
+
+ON_NODES = [folder for folder, run in run_folders().items() if run.nodes > 1]
+RESUMES = ["--resume_from_checkpoint", "last"]
+"""From the newest checkpoint of the job's own results, or from the beginning where there is none."""
+of_nodes = pytest.mark.parametrize("folder", ON_NODES, ids=lambda folder: folder.name)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder that stands as a run folder does to an environment, in which torchrun only says what it was given."""
+    own, programs = tmp_path / "technique" / "run", tmp_path / ".venv" / "bin"
+    own.mkdir(parents=True)
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text("")
+    (programs / "torchrun").write_text(FAKE.format(name="torchrun", python=sys.executable))
+    (programs / "torchrun").chmod(0o755)
+    return own
+
+
+def started(words: list[str]) -> tuple[dict[str, str], str, list[str]]:
+    """Torchrun's options, the script, and what is passed to it."""
+    script = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    options = words[words.index("torchrun") + 1 : script]
+    return dict(zip(options[::2], options[1::2], strict=True)), words[script], words[script + 1 :]
+
+
+def check_started(folder: Path, words: list[str]) -> list[str]:
+    """The folder's ranks on its machines, which meet at the first one; return what the run is told besides."""
+    options, script, overrides = started(words)
+    run = literal_of(folder)
+    assert (options["--nnodes"], options["--nproc_per_node"]) == (str(run.nodes), str(run.ranks_per_node))
+    assert (options["--rdzv_backend"], options["--rdzv_endpoint"]) == ("c10d", "first:29400")
+    assert options["--rdzv_id"] == "job7"
+    assert (folder / script).is_file()
+    parse_overrides(run, overrides)
+    return overrides
+
+
+@of_nodes
+def test_a_slurm_job_starts_a_torchrun_on_each_machine_and_resumes_when_it_is_queued_again(
+    folder: Path, place: Path, commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = folder / "train.slurm"
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", script.read_text(encoding="utf-8"), re.MULTILINE))
+    run = literal_of(folder)
+    assert (int(asked["nodes"]), int(asked["gpus-per-node"])) == (run.nodes, run.ranks_per_node)
+    assert asked["ntasks-per-node"] == "1"
+    (commands / "scontrol").write_text(
+        '#!/bin/sh\n[ "$1 $2 $3" = "show hostnames first,second" ] && echo first && echo second'
+    )
+    (commands / "scontrol").chmod(0o755)
+    for name, value in (("JOB_NODELIST", "first,second"), ("JOB_NUM_NODES", "2"), ("JOB_ID", "job7")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    command = ["bash", str(script), "--num_train_epochs", "1"]
+    words = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True).stdout.split()
+    assert "srun" in words
+    assert check_started(folder, words) == ["--run_name", "job-job7", *RESUMES, "--num_train_epochs", "1"]
+
+
+@of_nodes
+def test_a_skypilot_job_starts_a_torchrun_on_each_machine_and_resumes_from_the_bucket(
+    folder: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, run = yaml.safe_load((folder / "sky.yaml").read_text(encoding="utf-8")), literal_of(folder)
+    assert task["num_nodes"] == run.nodes
+    assert task["resources"]["accelerators"].endswith(f":{run.ranks_per_node}")
+    assert task["setup"].split() == ["make", "install"]
+    (bucket,) = task["file_mounts"]
+    for name, value in (("NODE_IPS", "first\nsecond"), ("NUM_NODES", "2"), ("TASK_ID", "job7")):
+        monkeypatch.setenv(f"SKYPILOT_{name}", value)
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", str(run.ranks_per_node))
+    block = task["run"].replace(run.run_folder, str(place))
+    words = subprocess.run(["bash", "-c", block], capture_output=True, text=True, check=True).stdout.split()
+    assert check_started(folder, words) == ["--results_root", bucket, "--run_name", "job7", *RESUMES]
