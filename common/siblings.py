@@ -96,7 +96,8 @@ def _module_for(run: RunConfig, source: Path, own: Path) -> str:
     if LITERAL.search(text):
         text = text.replace(_literals(text), _literals(own.read_text(encoding="utf-8")))
     if run.nodes > 1:  # a torchrun on each machine
-        text = re.sub(r'\A"""', 'r"""', text)  # with backslashes at the ends of lines
+        if re.search(TORCHRUN, text):
+            text = re.sub(r'\A"""', 'r"""', text)  # with backslashes at the ends of lines
         text = text.replace("From this folder:", "From this folder, on each machine (ADDRESS is the first one's):")
         for launcher, here in (
             (TORCHRUN, shlex.join(nodes_command(run.nodes, run.ranks_per_node))),

@@ -1,4 +1,4 @@
-r"""What only DDP needs: each rank's device map."""
+"""What only DDP needs: each rank's device map."""
 
 from common.planning.device_maps import whole_model_on
 from common.runtime.world import Rank

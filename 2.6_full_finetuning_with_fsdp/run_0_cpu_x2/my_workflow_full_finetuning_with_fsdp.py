@@ -3,7 +3,6 @@
 From this folder:
     torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_fsdp.py
     torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_fsdp.py --technique lora
-    torchrun --standalone --nproc_per_node 2 my_workflow_full_finetuning_with_fsdp.py --parallel zero3
 
 Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights, gradients and optimizer states,
 (3) the effective batch grows with the ranks, and the learning rate with the square root of that, (4) checkpoints have a

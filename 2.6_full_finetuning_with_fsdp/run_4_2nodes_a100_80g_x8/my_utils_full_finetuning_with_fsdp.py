@@ -1,4 +1,4 @@
-r"""What only sharding needs to show: what each rank holds, beside what one device would."""
+"""What only sharding needs to show: what each rank holds, beside what one device would."""
 
 import pandas as pd
 

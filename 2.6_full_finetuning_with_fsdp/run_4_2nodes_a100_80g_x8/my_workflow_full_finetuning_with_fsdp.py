@@ -5,8 +5,6 @@ From this folder, on each machine (ADDRESS is the first one's):
         my_workflow_full_finetuning_with_fsdp.py
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
         my_workflow_full_finetuning_with_fsdp.py --technique lora
-    torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
-        my_workflow_full_finetuning_with_fsdp.py --parallel zero3
 
 Against 2.4: (1) ranks start and are counted, (2) each holds its part of weights, gradients and optimizer states,
 (3) the effective batch grows with the ranks, and the learning rate with the square root of that, (4) checkpoints have a

@@ -132,7 +132,7 @@ def _command(
         return f'make run FOLDER={folder} ARGS="{" ".join(options)}"'
     script = workflows_of(REPOSITORY / folder)[0].name
     started = shlex.join(nodes_command(nodes, way.devices // nodes))
-    return f"in {folder} of each machine {started} {script} {' '.join(options)}"
+    return f"on each machine: cd {folder} && {started} {script} {' '.join(options)}"
 
 
 def _task_of(plan: Plan) -> str:

@@ -33,11 +33,11 @@ def checked_everywhere(run: RunConfig, rank: Rank) -> RunConfig:
     try:
         run = check_inputs(run)
         said = member_of(rank.rank, run, load_splits(run).train)
-    except BadInputError as refusal:
+    except (BadInputError, OSError) as refusal:
         said = f"{socket.gethostname()}: {refusal}"
     everyone = gather_object([said])
-    refused = [each for each in everyone if isinstance(each, str)]
+    refused = dict.fromkeys(each for each in everyone if isinstance(each, str))
     if refused:
-        raise BadInputError(refused[0])
+        raise BadInputError(" ".join(refused))
     check_members_agree(everyone)
     return run

@@ -229,12 +229,12 @@ def hold_out(splits: dict[str, Sequence[Row]], source: str, belongs_to: Callable
         raise BadInputError(f"{source} has {there}: give its train split at least {len(missing) + 1} rows{divided}.")
     others, count = dict(splits), min(max(1, round(len(rows) * HOLD_OUT_SHARE)), HOLD_OUT_MOST)
     if missing:
-        taken = f"{count:,} of its {len(rows):,} training rows"
-        say_once(f"{source} has no {' and no '.join(missing)} rows: {taken} are held out for each")
+        share = f"{'about ' if belongs_to else ''}{count:,} of its {len(rows):,} training rows"
+        say_once(f"{source} has no {' and no '.join(missing)} rows: {share} are held out for each")
         check_ids(rows)
         order = _groups_of(rows, belongs_to)
         if len(order) <= len(missing):
-            say_once(f"{source} has {len(order)} different pictures, so that what is held out has pictures of training")
+            say_once(f"{source} has too few different pictures ({len(order)}): what is held out has those of training")
             order = _groups_of(rows, None)
         random.Random(HOLD_OUT_SEED).shuffle(order)
         for name in missing:

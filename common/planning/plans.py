@@ -752,7 +752,9 @@ def on_fewer(run: RunConfig, devices: int) -> tuple[RunConfig, str]:
     """
     start = f"torchrun --nproc_per_node {devices}" if devices > 1 and not run.parallelism.layers_in_turn else "python"
     try:
-        return replace(run, devices=devices, nodes=1), f"`{start} my_workflow_<technique>.py --devices {devices}`"
+        alone = " --nodes 1" if run.nodes > 1 else ""
+        fewer = replace(run, devices=devices, nodes=1, link=run.link if run.loop == "machines" else "")
+        return fewer, f"`{start} my_workflow_<technique>.py --devices {devices}{alone}`"
     except BadInputError:
         if devices > 1:
             raise

@@ -62,21 +62,20 @@ class ResultsFolder:
         hosts: The machines of the ranks that write: several, where each has a disk of its own.
     """
 
-    def __init__(self, path: Path, rank: Rank, is_resumed: bool, needs_one_disk: str = "") -> None:
+    def __init__(self, path: Path, rank: Rank, is_resumed: bool, nodes: int = 1, why_one_disk: str = "") -> None:
         """Take and make the folder; a resumed run keeps what its last start left there.
 
-        `needs_one_disk`: what of the run has parts of every rank in one folder, if anything has.
+        `nodes`: the run's machines. `why_one_disk`: why they must share a disk; empty where each may have its own.
 
         Raises:
             BadInputError: If another run owns it, or machines do not share a disk that they need; on every rank.
         """
         self.path, self.writes = path, first_on_disk(path.parent, rank)
         self.hosts = [host for host, writes in gather_object([(socket.gethostname(), self.writes)]) if writes]
-        if needs_one_disk and len(self.hosts) > 1:
-            raise BadInputError(
-                f"{needs_one_disk}, but {' and '.join(self.hosts)} each see another disk at {path.parent}: pass "
-                "--results_root with a folder that all machines share."
-            )
+        if len(self.hosts) < nodes:
+            why_one_disk = why_one_disk or f"Of {nodes} machines some share a disk"
+        if why_one_disk:
+            self.check_shared(why_one_disk)
         self._aside: Path | None = None  # where the run before went
         # a lock of the system's, which goes with its process
         self.lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
@@ -88,6 +87,18 @@ class ResultsFolder:
             (path / RECORD_NAME).unlink(missing_ok=True)
             shutil.rmtree(path / BEATS, ignore_errors=True)  # of ranks that are gone
         wait_for_everyone()
+
+    def check_shared(self, why: str) -> None:
+        """Refuse machines that each have a disk of their own.
+
+        Raises:
+            BadInputError: With `why`, and the machines.
+        """
+        if len(self.hosts) > 1:
+            raise BadInputError(
+                f"{why}, but {' and '.join(self.hosts)} each see another disk at {self.path.parent}: pass "
+                "--results_root with a folder that all machines share."
+            )
 
     def _own(self) -> None:
         taken = False

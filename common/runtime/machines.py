@@ -4,18 +4,25 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
 
 import psutil
 
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.planning.architectures import cached_commit
 
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
+LOOPBACK = ("127.", "::1")
+ELSEWHERE = "192.0.2.1"
+"""An address that no machine has (RFC 5737): the default route leads to it."""
+OWN_COLUMNS = ("where", "picture")
+"""Of a row: where it stands, and its picture's file (of which it has a digest)."""
 OWN_SETTINGS = ("model", "data", "resume_from_checkpoint", "results_root")  # paths may differ between machines
 
 
@@ -26,6 +33,7 @@ class Member:
     Attributes:
         rows: Training rows of the whole data, before they are divided.
         data: A digest of the rows.
+        model: The commit of a model of the Hub; of a folder a digest of its configuration and its files' sizes.
         code: A digest of this repository's modules.
         versions: Of Python and the packages that compute.
         settings: The run's, except for its paths.
@@ -35,6 +43,7 @@ class Member:
     host: str
     rows: int
     data: str
+    model: str
     code: str
     versions: Mapping[str, str]
     settings: Mapping[str, object]
@@ -49,11 +58,33 @@ def member_of(rank: int, run: RunConfig, rows: Sequence[Mapping[str, object]]) -
         rank=rank,
         host=socket.gethostname(),
         rows=len(rows),
-        data=sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12],
+        data=digest_of_rows(rows),
+        model=digest_of_model(run),
         code=digest_of_code(run),
         versions={"python": platform.python_version(), **{name: version(name) for name in COMPARED_PACKAGES}},
         settings={name: value for name, value in run.to_dict().items() if name not in OWN_SETTINGS},
     )
+
+
+def digest_of_rows(rows: Iterable[Mapping[str, object]]) -> str:
+    """Return 12 hexadecimal digits of what rows hold, wherever their files are."""
+    digest = sha256()
+    for row in rows:
+        content = {name: value for name, value in row.items() if name not in OWN_COLUMNS}
+        digest.update(json.dumps(content, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:12]
+
+
+def digest_of_model(run: RunConfig) -> str:
+    """Return the commit of a model of the Hub, or 12 digits of a folder's configuration and its files' sizes."""
+    folder = next((path for path in (Path(run.model).expanduser(), REPOSITORY / run.model) if path.is_dir()), None)
+    if folder is None:
+        return cached_commit(run.model, run.model_revision) or "not in the cache"
+    digest = sha256((folder / "config.json").read_bytes())
+    digest.update(
+        json.dumps([(path.name, path.stat().st_size) for path in sorted(folder.glob("*.safetensors"))]).encode()
+    )
+    return digest.hexdigest()[:12]
 
 
 def digest_of_code(run: RunConfig) -> str:
@@ -72,7 +103,7 @@ def check_members_agree(members: Sequence[Member]) -> None:
     """
     first = members[0]
     for other in members[1:]:
-        for what in ("versions", "code", "settings", "rows", "data"):
+        for what in ("versions", "code", "settings", "rows", "data", "model"):
             mine, theirs = _different(getattr(first, what), getattr(other, what))
             if mine != theirs:
                 raise BadInputError(
@@ -89,16 +120,30 @@ def _different(mine: object, theirs: object) -> tuple[object, object]:
 
 
 def use_interface_to(address: str, port: int) -> None:
-    """Let gloo and NCCL use the network interface by which `address` is reached: gloo would take the host name's."""
+    """Let gloo and NCCL use the network interface by which `address` is reached: gloo would take the host name's.
+
+    A machine's own name may lead to its loopback (Debian's 127.0.1.1), where nobody else reaches it: then the interface
+    of the default route is used, or none is named.
+    """
     variables = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
-    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing, but chooses the route
-        own = probe.getsockname()[0]
+    own = own_address_towards(address, port)
+    if own.startswith(LOOPBACK) and not address.startswith((*LOOPBACK, "localhost")):
+        own = own_address_towards(ELSEWHERE, port)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address.partition("%")[0] == own for each in addresses):
             os.environ |= dict.fromkeys(variables, name)
             return
+
+
+def own_address_towards(address: str, port: int) -> str:
+    """Return this machine's address on the route to another; empty where there is no route."""
+    family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(place)  # sends nothing, but chooses the route
+        except OSError:
+            return ""
+        return probe.getsockname()[0].partition("%")[0]
 
 
 def nodes_command(nodes: int, ranks_per_node: int) -> list[str]:

@@ -50,8 +50,8 @@ def check_world(run: RunConfig) -> None:
         )
     if nodes != run.nodes and run.loop != "machines":
         raise BadInputError(
-            f"This run asks for {run.world_size} ranks on {run.nodes} machine(s), but {nodes} started: use "
-            f"{start_command(run)}, or pass --nodes {nodes} if that is meant."
+            f"This run asks for {run.world_size} rank(s) on {run.nodes} machine(s), but {nodes} started: use "
+            f"{start_command(run)}; or pass --nodes {nodes} if that is meant."
         )
     check_gpus(run)
 
@@ -60,9 +60,12 @@ def start_command(run: RunConfig) -> str:
     """Return what starts a run's ranks: on each machine, where there are several."""
     script = "my_workflow_<technique>.py"
     if run.nodes > 1:
-        return f"`{shlex.join(nodes_command(run.nodes, run.ranks_per_node))} {script}` on each of {run.nodes} machines"
+        return (
+            f"`{shlex.join(nodes_command(run.nodes, run.ranks_per_node))} {script}` on each of {run.nodes} machines "
+            "(ADDRESS: the first one's)"
+        )
     command = f"torchrun --nproc_per_node {run.world_size}" if run.world_size > 1 else "python"
-    return f"{command} {script}, or `python -m common.launch`, which starts the right number"
+    return f"`{command} {script}`, or `python -m common.launch`, which starts the right number"
 
 
 def check_gpus(run: RunConfig) -> None:
@@ -75,7 +78,8 @@ def check_gpus(run: RunConfig) -> None:
         find_gpu(run.gpu)
     if run.device == "cpu":
         return
-    on_machines = 1 if run.loop == "machines" else run.devices  # where no launcher says how many are on this one
+    # where no launcher says how many are on this one
+    on_machines = 1 if run.loop == "machines" else run.devices // run.nodes
     needed = run.devices if run.world_size == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", on_machines))
     found = len(gpus()[1])
     if found == 0:

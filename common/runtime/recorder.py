@@ -41,15 +41,15 @@ from common.records.store import (
     write_json,
 )
 from common.runtime.disks import ResultsFolder
+from common.runtime.machines import nodes_command
 from common.runtime.memory_tracker import MemoryTracker
 from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank, was_restarted
 
 
-def needs_one_disk(run: RunConfig) -> str:
+def why_one_disk(run: RunConfig) -> str:
     """Return why the run's machines must share a disk; empty where each can have its own."""
-    sharing = run.parallelism
-    return f"With {run.parallel} a checkpoint has a part of every rank" if not sharing.replicates else ""
+    return "" if run.parallelism.replicates else f"With {run.parallel} a checkpoint has a part of every rank"
 
 
 class RunRecorder:
@@ -74,7 +74,9 @@ class RunRecorder:
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.resumes = resumes or run.resume_from_checkpoint == LAST or was_restarted()
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
-        self.results = ResultsFolder(run.results_folder(self.run_name), rank, self.resumes, needs_one_disk(run))
+        self.results = ResultsFolder(
+            run.results_folder(self.run_name), rank, self.resumes, run.nodes, why_one_disk(run)
+        )
         self.folder, self.writes = self.results.path, self.results.writes
         self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}
@@ -358,9 +360,10 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     """Return the command that repeats a run from its run folder; for a notebook that is the notebook itself."""
     if "ipykernel" in sys.modules:
         return "the notebook"
+    on_nodes = nodes_command(run.nodes, run.ranks_per_node)
     launchers = {
-        "torchrun": f"torchrun --nproc_per_node {rank.world_size}",
-        "acclaunch": "accelerate launch --config_file my_accelerate_config.yaml",
+        "torchrun": on_nodes if run.nodes > 1 else ["torchrun", "--nproc_per_node", str(rank.world_size)],
+        "acclaunch": ["accelerate", "launch", "--config_file", "my_accelerate_config.yaml"],
     }
     main = sys.modules["__main__"]
     settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []
@@ -368,4 +371,4 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     usual = literal.to_dict()
     changed = {name: value for name, value in settings_anywhere(run).items() if value != usual[name]}
     overrides = [*settings, *(word for name, value in changed.items() for word in (f"--{name}", str(value)))]
-    return shlex.join([*launchers.get(rank.launcher, "python").split(), Path(sys.argv[0]).name, *overrides])
+    return shlex.join([*launchers.get(rank.launcher, ["python"]), Path(sys.argv[0]).name, *overrides])

@@ -70,10 +70,11 @@ class Strategy:
             `Parallelism.saves_in_background` plans for it.
         autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
         divides_checkpoints: Whether every rank writes a part of a checkpoint.
+        needs_one_disk: Whether ranks write and read a checkpoint in one folder, which their machines must share.
         gather: Function that returns a weight whole; called on every rank.
     """
 
-    takes_steps = measures_usage = reloads_as_computed = saves_in_background = True
+    takes_steps = measures_usage = reloads_as_computed = saves_in_background = needs_one_disk = True
     autocasts = divides_checkpoints = False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
@@ -373,7 +374,7 @@ def shard_writer(folder: Path) -> dcp.FileSystemWriter:
 class WholeModel(Strategy):
     """Every rank holds the whole model, with mp on several devices, and the Trainer takes the steps."""
 
-    takes_steps = measures_usage = reloads_as_computed = False
+    takes_steps = measures_usage = reloads_as_computed = needs_one_disk = False
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the whole model to train, with mp placed by `stage_map`."""

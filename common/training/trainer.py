@@ -263,9 +263,10 @@ class CheckpointedTrainer(Trainer):
         """Give every disk every rank's random numbers, so that any of them can start all ranks again."""
         if not self.args.save_on_each_node:
             return
-        states = gather_object([{path.name: path.read_bytes() for path in folder.glob("rng_state*")}])
-        for name, content in {name: state for each in states for name, state in each.items()}.items():
-            if self.writes:
+        own = folder / f"rng_state_{self.args.process_index}.pth"
+        states = gather_object([(own.name, own.read_bytes())] if own.is_file() else [])
+        for name, content in states if self.writes else []:
+            if not (folder / name).exists():
                 (folder / name).write_bytes(content)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -350,7 +351,7 @@ class CheckpointedTrainer(Trainer):
         """Refuse a checkpoint without a rank's random numbers: what follows would be another run's."""
         ranks, is_main = self.args.world_size, self.args.process_index == 0
         names = [f"rng_state_{rank}.pth" for rank in range(ranks)] if ranks > 1 else ["rng_state.pth"]
-        missing = [name for name in names if not (folder / name).is_file()]
+        missing = sorted(set(gather_object([name for name in names if not (folder / name).is_file()])))
         if ranks_then == ranks and missing:
             raise BadInputError(f"{folder} lacks {', '.join(missing)}, and cannot be resumed exactly.")
         if ranks_then != ranks and is_main:
@@ -685,6 +686,8 @@ def make_trainer(
     trainer = trainer_of_rows(
         run, rank, model, tokenizer, train, validation, arguments, callbacks, strategy, trainer_class
     )
+    if trainer.strategy.needs_one_disk:
+        log.results.check_shared("These checkpoints have a part of every rank")
     trainer.add_callback(FirstStepReport(rank, trainer.work, tokenizer))
     trainer.memory = log.memory
     trainer.add_callback(trainer.schedule)  # after the strategy's, which count what ranks send

@@ -1,17 +1,23 @@
 """The roll call: everyone is counted once, at every start anew, and who differs is named."""
 
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 from common.base.errors import BadInputError, LeftBehindError
+from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.data.splits import load_splits
+from common.runtime import machines
 from common.runtime.machines import Member, check_members_agree, member_of, use_interface_to
 from common.runtime.membership import World, in_time, roll_call
 from common.runtime.rendezvous import Meeting
@@ -82,6 +88,7 @@ def test_without_the_first_member_nobody_waits_for_ever() -> None:
         ({"rows": 2}, "rank 0 (host0) has rows 1, but rank 2 (host2) has 2;"),
         ({"data": "abc"}, "but rank 2 (host2) has abc;"),
         ({"code": "abc"}, "has code "),
+        ({"model": "abc"}, "has model "),
         ({"versions": {}}, "but rank 2 (host2) has python missing, torch missing"),
         ({"settings": {**member(0).settings, "seed": 7}}, "has settings seed 42, but rank 2 (host2) has seed 7;"),
     ],
@@ -93,9 +100,7 @@ def test_who_differs_is_named(changes: dict[str, object], said: str) -> None:
 
 
 def test_places_may_differ() -> None:
-    run = replace(
-        RUN, model="~/mine", data="/data", results_root="/scratch", resume_from_checkpoint="/old/checkpoint-4"
-    )
+    run = replace(RUN, data="/data", results_root="/scratch", resume_from_checkpoint="/old/checkpoint-4")
     there = member_of(1, run, ROWS)
     check_members_agree([member(0), there])
     otherwise = member_of(1, replace(run, seed=7), ROWS)
@@ -124,6 +129,36 @@ def test_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_same_weights(model)
     monkeypatch.setattr(replicas, "gather_object", lambda own: own * 2)
     check_same_weights(model)
+
+
+@pytest.mark.parametrize(("default_route", "expected"), [("10.0.0.7", "eth7"), ("", None)])
+def test_an_own_name_that_leads_to_the_loopback_is_not_the_interface(
+    default_route: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    routes = {"first-machine": "127.0.1.1", machines.ELSEWHERE: default_route}
+    monkeypatch.setattr(machines, "own_address_towards", lambda address, port: routes[address])
+    interfaces = {"lo": [SimpleNamespace(address="127.0.1.1")], "eth7": [SimpleNamespace(address="10.0.0.7")]}
+    monkeypatch.setattr(machines.psutil, "net_if_addrs", lambda: interfaces)
+    use_interface_to("first-machine", 29400)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == os.environ.get("NCCL_SOCKET_IFNAME") == expected
+
+
+def test_rows_and_models_are_the_same_wherever_their_files_are(tmp_path: Path) -> None:
+    digests = set()
+    for place in ("a", "b"):
+        shutil.copytree(REPOSITORY / "assets" / "embedded_base", tmp_path / place / "model")
+        (tmp_path / place / "rows.csv").write_text("question,answer\n" + "\n".join(f"{n}?,{n}." for n in range(20)))
+        run = RunConfig(data=str(tmp_path / place / "rows.csv"), model=str(tmp_path / place / "model"))
+        said = member_of(0, run, load_splits(run).train)
+        digests.add((said.data, said.model))
+    assert len(digests) == 1
+    (tmp_path / "b" / "rows.csv").write_text("question,answer\n" + "\n".join(f"{n}?,{n}!" for n in range(20)))
+    (tmp_path / "b" / "model" / "model.safetensors").write_bytes(b"other")
+    said = member_of(0, run, load_splits(run).train)
+    assert not {said.data, said.model} & set(digests.pop())
 
 
 @pytest.mark.parametrize("own", [{}, {"NCCL_SOCKET_IFNAME": "mine"}])

@@ -122,7 +122,7 @@ def test_rows_about_too_few_pictures_are_divided_all_the_same(
     rows = [{"image": "0.png", "question": f"{each}?", "answer": "A"} for each in range(30)]
     splits = load_splits(write(tmp_path, rows))
     assert (len(splits.train), len(splits.validation), len(splits.test)) == (24, 3, 3)
-    assert "has 1 different pictures, so that what is held out has pictures of training" in capsys.readouterr().out
+    assert "too few different pictures (1)" in capsys.readouterr().out
 
 
 def test_pictures_within_a_parquet_file_stay_as_they_are(tmp_path: Path) -> None:

@@ -101,20 +101,19 @@ def test_a_plan_that_no_folder_takes_says_why() -> None:
     [
         (
             "--gpu a6000 --gpus 8 --nodes 2 --technique lora --parallel ddp --batch-size 14",
-            "2.2_lora_finetuning_with_ddp/run_3_2nodes_a6000_48g_x4 of each machine torchrun --nnodes 2 "
+            "2.2_lora_finetuning_with_ddp/run_3_2nodes_a6000_48g_x4 && torchrun --nnodes 2 "
             "--nproc_per_node 4 --rdzv_backend c10d",
         ),
         (
             "--gpu a100-80g --gpus 16 --nodes 2 --technique full --parallel fsdp --dp-replicate-size 2",
-            "2.6_full_finetuning_with_fsdp/run_4_2nodes_a100_80g_x8 of each machine torchrun --nnodes 2 "
-            "--nproc_per_node 8",
+            "2.6_full_finetuning_with_fsdp/run_4_2nodes_a100_80g_x8 && torchrun --nnodes 2 --nproc_per_node 8",
         ),
     ],
 )
 def test_a_plan_for_several_machines_has_the_command_of_each(question: str, started: str) -> None:
     command = run_command(plans_of(f"--model qwen2.5-7b --seq-len 1024 {question}")[0], "qwen2.5-7b")
-    assert command.startswith(f"in {started}")
-    folder, _, options = command.removeprefix("in ").partition(" of each machine ")
+    assert command.startswith(f"on each machine: cd {started}")
+    folder, _, options = command.removeprefix("on each machine: cd ").partition(" && ")
     run = run_of_folder(Path(folder), shlex.split(options.partition(".py")[2]))
     assert run.ranks_per_node == int(re.search(r"--nproc_per_node (\d+)", options)[1])
     assert run.nodes == int(re.search(r"--nnodes (\d+)", options)[1])
