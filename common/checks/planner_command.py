@@ -54,6 +54,7 @@ from common.planning.time_plan import (
     Cluster,
     break_even_gbit,
     calibration_from,
+    faster_from_gbit,
     parse_link,
 )
 from common.records.store import kept_records
@@ -407,6 +408,7 @@ def answer(options: PlannerOptions) -> int:
         options.dp_replicate_size,
     )
     assumptions = _assumptions_of(plans, options)
+    alone = one_machine_alone(plans[0], calibration)
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
 
     def command_of(plan: Plan) -> str:
@@ -417,6 +419,12 @@ def answer(options: PlannerOptions) -> int:
         with suppress(BadInputError):
             run = command_of(plans[0]) if plans[0].may_fit else None
         said = as_json(options.model, plans, assumptions, options.rows_per_epoch)
+        if alone:
+            said["one_machine"] = {
+                "fits": alone.plan.may_fit,
+                "tokens_per_s": alone.plan.tokens_per_s,
+                "more_pay_from_gbit_per_s": alone.pays_from_gbit,
+            }
         print(json.dumps(said | {"run": run}, indent=2))
         return 0 if plans[0].may_fit else 1
     machines = f" on {cluster.nodes} machines" if cluster.nodes > 1 else ""
@@ -427,12 +435,52 @@ def answer(options: PlannerOptions) -> int:
         f"{table(plans, options.rows_per_epoch)}\nsorted by {SORTED_BY}",
         recommendation(plans),
         explanation(plans[0]) if options.explain else "",
+        alone.said(plans[0]) if alone else "",
         compared,
         "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
         "\n".join(last_lines(plans, options.rows_per_epoch, command_of)),
     ]
     print("\n\n".join(filter(None, parts)))
     return 0 if plans[0].may_fit else 1
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A plan for several machines beside one of its machines alone.
+
+    Attributes:
+        plan: Of the one machine, which works on its own rows with the same settings.
+        pays_from_gbit: The Ethernet between all of them, in Gbit/s, from which on together they train more tokens per
+            second; None: at no speed.
+    """
+
+    plan: Plan
+    pays_from_gbit: float | None
+
+    def said(self, together: Plan) -> str:
+        """Return a sentence."""
+        cluster = together.cluster
+        if not self.plan.may_fit:
+            return f"one machine alone cannot hold it: {cluster.nodes} are needed"
+        gbit = self.pays_from_gbit
+        pays = "pay at no speed of Ethernet" if gbit is None else f"pay from {gbit:.2g} Gbit/s between them"
+        return (
+            f"{cluster.nodes} machines train {together.tokens_per_s:,.0f} tokens per s over "
+            f"{cluster.slowest_link.name}, one alone {self.plan.tokens_per_s:,.0f}: more machines {pays}"
+        )
+
+
+def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> Alone | None:
+    """Return how one of a plan's several machines does alone; None where they do not share rows."""
+    cluster, job = plan.cluster, plan.job
+    if cluster.nodes == 1 or not job.parallelism.splits_rows:
+        return None
+    gpus = cluster.gpus[: cluster.gpus_per_machine]
+    sharing = job.parallel if len(gpus) > 1 else "single"
+    own = replace(job, parallel=sharing, devices=len(gpus), dp_replicate_size=1)
+    alone = make_plan(plan.architecture, own, replace(cluster, gpus=gpus, nodes=1, link=None), calibration)
+    rows_per_s = own.batch.rows * own.data_parallel_ranks / alone.time.total_s
+    return Alone(alone, faster_from_gbit(plan.architecture, job, cluster, rows_per_s, calibration))
 
 
 def comparison(plan: Plan, nodes: int, calibration: dict[str, list[float]]) -> str:

@@ -1,4 +1,4 @@
-"""A search that begins at a guess."""
+"""Searches for the number at which an answer changes."""
 
 from collections.abc import Callable
 
@@ -21,3 +21,16 @@ def largest(holds: Callable[[int], bool], most: int, guess: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def smallest_ratio(holds: Callable[[float], bool], low: float, high: float) -> float | None:
+    """Return about the smallest number from `low` to `high` for which `holds`, by halving ratios; None: for none.
+
+    `holds` is false up to some number, and true above.
+    """
+    if not holds(high):
+        return None
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -18,6 +18,7 @@ from common.planning.architectures import Architecture
 from common.planning.calibration import times_as_fast
 from common.planning.job import QUANTIZED_NUMBER_BYTES, Job
 from common.planning.memory_plan import ZERO_REUSED_WEIGHTS
+from common.planning.searches import smallest_ratio
 from common.planning.shares import (
     Share,
     part_of_rank,
@@ -51,6 +52,9 @@ OFFLOADED_GB_PER_S = 12.0  # across PCIe, as measured rarely above
 SECONDS_PER_HOUR = 3600
 MIN_CALIBRATION_STEPS = 100  # of a run on a GPU: in shorter runs the slow first steps dominate the average
 MEASURED = "measured"  # in the source of a speed that rests on records
+
+ETHERNETS_GBIT = (1e-3, 1e4)
+"""The slowest and the fastest that a break-even is looked for among, in Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -409,11 +413,23 @@ def break_even_gbit(
         return step_time(architecture, job, cluster, shares, speeds).total_s * price
 
     target = bill(one_machine)
-    low, high = 1e-3, 1e4
-    if bill(replace(many_machines, link=ethernet(high))) > target:
-        return None
-    for _ in range(60):
-        middle = (low * high) ** 0.5
-        reached = bill(replace(many_machines, link=ethernet(middle))) <= target
-        low, high = (low, middle) if reached else (middle, high)
-    return high
+    return smallest_ratio(lambda gbit: bill(replace(many_machines, link=ethernet(gbit))) <= target, *ETHERNETS_GBIT)
+
+
+def faster_from_gbit(
+    architecture: Architecture,
+    job: Job,
+    machines: Cluster,
+    rows_per_s: float,
+    calibration: dict[str, list[float]],
+) -> float | None:
+    """Return the Ethernet, in Gbit/s, from which on `machines` train so many rows per second; None: never."""
+    speeds = [speed_of(gpu, job, calibration) for gpu in machines.gpus]
+    shares = [whole_model(architecture)] * len(machines.gpus)
+
+    def is_as_fast(gbit: float) -> bool:
+        over_it = replace(machines, link=ethernet(gbit))
+        step_s = step_time(architecture, job, over_it, shares, speeds).total_s
+        return job.batch.rows * job.data_parallel_ranks / step_s >= rows_per_s
+
+    return smallest_ratio(is_as_fast, *ETHERNETS_GBIT)

@@ -218,6 +218,25 @@ def test_on_several_machines_hybrid_sharding_is_ranked_and_explained(asked) -> N
     assert "fsdp-2x8: hybrid sharding, 2 copies of the model, each sharded by 8 GPUs" in out
 
 
+def test_it_says_from_which_network_on_more_machines_pay(asked) -> None:  # noqa: ANN001
+    question = (
+        "--model qwen2.5-7b --gpu a100-80g --technique full --parallel fsdp --gradient-checkpointing --batch-size 8"
+    )
+    together = json.loads(asked(f"{question} --gpus 16 --nodes 2 --json")[1])
+    alone = json.loads(asked(f"{question} --gpus 8 --json")[1])["ranked"][0]
+    assert together["one_machine"]["fits"]
+    assert together["one_machine"]["tokens_per_s"] == pytest.approx(alone["tokens_per_s"])
+    gbit = together["one_machine"]["more_pay_from_gbit_per_s"]
+    for share, pays in ((0.9, False), (1.1, True)):
+        over_it = json.loads(asked(f"{question} --gpus 16 --nodes 2 --link ethernet-{share * gbit:.6f} --json")[1])
+        plan = next(each for each in over_it["ranked"] if each["dp_replicate_size"] == 2)
+        assert (plan["tokens_per_s"] > alone["tokens_per_s"]) == pays
+    assert f"more machines pay from {gbit:.2g} Gbit/s between them" in asked(f"{question} --gpus 16 --nodes 2")[1]
+    assert "one_machine" not in json.loads(asked(f"{question} --gpus 8 --json")[1])
+    large = "--model llama-3.1-70b --technique full --parallel fsdp --gpu h100 --gpus 16 --nodes 2 --seq-len 1024"
+    assert "one machine alone cannot hold it: 2 are needed" in asked(large)[1]
+
+
 def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
     architecture = read_architecture("llama-3.2-3b")
     for parallel, devices in (("single", 1), ("ddp", 2), ("mp", 2)):
