@@ -463,7 +463,7 @@ class Alone:
         if not self.plan.may_fit:
             return f"one machine alone cannot hold it: {cluster.nodes} are needed"
         gbit = self.pays_from_gbit
-        pays = "pay at no speed of Ethernet" if gbit is None else f"pay from {gbit:.2g} Gbit/s between them"
+        pays = "pay at no speed of Ethernet" if gbit is None else f"pay from {gbit:.3g} Gbit/s between them"
         return (
             f"{cluster.nodes} machines train {together.tokens_per_s:,.0f} tokens per s over "
             f"{cluster.slowest_link.name}, one alone {self.plan.tokens_per_s:,.0f}: more machines {pays}"
