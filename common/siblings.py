@@ -69,7 +69,7 @@ deepspeed_config:
 DISTRIBUTED_TYPES = {FSDP: "FSDP", DEEPSPEED: "DEEPSPEED", "": "MULTI_GPU"}  # Accelerate's name of what shards
 TORCHRUN = r"torchrun --standalone --nproc_per_node \d+ "
 ACCELERATE = r"accelerate launch --config_file my_accelerate_config.yaml "
-ACCELERATE_ON_NODE = f"{ACCELERATE}--machine_rank 0 --main_process_ip ADDRESS"
+ACCELERATE_ON_NODE = f"{ACCELERATE}--machine_rank NUMBER --main_process_ip ADDRESS"
 """How a workflow's docstring starts its ranks on one machine, and on the first of several."""
 PARAMETER = re.compile(r"^(?P<name>\w+) = (?P<value>.*?)(?P<comment>  #.*)?$", re.MULTILINE)
 
@@ -98,7 +98,9 @@ def _module_for(run: RunConfig, source: Path, own: Path) -> str:
     if run.nodes > 1:  # a torchrun on each machine
         if re.search(TORCHRUN, text):
             text = re.sub(r'\A"""', 'r"""', text)  # with backslashes at the ends of lines
-        text = text.replace("From this folder:", "From this folder, on each machine (ADDRESS is the first one's):")
+        text = text.replace(
+            "From this folder:", "From this folder, on each machine (ADDRESS is the first one's, which has NUMBER 0):"
+        )
         for launcher, here in (
             (TORCHRUN, shlex.join(nodes_command(run.nodes, run.ranks_per_node))),
             (ACCELERATE, ACCELERATE_ON_NODE),

@@ -1,11 +1,11 @@
 r"""LoRA fine-tuning with DDP: one process on each device, every one with the whole model.
 
-From this folder, on each machine (ADDRESS is the first one's):
+From this folder, on each machine (ADDRESS is the first one's, which has NUMBER 0):
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
         my_workflow_lora_finetuning_with_ddp.py
     torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
         my_workflow_lora_finetuning_with_ddp.py --batch_size 16
-    accelerate launch --config_file my_accelerate_config.yaml --machine_rank 0 --main_process_ip ADDRESS \
+    accelerate launch --config_file my_accelerate_config.yaml --machine_rank NUMBER --main_process_ip ADDRESS \
         my_workflow_lora_finetuning_with_ddp.py
 
 Against 2.1: (1) ranks start and are counted, (2) the model sits on its rank's device, (3) gradient checkpointing is

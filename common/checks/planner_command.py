@@ -408,7 +408,8 @@ def answer(options: PlannerOptions) -> int:
         options.dp_replicate_size,
     )
     assumptions = _assumptions_of(plans, options)
-    alone = one_machine_alone(plans[0], calibration)
+    shared = next((plan for plan in plans if plan.job.parallelism.splits_rows), None)  # the best whose ranks share rows
+    alone = one_machine_alone(shared, calibration) if shared else None
     compared = comparison(plans[0], options.against_nodes, calibration) if options.against_nodes else ""
 
     def command_of(plan: Plan) -> str:
@@ -435,7 +436,7 @@ def answer(options: PlannerOptions) -> int:
         f"{table(plans, options.rows_per_epoch)}\nsorted by {SORTED_BY}",
         recommendation(plans),
         explanation(plans[0]) if options.explain else "",
-        alone.said(plans[0]) if alone else "",
+        alone.said(shared) if alone else "",
         compared,
         "\n".join(["assumed:", *(f"- {line}" for line in assumptions)]),
         "\n".join(last_lines(plans, options.rows_per_epoch, command_of)),
@@ -461,19 +462,19 @@ class Alone:
         """Return a sentence."""
         cluster = together.cluster
         if not self.plan.may_fit:
-            return f"one machine alone cannot hold it: {cluster.nodes} are needed"
+            return f"{together.name}: one machine alone cannot hold it"
         gbit = self.pays_from_gbit
         pays = "pay at no speed of Ethernet" if gbit is None else f"pay from {gbit:.3g} Gbit/s between them"
         return (
-            f"{cluster.nodes} machines train {together.tokens_per_s:,.0f} tokens per s over "
+            f"{together.name}: {cluster.nodes} machines train {together.tokens_per_s:,.0f} tokens per s over "
             f"{cluster.slowest_link.name}, one alone {self.plan.tokens_per_s:,.0f}: more machines {pays}"
         )
 
 
 def one_machine_alone(plan: Plan, calibration: dict[str, list[float]]) -> Alone | None:
-    """Return how one of a plan's several machines does alone; None where they do not share rows."""
+    """Return how one of a plan's several machines does alone; None where there is one. The plan's ranks share rows."""
     cluster, job = plan.cluster, plan.job
-    if cluster.nodes == 1 or not job.parallelism.splits_rows:
+    if cluster.nodes == 1:
         return None
     gpus = cluster.gpus[: cluster.gpus_per_machine]
     sharing = job.parallel if len(gpus) > 1 else "single"

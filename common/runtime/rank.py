@@ -50,8 +50,8 @@ def check_world(run: RunConfig) -> None:
         )
     if nodes != run.nodes and run.loop != "machines":
         raise BadInputError(
-            f"This run asks for {run.world_size} rank(s) on {run.nodes} machine(s), but {nodes} started: use "
-            f"{start_command(run)}; or pass --nodes {nodes} if that is meant."
+            f"This run is for {run.nodes} machine(s), but its {run.world_size} ranks started on {nodes}: pass --nodes "
+            f"{nodes} if that is meant, or use {start_command(run)}."
         )
     check_gpus(run)
 

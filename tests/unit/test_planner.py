@@ -234,7 +234,7 @@ def test_it_says_from_which_network_on_more_machines_pay(asked) -> None:  # noqa
     assert f"more machines pay from {gbit:.3g} Gbit/s between them" in asked(f"{question} --gpus 16 --nodes 2")[1]
     assert "one_machine" not in json.loads(asked(f"{question} --gpus 8 --json")[1])
     large = "--model llama-3.1-70b --technique full --parallel fsdp --gpu h100 --gpus 16 --nodes 2 --seq-len 1024"
-    assert "one machine alone cannot hold it: 2 are needed" in asked(large)[1]
+    assert "one machine alone cannot hold it" in asked(large)[1]
 
 
 def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:

@@ -85,7 +85,7 @@ def test_a_folder_for_several_machines_has_the_commands_of_each(copied: Path) ->
     assert not stale
     docstring = ast.get_docstring(ast.parse((new / WORKFLOW).read_text()))
     assert "torchrun --nnodes 3 --nproc_per_node 2 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \\\n" in docstring
-    assert "--machine_rank 0 --main_process_ip ADDRESS \\\n" in docstring
+    assert "--machine_rank NUMBER --main_process_ip ADDRESS \\\n" in docstring
     config = yaml.safe_load((new / "my_accelerate_config.yaml").read_text())
     assert (config["num_machines"], config["num_processes"], config["main_process_port"]) == (3, 6, 29500)
 
