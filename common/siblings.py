@@ -70,7 +70,7 @@ DISTRIBUTED_TYPES = {FSDP: "FSDP", DEEPSPEED: "DEEPSPEED", "": "MULTI_GPU"}  # A
 TORCHRUN = r"torchrun --standalone --nproc_per_node \d+ "
 ACCELERATE = r"accelerate launch --config_file my_accelerate_config.yaml "
 ACCELERATE_ON_NODE = f"{ACCELERATE}--machine_rank NUMBER --main_process_ip ADDRESS"
-"""How a workflow's docstring starts its ranks on one machine, and on the first of several."""
+"""How a workflow's docstring starts its ranks on one machine, and with Accelerate on each of several."""
 PARAMETER = re.compile(r"^(?P<name>\w+) = (?P<value>.*?)(?P<comment>  #.*)?$", re.MULTILINE)
 
 

@@ -26,10 +26,10 @@ def ranks_command(run: RunConfig, script: str, overrides: Sequence[str]) -> list
         BadInputError: The run has ranks on several machines, and each needs a command of its own.
     """
     if run.nodes > 1:
-        each = shlex.join(nodes_command(run.nodes, run.ranks_per_node))
+        each = shlex.join([*nodes_command(run.nodes, run.ranks_per_node), script, *overrides])
         raise BadInputError(
-            f"This run is for {run.nodes} machines, and a launcher on one starts none on the others: in this folder of "
-            f"each of them run `{each} {script}` (ADDRESS: the first one's)."
+            f"This run is for {run.nodes} machines, and a launcher on one starts none on the others: on each of them "
+            f"run `{each}` (ADDRESS: the first one's)."
         )
     if run.device == "cpu":
         os.environ.setdefault("OMP_NUM_THREADS", str(run.threads))  # torchrun would set it too, but warns about it

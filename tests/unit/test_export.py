@@ -104,7 +104,7 @@ def test_the_adapter_has_its_tokenizer_and_a_card_and_names_no_path(tuned: Tuned
     ("model", "name"),
     [
         ("assets/embedded_base", "embedded_base"),
-        ("/some/where/mine", "mine"),
+        ("../some/where/mine", "mine"),
         ("me/mine", "me/mine"),
         ("./mine", "mine"),
     ],

@@ -44,8 +44,8 @@ def test_another_number_of_machines_is_refused_with_the_command_of_each(
         check_world(run)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     check_world(run)
-    with pytest.raises(BadInputError, match=r"each of them run `torchrun --nnodes 2 --nproc_per_node 2 .* script.py`"):
-        ranks_command(run, "script.py", [])
+    with pytest.raises(BadInputError, match=r"each of them run `torchrun --nnodes 2 .* script.py --a 1`"):
+        ranks_command(run, "script.py", ["--a", "1"])
 
 
 @pytest.mark.parametrize(

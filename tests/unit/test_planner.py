@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -235,6 +236,17 @@ def test_it_says_from_which_network_on_more_machines_pay(asked) -> None:  # noqa
     assert "one_machine" not in json.loads(asked(f"{question} --gpus 8 --json")[1])
     large = "--model llama-3.1-70b --technique full --parallel fsdp --gpu h100 --gpus 16 --nodes 2 --seq-len 1024"
     assert "one machine alone cannot hold it" in asked(large)[1]
+
+
+def test_the_page_of_several_machines_has_the_planners_figures(asked) -> None:  # noqa: ANN001
+    page = (REPOSITORY / "docs" / "several_machines.md").read_text(encoding="utf-8").replace("\\\n", "")
+    full = re.search(r"common\.planner (--model .*--nodes 2.*)", page)[1]
+    lora = "--model qwen2.5-7b --gpu a6000 --gpus 8 --nodes 2 --technique lora --parallel ddp --seq-len 1024"
+    said = re.findall(r"from ([\d.]+) Gbit/s on", page)
+    found = [
+        json.loads(asked(f"{question} --json")[1])["one_machine"] for question in (full, f"{lora} --batch-size 14")
+    ]
+    assert said == [f"{each['more_pay_from_gbit_per_s']:.3g}" for each in found]
 
 
 def test_the_largest_batch_fits_and_one_row_more_does_not() -> None:
