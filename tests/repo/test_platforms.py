@@ -170,6 +170,8 @@ def test_the_slurm_script_starts_one_process_on_each_of_the_run_folders_machines
 ON_NODES = [folder for folder, run in run_folders().items() if run.nodes > 1]
 RESUMES = ["--resume_from_checkpoint", "last"]
 """From the newest checkpoint of the job's own results, or from the beginning where there is none."""
+OTHERS = "\n".join(f"other{number}" for number in range(9999))
+"""So many that a command which reads the first line alone breaks the pipe."""
 of_nodes = pytest.mark.parametrize("folder", ON_NODES, ids=lambda folder: folder.name)
 
 
@@ -214,10 +216,10 @@ def test_a_slurm_job_starts_a_torchrun_on_each_machine_and_resumes_when_it_is_qu
     assert (int(asked["nodes"]), int(asked["gpus-per-node"])) == (run.nodes, run.ranks_per_node)
     assert asked["ntasks-per-node"] == "1"
     (commands / "scontrol").write_text(
-        '#!/bin/sh\n[ "$1 $2 $3" = "show hostnames first,second" ] && echo first && echo second'
+        '#!/bin/sh\n[ "$1 $2 $3" = "show hostnames first,others" ] && echo first && seq 2 9999'
     )
     (commands / "scontrol").chmod(0o755)
-    for name, value in (("JOB_NODELIST", "first,second"), ("JOB_NUM_NODES", "2"), ("JOB_ID", "job7")):
+    for name, value in (("JOB_NODELIST", "first,others"), ("JOB_NUM_NODES", "2"), ("JOB_ID", "job7")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     command = ["bash", str(script), "--num_train_epochs", "1"]
     words = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True).stdout.split()
@@ -234,7 +236,7 @@ def test_a_skypilot_job_starts_a_torchrun_on_each_machine_and_resumes_from_the_b
     assert task["resources"]["accelerators"].endswith(f":{run.ranks_per_node}")
     assert task["setup"].split() == ["make", "install"]
     (bucket,) = task["file_mounts"]
-    for name, value in (("NODE_IPS", "first\nsecond"), ("NUM_NODES", "2"), ("TASK_ID", "job7")):
+    for name, value in (("NODE_IPS", "first\n" + OTHERS), ("NUM_NODES", "2"), ("TASK_ID", "job7")):
         monkeypatch.setenv(f"SKYPILOT_{name}", value)
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", str(run.ranks_per_node))
     block = task["run"].replace(run.run_folder, str(place))
