@@ -1,5 +1,7 @@
-"""What a step of valohai.yaml needs around a workflow: the option for its input, and a name for the model it made.
+"""What a step of valohai.yaml needs around a workflow: where machines meet, its input, and a name for its model.
 
+    python -m common.valohai_step torchrun-options
+    python -m common.valohai_step world-options
     python -m common.valohai_step data-option
     python -m common.valohai_step name-model --alias chat-summarizer
 
@@ -14,6 +16,38 @@ from pathlib import Path
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
+
+JOIN_TIMEOUT_S = 900
+"""How long machines wait for each other, which install at different speeds."""
+
+
+def torchrun_options() -> str:
+    """Return torchrun's options on this machine of a distributed task, by Valohai's own library; one rank on each.
+
+    Raises:
+        BadInputError: Valohai does not say where the machines meet.
+    """
+    try:
+        from valohai import distributed
+
+        count, first, own = distributed.required_count, distributed.master(), distributed.me()
+        endpoint, address = f"{first.primary_local_ip}:29400", own.primary_local_ip
+    except Exception as error:  # the library may be missing or broken, and a broken file breaks it in many ways
+        raise BadInputError(
+            f"Valohai does not say where the machines of a distributed task meet ({type(error).__name__}: {error}): "
+            "start the step as a Task of the type Distributed, with valohai-utils installed."
+        ) from None
+    return (
+        f"--nnodes {count} --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {endpoint} --local_addr {address} "
+        f"--rdzv_conf is_host={int(own.is_master)},join_timeout={JOIN_TIMEOUT_S}"
+    )
+
+
+def world_options() -> str:
+    """Return the run's settings that say how many machines a distributed task has."""
+    from valohai import distributed
+
+    return f"--devices {distributed.required_count} --nodes {distributed.required_count}"
 
 
 def data_option(inputs: Path) -> str:
@@ -50,11 +84,17 @@ def main() -> None:
     """Run the command line."""
     parser = OneSentenceParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("torchrun-options", help="print torchrun's options on this machine of a distributed task")
+    commands.add_parser("world-options", help="print the settings that say how many machines such a task has")
     commands.add_parser("data-option", help="print `--data FOLDER` if the step got files as its input `data`")
     naming = commands.add_parser("name-model", help="write the metadata that names the model's files in Valohai")
     naming.add_argument("--alias", required=True, help="the model's name; an empty one: none")
     options = parser.parse_args()
-    if options.command == "data-option":
+    if options.command == "torchrun-options":
+        print(torchrun_options())
+    elif options.command == "world-options":
+        print(world_options())
+    elif options.command == "data-option":
         print(data_option(Path(os.environ.get("VH_INPUTS_DIR", "/valohai/inputs"))))
     elif not options.alias:
         print("The model gets no alias.")

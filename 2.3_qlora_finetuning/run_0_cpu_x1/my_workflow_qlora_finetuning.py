@@ -138,7 +138,7 @@ def workflow(run: RunConfig) -> Record:
     with run_started(run) as log:
         model, tokenizer, data = load(log)
         stored = look_at_weights(log, model)
-        has_room = has_room_for_whole_models(run, log.rank, stored)
+        has_room = has_room_for_whole_models(log.run, log.rank, stored)
         before = evaluate_before(log, model, tokenizer, data, has_room)
         trainer = build_trainer(log, model, tokenizer, data)
         trained = train(log, trainer)

@@ -78,12 +78,12 @@ def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank; whole models answer in the format of the matrix products."""
     with run_started(run) as log:
         tokenizer, data, rows = load_data(log)
-        before = evaluate_before(log, None, tokenizer, data, base_run=as_computed(run))
+        before = evaluate_before(log, None, tokenizer, data, base_run=as_computed(log.run))
         trainer = build_trainer(log, tokenizer, rows, data)
         trained = train_shards(log, trainer)
         tuned, differences = save(log, trainer, tokenizer)  # (5)
         ceiling = measure_ceiling(log, trainer)
-        after = evaluate_after(log, tuned, tokenizer, data, base_run=as_computed(run))
+        after = evaluate_after(log, tuned, tokenizer, data, base_run=as_computed(log.run))
         return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 
 

@@ -1,4 +1,4 @@
-"""Summarization on the devices of one machine: a plain training loop with Accelerate.
+"""Summarization with a rank on each device: a plain training loop with Accelerate.
 
 From this folder:
     accelerate launch --config_file my_accelerate_config.yaml my_workflow_summarization_accelerate.py

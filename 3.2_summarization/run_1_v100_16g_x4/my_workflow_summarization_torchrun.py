@@ -1,4 +1,4 @@
-"""Summarization on the devices of one machine: Transformers' `Seq2SeqTrainer`, started by torchrun.
+"""Summarization with a rank on each device: Transformers' `Seq2SeqTrainer`, started by torchrun.
 
 From this folder:
     torchrun --standalone --nproc_per_node 4 my_workflow_summarization_torchrun.py
@@ -31,7 +31,7 @@ def training_loop(trainer: SummaryTrainer) -> None:
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
-        strategy = WholeModel(run, log.rank)
+        strategy = WholeModel(log.run, log.rank)
         tokenizer, data = load_data(log)
         before = score_before(log, tokenizer, data, summarize)
         trainer = build(log, tokenizer, data, strategy, SummaryTrainer)

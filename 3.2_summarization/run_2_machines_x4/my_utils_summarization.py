@@ -22,6 +22,7 @@ RUN = RunConfig(
     device="cuda",
     gpu="V100 16GB SXM",
     devices=4,
+    nodes=4,
     model="facebook/bart-large-cnn",
     data="knkarthick/samsum",
     text_column="dialogue",

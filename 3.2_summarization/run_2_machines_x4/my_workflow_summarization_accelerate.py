@@ -1,8 +1,10 @@
-"""Summarization on the devices of one machine: a plain training loop with Accelerate.
+r"""Summarization with a rank on each device: a plain training loop with Accelerate.
 
-From this folder:
-    accelerate launch --config_file my_accelerate_config.yaml my_workflow_summarization_accelerate.py
-    torchrun --standalone --nproc_per_node 4 my_workflow_summarization_accelerate.py
+From this folder, on each machine (ADDRESS is the first one's, which has NUMBER 0):
+    accelerate launch --config_file my_accelerate_config.yaml --machine_rank NUMBER --main_process_ip ADDRESS \
+        my_workflow_summarization_accelerate.py
+    torchrun --nnodes 4 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
+        my_workflow_summarization_accelerate.py
 
 `Accelerator.prepare` gets (1) the model, around which it puts DDP, and (2) the optimizer. It does not get the rows,
 which it would divide by repeating some where they do not divide evenly, nor the learning-rate schedule, which it would

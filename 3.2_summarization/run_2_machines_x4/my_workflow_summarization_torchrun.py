@@ -1,8 +1,10 @@
-"""Summarization on the devices of one machine: Transformers' `Seq2SeqTrainer`, started by torchrun.
+r"""Summarization with a rank on each device: Transformers' `Seq2SeqTrainer`, started by torchrun.
 
-From this folder:
-    torchrun --standalone --nproc_per_node 4 my_workflow_summarization_torchrun.py
-    torchrun --standalone --nproc_per_node 4 my_workflow_summarization_torchrun.py --num_train_epochs 1
+From this folder, on each machine (ADDRESS is the first one's, which has NUMBER 0):
+    torchrun --nnodes 4 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
+        my_workflow_summarization_torchrun.py
+    torchrun --nnodes 4 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
+        my_workflow_summarization_torchrun.py --num_train_epochs 1
     python my_workflow_summarization_torchrun.py --parallel single --devices 1 --partitions N  # the steps of N ranks
 
 Nothing here says how many ranks there are: the Trainer finds out. The other two workflows of this folder do the same
@@ -31,7 +33,7 @@ def training_loop(trainer: SummaryTrainer) -> None:
 def workflow(run: RunConfig) -> Record:
     """Take all steps of the run, on this rank."""
     with run_started(run) as log:
-        strategy = WholeModel(run, log.rank)
+        strategy = WholeModel(log.run, log.rank)
         tokenizer, data = load_data(log)
         before = score_before(log, tokenizer, data, summarize)
         trainer = build(log, tokenizer, data, strategy, SummaryTrainer)

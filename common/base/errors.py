@@ -16,10 +16,6 @@ class RunStoppedError(RuntimeError):
     """A failure that ends a correctly configured run, told in one sentence: what happened, and the next step."""
 
 
-class LeftBehindError(Exception):
-    """Raised when work takes too long; it may continue indefinitely in a thread of its own."""
-
-
 @contextmanager
 def told_later() -> Iterator[None]:
     """Hold back a SIGTERM until the block is left, such as one that arrives while a failure is being recorded."""
@@ -47,7 +43,7 @@ def is_of_the_network(error: BaseException) -> bool:
     if isinstance(error, DistBackendError):
         is_local = "shared memory" in str(error)  # a container's /dev/shm is small: docker's --shm-size
         return not is_local and any(words in str(error) for words in NCCL_LOST_RANK)
-    return isinstance(error, (DistError, LeftBehindError)) or "gloo" in str(error).lower()
+    return isinstance(error, DistError) or "gloo" in str(error).lower()
 
 
 def is_full_disk(error: BaseException) -> bool:

@@ -97,10 +97,8 @@ ONLY_FOR = (
     OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees, ("freeze_vision_tower", "picture_noise")),
     OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines",
             ("gradient_exchange", "bucket_cap_mb")),
-    OnlyFor("several machines (nodes), or the machines workflow (3.2)",
-            lambda run: run.nodes > 1 or run.loop == "machines", ("link",)),
-    OnlyFor("several ranks, but for the machines workflow (3.2), which counts machines itself",
-            lambda run: run.world_size > 1 and run.loop != "machines", ("nodes",)),
+    OnlyFor("several machines (nodes)", lambda run: run.nodes > 1, ("link",)),
+    OnlyFor("several ranks", lambda run: run.world_size > 1, ("nodes",)),
     OnlyFor("the Trainer", lambda run: run.loop == "trainer", ("early_stopping_patience", "dataloader_num_workers")),
     OnlyFor("runs without save_steps", lambda run: not run.save_steps, ("max_lost_minutes",)),
 )  # fmt: skip

@@ -274,8 +274,8 @@ class ParallelismSettings:
     bucket_cap_mb: float = setting(25.0, "With loop machines: gradients that are sent at once, in MiB.")
     link: str = setting(
         "",
-        "What joins the machines: with nodes for the plan, such as ethernet-25 (Gbit/s); with loop machines for the "
-        "record, such as 100 Mbit/s.",
+        "What joins the machines: on GPUs for the plan, such as ethernet-25 (Gbit/s); on CPUs for the record, such as "
+        "100 Mbit/s.",
     )
     start_timeout_s: float = setting(
         300.0, "Seconds that ranks wait for each other at their start, before those that are missing are named."

@@ -95,7 +95,7 @@ def check_threads(run: RunConfig) -> None:
     Raises:
         BadInputError: with how many each device may have.
     """
-    ranks_here = 1 if run.loop == "machines" else run.world_size
+    ranks_here = run.ranks_per_node
     if run.threads > threads_per_rank(ranks_here):
         raise BadInputError(
             f"threads is {run.threads} for each of {ranks_here} ranks here, but this machine has {os.cpu_count()}: "

@@ -10,6 +10,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
+from common.runtime.elastic import run_as_started
 from common.runtime.machines import Member, check_members_agree, member_of
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
@@ -17,10 +18,19 @@ from common.runtime.world import Rank
 
 
 @contextmanager
-def run_started(run: RunConfig, resumes: bool = False) -> Iterator[RunRecorder]:
-    """Start this rank, check the run's inputs, and yield what records its steps; end the rank afterwards."""
+def run_started(run: RunConfig) -> Iterator[RunRecorder]:
+    """Start this rank, check the run's inputs, and yield what records its steps; end the rank afterwards.
+
+    The yielded recorder's `run` is what the workflow is to do: perhaps on other ranks than `run` asks for.
+    """
+    asked, run = run, run_as_started(run)
     with rank_started(run) as rank:
-        yield RunRecorder(checked_everywhere(run, rank) if run.nodes > 1 else check_inputs(run), rank, resumes)
+        if rank.is_main and run != asked:
+            print(
+                f"{run.devices} of {asked.devices} ranks started: each takes {run.rows_per_rank} rows at once, "
+                f"{run.gradient_accumulation_steps} times, so that a step has {run.effective_batch_size} rows as before"
+            )
+        yield RunRecorder(checked_everywhere(run, rank) if run.nodes > 1 else check_inputs(run), rank)
 
 
 def checked_everywhere(run: RunConfig, rank: Rank) -> RunConfig:

@@ -730,7 +730,7 @@ def plan_run(
         shares = even_shares(architecture, job, gpus)
     elif job.parallelism.splits_layers and run.device_map not in ("balanced", "auto"):
         shares = shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
-    link = parse_link(run.link, gpu) if run.nodes > 1 and run.link else None
+    link = parse_link(run.link, gpu) if run.link and run.device != "cpu" else None
     cluster = Cluster(gpus, run.nodes, link)
     return make_plan(architecture, job, cluster, calibration_from(kept_records(), batch.task), shares)
 
@@ -753,7 +753,7 @@ def on_fewer(run: RunConfig, devices: int) -> tuple[RunConfig, str]:
     start = f"torchrun --nproc_per_node {devices}" if devices > 1 and not run.parallelism.layers_in_turn else "python"
     try:
         alone = " --nodes 1" if run.nodes > 1 else ""
-        fewer = replace(run, devices=devices, nodes=1, link=run.link if run.loop == "machines" else "")
+        fewer = replace(run, devices=devices, nodes=1, link="")
         return fewer, f"`{start} my_workflow_<technique>.py --devices {devices}{alone}`"
     except BadInputError:
         if devices > 1:

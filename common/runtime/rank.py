@@ -20,15 +20,16 @@ from accelerate.utils import set_seed, wait_for_everyone
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from common.base.errors import BadInputError, RunStoppedError
+from common.base.errors import BadInputError
 from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
 from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
 from common.planning.plans import offer
+from common.runtime.elastic import is_elastic, met_in_launchers_store
 from common.runtime.faults import fault_at
 from common.runtime.machines import nodes_command, use_interface_to
 from common.runtime.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
-from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher, was_restarted
+from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher
 
 TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
 LAST_WORKS_S = 0.2  # for a process group's threads to let go of their last works; some milliseconds are needed
@@ -48,7 +49,7 @@ def check_world(run: RunConfig) -> None:
             f"This run asks for {run.world_size} rank(s) (parallel {run.parallel}, devices {run.devices}), but "
             f"{started} started: use {start_command(run)}{other}."
         )
-    if nodes != run.nodes and run.loop != "machines":
+    if nodes != run.nodes:
         raise BadInputError(
             f"This run is for {run.nodes} machine(s), but its {run.world_size} ranks started on {nodes}: pass --nodes "
             f"{nodes} if that is meant, or use {start_command(run)}."
@@ -78,9 +79,8 @@ def check_gpus(run: RunConfig) -> None:
         find_gpu(run.gpu)
     if run.device == "cpu":
         return
-    # where no launcher says how many are on this one
-    on_machines = 1 if run.loop == "machines" else run.devices // run.nodes
-    needed = run.devices if run.world_size == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", on_machines))
+    # where no launcher says how many are on this machine
+    needed = run.devices if run.world_size == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", run.ranks_per_node))
     found = len(gpus()[1])
     if found == 0:
         raise BadInputError(
@@ -115,6 +115,8 @@ def start_rank(run: RunConfig) -> Rank:
             f"The driver lists {len(gpus()[1])} GPU(s), but PyTorch {torch.__version__} is built without CUDA: install "
             "the build for your driver (https://pytorch.org/get-started/locally)."
         )
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (run.world_size > 1 or is_elastic(run)):
+        _meet(run)
     state = _join_world(run) if run.world_size > 1 else PartialState(cpu=on_cpu)
     if on_cpu:
         torch.set_num_threads(run.threads)  # one, unless asked: then one rank against two is a fair comparison
@@ -136,48 +138,38 @@ def start_rank(run: RunConfig) -> Rank:
     )
 
 
+def _meet(run: RunConfig) -> None:
+    """Make the ranks' process group in the launcher's store, once all are there.
+
+    Raises:
+        RunStoppedError: With the ranks that did not come in time.
+    """
+    if run.nodes > 1:
+        use_interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    rank, ranks = int(os.environ["RANK"]), run.world_size
+    store, start = met_in_launchers_store(rank, ranks, run.start_timeout_s)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start - 1)  # the same on all machines, for `was_restarted`
+    if ranks > 1:
+        dist.init_process_group(
+            BACKENDS[run.device], store=store, rank=rank, world_size=ranks, timeout=_exchange_timeout(run)
+        )
+
+
+def _exchange_timeout(run: RunConfig) -> timedelta:
+    """Return how long an exchange between ranks may take."""
+    return timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)
+
+
 def _join_world(run: RunConfig) -> PartialState:
     atexit.unregister(_let_groups_finish)
     atexit.register(_let_groups_finish)
     tqdm.monitor_interval = 0  # no thread of tqdm's, whose end would come before ours, and may meet a SIGTERM
-    timeout = timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)
-    if run.nodes > 1:
-        use_interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    if not dist.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        _meet_in_launchers_store(run, timeout)
-    state = PartialState(cpu=run.device == "cpu", backend=BACKENDS[run.device], timeout=timeout)
+    state = PartialState(cpu=run.device == "cpu", backend=BACKENDS[run.device], timeout=_exchange_timeout(run))
     seen = (state.num_processes, dist.get_backend(), state.distributed_type.value)
     asked = (run.world_size, BACKENDS[run.device], DISTRIBUTED_TYPES[run.device])
     if seen != asked:
         raise RuntimeError(f"World size, backend and distributed type are {seen}, but {asked} were asked for.")
     return state
-
-
-def _meet_in_launchers_store(run: RunConfig, timeout: timedelta) -> None:
-    """Wait until every rank is there, where torchrun, or a launcher built on it, started them.
-
-    Its store keeps what ranks say to the end, so that each start of the ranks has a part of its own. Ranks that were
-    started again also make their process group there: gloo would look for the addresses of the ranks before.
-
-    Raises:
-        RunStoppedError: With the ranks that did not come.
-    """
-    launchers_store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", launchers_store)
-    rank, here = int(os.environ["RANK"]), [f"rank{number}" for number in range(run.world_size)]
-    store.set(here[rank], "is there")
-    try:
-        store.wait(here, timedelta(seconds=run.start_timeout_s))
-    except dist.DistStoreError:
-        missing = ", ".join(str(number) for number, name in enumerate(here) if not store.check([name]))
-        raise RunStoppedError(
-            f"Rank {missing} did not start within {run.start_timeout_s:g} s (start_timeout_s): its output says why; "
-            "where importing takes longer, pass a longer --start_timeout_s."
-        ) from None
-    if was_restarted():
-        dist.init_process_group(
-            BACKENDS[run.device], store=store, rank=rank, world_size=run.world_size, timeout=timeout
-        )
 
 
 def _let_groups_finish() -> None:

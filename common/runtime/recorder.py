@@ -68,11 +68,11 @@ class RunRecorder:
         step: How many optimizer steps were taken, once there is a trainer.
     """
 
-    def __init__(self, run: RunConfig, rank: Rank, resumes: bool = False) -> None:
-        """Take the results folder; with `resumes`, or where `run` resumes, with what the last start left there."""
+    def __init__(self, run: RunConfig, rank: Rank) -> None:
+        """Take the results folder; where the run resumes, with what the last start left there."""
         self.run, self.rank = run, rank
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.resumes = resumes or run.resume_from_checkpoint == LAST or was_restarted()
+        self.resumes = run.resume_from_checkpoint == LAST or was_restarted()
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
         self.results = ResultsFolder(
             run.results_folder(self.run_name), rank, self.resumes, run.nodes, why_one_disk(run)

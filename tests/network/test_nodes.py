@@ -1,7 +1,6 @@
 """Runs of 2.2 and 2.6 over several machines, a torchrun on each: equal to one device, or refused on every machine."""
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,9 +16,9 @@ from common.planning.job import BatchShape
 from common.planning.run_jobs import job_of_run
 from common.planning.time_plan import traffic
 from common.records.store import RECORD_NAME, Record, load_record
-from common.runtime.virtual_hosts import VirtualHost, virtual_network
+from common.runtime.virtual_hosts import virtual_network
 from tests.network.virtual_links import sent_bytes
-from tests.network.workers import RUN_S, START_S, Place, Worker, needs_hosts
+from tests.network.workers import RUN_S, START_S, Place, Worker, needs_hosts, torchrun
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "my_workflow_lora_finetuning.py"
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1" / "my_workflow_full_finetuning.py"
@@ -45,15 +44,6 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Place]]:
             return Place(tmp_path, script, (*SAME, *settings), stack.enter_context(virtual_network(count)))
 
         yield make
-
-
-def torchrun(host: VirtualHost, nodes: int, ranks: int, max_restarts: int = 0) -> list[str]:
-    """What starts one host's ranks; forks of the tests do not find hosts by their names, and so are told."""
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc_per_node", str(ranks),
-        "--rdzv_backend", "c10d", "--rdzv_endpoint", "10.77.0.1:29400", "--local_addr", host.address,
-        "--rdzv_conf", f"is_host={int(host.number == 0)}", "--max_restarts", str(max_restarts),
-    ]  # fmt: skip
 
 
 def start_all(place: Place, ranks: int, *overrides: str, max_restarts: int = 0, **environment: str) -> list[Worker]:

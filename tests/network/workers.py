@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.records.store import RECORD_NAME, Record, load_record
-from common.runtime.virtual_hosts import VirtualNetwork
+from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork
 from tests.forked import Forked
 from tests.network.virtual_links import namespaces_refused
 
@@ -22,6 +22,8 @@ RUN_S = 120
 END_S = 10
 """How long everyone may take to end after one has gone."""
 
+MASTER = "10.77.0.1:29400"
+"""Where the hosts meet: at the first one."""
 refusal = namespaces_refused()
 needs_hosts = pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: {refusal}")
 
@@ -97,6 +99,26 @@ class Place:
             hosts = self.network.hosts
             wait_until(lambda: not any(host.processes() for host in hosts), END_S, self.workers)
         return [worker.process.returncode for worker in self.workers]
+
+
+def torchrun(
+    host: VirtualHost,
+    nodes: int | str,
+    ranks: int = 1,
+    max_restarts: int = 0,
+    address: str = MASTER,
+    rdzv_conf: str = "",
+) -> list[str]:
+    """What starts one host's ranks; forks of the tests do not find hosts by their names, and so are told.
+
+    `rdzv_conf` comes after the usual settings, by which a machine that is gone is noticed in 3 s.
+    """
+    settings = f"is_host={int(host.number == 0)},last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc_per_node", str(ranks),
+        "--max_restarts", str(max_restarts), "--rdzv_backend", "c10d", "--rdzv_endpoint", address, "--rdzv_id", "test",
+        "--rdzv_conf", f"{settings},{rdzv_conf}".rstrip(","), "--local_addr", host.address,
+    ]  # fmt: skip
 
 
 def wait_until(is_so: Callable[[], bool], within_s: float, workers: Sequence[Worker]) -> None:

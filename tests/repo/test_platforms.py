@@ -16,15 +16,18 @@ from common.base.parsing import parse_overrides
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of, run_folders
-from common.runtime.rendezvous import meeting_options
+from tests.valohai_task import distributed_task
 
 YAML = REPOSITORY / "valohai.yaml"
-SLURM = REPOSITORY / "3.2_summarization" / "run_2_machines_x4" / "train.slurm"
 STEPS = ("train-torchrun", "train-accelerator", "train-task")
 FSSPEC = re.search(r"^fsspec==(\S+)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)[1]
 """s3fs has the version of the fsspec that it is for."""
 FIELDS = {field.name for field in fields(RunConfig)}
-JOINING = set(vars(meeting_options().parse_args([])))
+MEETING = (
+    "--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint 10.0.0.10:29400 --local_addr 10.0.0.11 "
+    "--rdzv_conf is_host=0,join_timeout=900"
+)
+"""The options of torchrun on the second of two machines."""
 STARTED = re.compile(r"cd (?P<folder>\S+) && .* (?P<script>my_workflow_\w+\.py) ")
 FAKE = """#!/bin/sh
 [ "$1" = -m ] && exec {python} "$@"
@@ -67,8 +70,7 @@ def run_of(step: Step, parameters: dict[str, object], inputs: Path) -> tuple[lis
     script = next(number for number, word in enumerate(words) if word.endswith(".py"))
     folder = Path(place.removeprefix("in "))
     assert (folder / words[script]).is_file()
-    _, overrides = meeting_options().parse_known_args(words[script + 1 :])
-    return words[: script + 1], parse_overrides(literal_of(folder), overrides)
+    return words[: script + 1], parse_overrides(literal_of(folder), words[script + 1 :])
 
 
 # -- valohai.yaml
@@ -101,12 +103,10 @@ def test_every_parameter_is_a_setting_with_the_run_folders_value(config: Config,
     started = STARTED.search(step.command[2])
     assert started
     literal = literal_of(REPOSITORY / started["folder"])
-    own = JOINING if name == "train-task" else set()
     for parameter in step.parameters.values():
-        assert parameter.name in FIELDS | own
+        assert parameter.name in FIELDS
         assert parameter.pass_as == "--{name} {value}"
-        if parameter.name in FIELDS:
-            assert parameter.default == getattr(literal, parameter.name), parameter.name
+        assert parameter.default == getattr(literal, parameter.name), parameter.name
 
 
 @pytest.mark.parametrize(
@@ -118,18 +118,27 @@ def test_every_parameter_is_a_setting_with_the_run_folders_value(config: Config,
             ["accelerate", "launch", "--config_file", "my_accelerate_config.yaml", "--num_processes", "2"],
             "accelerate",
         ),
-        ("train-task", ["python"], "machines"),
+        ("train-task", ["torchrun", *MEETING.split()], "machines"),
     ],
 )
 def test_a_steps_command_starts_the_run_that_its_parameters_say(
-    config: Config, commands: Path, tmp_path: Path, name: str, launcher: list[str], way: str
+    config: Config,
+    commands: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    launcher: list[str],
+    way: str,
 ) -> None:
     step, inputs = config.steps[name], tmp_path / "inputs"
     asked: dict[str, object] = {"num_train_epochs": 3, "learning_rate": 1e-6, "data": "s3://bucket/chats"}
     if name != "train-task":
         asked["devices"] = 2
+    distributed_task(tmp_path, own="1", ids=("0", "1"))
+    monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
     words, run = run_of(step, asked, inputs)
     assert words == [*launcher, f"my_workflow_summarization_{way}.py"]
+    assert run.devices == 2
     assert {field: getattr(run, field) for field in asked} == asked
     assert (run.log_format, run.results_root) == ("json", "/outputs of the step")
     (inputs / "data").mkdir(parents=True)
@@ -141,28 +150,6 @@ def test_the_number_of_machines_is_the_tasks_execution_count(config: Config) -> 
     (task,) = config.tasks.values()
     assert (task.step, task.type.value, task.execution_count) == ("train-task", "distributed", 4)
     assert "devices" not in config.steps["train-task"].parameters
-
-
-# -- SLURM
-
-
-def test_the_slurm_script_starts_one_process_on_each_of_the_run_folders_machines(
-    commands: Path, tmp_path: Path
-) -> None:
-    assert subprocess.run(["bash", "-n", str(SLURM)], check=False).returncode == 0
-    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", SLURM.read_text(encoding="utf-8"), re.MULTILINE))
-    assert int(asked["nodes"]) == literal_of(SLURM.parent).devices
-    assert (asked["ntasks-per-node"], asked["gpus-per-node"]) == ("1", "1")
-    folder = tmp_path / "technique" / "run"
-    folder.mkdir(parents=True)
-    activate = tmp_path / ".venv" / "bin" / "activate"
-    activate.parent.mkdir(parents=True)
-    activate.write_text("")
-    command = ["bash", str(SLURM), "--num_train_epochs", "1"]
-    words = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
-    script = "my_workflow_summarization_machines.py"
-    assert words[2:] == ["srun", "--label", "python", script, "--num_train_epochs", "1"]
-    assert (SLURM.parent / script).is_file()
 
 
 # -- SLURM and SkyPilot, for a torchrun on each of several machines

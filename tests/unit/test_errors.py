@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from common.base.command_line import refused_in_one_sentence
-from common.base.errors import LeftBehindError, is_full_disk, is_of_the_network, status_of
+from common.base.errors import is_full_disk, is_of_the_network, status_of
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
 
@@ -26,7 +26,6 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
         (DistBackendError(f"{NCCL}ncclInvalidUsage: Duplicate GPU detected : rank 1 and 0"), False, "failed"),
         (DistNetworkError("Connection closed by peer"), True, "failed"),
         (DistStoreError("wait timeout"), True, "failed"),
-        (LeftBehindError(), True, "failed"),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True, "failed"),
         (RuntimeError("expected scalar type Float"), False, "failed"),
         (torch.OutOfMemoryError("CUDA out of memory"), False, "oom"),

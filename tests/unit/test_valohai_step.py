@@ -1,13 +1,15 @@
-"""Around a workflow, a Valohai step finds its input and names its model."""
+"""Around a workflow, a Valohai step finds the other machines and its input, and names its model."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from valohai import distributed
 
 from common.base.errors import BadInputError
-from common.valohai_step import data_option, main, name_model
+from common.valohai_step import data_option, main, name_model, torchrun_options, world_options
+from tests.valohai_task import distributed_task
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
@@ -79,3 +81,57 @@ def test_what_was_named_is_said(
         "The 3 files of the model are 'summarizer' from now on.",
     ]
     assert "dataset://summarizer/exec-7" in (folder / "config.json.metadata.json").read_text()
+
+
+# -- where the machines of a distributed task meet
+
+
+@pytest.fixture
+def valohai_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for Valohai's file, which its library reads."""
+    monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
+    distributed.flush_state()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("ids", "first"),
+    [
+        (("0", "1", "2", "3"), "10.0.0.10"),
+        (("10", "9", "8", "11"), "10.0.0.12"),  # as numbers, not as texts
+        (("d", "10", "b", "9"), "10.0.0.11"),  # as texts, where one is no number
+    ],
+)
+def test_members_meet_at_the_first_one(valohai_folder: Path, ids: tuple[str, ...], first: str) -> None:
+    hosts = []
+    for number, own in enumerate(ids):
+        distributed_task(valohai_folder, own, ids)
+        words = torchrun_options().split()
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        assert (options["--nnodes"], options["--rdzv_endpoint"]) == ("4", f"{first}:29400")
+        assert options["--local_addr"] == f"10.0.0.{10 + number}"
+        hosts += [options["--local_addr"]] if "is_host=1" in options["--rdzv_conf"] else []
+        assert world_options() == "--devices 4 --nodes 4"
+    assert hosts == [first]
+
+
+def test_a_file_that_says_no_meeting_place_is_refused(valohai_folder: Path) -> None:
+    task = distributed_task(valohai_folder)
+    for content in (
+        "{",
+        "[]",
+        "{}",
+        json.dumps({**task, "members": []}),
+        json.dumps({**task, "members": [{**task["self"], "network": {**task["self"]["network"], "local_ips": []}}]}),
+        json.dumps({**task, "config": {**task["config"], "member_id": "7"}}),
+    ):
+        (valohai_folder / "distributed.json").write_text(content)
+        distributed.flush_state()
+        with pytest.raises(BadInputError, match=r"Valohai does not say where .* as a Task of the type Distributed"):
+            torchrun_options()
+
+
+def test_a_task_without_valohais_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "valohai", None)  # importing it is an ImportError
+    with pytest.raises(BadInputError, match=r"\(ModuleNotFoundError: .* with valohai-utils installed"):
+        torchrun_options()

@@ -1,85 +1,30 @@
-"""The roll call: everyone is counted once, at every start anew, and who differs is named."""
+"""Several machines that work on one run: who differs is named, and they find the network between them."""
 
 import os
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from common.base.errors import BadInputError, LeftBehindError
+from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.data.splits import load_splits
 from common.runtime import machines
 from common.runtime.machines import Member, check_members_agree, member_of, use_interface_to
-from common.runtime.membership import World, in_time, roll_call
-from common.runtime.rendezvous import Meeting
 from common.training import replicas
 from common.training.replicas import check_same_weights
 
-RUN = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=3)
+RUN = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=3, nodes=3)
 ROWS = [{"text": "a", "summary": "b"}]
 
 
 def member(rank: int, **changes: object) -> Member:
     return replace(member_of(rank, RUN, ROWS), host=f"host{rank}", **changes)
-
-
-def call(store: HashStore, ranks: list[int], world_size: int, within_s: float = 5.0) -> list[World | BadInputError]:
-    """What each of these members comes to, in a store that a launcher keeps."""
-
-    def take_part(rank: int) -> World | BadInputError:
-        meeting = Meeting("10.0.0.1", 29500, rank, world_size, "a test", has_store=True)
-        try:
-            return roll_call(store, member(rank), meeting, monotonic() + within_s)[1]
-        except BadInputError as refusal:
-            return refusal
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(take_part, ranks))
-
-
-def test_everyone_knows_everyone() -> None:
-    for world in call(HashStore(), [2, 0, 1], 3):
-        assert [each.host for each in world.members] == ["host0", "host1", "host2"]
-        assert (world.start, world.first_size) == (1, 3)
-        assert world.goes_on_with(RUN) == RUN
-
-
-def test_a_later_start_in_the_same_store_counts_anew_and_keeps_the_parts() -> None:
-    """Its first member comes last: the others must not take the first start's roll for theirs."""
-    store = HashStore()
-    call(store, [0, 1, 2], 3)
-
-    def late_first() -> list[World | BadInputError]:
-        sleep(0.5)
-        return call(store, [0], 2)
-
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(late_first)
-        (second,) = call(store, [1], 2)
-        for world in (second, *first.result()):
-            assert [each.rank for each in world.members] == [0, 1]
-            assert (world.start, world.first_size) == (2, 3)
-            assert world.goes_on_with(replace(RUN, devices=2)).partitions == 3
-            assert world.goes_on_with(replace(RUN, devices=2, partitions=4)).partitions == 4
-
-
-def test_who_is_missing_is_named_to_all() -> None:
-    for refusal in call(HashStore(), [0, 2], 3, within_s=0.5):
-        assert "2 of 3 members came in time; missing: rank 1." in str(refusal)
-
-
-def test_without_the_first_member_nobody_waits_for_ever() -> None:
-    (refusal,) = call(HashStore(), [1], 3, within_s=0.2)
-    assert "1 of 3 members came in time; missing: rank 0, 2." in str(refusal)
 
 
 @pytest.mark.parametrize(
@@ -106,14 +51,6 @@ def test_places_may_differ() -> None:
     otherwise = member_of(1, replace(run, seed=7), ROWS)
     with pytest.raises(BadInputError, match=r"has settings seed 42, but .* has seed 7;"):
         check_members_agree([member(0), otherwise])
-
-
-def test_work_that_does_not_end_is_left_behind() -> None:
-    with pytest.raises(LeftBehindError):
-        in_time(lambda: sleep(5), 0.1)
-    with pytest.raises(ZeroDivisionError):
-        in_time(lambda: 1 / 0, 5)
-    assert in_time(lambda: 1, 5) == 1
 
 
 def test_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

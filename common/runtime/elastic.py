@@ -1,0 +1,127 @@
+"""Ranks that torchrun starts again, perhaps on fewer or more machines: which start it is, and the same steps."""
+
+import json
+import os
+import time
+from datetime import timedelta
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from common.base.errors import BadInputError, RunStoppedError
+from common.base.run_config import RunConfig
+from common.records.store import default_run_name
+from common.runtime.world import detect_launcher
+
+POLL_S = 0.05
+NEWEST, STARTS, THERE = "newest start", "starts", "all are there"
+
+
+def run_as_started(run: RunConfig) -> RunConfig:
+    """Return the run on as many ranks as torchrun has started, with the same rows in each step, under the same name.
+
+    `torchrun --nnodes 1:4 --max_restarts 3` starts the ranks of a run on several machines again, on those that there
+    are. Without `--max_restarts`, or with the ranks that the run asks for, it stays as it is.
+
+    Raises:
+        BadInputError: So many ranks cannot take the run's steps.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started == run.world_size or not is_elastic(run):
+        return run
+    changes: dict[str, object] = {
+        "devices": started,
+        "nodes": started // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "run_name": run.run_name or default_run_name(run, detect_launcher()),
+        "learning_rate": run.peak_learning_rate,
+        "learning_rate_scaling": "none",
+    }
+    if run.goal.summarizes:  # whose rows are divided into parts, of which a rank may have several
+        return run.changed_to(**changes, partitions=run.partition_count)
+    if run.dp_replicate_size > 1:
+        copies, rest = divmod(started, run.shard_ranks)
+        if rest:
+            raise BadInputError(
+                f"{started} ranks started, which are no whole copies of {run.shard_ranks} ranks (dp_replicate_size "
+                f"{run.dp_replicate_size}): start more machines, or fewer."
+            )
+        changes["dp_replicate_size"] = copies
+    return run.changed_to(**changes, **_same_step(run, started))
+
+
+def is_elastic(run: RunConfig) -> bool:
+    """Return whether torchrun may start the run's ranks again, on another number of machines."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    return restarts > 0 and run.nodes > 1 and run.parallelism.resumes_on_other_ranks
+
+
+def _same_step(run: RunConfig, ranks: int) -> dict[str, object]:
+    """Return what lets so many ranks share a step's rows equally, with no more at once than the run has.
+
+    Raises:
+        BadInputError: They cannot.
+    """
+    rows, rest = divmod(run.effective_batch_size, ranks)
+    if rest:
+        possible = [count for count in range(1, run.world_size + 1) if run.effective_batch_size % count == 0]
+        raise BadInputError(
+            f"{ranks} ranks started, which cannot share the {run.effective_batch_size} rows of a step equally: start "
+            f"{', '.join(map(str, possible))} ranks, or begin with a --per_device_train_batch_size or "
+            "--gradient_accumulation_steps that they can share."
+        )
+    at_once = max(size for size in range(1, run.per_device_train_batch_size + 1) if rows % size == 0)
+    return {"per_device_train_batch_size": at_once, "gradient_accumulation_steps": rows // at_once}
+
+
+# -- where the ranks of one start meet
+
+
+def met_in_launchers_store(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, int]:
+    """Wait until all ranks that torchrun, or a launcher built on it, started are there.
+
+    Returns:
+        A part of the launcher's store for the ranks of this start alone, and which start it is, from 1.
+
+    Raises:
+        RunStoppedError: With the ranks that did not come within `timeout_s`.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return part_of_this_start(store, rank, world_size, timeout_s)
+
+
+def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, int]:
+    """Do what `met_in_launchers_store` does, in a store.
+
+    It still has what ranks of earlier starts said, and torchrun's own count of starts leaves out those for which a
+    machine came or went. So the first rank names each start anew, the others announce themselves under the newest
+    name, and know by their own word in its answer that it is of their start.
+
+    Raises:
+        RunStoppedError: With the ranks that did not come within `timeout_s`.
+    """
+    own, deadline_s = uuid4().hex, time.monotonic() + timeout_s
+    if rank == 0:
+        store.set(NEWEST, own)
+    part = None
+    while time.monotonic() < deadline_s:
+        if store.check([NEWEST]):
+            part = dist.PrefixStore(store.get(NEWEST).decode(), store)
+            part.set(f"rank{rank}", own)
+            if rank == 0 and not _missing(part, world_size):
+                words = [part.get(f"rank{number}").decode() for number in range(world_size)]
+                part.set(THERE, json.dumps([store.add(STARTS, 1), words]))
+            if part.check([THERE]):
+                start, words = json.loads(part.get(THERE))
+                if own in words:
+                    return part, start
+        time.sleep(POLL_S)
+    missing = ", ".join(map(str, (part and _missing(part, world_size)) or [0]))
+    raise RunStoppedError(
+        f"Rank {missing} did not start within {timeout_s:g} s (start_timeout_s): its output says why; where importing "
+        "takes longer, pass a longer --start_timeout_s."
+    )
+
+
+def _missing(part: dist.Store, world_size: int) -> list[int]:
+    return [number for number in range(world_size) if not part.check([f"rank{number}"])]

@@ -1,0 +1,127 @@
+"""Ranks that torchrun starts again: each start counts anew, and other numbers of ranks take the same steps."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from time import sleep
+
+import pytest
+from torch.distributed import HashStore
+
+from common.base.errors import BadInputError, RunStoppedError
+from common.base.run_config import RunConfig
+from common.runtime.elastic import part_of_this_start, run_as_started
+
+DDP = RunConfig(technique="lora", parallel="ddp", devices=8, nodes=4, per_device_train_batch_size=6,
+                learning_rate_scaling="sqrt", learning_rate=1e-3)  # fmt: skip
+
+
+def starts(store: HashStore, ranks: list[int], world_size: int, within_s: float = 5.0) -> list[int | str]:
+    """Which start each of these ranks has found, or what it said of those that are missing."""
+
+    def take_part(rank: int) -> int | str:
+        try:
+            return part_of_this_start(store, rank, world_size, within_s)[1]
+        except RunStoppedError as refusal:
+            return str(refusal)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(take_part, ranks))
+
+
+def test_ranks_meet_in_a_part_of_the_store() -> None:
+    store = HashStore()
+    parts = ThreadPoolExecutor().map(lambda rank: part_of_this_start(store, rank, 3, 5.0)[0], [2, 0, 1])
+    for number, part in enumerate(parts):
+        part.set(f"own{number}", "x")
+        assert part.check([f"own{number}"])
+        assert not store.check([f"own{number}"])
+
+
+def test_a_later_start_counts_anew_in_the_same_store() -> None:
+    """Its first rank comes last: the others must not take the first start's roll for theirs."""
+    store = HashStore()
+    assert starts(store, [0, 1, 2], 3) == [1, 1, 1]
+
+    def late_first() -> list[int | str]:
+        sleep(0.5)
+        return starts(store, [0], 2)
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(late_first)
+        assert starts(store, [1], 2) == [2]
+        assert first.result() == [2]
+    assert starts(store, [3, 1, 0, 2], 4) == [3] * 4
+
+
+@pytest.mark.parametrize(("ranks", "missing"), [([0, 2], "1, 3"), ([1, 2], "0")])
+def test_ranks_that_do_not_start_are_named(ranks: list[int], missing: str) -> None:
+    for said in starts(HashStore(), ranks, 4, within_s=0.3):
+        assert f"Rank {missing} did not start within 0.3 s (start_timeout_s)" in said
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Make so many ranks start, by a torchrun that may start them again."""
+
+    def start(ranks: int, on_each: int = 2, restarts: int = 3) -> None:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_each))
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "accumulation"), [(4, 6, 2), (6, 4, 2), (2, 6, 4), (12, 4, 1), (16, 3, 1), (1, 6, 8)]
+)
+def test_other_ranks_take_the_same_steps(started: pytest.MonkeyPatch, ranks: int, rows: int, accumulation: int) -> None:
+    started(ranks, on_each=min(2, ranks))
+    run = run_as_started(DDP)
+    assert (run.devices, run.nodes) == (ranks, max(1, ranks // 2))
+    assert (run.per_device_train_batch_size, run.gradient_accumulation_steps) == (rows, accumulation)
+    assert run.effective_batch_size == DDP.effective_batch_size == 48
+    assert run.peak_learning_rate == DDP.peak_learning_rate
+    assert run.run_name == "torchrun-batch6-seed42"  # where the checkpoints of the ranks before are
+
+
+def test_ranks_that_cannot_share_a_step_are_refused(started: pytest.MonkeyPatch) -> None:
+    started(10)
+    with pytest.raises(BadInputError, match=r"10 ranks started, which cannot share the 48 rows of a step equally"):
+        run_as_started(DDP)
+
+
+def test_copies_of_a_sharded_model_stay_whole(started: pytest.MonkeyPatch) -> None:
+    hybrid = replace(DDP, technique="full", parallel="fsdp", dp_replicate_size=4)
+    started(4)
+    assert run_as_started(hybrid).dp_replicate_size == 2
+    started(2)
+    assert run_as_started(hybrid).dp_replicate_size == 1
+    started(3, on_each=1)
+    with pytest.raises(BadInputError, match="3 ranks started, which are no whole copies of 2 ranks"):
+        run_as_started(hybrid)
+
+
+def test_a_run_of_summaries_keeps_its_partitions(started: pytest.MonkeyPatch) -> None:
+    run = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=4, nodes=4)
+    started(3, on_each=1)
+    again = run_as_started(run)
+    assert (again.devices, again.nodes, again.partitions) == (3, 3, 4)
+    assert again.effective_batch_size == run.effective_batch_size
+    started(5, on_each=1)
+    with pytest.raises(BadInputError, match="partitions is 4, but there are 5 ranks"):
+        run_as_started(run)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"restarts": 0}, {"ranks": 8}], ids=["torchrun does not start ranks again", "as many as asked for"]
+)
+def test_the_run_stays_as_it_is(started: pytest.MonkeyPatch, changes: dict[str, int]) -> None:
+    started(**{"ranks": 4, **changes})
+    assert run_as_started(DDP) is DDP
+
+
+def test_parts_that_fit_no_other_number_of_ranks_stay(started: pytest.MonkeyPatch) -> None:
+    started(4)
+    zero = replace(DDP, technique="full", parallel="zero1")
+    assert run_as_started(zero) is zero  # and is refused with the number that it asks for
