@@ -19,8 +19,8 @@ from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.rows import step_s
 from common.reporting.summarization import EXCHANGES
-from common.runtime.rendezvous import PORT
-from common.runtime.virtual_hosts import VirtualNetwork, virtual_network
+from common.runtime.machines import nodes_command
+from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork, virtual_network
 
 WORKFLOW = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2" / "my_workflow_summarization_machines.py"
 HOSTS, STEPS, SLOW_MBIT = 2, 30, 100.0
@@ -57,22 +57,29 @@ def _run(network: VirtualNetwork, link: str, exchange: str, steps: int, results_
     name = f"machines-{exchange}-{in_folder_name}"
     logs = results_root / "results" / f"{name}-logs"
     logs.mkdir(parents=True, exist_ok=True)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *nodes_command(HOSTS, 1, network.hosts[0].address)[1:]]
     command = [
-        sys.executable, WORKFLOW.name, "--master", f"{network.hosts[0].address}:{PORT}", "--machines", str(HOSTS),
-        "--max_steps", str(steps), "--gradient_exchange", exchange, "--link", link, "--run_name", name, *SHORT,
-        "--results_root", str(results_root), "--machine_rank",
+        WORKFLOW.name, "--devices", str(HOSTS), "--nodes", str(HOSTS), "--max_steps", str(steps),
+        "--gradient_exchange", exchange, "--link", link, "--run_name", name, *SHORT,
+        "--results_root", str(results_root),
     ]  # fmt: skip
     started = [
         host.start(
-            [*command, str(host.number)], logs / f"host{host.number}.log", {"OMP_NUM_THREADS": "1"}, WORKFLOW.parent
+            [*torchrun, *own_address(host), *command], logs / f"host{host.number}.log", {"OMP_NUM_THREADS": "1"},
+            WORKFLOW.parent,
         )
         for host in network.hosts
-    ]
+    ]  # fmt: skip
     deadline_s = time.monotonic() + RUN_S
     codes = [process.wait(max(0.0, deadline_s - time.monotonic())) for process in started]
     if any(codes):
         raise RuntimeError(f"The run {name} ended with the exit codes {codes}: {logs} has the output of each host.")
     return load_record(results_root / "results" / name / RECORD_NAME)
+
+
+def own_address(host: VirtualHost) -> list[str]:
+    """Return torchrun's options that say which host this is, where its name may not lead to it."""
+    return ["--local_addr", host.address, "--rdzv_conf", f"is_host={int(host.number == 0)}"]
 
 
 def gain(records: Sequence[Record]) -> float:

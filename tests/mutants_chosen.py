@@ -437,9 +437,9 @@ SEVERAL_RANKS = (
     Fault(
         "several machines: ranks that start again take an earlier start's roll for theirs",
         "common/runtime/elastic.py",
-        "if own in words:",
-        "if words:",
-        _unit("elastic", "a_later_start_counts_anew"),
+        "part.check([THERE]) and own in part.get(THERE).decode().split()",
+        "part.check([THERE])",
+        _unit("elastic", "each_start_has_a_part"),
     ),
     Fault(
         "several machines: fewer of them take smaller steps",

@@ -39,7 +39,7 @@ def ended_by_one_sentence() -> Iterator[None]:
             yield
         except BaseException as error:
             hide_secrets(error)
-            rank = os.environ.get("RANK", "0")  # several machines number their ranks only once they have met
+            rank = os.environ.get("RANK", "0")
             if isinstance(error, KeyboardInterrupt):
                 if rank == "0":
                     said = f"error: interrupted; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
@@ -50,9 +50,16 @@ def ended_by_one_sentence() -> Iterator[None]:
             if isinstance(error, RuntimeError) and is_of_the_network(error):
                 sys.exit(
                     f"error: rank {rank} ends, as another rank is gone ({said_by(error)}): that one's output says why; "
-                    "where it says nothing, it was killed, possibly as memory ran out (dmesg)."
+                    f"where it says nothing, it was killed, possibly as memory ran out (dmesg). {how_to_resume()}"
                 )
             raise
+
+
+def how_to_resume() -> str:
+    """Return what to start after a run of several ranks has ended, perhaps on several machines."""
+    ranks_here, ranks = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    where = "" if ranks_here == ranks else " on all machines"
+    return f"To resume, start the same command again{where} with --resume_from_checkpoint {LAST}."
 
 
 @contextmanager

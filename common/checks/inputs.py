@@ -21,8 +21,10 @@ from common.models.families import check_quantizable, suited_to_model
 from common.models.loading import any_shape_config, check_attention, check_liger, load_tokenizer, model_without_weights
 from common.models.quantization import check_bitsandbytes
 from common.models.trained_weights import with_trained_weights
+from common.records.store import default_run_name
+from common.runtime.disks import wrote_before
 from common.runtime.rank import check_gpus, threads_per_rank
-from common.runtime.world import detect_launcher, was_restarted
+from common.runtime.world import detect_launcher
 from common.tasks.answers import check_independent_judge
 from common.training.checkpoints import check_checkpoint
 from common.training.compiled_layers import check_compiler
@@ -42,7 +44,8 @@ def check_inputs(run: RunConfig) -> RunConfig:
     """
     run = check_settings(run)
     rows = training_rows(run)
-    if not (run.resume_from_checkpoint or was_restarted()):  # what it wrote before takes the room that it needs
+    results = run.results_folder(run.run_name or default_run_name(run, detect_launcher()))
+    if not (run.resume_from_checkpoint or wrote_before(results)):  # what was written takes the room that it needs
         check_disk(run)
     if run.resume_from_checkpoint:
         check_checkpoint(run, detect_launcher(), len(rows))

@@ -1,11 +1,13 @@
 """Files of ranks that may run on machines with a disk each, or share one: who writes, and how all get the same."""
 
+import os
 import shutil
 import socket
 from contextlib import nullcontext
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object, wait_for_everyone
 from filelock import FileLock, Timeout
@@ -14,8 +16,10 @@ from common.base.errors import BadInputError
 from common.base.run_config import LAST
 from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, load_record
 from common.runtime.watch import BEATS
-from common.runtime.world import Rank
+from common.runtime.world import Rank, may_start_again
 
+LAUNCHERS = ".launchers"
+"""Of a run's results: a file for each process that started ranks of it."""
 SENT_BYTES = 64 * 2**20  # of a file, at once
 
 
@@ -29,6 +33,23 @@ def first_on_disk(folder: Path, rank: Rank) -> bool:
     wait_for_everyone()
     mark.unlink()
     return is_first
+
+
+def wrote_before(folder: Path) -> bool:
+    """Return whether this rank's launcher has started ranks before, which wrote into a run's results here."""
+    return may_start_again() and _own_mark(folder).exists()
+
+
+def leave_mark(folder: Path) -> None:
+    """Leave a file in a run's results, for ranks that this rank's launcher may start again."""
+    if may_start_again():
+        _own_mark(folder).parent.mkdir(exist_ok=True)
+        _own_mark(folder).touch()
+
+
+def _own_mark(folder: Path) -> Path:
+    launcher = psutil.Process(os.getppid())
+    return folder / LAUNCHERS / f"{socket.gethostname()}-{launcher.pid}-{launcher.create_time():.2f}"
 
 
 def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:
@@ -87,6 +108,7 @@ class ResultsFolder:
             (path / RECORD_NAME).unlink(missing_ok=True)
             shutil.rmtree(path / BEATS, ignore_errors=True)  # of ranks that are gone
         wait_for_everyone()
+        leave_mark(path)
 
     def check_shared(self, why: str) -> None:
         """Refuse machines that each have a disk of their own.

@@ -1,6 +1,5 @@
-"""Ranks that torchrun starts again, perhaps on fewer or more machines: which start it is, and the same steps."""
+"""Ranks that torchrun starts again, perhaps on fewer or more machines: where they meet, and the same steps."""
 
-import json
 import os
 import time
 from datetime import timedelta
@@ -11,10 +10,10 @@ import torch.distributed as dist
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.records.store import default_run_name
-from common.runtime.world import detect_launcher
+from common.runtime.world import detect_launcher, may_start_again
 
 POLL_S = 0.05
-NEWEST, STARTS, THERE = "newest start", "starts", "all are there"
+NEWEST, THERE = "newest start", "all are there"
 
 
 def run_as_started(run: RunConfig) -> RunConfig:
@@ -27,7 +26,7 @@ def run_as_started(run: RunConfig) -> RunConfig:
         BadInputError: So many ranks cannot take the run's steps.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started == run.world_size or not is_elastic(run):
+    if started == run.world_size or not _is_elastic(run):
         return run
     changes: dict[str, object] = {
         "devices": started,
@@ -49,10 +48,9 @@ def run_as_started(run: RunConfig) -> RunConfig:
     return run.changed_to(**changes, **_same_step(run, started))
 
 
-def is_elastic(run: RunConfig) -> bool:
+def _is_elastic(run: RunConfig) -> bool:
     """Return whether torchrun may start the run's ranks again, on another number of machines."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    return restarts > 0 and run.nodes > 1 and run.parallelism.resumes_on_other_ranks
+    return may_start_again() and run.nodes > 1 and run.parallelism.resumes_on_other_ranks
 
 
 def _same_step(run: RunConfig, ranks: int) -> dict[str, object]:
@@ -76,26 +74,28 @@ def _same_step(run: RunConfig, ranks: int) -> dict[str, object]:
 # -- where the ranks of one start meet
 
 
-def met_in_launchers_store(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, int]:
-    """Wait until all ranks that torchrun, or a launcher built on it, started are there.
+def store_of_this_start(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Return a store for the ranks of this start alone, once all that torchrun started are there.
 
-    Returns:
-        A part of the launcher's store for the ranks of this start alone, and which start it is, from 1.
+    It is a part of torchrun's own store, or, where torchrun was told not to share it, the first rank's.
 
     Raises:
         RunStoppedError: With the ranks that did not come within `timeout_s`.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    is_shared = os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not is_shared,
+        timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+    )  # fmt: skip
     return part_of_this_start(store, rank, world_size, timeout_s)
 
 
-def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, int]:
-    """Do what `met_in_launchers_store` does, in a store.
+def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Return a part of a launcher's store, once all ranks are there.
 
-    It still has what ranks of earlier starts said, and torchrun's own count of starts leaves out those for which a
-    machine came or went. So the first rank names each start anew, the others announce themselves under the newest
-    name, and know by their own word in its answer that it is of their start.
+    The store still has what ranks of earlier starts said, and torchrun's own count of starts leaves out those for which
+    a machine came or went. So the first rank names each start anew, and the others announce themselves under the newest
+    name; they know by their own word in its answer that it is of their start.
 
     Raises:
         RunStoppedError: With the ranks that did not come within `timeout_s`.
@@ -109,12 +109,9 @@ def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s:
             part = dist.PrefixStore(store.get(NEWEST).decode(), store)
             part.set(f"rank{rank}", own)
             if rank == 0 and not _missing(part, world_size):
-                words = [part.get(f"rank{number}").decode() for number in range(world_size)]
-                part.set(THERE, json.dumps([store.add(STARTS, 1), words]))
-            if part.check([THERE]):
-                start, words = json.loads(part.get(THERE))
-                if own in words:
-                    return part, start
+                part.set(THERE, " ".join(part.get(f"rank{number}").decode() for number in range(world_size)))
+            if part.check([THERE]) and own in part.get(THERE).decode().split():
+                return part
         time.sleep(POLL_S)
     missing = ", ".join(map(str, (part and _missing(part, world_size)) or [0]))
     raise RunStoppedError(

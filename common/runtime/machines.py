@@ -146,9 +146,12 @@ def own_address_towards(address: str, port: int) -> str:
         return probe.getsockname()[0].partition("%")[0]
 
 
-def nodes_command(nodes: int, ranks_per_node: int) -> list[str]:
-    """Return what starts the ranks of one of several machines, without the script: the same on each of them."""
+def nodes_command(nodes: int, ranks_per_node: int, address: str = "ADDRESS") -> list[str]:
+    """Return what starts the ranks of one of several machines, without the script: the same on each of them.
+
+    They meet at `address`, the first one's.
+    """
     return [
         "torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(ranks_per_node),
-        "--rdzv_backend", "c10d", "--rdzv_endpoint", "ADDRESS:29400",
+        "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{address}:29400",
     ]  # fmt: skip

@@ -20,18 +20,19 @@ from accelerate.utils import set_seed, wait_for_everyone
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
+from common.base.command_line import how_to_resume
 from common.base.errors import BadInputError
 from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
 from common.hardware.devices import device_name, find_gpu, gpu_of_device, gpus
 from common.planning.plans import offer
-from common.runtime.elastic import is_elastic, met_in_launchers_store
+from common.runtime.elastic import store_of_this_start
 from common.runtime.faults import fault_at
 from common.runtime.machines import nodes_command, use_interface_to
 from common.runtime.watch import SLOW_FACTOR, die_with_parent, parent_is_gone
 from common.runtime.world import BACKENDS, DISTRIBUTED_TYPES, Rank, detect_launcher
 
-TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why."
+TOLD_TO_END = "error: this rank was told to end (SIGTERM): its launcher, or another rank, says why. "
 LAST_WORKS_S = 0.2  # for a process group's threads to let go of their last works; some milliseconds are needed
 
 
@@ -115,8 +116,6 @@ def start_rank(run: RunConfig) -> Rank:
             f"The driver lists {len(gpus()[1])} GPU(s), but PyTorch {torch.__version__} is built without CUDA: install "
             "the build for your driver (https://pytorch.org/get-started/locally)."
         )
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and (run.world_size > 1 or is_elastic(run)):
-        _meet(run)
     state = _join_world(run) if run.world_size > 1 else PartialState(cpu=on_cpu)
     if on_cpu:
         torch.set_num_threads(run.threads)  # one, unless asked: then one rank against two is a fair comparison
@@ -138,23 +137,6 @@ def start_rank(run: RunConfig) -> Rank:
     )
 
 
-def _meet(run: RunConfig) -> None:
-    """Make the ranks' process group in the launcher's store, once all are there.
-
-    Raises:
-        RunStoppedError: With the ranks that did not come in time.
-    """
-    if run.nodes > 1:
-        use_interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    rank, ranks = int(os.environ["RANK"]), run.world_size
-    store, start = met_in_launchers_store(rank, ranks, run.start_timeout_s)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start - 1)  # the same on all machines, for `was_restarted`
-    if ranks > 1:
-        dist.init_process_group(
-            BACKENDS[run.device], store=store, rank=rank, world_size=ranks, timeout=_exchange_timeout(run)
-        )
-
-
 def _exchange_timeout(run: RunConfig) -> timedelta:
     """Return how long an exchange between ranks may take."""
     return timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)
@@ -164,6 +146,14 @@ def _join_world(run: RunConfig) -> PartialState:
     atexit.unregister(_let_groups_finish)
     atexit.register(_let_groups_finish)
     tqdm.monitor_interval = 0  # no thread of tqdm's, whose end would come before ours, and may meet a SIGTERM
+    if run.nodes > 1:
+        use_interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ:
+        rank = int(os.environ["RANK"])
+        store = store_of_this_start(rank, run.world_size, run.start_timeout_s)
+        dist.init_process_group(
+            BACKENDS[run.device], store=store, rank=rank, world_size=run.world_size, timeout=_exchange_timeout(run)
+        )
     state = PartialState(cpu=run.device == "cpu", backend=BACKENDS[run.device], timeout=_exchange_timeout(run))
     seen = (state.num_processes, dist.get_backend(), state.distributed_type.value)
     asked = (run.world_size, BACKENDS[run.device], DISTRIBUTED_TYPES[run.device])
@@ -196,7 +186,7 @@ def end_with_launcher() -> None:
     if parent_is_gone():  # before the kernel was told
         sys.exit("error: this rank's launcher is gone.")
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_TO_END))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_TO_END + how_to_resume()))
 
 
 def accelerate_shards() -> bool:

@@ -40,11 +40,11 @@ from common.records.store import (
     settings_anywhere,
     write_json,
 )
-from common.runtime.disks import ResultsFolder
+from common.runtime.disks import ResultsFolder, wrote_before
 from common.runtime.machines import nodes_command
 from common.runtime.memory_tracker import MemoryTracker
 from common.runtime.watch import Watch, reached
-from common.runtime.world import Rank, was_restarted
+from common.runtime.world import Rank
 
 
 def why_one_disk(run: RunConfig) -> str:
@@ -72,11 +72,10 @@ class RunRecorder:
         """Take the results folder; where the run resumes, with what the last start left there."""
         self.run, self.rank = run, rank
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        self.resumes = run.resume_from_checkpoint == LAST or was_restarted()
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
-        self.results = ResultsFolder(
-            run.results_folder(self.run_name), rank, self.resumes, run.nodes, why_one_disk(run)
-        )
+        folder = run.results_folder(self.run_name)
+        self.resumes = run.resume_from_checkpoint == LAST or any(gather_object([wrote_before(folder)]))
+        self.results = ResultsFolder(folder, rank, self.resumes, run.nodes, why_one_disk(run))
         self.folder, self.writes = self.results.path, self.results.writes
         self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}

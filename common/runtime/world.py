@@ -63,6 +63,6 @@ def detect_launcher() -> str:
     return "torchrun" if elastic else "python"
 
 
-def was_restarted() -> bool:
-    """Return whether torchrun has started the ranks again, after one was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def may_start_again() -> bool:
+    """Return whether torchrun starts the ranks again where one is lost (`--max_restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0

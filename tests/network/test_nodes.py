@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -18,7 +19,7 @@ from common.planning.time_plan import traffic
 from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.virtual_hosts import virtual_network
 from tests.network.virtual_links import sent_bytes
-from tests.network.workers import RUN_S, START_S, Place, Worker, needs_hosts, torchrun
+from tests.network.workers import RUN_S, START_S, Place, Worker, needs_hosts, torchrun, wait_until
 
 LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "my_workflow_lora_finetuning.py"
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1" / "my_workflow_full_finetuning.py"
@@ -46,16 +47,20 @@ def hosts(tmp_path: Path) -> Iterator[Callable[..., Place]]:
         yield make
 
 
-def start_all(place: Place, ranks: int, *overrides: str, max_restarts: int = 0, **environment: str) -> list[Worker]:
-    """So many ranks on each host, which share the global batch."""
+def start_all(place: Place, ranks: int, *overrides: str, nodes: str = "", **settings: Any) -> list[Worker]:
+    """So many ranks on each host, which share the global batch; `nodes`: the fewest and most hosts of torchrun."""
+    return [start(place, host.number, ranks, *overrides, nodes=nodes, **settings) for host in place.network.hosts]
+
+
+def start(
+    place: Place, host: int, ranks: int, *overrides: str, nodes: str = "", max_restarts: int = 0, **environment: str
+) -> Worker:
+    """The ranks of one host."""
     hosts = place.network.hosts
     world = len(hosts) * ranks
     size = ("--devices", f"{world}", "--nodes", f"{len(hosts)}", "--batch_size", f"{GLOBAL_BATCH // world}")
-    launchers = [torchrun(host, len(hosts), ranks, max_restarts) for host in hosts]
-    return [
-        place.start(host.number, *size, *overrides, launcher=launcher, **environment)
-        for host, launcher in zip(hosts, launchers, strict=True)
-    ]
+    launcher = torchrun(hosts[host], nodes or len(hosts), ranks, max_restarts)
+    return place.start(host, *size, *overrides, launcher=launcher, **environment)
 
 
 def one_device(folder: Path, script: Path, *settings: str) -> Worker:
@@ -116,6 +121,63 @@ def test_a_rank_that_is_lost_is_started_again_on_all_machines(hosts: Callable[..
     assert place.finish(START_S + RUN_S) == [0] * 4, [worker.output for worker in place.workers]
     assert place.workers[2].has_said("resumes after step 12, from checkpoint-12")
     assert names_in(first.results) == names_in(second.results)
+
+
+LONGER = ("--eval_steps", "1", "--max_steps", "12")
+ELASTIC: dict[str, Any] = {"nodes": "1:2", "max_restarts": 3, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""torchrun's own store, where it shares it, takes in no machine that is added."""
+
+
+def wait_for_checkpoint(step: int, results: Path, workers: Sequence[Worker]) -> None:
+    folder = results / "checkpoints" / f"checkpoint-{step}"
+    wait_until(folder.is_dir, START_S + RUN_S, workers)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_one_machine_goes_on_when_the_other_is_lost(hosts: Callable[..., Place], tmp_path: Path, ranks: int) -> None:
+    """With more micro-batches, so that the steps stay those of one device."""
+    place = hosts(2, DDP, *NO_DROPOUT, *LONGER)
+    first, second = start_all(place, ranks, **ELASTIC)
+    wait_for_checkpoint(4, first.results, [first, second])
+    place.network.hosts[1].kill()
+    assert place.finish(START_S + RUN_S)[0] == 0, first.output
+    assert first.has_said(f"{ranks} of {2 * ranks} ranks started: each takes {4 // ranks} rows at once, 2 times")
+    after = first.resumed_after
+    assert 4 <= after < 12
+    one = one_device(tmp_path / "one", LORA, *NO_DROPOUT, *LONGER)
+    check_equal(first.results, first.record, one, range(after + 1, 13))
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_added_takes_its_share(hosts: Callable[..., Place], tmp_path: Path) -> None:
+    place = hosts(2, DDP, *NO_DROPOUT, *LONGER)
+    first = start(place, 0, 1, **ELASTIC)
+    wait_for_checkpoint(4, first.results, [first])
+    second = start(place, 1, 1, **ELASTIC)
+    assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]
+    assert first.has_said("1 of 2 ranks started")
+    after = first.resumed_after
+    assert 4 <= after < 12
+    assert [share["host"] for share in first.record["world"]] == ["machine0", "machine1"]
+    one = one_device(tmp_path / "one", LORA, *NO_DROPOUT, *LONGER)
+    check_equal(first.results, first.record, one, range(after + 1, 13))
+    assert second.record["status"] == "completed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", ["1", "2"], ids=["one model", "a copy on each machine"])
+def test_shards_go_on_when_a_machine_is_lost(hosts: Callable[..., Place], tmp_path: Path, copies: str) -> None:
+    shared = ("--results_root", str(tmp_path / "shared"))
+    place = hosts(2, FSDP, *LONGER)
+    workers = start_all(place, 2, *shared, "--dp_replicate_size", copies, **ELASTIC)
+    results = tmp_path / "shared" / "results" / "test"
+    wait_for_checkpoint(4, results, workers)
+    place.network.hosts[1].kill()
+    assert place.finish(START_S + RUN_S)[0] == 0, workers[0].output
+    after = workers[0].resumed_after
+    assert 4 <= after < 12
+    one = one_device(tmp_path / "one", FULL, *LONGER)
+    check_equal(results, load_record(results / RECORD_NAME), one, range(after + 1, 13))
 
 
 def names_in(results: Path) -> set[str]:

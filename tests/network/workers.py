@@ -1,6 +1,7 @@
 """Processes of a workflow on virtual hosts, each with its own folder for results, as with a disk of its own."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -54,6 +55,11 @@ class Worker:
     @property
     def record(self) -> Record:
         return load_record(self.results / RECORD_NAME)
+
+    @property
+    def resumed_after(self) -> int:
+        """After which step it resumed, the last time."""
+        return int(re.findall(r"resumes after step (\d+)", self.output)[-1])
 
     def has_said(self, text: str) -> bool:
         return text in self.output

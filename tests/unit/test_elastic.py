@@ -5,7 +5,7 @@ from dataclasses import replace
 from time import sleep
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
@@ -15,12 +15,12 @@ DDP = RunConfig(technique="lora", parallel="ddp", devices=8, nodes=4, per_device
                 learning_rate_scaling="sqrt", learning_rate=1e-3)  # fmt: skip
 
 
-def starts(store: HashStore, ranks: list[int], world_size: int, within_s: float = 5.0) -> list[int | str]:
-    """Which start each of these ranks has found, or what it said of those that are missing."""
+def meet(store: Store, ranks: list[int], world_size: int, within_s: float = 5.0) -> list[Store | str]:
+    """The part of a store that each of these ranks has found, or what it said of those that are missing."""
 
-    def take_part(rank: int) -> int | str:
+    def take_part(rank: int) -> Store | str:
         try:
-            return part_of_this_start(store, rank, world_size, within_s)[1]
+            return part_of_this_start(store, rank, world_size, within_s)
         except RunStoppedError as refusal:
             return str(refusal)
 
@@ -28,34 +28,26 @@ def starts(store: HashStore, ranks: list[int], world_size: int, within_s: float 
         return list(pool.map(take_part, ranks))
 
 
-def test_ranks_meet_in_a_part_of_the_store() -> None:
+def test_each_start_has_a_part_of_the_store_of_its_own() -> None:
+    """Also one whose first rank comes last: the others must not take the first start's roll for theirs."""
     store = HashStore()
-    parts = ThreadPoolExecutor().map(lambda rank: part_of_this_start(store, rank, 3, 5.0)[0], [2, 0, 1])
-    for number, part in enumerate(parts):
-        part.set(f"own{number}", "x")
-        assert part.check([f"own{number}"])
-        assert not store.check([f"own{number}"])
+    assert [part.add("met", 1) for part in meet(store, [2, 0, 1], 3)] == [1, 2, 3]
 
-
-def test_a_later_start_counts_anew_in_the_same_store() -> None:
-    """Its first rank comes last: the others must not take the first start's roll for theirs."""
-    store = HashStore()
-    assert starts(store, [0, 1, 2], 3) == [1, 1, 1]
-
-    def late_first() -> list[int | str]:
+    def late() -> list[Store | str]:
         sleep(0.5)
-        return starts(store, [0], 2)
+        return meet(store, [0], 2)
 
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(late_first)
-        assert starts(store, [1], 2) == [2]
-        assert first.result() == [2]
-    assert starts(store, [3, 1, 0, 2], 4) == [3] * 4
+        late_first = pool.submit(late)
+        others = meet(store, [1], 2)
+        assert [part.add("met", 1) for part in (*others, *late_first.result())] == [1, 2]
+    assert [part.add("met", 1) for part in meet(store, [3, 1, 0, 2], 4)] == [1, 2, 3, 4]
+    assert not store.check(["met"])
 
 
 @pytest.mark.parametrize(("ranks", "missing"), [([0, 2], "1, 3"), ([1, 2], "0")])
 def test_ranks_that_do_not_start_are_named(ranks: list[int], missing: str) -> None:
-    for said in starts(HashStore(), ranks, 4, within_s=0.3):
+    for said in meet(HashStore(), ranks, 4, within_s=0.3):
         assert f"Rank {missing} did not start within 0.3 s (start_timeout_s)" in said
 
 
