@@ -165,7 +165,7 @@ def check_same_weights(model: torch.nn.Module) -> None:
     found = gather_object([(socket.gethostname(), digest.hexdigest()[:12])])
     if len({digest for _, digest in found}) > 1:
         listed = ", ".join(f"rank {rank} ({host}) {digest}" for rank, (host, digest) in enumerate(found))
-        raise BadInputError(f"The members begin with different weights ({listed}): give all the same --model.")
+        raise BadInputError(f"The ranks begin with different weights ({listed}): give all the same --model.")
 
 
 def send_as_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

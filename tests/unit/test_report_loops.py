@@ -57,7 +57,7 @@ def test_gpu_folders_without_a_run_are_listed_as_not_run() -> None:
 @pytest.mark.parametrize("link", ["100 Mbit/s", "not limited"])
 def test_exchanges_are_compared_on_the_same_link(link: str) -> None:
     runs = [
-        record("machines", seconds, link=where, gradient_exchange=exchange)
+        record("machines", seconds, nodes=2, link=where, gradient_exchange=exchange)
         for where, factor in (("100 Mbit/s", 2), ("not limited", 1))
         for exchange, seconds in zip(EXCHANGES, (1 + 5.0 * factor, 1 + 4.0 * factor, 1 + 2.5 * factor), strict=True)
     ]
