@@ -88,6 +88,7 @@ def _say_once(error: Exception) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr)
     else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end this rank now, without a second sentence
         time.sleep(SPEAK_FIRST_S)
 
 

@@ -1,4 +1,4 @@
-"""A run that its scheduler asks to save and to end (SIGUSR1) does both after one step on all ranks, and resumes there."""
+"""A run that its scheduler asks to save and to end (SIGUSR1) does both after one step on all ranks, and resumes."""
 
 import re
 import signal
