@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from common.base.errors import BadInputError, RunStoppedError, is_of_the_network, said_by
+from common.base.asked_to_save import remember_if_asked
+from common.base.errors import AskedToEndError, BadInputError, RunStoppedError, is_of_the_network, said_by
 from common.base.parsing import parse_overrides
 from common.base.run_config import LAST, RunConfig
 from common.base.secrets import hide_secrets
@@ -17,6 +18,7 @@ from common.base.secrets import hide_secrets
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 CLOSED_PIPE_EXIT_CODE = 128 + signal.SIGPIPE
+ASKED_TO_END_EXIT_CODE = 128 + signal.SIGUSR1
 TOLD_ALONE = (
     f"error: this run was told to end (SIGTERM); --resume_from_checkpoint {LAST} resumes from its newest checkpoint."
 )
@@ -31,7 +33,11 @@ def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: Run
 
 @contextmanager
 def ended_by_one_sentence() -> Iterator[None]:
-    """End a user's mistake in one sentence with exit code 2, and what stops a run in one with exit code 1."""
+    """End a user's mistake in one sentence with exit code 2, and what stops a run in one with exit code 1.
+
+    A run that ends because its scheduler has asked for it (SIGUSR1) has exit code 138.
+    """
+    remember_if_asked()
     if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
     with refused_in_one_sentence():
@@ -45,6 +51,9 @@ def ended_by_one_sentence() -> Iterator[None]:
                     said = f"error: interrupted; --resume_from_checkpoint {LAST} resumes from the newest checkpoint."
                     print(said, file=sys.stderr)
                 sys.exit(INTERRUPTED_EXIT_CODE)
+            if isinstance(error, AskedToEndError):
+                _say_once(error)
+                sys.exit(ASKED_TO_END_EXIT_CODE)
             if isinstance(error, RunStoppedError):
                 sys.exit(f"error: {error}")
             if isinstance(error, RuntimeError) and is_of_the_network(error):
@@ -77,11 +86,17 @@ def refused_in_one_sentence() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at its end fails again
         sys.exit(CLOSED_PIPE_EXIT_CODE)
     except BadInputError as mistake:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {mistake}", file=sys.stderr)
-        else:
-            time.sleep(SPEAK_FIRST_S)
+        _say_once(mistake)
         sys.exit(BAD_INPUT_EXIT_CODE)
+
+
+def _say_once(error: Exception) -> None:
+    """Say an error that every rank has, once for each machine."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher may end this rank now, without a second sentence
+        time.sleep(SPEAK_FIRST_S)
 
 
 def _reader_is_gone() -> bool:

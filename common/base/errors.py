@@ -16,6 +16,10 @@ class RunStoppedError(RuntimeError):
     """A failure that ends a correctly configured run, told in one sentence: what happened, and the next step."""
 
 
+class AskedToEndError(RunStoppedError):
+    """Raised on every rank when a run ends as its scheduler has asked, and all that it needs to resume is saved."""
+
+
 @contextmanager
 def told_later() -> Iterator[None]:
     """Hold back a SIGTERM until the block is left, such as one that arrives while a failure is being recorded."""
@@ -59,7 +63,7 @@ def said_by(error: BaseException) -> str:
 
 def status_of(error: BaseException) -> str:
     """Return the status of a run that ended with `error`: `interrupted`, `oom` or `failed`."""
-    if isinstance(error, KeyboardInterrupt | SystemExit):  # the latter: told to end by SIGTERM
+    if isinstance(error, KeyboardInterrupt | SystemExit | AskedToEndError):  # the second: told to end by SIGTERM
         return "interrupted"
     name = type(error).__name__
     is_of_nccls_buffers = name == "DistBackendError" and "out of memory" in str(error)

@@ -19,7 +19,7 @@ from common.base.errors import BadInputError
 
 VARIABLE = "FAULT"
 HANG_S = 3600.0
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "ask": signal.SIGUSR1}
 # beside the signals: a sleep; an exception; no memory; no space; a weight, and so the loss, that is not a number
 KINDS = (*SIGNALS, "hang", "raise", "oom", "full", "nan")
 # a rank's start; then in the order of a step; the last five are a checkpoint's

@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather_object
 
 from common.base.errors import (
+    AskedToEndError,
     BadInputError,
     RunStoppedError,
     is_full_disk,
@@ -128,7 +129,7 @@ class RunRecorder:
         lost = f"another rank is gone, as rank {rank} saw ({said_by(error)}): its output says why"
         figures = {
             "failed_phase": phase,
-            "failed_rank": None if is_lost_rank else rank,
+            "failed_rank": None if is_lost_rank or isinstance(error, AskedToEndError) else rank,
             "failed_step": self.step() if self.step else None,
             "error": lost if is_lost_rank else f"{type(error).__name__}: {error}",
         }

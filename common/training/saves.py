@@ -15,6 +15,8 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
+from common.base.asked_to_save import is_asked_to_save
+from common.base.errors import AskedToEndError
 from common.base.run_config import RunConfig
 from common.hardware.devices import MIB, size_text
 from common.models.shards import global_numel
@@ -28,6 +30,8 @@ MOST_FULL_STATES, MOST_BEST_WEIGHTS = 3, 2
 and those that were the best when the newest full state was written."""
 PROBE_BYTES = 64 * MIB
 """What is written to find how fast the disk is; less where checkpoints are smaller."""
+MEET_S = 20.0
+"""At most so many seconds lie between two meetings of the ranks, or one step where that takes longer."""
 
 
 # -- how large
@@ -66,10 +70,14 @@ def _whole_bytes(weight: torch.Tensor) -> int:
 class SaveSchedule(TrainerCallback):
     """Asks for a full state after each `save_steps` steps, or where more minutes than allowed would be lost.
 
-    Ranks have clocks of their own, and must save at the same step. After 1, 2, 4, 8 ... steps since the last full
-    state, and after each validation, they turn the minutes that are left into steps, at the slowest rank's pace.
+    And where a scheduler asks for it by SIGUSR1: after that one the run ends.
+
+    Ranks have clocks of their own, hear of a signal apart or not at all, and must save at the same step. After 1, 2,
+    4, 8 ... steps since the last full state, but at most 20 s apart, after each validation and after the last step they
+    meet: they turn the minutes that are left into steps, at the slowest rank's pace, and hear whether one was asked.
 
     Attributes:
+        is_asked: Whether a rank was asked to save, as far as all of them know.
         saves_at_end: Without save_steps: whether a full state is saved at the end of training.
         due_step: Without save_steps: the step after which the next one is to be saved, as far as that is known.
     """
@@ -77,7 +85,8 @@ class SaveSchedule(TrainerCallback):
     def __init__(self, max_lost_minutes: float) -> None:
         """Without save_steps a full state is due before `max_lost_minutes` of training would be lost."""
         self.max_lost_s, self.saves_at_end = 60 * max_lost_minutes, False
-        self.saved_step = self.met_step = -1
+        self.is_asked = False
+        self.saved_step = self.met_step = self.next_meeting = -1
         self.saved_s = self.met_s = self.pace_s = 0.0
         self.due_step = math.inf
 
@@ -85,43 +94,53 @@ class SaveSchedule(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if self.saved_step < 0:  # what this run resumes from is saved already
-            self.saved(state.global_step)
+        """Begin to count at the first step.
+
+        Raises:
+            AskedToEndError: A rank was asked to save before it.
+        """
+        if self.saved_step >= 0:
+            return
+        self.saved(state.global_step)  # what this run resumes from is saved already
+        if any(gather_object([is_asked_to_save()])):
+            raise AskedToEndError(
+                f"ended before step {state.global_step + 1} of training, as asked by SIGUSR1: nothing was to be saved."
+            )
 
     @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if self.is_meeting(state):
+        if state.global_step >= self.next_meeting or control.should_training_stop:
             self.meet(state)
         control.should_save = control.should_save or self.is_due(state, control)
 
     def is_due(self, state: TrainerState, control: TrainerControl) -> bool:
         """Return whether a full state is to be saved after the step that was taken last."""
+        if self.is_asked:
+            return True
         if state.save_steps:
             return control.should_training_stop or state.global_step % state.save_steps == 0
         return state.global_step >= self.due_step or (control.should_training_stop and self.saves_at_end)
 
-    def is_meeting(self, state: TrainerState) -> bool:
-        """Return whether the ranks meet after this step, of 1, 2, 4, 8 ... since the last full state."""
-        steps = state.global_step - self.saved_step
-        return steps & (steps - 1) == 0
+    def have_met_after(self, step: int) -> bool:
+        """Return whether the last time that the ranks met was after this step."""
+        return step == self.met_step
 
     def meet(self, state: TrainerState) -> None:
-        """Have the ranks agree when the next full state is due; called on every rank."""
-        if state.save_steps:
-            return
+        """Have the ranks agree when the next full state is due and when they meet again; called on every rank."""
         now_s, step = time.perf_counter(), state.global_step
         if step > self.met_step:
             self.pace_s = (now_s - self.met_s) / (step - self.met_step)
-        of_ranks = gather_object([(now_s - self.saved_s, self.pace_s)])
-        lost_s, pace_s = (max(seconds) for seconds in zip(*of_ranks, strict=True))
+        of_ranks = gather_object([(now_s - self.saved_s, self.pace_s, is_asked_to_save())])
+        lost_s, pace_s, self.is_asked = (max(of_each) for of_each in zip(*of_ranks, strict=True))
         self.due_step = step + max(0, math.floor((self.max_lost_s - lost_s) / pace_s))
+        self.next_meeting = step + max(1, min(step - self.saved_step, math.floor(MEET_S / pace_s)))
         self.met_step, self.met_s = step, now_s
 
     def saved(self, step: int) -> None:
         """Count minutes from now on, as a full state is saved."""
-        self.saved_step = self.met_step = step
+        self.saved_step, self.met_step, self.next_meeting = step, step, step + 1
         self.saved_s = self.met_s = time.perf_counter()
         self.due_step = math.inf
 

@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -39,7 +39,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 from typing_extensions import override
 
-from common.base.errors import BadInputError, RunStoppedError
+from common.base.errors import AskedToEndError, BadInputError, RunStoppedError
 from common.base.loggers import silent
 from common.base.run_config import LAST, RunConfig
 from common.data.batches import (
@@ -159,6 +159,9 @@ class CheckpointedTrainer(Trainer):
 
         Where training goes on meanwhile, it waits for a copy on the host alone: best weights that cannot be written
         yet, as others still are, wait there, until newer ones take their place.
+
+        Raises:
+            AskedToEndError: The run was asked to save and to end; all is written.
         """
         with self.saves.holding_up():
             checkpoint = self._checkpoint_of_this_step()
@@ -170,6 +173,15 @@ class CheckpointedTrainer(Trainer):
                 self.finish_save()
             if checkpoint.is_full:
                 self.schedule.saved(self.state.global_step)
+            if self.schedule.is_asked:
+                self._end_as_asked()
+
+    def _end_as_asked(self) -> NoReturn:
+        self.finish_save()
+        raise AskedToEndError(
+            f"saved after step {self.state.global_step}, as asked by SIGUSR1; --resume_from_checkpoint {LAST} resumes "
+            "there."
+        )
 
     def _checkpoint_of_this_step(self) -> CopiedCheckpoint:
         step, best = self.state.global_step, self.state.best_global_step or 0
@@ -195,7 +207,7 @@ class CheckpointedTrainer(Trainer):
 
     def look_at_save(self) -> None:
         """Go on saving where the ranks meet anyway, or nearly so; called after each step."""
-        if self.unfinished and (self.control.should_evaluate or self.schedule.is_meeting(self.state)):
+        if self.unfinished and (self.control.should_evaluate or self.schedule.have_met_after(self.state.global_step)):
             with self.saves.holding_up():
                 self.go_on_saving()
 

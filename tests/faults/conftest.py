@@ -174,15 +174,20 @@ def _start(
     name: str = "run",
     restarts: int = 0,
     is_forked: bool = True,
+    launcher: Sequence[str] = (),
 ) -> Run:
-    """Start a technique's run as a fork, cut short after its training; or just as a user's shell would start it."""
+    """Start a technique's run as a fork, cut short after its training; or just as a user's shell would start it.
+
+    `launcher`: more options of torchrun.
+    """
     workflow, ranks, own = WORKFLOWS[technique]
     place = REPOSITORY / workflow
     arguments = [*own, "--results_root", str(folder), "--run_name", name, *overrides]
     command = [sys.executable, place.name, *arguments]
     if ranks > 1:
         command = torchrun_command(place.name, ranks, *arguments)
-        command.insert(command.index("--nproc_per_node"), f"--max_restarts={restarts}")
+        place_of_options = command.index("--nproc_per_node")
+        command[place_of_options:place_of_options] = [f"--max_restarts={restarts}", *launcher]
     log = folder / f"{name}-{len(list(folder.glob('*.log')))}.log"
     log.touch()
     env = {**os.environ, **({VARIABLE: fault} if fault else {})}

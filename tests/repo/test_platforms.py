@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -193,25 +195,71 @@ def check_started(folder: Path, words: list[str]) -> list[str]:
     return overrides
 
 
+@pytest.fixture
+def in_a_slurm_job(commands: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """SLURM's variables, and its scontrol, which names the machines; return the folder of all such commands."""
+    (commands / "scontrol").write_text(
+        '#!/bin/sh\n[ "$1 $2 $3" = "show hostnames first,others" ] && echo first && exec seq 2 9999\necho "scontrol $*"'
+    )
+    (commands / "scontrol").chmod(0o755)
+    for name, value in (("JOB_NODELIST", "first,others"), ("JOB_NUM_NODES", "2"), ("JOB_ID", "job7")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    return commands
+
+
 @of_nodes
 def test_a_slurm_job_starts_a_torchrun_on_each_machine_and_resumes_when_it_is_queued_again(
-    folder: Path, place: Path, commands: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, place: Path, in_a_slurm_job: Path
 ) -> None:
     script = folder / "train.slurm"
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", script.read_text(encoding="utf-8"), re.MULTILINE))
     run = literal_of(folder)
     assert (int(asked["nodes"]), int(asked["gpus-per-node"])) == (run.nodes, run.ranks_per_node)
     assert asked["ntasks-per-node"] == "1"
-    (commands / "scontrol").write_text(
-        '#!/bin/sh\n[ "$1 $2 $3" = "show hostnames first,others" ] && echo first && seq 2 9999'
-    )
-    (commands / "scontrol").chmod(0o755)
-    for name, value in (("JOB_NODELIST", "first,others"), ("JOB_NUM_NODES", "2"), ("JOB_ID", "job7")):
-        monkeypatch.setenv(f"SLURM_{name}", value)
     command = ["bash", str(script), "--num_train_epochs", "1"]
     words = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True).stdout.split()
     assert "srun" in words
+    assert "scontrol" not in words, "a job that has ended by itself is not queued again"
+    assert "SIGUSR1" in started(words)[0]["--signals_to_handle"].split(",")
     assert check_started(folder, words) == ["--run_name", "job-job7", *RESUMES, "--num_train_epochs", "1"]
+
+
+SRUN = """#!/bin/bash
+trap 'echo "srun got USR1"; sleep 0.3; echo "srun ended"; exit {code}' USR1
+sleep 0.3
+echo "ranks may save for $TORCH_ELASTIC_SHUTDOWN_TIMEOUT s"
+for each in $(seq {tenths}); do sleep 0.1; done
+exit {code}
+"""
+"""Ends with this code after so many tenths of a second, or soon after it is told."""
+
+
+@of_nodes
+@pytest.mark.parametrize(("code", "ends"), [(1, ["scontrol requeue job7"]), (0, [])])
+def test_a_slurm_job_that_gets_the_signal_passes_it_on_once_and_is_queued_again_unless_it_was_complete(
+    folder: Path, place: Path, in_a_slurm_job: Path, code: int, ends: list[str]
+) -> None:
+    script = folder / "train.slurm"
+    asked = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
+    (in_a_slurm_job / "srun").write_text(SRUN.format(code=code, tenths=100))
+    with subprocess.Popen(["bash", str(script)], cwd=place, stdout=subprocess.PIPE, text=True) as job:
+        allowed = re.fullmatch(r"ranks may save for (\d+) s\n", job.stdout.readline())
+        job.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        job.send_signal(signal.SIGUSR1)
+        said = job.stdout.read().splitlines()
+    assert int(allowed[1]) < int(asked[1])
+    assert said == ["srun got USR1", "srun ended", *ends]
+    assert job.returncode == 0
+
+
+@of_nodes
+def test_a_slurm_job_that_fails_by_itself_has_sruns_exit_code(folder: Path, place: Path, in_a_slurm_job: Path) -> None:
+    (in_a_slurm_job / "srun").write_text(SRUN.format(code=3, tenths=1))
+    command = ["bash", str(folder / "train.slurm")]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "scontrol" not in done.stdout
 
 
 @of_nodes

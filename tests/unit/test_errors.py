@@ -2,15 +2,20 @@
 
 import errno
 import os
+import re
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
-from common.base.command_line import refused_in_one_sentence
-from common.base.errors import is_full_disk, is_of_the_network, status_of
+from common.base.command_line import ASKED_TO_END_EXIT_CODE, SPEAK_FIRST_S, refused_in_one_sentence
+from common.base.errors import AskedToEndError, is_full_disk, is_of_the_network, status_of
 
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
 
@@ -30,6 +35,7 @@ NCCL = "NCCL error in: ProcessGroupNCCL.cpp:1\n"
         (RuntimeError("expected scalar type Float"), False, "failed"),
         (torch.OutOfMemoryError("CUDA out of memory"), False, "oom"),
         (KeyboardInterrupt(), False, "interrupted"),
+        (AskedToEndError("saved after step 40"), False, "interrupted"),
     ],
 )
 def test_a_lost_rank_is_told_from_an_error_of_this_one(error: BaseException, is_lost_rank: bool, status: str) -> None:
@@ -65,3 +71,43 @@ def test_what_nobody_reads_any_more_ends_silently_and_another_broken_pipe_does_n
         with pytest.raises(BrokenPipeError), refused_in_one_sentence():
             raise BrokenPipeError
     os.close(reader)
+
+
+ASKED = """
+import signal, sys
+from common.base.command_line import ended_by_one_sentence
+from common.base.errors import AskedToEndError
+
+with ended_by_one_sentence():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: told to end"))  # as a rank has it
+    print("is there", flush=True)
+    raise AskedToEndError("saved after step 40")
+"""
+
+
+def catches_sigterm(process: int) -> bool:
+    caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    return bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "said", "code"),
+    [("0", "error: saved after step 40\n", ASKED_TO_END_EXIT_CODE), ("1", "", -signal.SIGTERM)],
+)
+def test_a_run_that_ends_as_it_was_asked_is_told_once_for_each_machine(local_rank: str, said: str, code: int) -> None:
+    """Whoever is told to end because another rank has gone says nothing more."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ASKED],
+        env={**os.environ, "LOCAL_RANK": local_rank},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as rank:
+        assert rank.stdout.readline() == "is there\n"
+        if local_rank != "0":
+            deadline_s = time.monotonic() + SPEAK_FIRST_S / 2
+            while catches_sigterm(rank.pid) and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            rank.terminate()
+        assert rank.stderr.read() == said
+    assert rank.returncode == code

@@ -1,9 +1,12 @@
 """When a run saves what, what is kept of it, and that no large file is read again for its digest."""
 
 import json
+import math
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +14,9 @@ import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
-from common.base.errors import BadInputError
+from common.base import asked_to_save
+from common.base.asked_to_save import is_asked_to_save, remember_if_asked
+from common.base.errors import AskedToEndError, BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB
@@ -33,7 +38,7 @@ from common.training.checkpoints import (
     verify,
 )
 from common.training.digests import begin_hashing
-from common.training.saves import CheckpointSize, SaveSchedule, checkpoint_size, describe_saves
+from common.training.saves import MEET_S, CheckpointSize, SaveSchedule, checkpoint_size, describe_saves
 from tests.forked import run_forked
 
 ROWS = 64
@@ -52,16 +57,28 @@ def _no_state_left() -> Iterator[None]:
 def steps_saved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     """After which of so many steps a full state is saved, of a run whose `step_s(step)` says how long each takes.
 
-    `other_rank`: how many times as long the other rank has been at it.
+    `other_rank`: how many times as long the other rank has been at it; `asked_at`: the step in which it is asked to
+    save; `met`: gets the seconds of each meeting, from the start.
     """
     clock = SimpleNamespace(now_s=1000.0)
     monkeypatch.setattr(saves, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
     def saved(
-        minutes: float, steps: int, step_s: Callable[[int], float], other_rank: float = 1, **state: float
+        minutes: float,
+        steps: int,
+        step_s: Callable[[int], float],
+        other_rank: float = 1,
+        asked_at: float = math.inf,
+        met: list[float] | None = None,
+        **state: float,
     ) -> list[int]:
-        def gather(own: list[tuple[float, float]]) -> list[tuple[float, float]]:
-            return [*own, tuple(other_rank * each for each in own[0])]
+        def gather(own: list) -> list:
+            if isinstance(own[0], bool):  # before the first step
+                return [*own, asked_at == 0]
+            if met is not None:
+                met.append(clock.now_s - 1000)
+            lost_s, pace_s, _ = own[0]
+            return [*own, (other_rank * lost_s, other_rank * pace_s, state.global_step >= asked_at)]
 
         monkeypatch.setattr(saves, "gather_object", gather)
         schedule, found = SaveSchedule(minutes), []
@@ -75,6 +92,8 @@ def steps_saved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
             if control.should_save:
                 found.append(step)
                 schedule.saved(step)
+            if schedule.is_asked:
+                break
         return found
 
     return saved
@@ -97,6 +116,52 @@ def test_a_slow_first_step_does_not_count_as_the_pace(steps_saved: Callable) -> 
 
 def test_with_an_interval_the_clock_plays_no_part(steps_saved: Callable) -> None:
     assert steps_saved(1, 7, lambda _: 1000.0, save_steps=3) == [3, 6, 7]
+
+
+# -- where a scheduler asks for it
+
+
+def longest_wait_s(met: list[float]) -> float:
+    return max(later - earlier for earlier, later in pairwise(met))
+
+
+def test_ranks_meet_often_enough_to_hear_that_one_was_asked_to_save(steps_saved: Callable) -> None:
+    """At the pace of the slowest, and however far apart full states are."""
+    for step_s, rank, longest_s in ((0.05, 1, MEET_S), (1.5, 1, MEET_S), (1.5, 4, MEET_S / 4), (70.0, 1, 70.0)):
+        for state in ({}, {"save_steps": 10**6}):
+            met: list[float] = []
+            steps_saved(10**6, int(300 / step_s), lambda _, step_s=step_s: step_s, other_rank=rank, met=met, **state)
+            assert longest_wait_s(met) <= longest_s + 1e-6
+            assert len(met) <= 8 + 300 / longest_s * 1.2, "and seldom"
+
+
+def test_a_slow_first_step_makes_no_long_wait(steps_saved: Callable) -> None:
+    met: list[float] = []
+    steps_saved(10**6, 900, lambda step: 60.0 if step == 1 else 0.25, met=met)
+    assert longest_wait_s(met) <= MEET_S
+
+
+@pytest.mark.parametrize("save_steps", [0, 1000])
+def test_all_save_after_the_same_step_where_another_rank_was_asked(steps_saved: Callable, save_steps: int) -> None:
+    assert steps_saved(10**6, 99, lambda _: 10.0, asked_at=41, save_steps=save_steps) == [42], "they meet every 2 steps"
+    assert steps_saved(10**6, 99, lambda _: 0.001, asked_at=98, save_steps=save_steps) == [99], "after the last, too"
+
+
+def test_who_is_asked_before_the_first_step_ends_there(steps_saved: Callable) -> None:
+    with pytest.raises(AskedToEndError, match="ended before step 1 of training, as asked by SIGUSR1"):
+        steps_saved(1, 10, lambda _: 1.0, asked_at=0)
+
+
+def test_a_signal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(asked_to_save, "_is_asked", False)
+    try:
+        remember_if_asked()
+        assert not is_asked_to_save()
+        signal.raise_signal(signal.SIGUSR1)
+        assert is_asked_to_save()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 # -- what is kept
