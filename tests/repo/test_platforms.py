@@ -183,11 +183,11 @@ def started(words: list[str]) -> tuple[dict[str, str], str, list[str]]:
     return dict(zip(options[::2], options[1::2], strict=True)), words[script], words[script + 1 :]
 
 
-def check_started(folder: Path, words: list[str]) -> list[str]:
-    """The folder's ranks on its machines, which meet at the first one; return what the run is told besides."""
+def check_started(folder: Path, words: list[str], nodes: int) -> list[str]:
+    """The folder's ranks on so many machines, which meet at the first one; return what the run is told besides."""
     options, script, overrides = started(words)
     run = literal_of(folder)
-    assert (options["--nnodes"], options["--nproc_per_node"]) == (str(run.nodes), str(run.ranks_per_node))
+    assert (options["--nnodes"], options["--nproc_per_node"]) == (str(nodes), str(run.ranks_per_node))
     assert (options["--rdzv_backend"], options["--rdzv_endpoint"]) == ("c10d", "first:29400")
     assert options["--rdzv_id"] == "job7"
     assert (folder / script).is_file()
@@ -209,29 +209,32 @@ def in_a_slurm_job(commands: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @of_nodes
 def test_a_slurm_job_starts_a_torchrun_on_each_machine_and_resumes_when_it_is_queued_again(
-    folder: Path, place: Path, in_a_slurm_job: Path
+    folder: Path, place: Path, in_a_slurm_job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = folder / "train.slurm"
     asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", script.read_text(encoding="utf-8"), re.MULTILINE))
     run = literal_of(folder)
     assert (int(asked["nodes"]), int(asked["gpus-per-node"])) == (run.nodes, run.ranks_per_node)
     assert asked["ntasks-per-node"] == "1"
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")  # by sbatch --nodes 3
     command = ["bash", str(script), "--num_train_epochs", "1"]
     words = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True).stdout.split()
     assert "srun" in words
     assert "scontrol" not in words, "a job that has ended by itself is not queued again"
     assert "SIGUSR1" in started(words)[0]["--signals_to_handle"].split(",")
-    assert check_started(folder, words) == ["--run_name", "job-job7", *RESUMES, "--num_train_epochs", "1"]
+    size = ["--devices", f"{3 * run.ranks_per_node}", "--nodes", "3"]
+    overrides = [*size, "--run_name", "job-job7", *RESUMES, "--num_train_epochs", "1"]
+    assert check_started(folder, words, nodes=3) == overrides
 
 
 SRUN = """#!/bin/bash
 trap 'echo "srun got USR1"; sleep 0.3; echo "srun ended"; exit {code}' USR1
 sleep 0.3
 echo "ranks may save for $TORCH_ELASTIC_SHUTDOWN_TIMEOUT s"
-for each in $(seq {tenths}); do sleep 0.1; done
+for each in {moments}; do sleep 0.1; done
 exit {code}
 """
-"""Ends with this code after so many tenths of a second, or soon after it is told."""
+"""Ends with this code after some moments of a tenth of a second, or soon after it is told."""
 
 
 @of_nodes
@@ -241,7 +244,7 @@ def test_a_slurm_job_that_gets_the_signal_passes_it_on_once_and_is_queued_again_
 ) -> None:
     script = folder / "train.slurm"
     asked = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
-    (in_a_slurm_job / "srun").write_text(SRUN.format(code=code, tenths=100))
+    (in_a_slurm_job / "srun").write_text(SRUN.format(code=code, moments="- " * 100))
     with subprocess.Popen(["bash", str(script)], cwd=place, stdout=subprocess.PIPE, text=True) as job:
         allowed = re.fullmatch(r"ranks may save for (\d+) s\n", job.stdout.readline())
         job.send_signal(signal.SIGUSR1)
@@ -255,7 +258,7 @@ def test_a_slurm_job_that_gets_the_signal_passes_it_on_once_and_is_queued_again_
 
 @of_nodes
 def test_a_slurm_job_that_fails_by_itself_has_sruns_exit_code(folder: Path, place: Path, in_a_slurm_job: Path) -> None:
-    (in_a_slurm_job / "srun").write_text(SRUN.format(code=3, tenths=1))
+    (in_a_slurm_job / "srun").write_text(SRUN.format(code=3, moments="- " * 1))
     command = ["bash", str(folder / "train.slurm")]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     assert done.returncode == 3
@@ -271,9 +274,9 @@ def test_a_skypilot_job_starts_a_torchrun_on_each_machine_and_resumes_from_the_b
     assert task["resources"]["accelerators"].endswith(f":{run.ranks_per_node}")
     assert task["setup"].split() == ["make", "install"]
     (bucket,) = task["file_mounts"]
-    for name, value in (("NODE_IPS", "first\n" + OTHERS), ("NUM_NODES", "2"), ("TASK_ID", "job7")):
+    for name, value in (("NODE_IPS", "first\n" + OTHERS), ("NUM_NODES", str(run.nodes)), ("TASK_ID", "job7")):
         monkeypatch.setenv(f"SKYPILOT_{name}", value)
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", str(run.ranks_per_node))
     block = task["run"].replace(run.run_folder, str(place))
     words = subprocess.run(["bash", "-c", block], capture_output=True, text=True, check=True).stdout.split()
-    assert check_started(folder, words) == ["--results_root", bucket, "--run_name", "job7", *RESUMES]
+    assert check_started(folder, words, run.nodes) == ["--results_root", bucket, "--run_name", "job7", *RESUMES]
