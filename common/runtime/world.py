@@ -8,6 +8,8 @@ from common.base.print_prefix import rank_prefix
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 DISTRIBUTED_TYPES = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU"}
+RAY_RESTARTED = "RAY_RESTARTED"
+"""A variable of Ray's workers, which `common.ray_train` sets: 1 where Ray has started them again, else 0."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class Rank:
         rank: Its number, from 0.
         world_size: Number of ranks.
         device: As torch spells it: `cpu`, `cuda:1`.
-        launcher: `python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch) or `torchrun`.
+        launcher: `python`, `notebook`, `nblaunch` (notebook_launcher), `acclaunch` (accelerate launch), `torchrun` or
+            `ray`.
         further_devices: With model parallelism: the devices that this process works on besides `device`.
         is_process: Whether the process exists for this run alone; a notebook waits for its reader.
         host: Its machine's name, where there are several.
@@ -60,9 +63,11 @@ def detect_launcher() -> str:
         return "nblaunch" if elastic else "notebook"
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
         return "acclaunch"
+    if RAY_RESTARTED in os.environ:
+        return "ray"
     return "torchrun" if elastic else "python"
 
 
 def was_restarted() -> bool:
-    """Return whether torchrun has started the ranks again, after one was lost."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Return whether torchrun, or Ray, has started the ranks again, after one was lost."""
+    return any(int(os.environ.get(name, "0")) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", RAY_RESTARTED))
