@@ -4,7 +4,6 @@ python -m common.launch 2.1_lora_finetuning/run_0_cpu_x1 --batch_size 8
 python -m common.launch --batch_size 8
 """
 
-import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
 from common.base.run_folders import workflows_of
+from common.checks.folder_runs import import_workflow
 from common.checks.inputs import check_inputs
 from common.reporting.rows import results_in
 from common.reporting.summarization import results_text
@@ -48,9 +48,7 @@ def main() -> None:
     if overrides and not overrides[0].startswith("-"):
         folder = Path(overrides.pop(0))
     scripts = workflows_of(folder)
-    os.chdir(folder)
-    sys.path.insert(0, str(Path.cwd()))
-    workflow = importlib.import_module(scripts[0].stem)
+    workflow = import_workflow(scripts[0])
     if hasattr(workflow, "SETTINGS"):  # it starts its ranks itself
         os.execv(sys.executable, [sys.executable, scripts[0].name, *overrides])
     run = parse_overrides(workflow.RUN, overrides)

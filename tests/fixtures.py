@@ -78,7 +78,12 @@ def run_workflow(tmp_path: Path) -> Callable[..., Finished]:
     """
 
     def run(
-        launcher: str, *overrides: str, folder: Path | None = None, name: str = "test", is_forked: bool = not HAS_CUDA
+        launcher: str,
+        *overrides: str,
+        folder: Path | None = None,
+        name: str = "test",
+        is_forked: bool = not HAS_CUDA,
+        within_s: float = 300,
     ) -> Finished:
         folder = folder or (SINGLE if launcher == "python" else DDP)
         script = next(folder.glob("my_workflow_*.py")).name
@@ -87,15 +92,16 @@ def run_workflow(tmp_path: Path) -> Callable[..., Finished]:
             "python": [sys.executable, script, *arguments],
             "make run": [sys.executable, "-m", "common.launch", *arguments],
             "torchrun": torchrun_command(script, 2, *arguments),
+            "ray": [sys.executable, "-m", "common.ray_train", script, *arguments],
             "accelerate": accelerate_command(script, "my_accelerate_config.yaml", *arguments),
         }[launcher]
         log = tmp_path / f"{name}.log"
         if is_forked:
-            code = run_forked(command, folder, os.environ, log, timeout=300)
+            code = run_forked(command, folder, os.environ, log, timeout=within_s)
         else:
             with log.open("ab") as output:
                 code = subprocess.run(
-                    command, cwd=folder, stdout=output, stderr=output, timeout=300, check=False
+                    command, cwd=folder, stdout=output, stderr=output, timeout=within_s, check=False
                 ).returncode
         return Finished(code, log.read_text(errors="replace"), tmp_path / "results" / name)
 

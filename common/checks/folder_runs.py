@@ -1,5 +1,8 @@
 """The runs that a folder describes: its literal, its settings, and what a command line puts over them."""
 
+import importlib
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,12 +62,21 @@ def run_of_folder(folder: Path, arguments: Sequence[str], further_options: Seque
     return _run_of_options(read_literal(workflow), partial(setting_of_folder, folder), arguments, further_options)
 
 
+def import_workflow(script: Path) -> ModuleType:
+    """Go to a run folder, import one of its workflows, and return it."""
+    os.chdir(script.parent)
+    sys.path.insert(0, str(Path.cwd()))
+    return importlib.import_module(script.stem)
+
+
 def run_of_arguments(workflow: ModuleType, arguments: Sequence[str]) -> RunConfig:
-    """Return the run that the arguments of a workflow with settings describe.
+    """Return the run that a workflow's arguments describe, with or without settings.
 
     Raises:
         BadInputError: a value is out of range.
     """
+    if not hasattr(workflow, "SETTINGS"):
+        return parse_overrides(workflow.RUN, arguments)
     return _run_of_options(workflow.RUN, workflow.defaults_for, arguments)
 
 

@@ -29,7 +29,7 @@ NOT_RUN, NOT_PUBLISHED, NO_GPU, PROJECTED, OFF = "not run", "not published", "no
 PROJECTED_LENGTH = 1024
 """Tokens of a row in projections for GPU folders."""
 PLANNED = "Training's peak, planned / measured (GiB)"
-LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher"}
+LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher", "ray": "Ray Train"}
 """By their names in records: what users call them."""
 WHAT, WHERE = ("Approach", "Seed"), ("Figures", "Devices")
 FACTORS = ("CUDA scaling factor", "VRAM scaling factor")

@@ -16,7 +16,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import LAST
 from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, load_record
 from common.runtime.watch import BEATS
-from common.runtime.world import Rank, may_start_again
+from common.runtime.world import RAY_RUN, Rank, may_start_again
 
 LAUNCHERS = ".launchers"
 """Of a run's results: a file for each process that started ranks of it."""
@@ -49,7 +49,8 @@ def leave_mark(folder: Path) -> None:
 
 def _own_mark(folder: Path) -> Path:
     launcher = psutil.Process(os.getppid())
-    return folder / LAUNCHERS / f"{socket.gethostname()}-{launcher.pid}-{launcher.create_time():.2f}"
+    own = f"{socket.gethostname()}-{launcher.pid}-{launcher.create_time():.2f}"
+    return folder / LAUNCHERS / os.environ.get(RAY_RUN, own)
 
 
 def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:

@@ -54,11 +54,11 @@ def takes_in_no_machine(run: RunConfig) -> bool:
     In its own store, where it shares it, it says only at the first start where the ranks meet (PyTorch 2.13,
     dynamic_rendezvous.py).
     """
-    return _is_elastic(run) and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    return _is_elastic(run) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_elastic(run: RunConfig) -> bool:
-    """Return whether torchrun may start the run's ranks again, on another number of machines."""
+    """Return whether the run's ranks may be started again, on another number of machines."""
     return may_start_again() and run.nodes > 1 and run.parallelism.resumes_on_other_ranks
 
 

@@ -364,6 +364,7 @@ def command_of(run: RunConfig, rank: Rank) -> str:
     launchers = {
         "torchrun": on_nodes if run.nodes > 1 else ["torchrun", "--nproc_per_node", str(rank.world_size)],
         "acclaunch": ["accelerate", "launch", "--config_file", "my_accelerate_config.yaml"],
+        "ray": ["python", "-m", "common.ray_train"],
     }
     main = sys.modules["__main__"]
     settings = ["--technique", run.technique, "--parallel", run.parallel] if hasattr(main, "SETTINGS") else []

@@ -21,7 +21,8 @@ def check_training(trainer: AuditedTrainer, rank: Rank) -> list[dict[str, object
             than once per optimizer step that was taken.
     """
     work = trainer.work
-    place = {"rank": rank.rank, "host": f"machine{os.environ.get('GROUP_RANK', '0')}", "device": rank.device}
+    machine = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK", "0")  # torchrun's, or Ray's
+    place = {"rank": rank.rank, "host": f"machine{machine}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
     for share in shares:
         if share["samples"] == 0 and trainer.state.global_step > trainer.first_step:

@@ -1,7 +1,9 @@
 """Ranks that torchrun starts again: each start counts anew, and other numbers of ranks take the same steps."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from time import sleep
 
 import pytest
@@ -9,7 +11,9 @@ from torch.distributed import HashStore, Store
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
+from common.runtime.disks import leave_mark, wrote_before
 from common.runtime.elastic import part_of_this_start, run_as_started
+from common.runtime.world import RAY_RUN
 
 DDP = RunConfig(technique="lora", parallel="ddp", devices=8, nodes=4, per_device_train_batch_size=6,
                 learning_rate_scaling="sqrt", learning_rate=1e-3)  # fmt: skip
@@ -117,3 +121,21 @@ def test_parts_that_fit_no_other_number_of_ranks_stay(started: pytest.MonkeyPatc
     started(4)
     zero = replace(DDP, technique="full", parallel="zero1")
     assert run_as_started(zero) is zero  # and is refused with the number that it asks for
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_MAX_RESTARTS", RAY_RUN])
+def test_ranks_that_one_launcher_starts_again_find_its_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "3")
+    assert not wrote_before(tmp_path)
+    leave_mark(tmp_path)
+    assert wrote_before(tmp_path)
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setenv(RAY_RUN, "another")
+    assert not wrote_before(tmp_path)
+
+
+def test_a_launcher_that_starts_no_ranks_again_leaves_no_mark(tmp_path: Path) -> None:
+    leave_mark(tmp_path)
+    assert not list(tmp_path.iterdir())
