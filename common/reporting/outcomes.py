@@ -83,13 +83,13 @@ ELSEWHERE = (
     {
         "fault": 13,
         "technique": "machines",
-        "outcome": "refused; launchers choose another port",
-        "test": "tests/network/test_machines.py",
+        "outcome": "on one machine launchers choose another port; torchrun on several waits for who listens there",
+        "test": "docs/several_machines.md",
     },
     {
         "fault": 14,
         "technique": "machines",
-        "outcome": "refused in time, with what to try",
+        "outcome": "ends in time, with the address",
         "test": "tests/network/test_machines.py",
     },
     {

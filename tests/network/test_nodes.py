@@ -140,6 +140,7 @@ def test_one_machine_goes_on_when_the_other_is_lost(hosts: Callable[..., Place],
     first, second = start_all(place, ranks, **ELASTIC)
     wait_for_checkpoint(4, first.results, [first, second])
     place.network.hosts[1].kill()
+    wait_until(lambda: first.has_said("resumes after step "), 60, [first])
     assert place.finish(START_S + RUN_S)[0] == 0, first.output
     assert first.has_said(f"{ranks} of {2 * ranks} ranks started: each takes {4 // ranks} rows at once, 2 times")
     after = first.resumed_after
