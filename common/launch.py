@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from common.base.asked_to_save import remember_if_asked
 from common.base.command_line import refused_in_one_sentence
 from common.base.parsing import parse_overrides
 from common.base.run_config import RunConfig
@@ -32,6 +33,7 @@ def run_or_launch(
     if run.world_size > 1 and "WORLD_SIZE" not in os.environ:
         check_inputs(run)
         _become(run, script, overrides)
+    remember_if_asked()
     workflow(run)
 
 

@@ -98,8 +98,9 @@ def _module_for(run: RunConfig, source: Path, own: Path) -> str:
     if run.nodes > 1:  # a torchrun on each machine
         if re.search(TORCHRUN, text):
             text = re.sub(r'\A"""', 'r"""', text)  # with backslashes at the ends of lines
+        number = ", which has NUMBER 0" if re.search(ACCELERATE, text) else ""
         text = text.replace(
-            "From this folder:", "From this folder, on each machine (ADDRESS is the first one's, which has NUMBER 0):"
+            "From this folder:", f"From this folder, on each machine (ADDRESS is the first one's{number}):"
         )
         for launcher, here in (
             (TORCHRUN, shlex.join(nodes_command(run.nodes, run.ranks_per_node))),

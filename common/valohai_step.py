@@ -11,6 +11,8 @@ Valohai puts the files of an input into a folder, and reads metadata of an outpu
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.base.command_line import refused_in_one_sentence
@@ -27,16 +29,11 @@ def torchrun_options() -> str:
     Raises:
         BadInputError: Valohai does not say where the machines meet.
     """
-    try:
+    with _told_where_machines_meet():
         from valohai import distributed
 
         count, first, own = distributed.required_count, distributed.master(), distributed.me()
         endpoint, address = f"{first.primary_local_ip}:29400", own.primary_local_ip
-    except Exception as error:  # the library may be missing or broken, and a broken file breaks it in many ways
-        raise BadInputError(
-            f"Valohai does not say where the machines of a distributed task meet ({type(error).__name__}: {error}): "
-            "start the step as a Task of the type Distributed, with valohai-utils installed."
-        ) from None
     return (
         f"--nnodes {count} --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint {endpoint} --local_addr {address} "
         f"--rdzv_conf is_host={int(own.is_master)},join_timeout={JOIN_TIMEOUT_S}"
@@ -44,10 +41,26 @@ def torchrun_options() -> str:
 
 
 def world_options() -> str:
-    """Return the run's settings that say how many machines a distributed task has."""
-    from valohai import distributed
+    """Return the run's settings that say how many machines a distributed task has.
 
-    return f"--devices {distributed.required_count} --nodes {distributed.required_count}"
+    Raises:
+        BadInputError: Valohai does not say so.
+    """
+    with _told_where_machines_meet():
+        from valohai import distributed
+
+        return f"--devices {distributed.required_count} --nodes {distributed.required_count}"
+
+
+@contextmanager
+def _told_where_machines_meet() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the library may be missing or broken, and a broken file breaks it in many ways
+        raise BadInputError(
+            f"Valohai does not say where the machines of a distributed task meet ({type(error).__name__}: {error}): "
+            "start the step as a Task of the type Distributed, with valohai-utils installed."
+        ) from None
 
 
 def data_option(inputs: Path) -> str:

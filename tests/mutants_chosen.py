@@ -437,8 +437,8 @@ SEVERAL_RANKS = (
     Fault(
         "several machines: ranks that start again take an earlier start's roll for theirs",
         "common/runtime/elastic.py",
-        "part.check([THERE]) and own in part.get(THERE).decode().split()",
-        "part.check([THERE])",
+        "own in _value(part, LIST).split()",
+        "_value(part, LIST)",
         _unit("elastic", "each_start_has_a_part"),
     ),
     Fault(
@@ -458,8 +458,8 @@ SEVERAL_RANKS = (
     Fault(
         "several machines: each member of a Valohai task takes itself for the first",
         "common/valohai_step.py",
-        "distributed.master().primary_local_ip",
-        "distributed.me().primary_local_ip",
+        "{first.primary_local_ip}:29400",
+        "{own.primary_local_ip}:29400",
         _unit("valohai_step", "members_meet_at_the_first_one"),
     ),
     Fault(

@@ -1,6 +1,6 @@
 r"""Full fine-tuning with sharding: ranks share the rows as with DDP, and divide what each of them would hold.
 
-From this folder, on each machine (ADDRESS is the first one's, which has NUMBER 0):
+From this folder, on each machine (ADDRESS is the first one's):
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
         my_workflow_full_finetuning_with_fsdp.py
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \

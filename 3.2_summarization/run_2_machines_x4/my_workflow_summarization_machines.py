@@ -1,6 +1,6 @@
 r"""Summarization across machines, one rank on each: a plain training loop on torch.distributed.
 
-From this folder, on each machine (ADDRESS is the first one's, which has NUMBER 0):
+From this folder, on each machine (ADDRESS is the first one's):
     torchrun --nnodes 4 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
         my_workflow_summarization_machines.py
 or on virtual hosts that stand for machines (docs/several_machines.md says how to start it on your own):

@@ -1,6 +1,6 @@
 r"""Summarization with a rank on each device: Transformers' `Seq2SeqTrainer`, started by torchrun.
 
-From this folder, on each machine (ADDRESS is the first one's, which has NUMBER 0):
+From this folder, on each machine (ADDRESS is the first one's):
     torchrun --nnodes 4 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \
         my_workflow_summarization_torchrun.py
     torchrun --nnodes 4 --nproc_per_node 1 --rdzv_backend c10d --rdzv_endpoint ADDRESS:29400 \

@@ -28,6 +28,7 @@ SPEAK_FIRST_S = 2.0  # other ranks leave after rank 0 has spoken: their launcher
 def run_from_command_line(workflow: Callable[[RunConfig], object], defaults: RunConfig) -> None:
     """Run `workflow` with the command line's overrides."""
     with ended_by_one_sentence():
+        remember_if_asked()
         workflow(parse_overrides(defaults))
 
 
@@ -37,7 +38,6 @@ def ended_by_one_sentence() -> Iterator[None]:
 
     A run that ends because its scheduler has asked for it (SIGUSR1) has exit code 138.
     """
-    remember_if_asked()
     if "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(TOLD_ALONE))  # of a scheduler: with a record
     with refused_in_one_sentence():
@@ -68,7 +68,9 @@ def how_to_resume() -> str:
     """Return what to start after a run of several ranks has ended, perhaps on several machines."""
     ranks_here, ranks = (os.environ.get(name, "1") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     where = "" if ranks_here == ranks else " on all machines"
-    return f"To resume, start the same command again{where} with --resume_from_checkpoint {LAST}."
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    when = "If torchrun does not start the ranks again" if restarts else "To resume"
+    return f"{when}, start the same command again{where} with --resume_from_checkpoint {LAST}."
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from common.models.loading import any_shape_config, check_attention, check_liger
 from common.models.quantization import check_bitsandbytes
 from common.models.trained_weights import with_trained_weights
 from common.records.store import default_run_name
-from common.runtime.disks import wrote_before
+from common.runtime.disks import may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
 from common.runtime.world import detect_launcher
 from common.tasks.answers import check_independent_judge
@@ -45,7 +45,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
     run = check_settings(run)
     rows = training_rows(run)
     results = run.results_folder(run.run_name or default_run_name(run, detect_launcher()))
-    if not (run.resume_from_checkpoint or wrote_before(results)):  # what was written takes the room that it needs
+    if not (run.resume_from_checkpoint or may_be_restarted_in(results)):  # what was written takes room
         check_disk(run)
     if run.resume_from_checkpoint:
         check_checkpoint(run, detect_launcher(), len(rows))

@@ -29,7 +29,7 @@ from common.runtime.watch import SLOW_FACTOR
 from common.runtime.world import BACKENDS, RAY_RUN
 
 # Ray repeats no line of several workers, reports nothing to its makers, leaves lines that are printed as they are, and
-# has no watcher of machines that will be taken away, for whom no workflow here would stop.
+# has no watcher of machines that will be taken away, which no workflow here reacts to.
 QUIET = {"RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_METRICS_ENABLED": "0",
          "RAY_TRAIN_ENABLE_PRINT_PATCH": "0", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # fmt: skip
 LOST = "its process was killed, possibly as memory ran out (dmesg), or its machine is gone"

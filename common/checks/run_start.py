@@ -10,7 +10,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
-from common.runtime.elastic import run_as_started, takes_in_no_machine
+from common.runtime.elastic import cannot_add_machines, run_as_started
 from common.runtime.machines import Member, check_members_agree, member_of
 from common.runtime.rank import rank_started
 from common.runtime.recorder import RunRecorder
@@ -30,9 +30,10 @@ def run_started(run: RunConfig) -> Iterator[RunRecorder]:
                 f"{run.devices} of {asked.devices} ranks started: each takes {run.rows_per_rank} rows at once, "
                 f"{run.gradient_accumulation_steps} times, so that a step has {run.effective_batch_size} rows as before"
             )
-        if rank.is_main and takes_in_no_machine(run):
+        if rank.is_main and cannot_add_machines(asked):
             print(
-                "note: a machine can be added only if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set for torchrun on all"
+                "note: a machine can be added only if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set for torchrun, on "
+                "all machines"
             )
         yield RunRecorder(checked_everywhere(run, rank) if run.nodes > 1 else check_inputs(run), rank)
 

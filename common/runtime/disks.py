@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from uuid import uuid4
@@ -35,9 +36,24 @@ def first_on_disk(folder: Path, rank: Rank) -> bool:
     return is_first
 
 
-def wrote_before(folder: Path) -> bool:
-    """Return whether this rank's launcher has started ranks before, which wrote into a run's results here."""
-    return may_start_again() and _own_mark(folder).exists()
+def marks_of_launchers(folder: Path) -> set[str]:
+    """Return the marks of launchers that have started ranks of this run before; call it on all ranks.
+
+    A launcher is known by its process, so that one which starts the ranks through a new process each time, such as a
+    shell script, leaves a new mark each time.
+    """
+    own = _own_mark(folder)
+    return set(gather_object([own.name] if may_start_again() and own.exists() else []))
+
+
+def has_mark(folder: Path, marks: Iterable[str]) -> bool:
+    """Return whether a run's results, on this disk, have one of these marks."""
+    return any((folder / LAUNCHERS / mark).exists() for mark in marks)
+
+
+def may_be_restarted_in(folder: Path) -> bool:
+    """Return whether a launcher that may start ranks again has written into a run's results on this disk."""
+    return may_start_again() and (folder / LAUNCHERS).is_dir()
 
 
 def leave_mark(folder: Path) -> None:
@@ -48,9 +64,15 @@ def leave_mark(folder: Path) -> None:
 
 
 def _own_mark(folder: Path) -> Path:
-    launcher = psutil.Process(os.getppid())
-    own = f"{socket.gethostname()}-{launcher.pid}-{launcher.create_time():.2f}"
-    return folder / LAUNCHERS / os.environ.get(RAY_RUN, own)
+    name = os.environ.get(RAY_RUN) or f"{socket.gethostname()}-{os.getppid()}-{_start_of(os.getppid())}"
+    return folder / LAUNCHERS / name
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process started: on Linux in ticks since the machine's start, which no set clock changes."""
+    stat = Path(f"/proc/{pid}/stat")
+    # field 22 of proc_pid_stat(5); the name, field 2, may have spaces and ends with the last parenthesis
+    return stat.read_text().rpartition(")")[2].split()[19] if stat.is_file() else f"{psutil.Process(pid).create_time()}"
 
 
 def broadcast_folder(folder: Path, source: int, lacks: bool) -> None:
@@ -84,10 +106,19 @@ class ResultsFolder:
         hosts: The machines of the ranks that write: several, where each has a disk of its own.
     """
 
-    def __init__(self, path: Path, rank: Rank, is_resumed: bool, nodes: int = 1, why_one_disk: str = "") -> None:
-        """Take and make the folder; a resumed run keeps what its last start left there.
+    def __init__(
+        self,
+        path: Path,
+        rank: Rank,
+        is_resumed: bool,
+        nodes: int = 1,
+        why_one_disk: str = "",
+        lock_timeout_s: float = 0.0,
+    ) -> None:
+        """Take and make the folder; a resumed run keeps what its last start left there, on this disk.
 
         `nodes`: the run's machines. `why_one_disk`: why they must share a disk; empty where each may have its own.
+        `lock_timeout_s`: how long another run may still own the folder.
 
         Raises:
             BadInputError: If another run owns it, or machines do not share a disk that they need; on every rank.
@@ -100,7 +131,7 @@ class ResultsFolder:
             self.check_shared(why_one_disk)
         self._aside: Path | None = None  # where the run before went
         # a lock of the system's, which goes with its process
-        self.lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
+        self.lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=lock_timeout_s, is_singleton=True)
         self._own()
         if self.writes:
             if path.exists() and not is_resumed:

@@ -13,14 +13,15 @@ from common.records.store import default_run_name
 from common.runtime.world import detect_launcher, may_start_again
 
 POLL_S = 0.05
-NEWEST, THERE = "newest start", "all are there"
+NEWEST, LIST = "newest start", "all that are there"
 
 
 def run_as_started(run: RunConfig) -> RunConfig:
-    """Return the run on as many ranks as torchrun has started, with the same rows in each step, under the same name.
+    """Return the run on as many ranks as torchrun has started.
 
-    `torchrun --nnodes 1:4 --max_restarts 3` starts the ranks of a run on several machines again, on those that there
-    are. Without `--max_restarts`, or with the ranks that the run asks for, it stays as it is.
+    `torchrun --nnodes 1:4 --max_restarts 3` starts the ranks of a run on several machines again, on those that are
+    left. Steps keep their rows and their learning rate, and results their name. Without `--max_restarts`, or with the
+    ranks that the run asks for, it stays as it is.
 
     Raises:
         BadInputError: So many ranks cannot take the run's steps.
@@ -35,6 +36,10 @@ def run_as_started(run: RunConfig) -> RunConfig:
         "learning_rate": run.peak_learning_rate,
         "learning_rate_scaling": "none",
     }
+    if run.is_sharded and started < 2:
+        raise BadInputError(
+            f"1 rank started, but {run.parallel} divides the model among two or more: start more machines."
+        )
     if run.goal.summarizes:  # whose rows are divided into parts, of which a rank may have several
         return run.changed_to(**changes, partitions=run.partition_count)
     if run.dp_replicate_size > 1:
@@ -48,11 +53,11 @@ def run_as_started(run: RunConfig) -> RunConfig:
     return run.changed_to(**changes, **_same_step(run, started))
 
 
-def takes_in_no_machine(run: RunConfig) -> bool:
-    """Return whether torchrun may start the ranks again, but on no machine that is added.
+def cannot_add_machines(run: RunConfig) -> bool:
+    """Return whether torchrun may start the run's ranks again, but not on a machine that is added.
 
-    In its own store, where it shares it, it says only at the first start where the ranks meet (PyTorch 2.13,
-    dynamic_rendezvous.py).
+    When torchrun shares its store with the ranks, it writes their meeting address only once, so that a machine which is
+    added later never finds it (PyTorch 2.13, dynamic_rendezvous.py).
     """
     return _is_elastic(run) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -70,10 +75,12 @@ def _same_step(run: RunConfig, ranks: int) -> dict[str, object]:
     """
     rows, rest = divmod(run.effective_batch_size, ranks)
     if rest:
-        possible = [count for count in range(1, run.world_size + 1) if run.effective_batch_size % count == 0]
+        on_each = int(os.environ["LOCAL_WORLD_SIZE"])
+        counts = range(on_each, max(run.world_size, ranks) + 1, on_each)
+        possible = [count for count in counts if run.effective_batch_size % count == 0]
         raise BadInputError(
             f"{ranks} ranks started, which cannot share the {run.effective_batch_size} rows of a step equally: start "
-            f"{', '.join(map(str, possible))} ranks, or begin with a --per_device_train_batch_size or "
+            f"{' or '.join(map(str, possible)) or 'other'} ranks, or begin with a --per_device_train_batch_size or "
             "--gradient_accumulation_steps that they can share."
         )
     at_once = max(size for size in range(1, run.per_device_train_batch_size + 1) if rows % size == 0)
@@ -92,11 +99,15 @@ def store_of_this_start(rank: int, world_size: int, timeout_s: float) -> dist.St
         RunStoppedError: With the ranks that did not come within `timeout_s`.
     """
     is_shared = os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not is_shared,
-        timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
-    )  # fmt: skip
-    return part_of_this_start(store, rank, world_size, timeout_s)
+    begun_s = time.monotonic()
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not is_shared,
+            timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+        )  # fmt: skip
+    except dist.DistNetworkError:
+        raise _not_started([0], timeout_s) from None
+    return part_of_this_start(store, rank, world_size, timeout_s - (time.monotonic() - begun_s))
 
 
 def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
@@ -104,30 +115,38 @@ def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s:
 
     The store still has what ranks of earlier starts said, and torchrun's own count of starts leaves out those for which
     a machine came or went. So the first rank names each start anew, and the others announce themselves under the newest
-    name; they know by their own word in its answer that it is of their start.
+    name. Once all have, the first rank lists them; a rank accepts a list only if its own id is in it.
 
     Raises:
         RunStoppedError: With the ranks that did not come within `timeout_s`.
     """
-    own, deadline_s = uuid4().hex, time.monotonic() + timeout_s
+    own, announced = uuid4().hex, ""
+    ranks = [f"rank{number}" for number in range(world_size)]
+    deadline_s = time.monotonic() + timeout_s
     if rank == 0:
         store.set(NEWEST, own)
-    part = None
     while time.monotonic() < deadline_s:
-        if store.check([NEWEST]):
-            part = dist.PrefixStore(store.get(NEWEST).decode(), store)
-            part.set(f"rank{rank}", own)
-            if rank == 0 and not _missing(part, world_size):
-                part.set(THERE, " ".join(part.get(f"rank{number}").decode() for number in range(world_size)))
-            if part.check([THERE]) and own in part.get(THERE).decode().split():
-                return part
+        newest = own if rank == 0 else _value(store, NEWEST)
+        part = dist.PrefixStore(newest, store)
+        if newest != announced:
+            part.set(ranks[rank], own)
+            announced = newest
+        if newest and rank == 0 and part.check(ranks):
+            part.set(LIST, " ".join(_value(part, name) for name in ranks))
+        if newest and own in _value(part, LIST).split():
+            return part
         time.sleep(POLL_S)
-    missing = ", ".join(map(str, (part and _missing(part, world_size)) or [0]))
-    raise RunStoppedError(
-        f"Rank {missing} did not start within {timeout_s:g} s (start_timeout_s): its output says why; where importing "
-        "takes longer, pass a longer --start_timeout_s."
+    missing = [number for number, name in enumerate(ranks) if not part.check([name])] if announced else [0]
+    raise _not_started(missing or [0], timeout_s)
+
+
+def _value(store: dist.Store, name: str) -> str:
+    """Return what a store has under a name; empty where it has nothing yet."""
+    return store.get(name).decode() if store.check([name]) else ""
+
+
+def _not_started(ranks: list[int], timeout_s: float) -> RunStoppedError:
+    return RunStoppedError(
+        f"Rank {', '.join(map(str, ranks))} did not start within {timeout_s:g} s (start_timeout_s): its output says "
+        "why; where importing takes longer, pass a longer --start_timeout_s."
     )
-
-
-def _missing(part: dist.Store, world_size: int) -> list[int]:
-    return [number for number in range(world_size) if not part.check([f"rank{number}"])]

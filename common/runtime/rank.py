@@ -151,6 +151,7 @@ def _join_world(run: RunConfig) -> PartialState:
     if not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ:
         rank = int(os.environ["RANK"])
         store = store_of_this_start(rank, run.world_size, run.start_timeout_s)
+        store.set_timeout(_exchange_timeout(run))  # NCCL's ranks meet there as late as their first exchange
         dist.init_process_group(
             BACKENDS[run.device], store=store, rank=rank, world_size=run.world_size, timeout=_exchange_timeout(run)
         )

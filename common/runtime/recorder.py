@@ -41,11 +41,14 @@ from common.records.store import (
     settings_anywhere,
     write_json,
 )
-from common.runtime.disks import ResultsFolder, wrote_before
+from common.runtime.disks import ResultsFolder, has_mark, marks_of_launchers
 from common.runtime.machines import nodes_command
 from common.runtime.memory_tracker import MemoryTracker
 from common.runtime.watch import Watch, reached
 from common.runtime.world import Rank
+
+LOST_LOCK_S = 120.0
+"""How long the file system of a shared disk may keep the lock of a machine that was lost."""
 
 
 def why_one_disk(run: RunConfig) -> str:
@@ -75,8 +78,17 @@ class RunRecorder:
         self.started_at = datetime.now(UTC).isoformat(timespec="seconds")
         self.run_name = run.run_name or default_run_name(run, rank.launcher)
         folder = run.results_folder(self.run_name)
-        self.resumes = run.resume_from_checkpoint == LAST or any(gather_object([wrote_before(folder)]))
-        self.results = ResultsFolder(folder, rank, self.resumes, run.nodes, why_one_disk(run))
+        marks, takes_last = marks_of_launchers(folder), run.resume_from_checkpoint == LAST
+        self.resumes = takes_last or bool(marks)
+        self.results = ResultsFolder(
+            folder,
+            rank,
+            # a machine that was added may have a disk with another run of this name
+            is_resumed=takes_last or has_mark(folder, marks),
+            nodes=run.nodes,
+            why_one_disk=why_one_disk(run),
+            lock_timeout_s=LOST_LOCK_S if marks else 0.0,
+        )
         self.folder, self.writes = self.results.path, self.results.writes
         self.memory = PeakMemory(rank)
         self.phases_s: dict[str, float] = {}

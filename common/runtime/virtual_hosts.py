@@ -1,10 +1,11 @@
-"""Several hosts on one Linux machine: network namespaces joined by a bridge, each with an address of its own.
+r"""Several hosts on one Linux machine: network namespaces joined by a bridge, each with an address of its own.
 
 What is sent between them goes over TCP as between machines: links can be slow, hosts can die. As root:
-    python -m common.virtual_hosts --hosts 3 --mbit 100 -- python my_workflow.py --master {master} --machines {hosts} --machine_rank {rank}
+    python -m common.virtual_hosts --mbit 100 -- torchrun --nnodes {hosts} --nproc_per_node 1 --rdzv_backend c10d \
+        --rdzv_endpoint {master}:29400 my_workflow.py --devices {hosts} --nodes {hosts}
 runs the command on each host, with its {rank}, its own {address}, the number of {hosts} and the first's address
 {master} filled in. Disk, memory and processors stay those of the one machine.
-"""  # noqa: E501  # a command on one line
+"""
 
 import io
 import os

@@ -70,11 +70,12 @@ def _whole_bytes(weight: torch.Tensor) -> int:
 class SaveSchedule(TrainerCallback):
     """Asks for a full state after each `save_steps` steps, or where more minutes than allowed would be lost.
 
-    And where a scheduler asks for it by SIGUSR1: after that one the run ends.
+    A SIGUSR1 also asks for one, after which the run ends.
 
-    Ranks have clocks of their own, hear of a signal apart or not at all, and must save at the same step. After 1, 2,
-    4, 8 ... steps since the last full state, but at most 20 s apart, after each validation and after the last step they
-    meet: they turn the minutes that are left into steps, at the slowest rank's pace, and hear whether one was asked.
+    Ranks have clocks of their own, may get the signal at different times or not at all, and must save at the same step.
+    They meet after 1, 2, 4, 8 ... steps since the last full state, but at most 20 s apart, after each validation and
+    after the last step: they turn the minutes that are left into steps, at the slowest rank's pace, and hear whether
+    one was asked.
 
     Attributes:
         is_asked: Whether a rank was asked to save, as far as all of them know.

@@ -25,6 +25,7 @@ LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1" / "my_workflow_lora_f
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1" / "my_workflow_full_finetuning.py"
 DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2" / "my_workflow_lora_finetuning_with_ddp.py"
 FSDP = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2" / "my_workflow_full_finetuning_with_fsdp.py"
+PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2" / "my_workflow_full_finetuning_with_pp.py"
 
 STEPS = 5
 SAME = ("--train_rows", "33", "--validation_rows", "9", "--test_rows", "1", "--independent_judge", "none",
@@ -154,6 +155,8 @@ def test_a_machine_that_is_added_takes_its_share(hosts: Callable[..., Place], tm
     place = hosts(2, DDP, *NO_DROPOUT, *LONGER)
     first = start(place, 0, 1, **ELASTIC)
     wait_for_checkpoint(4, first.results, [first])
+    stale = tmp_path / "disk1" / "results" / "test" / "checkpoints"  # of another run of this name, and further on
+    shutil.copytree(first.results / "checkpoints" / "checkpoint-4", stale / "checkpoint-400")
     second = start(place, 1, 1, **ELASTIC)
     assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]
     assert first.has_said("1 of 2 ranks started")
@@ -199,6 +202,27 @@ def test_shards_on_two_machines_of_two_are_one_device(hosts: Callable[..., Place
     record = load_record(results / RECORD_NAME)
     check_equal(results, record, one_device(tmp_path / "one", FULL))
     assert [share["host"] for share in record["world"]] == ["machine0"] * 2 + ["machine1"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "settings"),
+    [
+        (FSDP, ("--parallel", "zero1")),
+        (FSDP, ("--parallel", "zero3")),
+        (PP, ("--micro_batches", "4", "--batch_size", f"{GLOBAL_BATCH}")),
+    ],
+    ids=["zero1", "zero3", "pp"],
+)
+def test_other_parallelisms_on_two_machines_are_one_device(
+    hosts: Callable[..., Place], tmp_path: Path, script: Path, settings: tuple[str, ...]
+) -> None:
+    shared = ("--results_root", str(tmp_path / "shared"))
+    place = hosts(2, script)
+    workers = start_all(place, 1, *settings, *shared)
+    assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in workers]
+    results = tmp_path / "shared" / "results" / "test"
+    check_equal(results, load_record(results / RECORD_NAME), one_device(tmp_path / "one", FULL))
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Ranks that torchrun starts again: each start counts anew, and other numbers of ranks take the same steps."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch.distributed import HashStore, Store
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
-from common.runtime.disks import leave_mark, wrote_before
+from common.runtime.disks import has_mark, leave_mark, marks_of_launchers
 from common.runtime.elastic import part_of_this_start, run_as_started
 from common.runtime.world import RAY_RUN
 
@@ -83,7 +82,8 @@ def test_other_ranks_take_the_same_steps(started: pytest.MonkeyPatch, ranks: int
 
 def test_ranks_that_cannot_share_a_step_are_refused(started: pytest.MonkeyPatch) -> None:
     started(10)
-    with pytest.raises(BadInputError, match=r"10 ranks started, which cannot share the 48 rows of a step equally"):
+    said = r"10 ranks started, which cannot share the 48 rows of a step equally: start 2 or 4 or 6 or 8 ranks, or"
+    with pytest.raises(BadInputError, match=said):
         run_as_started(DDP)
 
 
@@ -95,6 +95,9 @@ def test_copies_of_a_sharded_model_stay_whole(started: pytest.MonkeyPatch) -> No
     assert run_as_started(hybrid).dp_replicate_size == 1
     started(3, on_each=1)
     with pytest.raises(BadInputError, match="3 ranks started, which are no whole copies of 2 ranks"):
+        run_as_started(hybrid)
+    started(1, on_each=1)
+    with pytest.raises(BadInputError, match="1 rank started, but fsdp divides the model among two or more"):
         run_as_started(hybrid)
 
 
@@ -128,12 +131,13 @@ def test_ranks_that_one_launcher_starts_again_find_its_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "3")
-    assert not wrote_before(tmp_path)
+    assert not marks_of_launchers(tmp_path)
     leave_mark(tmp_path)
-    assert wrote_before(tmp_path)
-    monkeypatch.setattr(os, "getppid", os.getpid)
+    marks = marks_of_launchers(tmp_path)
+    assert has_mark(tmp_path, marks)
+    assert not has_mark(tmp_path / "of another run", marks)
     monkeypatch.setenv(RAY_RUN, "another")
-    assert not wrote_before(tmp_path)
+    assert not marks_of_launchers(tmp_path)
 
 
 def test_a_launcher_that_starts_no_ranks_again_leaves_no_mark(tmp_path: Path) -> None:
