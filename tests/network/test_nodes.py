@@ -134,16 +134,15 @@ def wait_for_checkpoint(step: int, results: Path, workers: Sequence[Worker]) -> 
     wait_until(folder.is_dir, START_S + RUN_S, workers)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_machine_goes_on_when_the_other_is_lost(hosts: Callable[..., Place], tmp_path: Path, ranks: int) -> None:
+def test_one_machine_goes_on_when_the_other_is_lost(hosts: Callable[..., Place], tmp_path: Path) -> None:
     """With more micro-batches, so that the steps stay those of one device."""
     place = hosts(2, DDP, *NO_DROPOUT, *LONGER)
-    first, second = start_all(place, ranks, **ELASTIC)
+    first, second = start_all(place, 1, **ELASTIC)
     wait_for_checkpoint(4, first.results, [first, second])
     place.network.hosts[1].kill()
     wait_until(lambda: first.has_said("resumes after step "), 60, [first])
     assert place.finish(START_S + RUN_S)[0] == 0, first.output
-    assert first.has_said(f"{ranks} of {2 * ranks} ranks started: each takes {4 // ranks} rows at once, 2 times")
+    assert first.has_said("1 of 2 ranks started: each takes 4 rows at once, 2 times")
     after = first.resumed_after
     assert 4 <= after < 12
     one = one_device(tmp_path / "one", LORA, *NO_DROPOUT, *LONGER)
@@ -169,11 +168,11 @@ def test_a_machine_that_is_added_takes_its_share(hosts: Callable[..., Place], tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copies", ["1", "2"], ids=["one model", "a copy on each machine"])
-def test_shards_go_on_when_a_machine_is_lost(hosts: Callable[..., Place], tmp_path: Path, copies: str) -> None:
+def test_shards_go_on_when_a_machine_is_lost(hosts: Callable[..., Place], tmp_path: Path) -> None:
+    """With a copy of the model on each of them, of which one is left."""
     shared = ("--results_root", str(tmp_path / "shared"))
     place = hosts(2, FSDP, *LONGER)
-    workers = start_all(place, 2, *shared, "--dp_replicate_size", copies, **ELASTIC)
+    workers = start_all(place, 2, *shared, "--dp_replicate_size", "2", **ELASTIC)
     results = tmp_path / "shared" / "results" / "test"
     wait_for_checkpoint(4, results, workers)
     place.network.hosts[1].kill()
