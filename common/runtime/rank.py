@@ -53,7 +53,7 @@ def check_world(run: RunConfig) -> None:
     if nodes != run.nodes:
         raise BadInputError(
             f"This run is for {run.nodes} machine(s), but its {run.world_size} ranks started on {nodes}: pass --nodes "
-            f"{nodes} if that is meant, or use {start_command(run)}."
+            f"{nodes} if that is meant{f', or use {start_command(run)}' if run.nodes > 1 else ''}."
         )
     check_gpus(run)
 
