@@ -99,7 +99,6 @@ def store_of_this_start(rank: int, world_size: int, timeout_s: float) -> dist.St
         RunStoppedError: With the ranks that did not come within `timeout_s`.
     """
     is_shared = os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    begun_s = time.monotonic()
     try:
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=rank == 0 and not is_shared,
@@ -107,7 +106,7 @@ def store_of_this_start(rank: int, world_size: int, timeout_s: float) -> dist.St
         )  # fmt: skip
     except dist.DistNetworkError:
         raise _not_started([0], timeout_s) from None
-    return part_of_this_start(store, rank, world_size, timeout_s - (time.monotonic() - begun_s))
+    return part_of_this_start(store, rank, world_size, timeout_s)
 
 
 def part_of_this_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
