@@ -10,9 +10,10 @@ from torch.distributed import HashStore, Store
 
 from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
+from common.records.store import default_run_name
 from common.runtime.disks import has_mark, leave_mark, marks_of_launchers
 from common.runtime.elastic import part_of_this_start, run_as_started
-from common.runtime.world import RAY_RUN
+from common.runtime.world import RAY_RUN, detect_launcher
 
 DDP = RunConfig(technique="lora", parallel="ddp", devices=8, nodes=4, per_device_train_batch_size=6,
                 learning_rate_scaling="sqrt", learning_rate=1e-3)  # fmt: skip
@@ -77,7 +78,7 @@ def test_other_ranks_take_the_same_steps(started: pytest.MonkeyPatch, ranks: int
     assert (run.per_device_train_batch_size, run.gradient_accumulation_steps) == (rows, accumulation)
     assert run.effective_batch_size == DDP.effective_batch_size == 48
     assert run.peak_learning_rate == DDP.peak_learning_rate
-    assert run.run_name == "torchrun-batch6-seed42"  # where the checkpoints of the ranks before are
+    assert run.run_name == default_run_name(DDP, detect_launcher())  # where the checkpoints of the ranks before are
 
 
 def test_ranks_that_cannot_share_a_step_are_refused(started: pytest.MonkeyPatch) -> None:
