@@ -136,8 +136,8 @@ DATA = (
     Fault(
         "rows that are held out for the test are trained on as well",
         "common/data/splits.py",
-        "            others[name], order = take(rows, order[:count]), order[count:]\n",
-        "            others[name] = take(rows, order[:count])\n",
+        "            taken = order.pop(0)\n",
+        "            taken = order[0]\n",
         _unit("data", "of_one_file_a_tenth_each_is_held_out_and_always_the_same_rows"),
     ),
     Fault(
@@ -439,7 +439,7 @@ SEVERAL_RANKS = (
         "common/runtime/elastic.py",
         "own in _value(part, LIST).split()",
         "_value(part, LIST)",
-        _unit("elastic", "each_start_has_a_part"),
+        _unit("elastic", "each_start_has_a_part_of_the_store_of_its_own"),
     ),
     Fault(
         "several machines: fewer of them take smaller steps",
@@ -479,8 +479,8 @@ SEVERAL_RANKS = (
     Fault(
         "a rank on a second machine names a GPU that it does not work on",
         "common/base/print_prefix.py",
-        "GPU{index or 0}]",
-        "GPU{rank}]",
+        'f"GPU{index or 0}"',
+        'f"GPU{rank}"',
         _unit("print_prefix", "prefix_names_rank_and_device"),
     ),
 )
