@@ -418,7 +418,7 @@ SEVERAL_RANKS = (
         "common/training/replicas.py",
         "            dist.all_reduce(flat)\n",
         "",
-        ("tests/network/test_machines.py::test_two_processes_on_loopback_train_one_model",),
+        ("tests/network/test_machines.py::test_two_ranks_on_loopback_train_one_model",),
     ),
     Fault(
         "several machines: overlapped gradients are divided by the ranks once too often",
