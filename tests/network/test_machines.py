@@ -7,6 +7,7 @@ Where these are not allowed, two ranks on loopback train one model.
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils.other import get_free_port
 
 from common.base.paths import REPOSITORY
-from common.runtime.launchers import torchrun_command
+from common.runtime.machines import nodes_command
 from common.runtime.virtual_hosts import VirtualNetwork, namespaces, virtual_network
 from common.runtime.watch import SLOW_FACTOR
 from common.training.replicas import WEIGHTS_FILE
@@ -75,12 +77,16 @@ def hosts(tmp_path: Path, tiny_summarizer: str) -> Iterator[Callable[..., Place]
 
 
 @pytest.fixture(scope="module")
-def loopback(tmp_path_factory: pytest.TempPathFactory, tiny_summarizer: str) -> Worker:
-    """Two ranks on this machine with the rows of three, which have finished."""
-    place = summarizing(tmp_path_factory.mktemp("loopback"), tiny_summarizer)
-    worker = place.start(0, launcher=torchrun_command("", 2)[:-1])
-    assert place.finish(START_S + RUN_S) == [0], worker.output
-    return worker
+def loopback(tmp_path_factory: pytest.TempPathFactory, tiny_summarizer: str) -> list[Worker]:
+    """Two torchruns on this machine, each with a disk of its own, with the rows of three; they have finished."""
+    place, address = summarizing(tmp_path_factory.mktemp("loopback"), tiny_summarizer), "127.0.0.1"
+    command = nodes_command(2, 1, address)[1:-1]
+    own = [f"{address}:{get_free_port()}", "--local_addr", address]
+    for _ in range(2):
+        launcher = [sys.executable, "-m", "torch.distributed.run", *command, *own]
+        place.start(0, "--devices", "2", "--nodes", "2", launcher=launcher)
+    assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]
+    return place.workers
 
 
 def check_finished(workers: Sequence[Worker], like: Worker) -> None:
@@ -113,25 +119,25 @@ def check_refused(place: Place, *said: str) -> None:
 # -- who finishes
 
 
-def test_two_ranks_on_loopback_train_one_model(loopback: Worker) -> None:
-    check_finished([loopback], like=loopback)
-    shares = [words.split()[0] for words in loopback.output.split("this rank trains on ")[1:]]
+def test_two_ranks_on_loopback_train_one_model(loopback: list[Worker]) -> None:
+    check_finished(loopback, like=loopback[0])
+    shares = [worker.output.partition("this rank trains on ")[2].split()[0] for worker in loopback]
     assert sorted(shares) == ["22", "43"]  # of three parts with 22, 22 and 21 rows the second, and the others
 
 
 @needs_hosts
 @pytest.mark.slow
-def test_three_hosts_train_the_model_of_one(hosts: Callable[..., Place], loopback: Worker) -> None:
+def test_three_hosts_train_the_model_of_one(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     place = hosts(3)
     start_all(place)
     assert place.finish(START_S + RUN_S) == [0, 0, 0], [worker.output for worker in place.workers]
-    check_finished(place.workers, like=loopback)
+    check_finished(place.workers, like=loopback[0])
     assert [share["host"] for share in place.workers[1].record["world"]] == ["machine0", "machine1", "machine2"]
 
 
 @needs_hosts
 @pytest.mark.slow
-def test_a_link_that_is_away_for_20_s_delays_the_run(hosts: Callable[..., Place], loopback: Worker) -> None:
+def test_a_link_that_is_away_for_20_s_delays_the_run(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     place = hosts(2)
     first, second = start_all(place)
     wait_for_step(5, first)
@@ -141,23 +147,23 @@ def test_a_link_that_is_away_for_20_s_delays_the_run(hosts: Callable[..., Place]
     assert not first.has_said(f"step {STEPS}/{STEPS}")
     join(place.network, place.network.hosts[1])
     assert place.finish(RUN_S) == [0, 0], [worker.output for worker in place.workers]
-    check_finished(place.workers, like=loopback)
+    check_finished(place.workers, like=loopback[0])
 
 
 @needs_hosts
 @pytest.mark.slow
-def test_a_host_that_comes_10_s_late_is_waited_for(hosts: Callable[..., Place], loopback: Worker) -> None:
+def test_a_host_that_comes_10_s_late_is_waited_for(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     place = hosts(2)
     start(place, 0)
     time.sleep(10)
     start(place, 1)
     assert place.finish(START_S + RUN_S) == [0, 0], [worker.output for worker in place.workers]
-    check_finished(place.workers, like=loopback)
+    check_finished(place.workers, like=loopback[0])
 
 
 @needs_hosts
 @pytest.mark.slow
-def test_two_hosts_go_on_when_torchrun_loses_the_third(hosts: Callable[..., Place], loopback: Worker) -> None:
+def test_two_hosts_go_on_when_torchrun_loses_the_third(hosts: Callable[..., Place], loopback: list[Worker]) -> None:
     """From the last checkpoint, and with the same steps: one takes over the lost one's part of the rows."""
     place = hosts(3)
     members = start_all(place, nodes="2:3", max_restarts=1)
@@ -167,7 +173,7 @@ def test_two_hosts_go_on_when_torchrun_loses_the_third(hosts: Callable[..., Plac
     time.sleep(0.5)  # without the third nobody ends a step, or writes
     shutil.rmtree(members[1].results / "checkpoints")  # its disk was lost: it gets all from the other
     assert place.finish(START_S + RUN_S)[:2] == [0, 0], [worker.output for worker in members]
-    check_finished(members[:2], like=loopback)
+    check_finished(members[:2], like=loopback[0])
     after = members[0].resumed_after
     assert 8 <= after < STEPS
     assert [share["rank"] for share in members[0].record["world"]] == [0, 1]
