@@ -122,7 +122,7 @@ def virtual_network(count: int, mbit: float = 0.0, delay_ms: float = 0.0) -> Ite
     _remove([name for name in namespaces() if not psutil.pid_exists(int(NAME.match(name)[1]))])  # of crashed processes
     for folder in NAMED_FILES.glob("virtual-*"):  # and of a machine that was started anew
         if folder.name not in namespaces():
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # another process may be removing it as well
     if not HOSTS[0] <= count <= HOSTS[1]:
         raise BadInputError(f"hosts is {count}: pass {HOSTS[0]} to {HOSTS[1]}.")
     prefix = f"virtual-{os.getpid()}-{time.monotonic_ns() % 10**9}-"
