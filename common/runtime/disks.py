@@ -42,8 +42,8 @@ def marks_of_launchers(folder: Path) -> set[str]:
     A launcher is known by its process, so that one which starts the ranks through a new process each time, such as a
     shell script, leaves a new mark each time.
     """
-    own = _own_mark(folder)
-    return set(gather_object([own.name] if may_start_again() and own.exists() else []))
+    own = _own_mark(folder) if may_start_again() else None
+    return set(gather_object([own.name] if own and own.exists() else []))
 
 
 def has_mark(folder: Path, marks: Iterable[str]) -> bool:

@@ -141,6 +141,9 @@ def test_ranks_that_one_launcher_starts_again_find_its_mark(
     assert not marks_of_launchers(tmp_path)
 
 
-def test_a_launcher_that_starts_no_ranks_again_leaves_no_mark(tmp_path: Path) -> None:
+def test_a_launcher_that_starts_no_ranks_again_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one looked for: a container's first process has a parent that it cannot see."""
+    monkeypatch.setattr("os.getppid", lambda: 0)
+    assert not marks_of_launchers(tmp_path)
     leave_mark(tmp_path)
     assert not list(tmp_path.iterdir())
