@@ -50,7 +50,7 @@ RUN = RunConfig(
 def place(log: RunRecorder, rows: Sequence[Tokens]) -> Placement:
     """Choose which stage holds which layers (1), so that no device is fuller than it must be in training."""
     with log.phase("place layers"):
-        placement = place_stages(log.run, longest_batch(rows, log.run.per_device_train_batch_size), log.gpu())
+        placement = place_stages(log.run, longest_batch(rows, log.run.per_device_train_batch_size, log.run), log.gpu())
         if log.rank.is_main:
             print(stage_table(placement).to_string(index=False))
         return placement

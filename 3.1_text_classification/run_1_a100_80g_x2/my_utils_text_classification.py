@@ -28,7 +28,7 @@ def build_trainer(log: RunRecorder, tokenizer: Tokenizer, data: Splits) -> Audit
         validation.sort(key=lambda row: -len(row["input_ids"]))  # batches with little padding
         stage_map, plan = None, None
         if run.parallelism.pipelines:
-            placement = place_stages(run, longest_batch(rows, run.per_device_train_batch_size), log.gpu())
+            placement = place_stages(run, longest_batch(rows, run.per_device_train_batch_size, run), log.gpu())
             stage_map, plan = placement.stage_map, placement.plan
         strategy = strategy_class(run)(run, log.rank)
         model = strategy.load_model(stage_map)

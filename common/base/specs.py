@@ -165,10 +165,15 @@ class Task:
         limited: Settings, in tokens, that must not exceed the positions of the model.
         tokenizer: The folder in assets whose tokenizer stands in where weights are random.
         folder_for_one: The technique folder that does it on one device; empty = its technique's.
+        trainer: Its class of `common.training.trainer.AuditedTrainer`, as `module:name`.
+        strategy: Its class of `common.training.strategy.Strategy` with parallelisms that name none, as `module:name`.
+        memory: Its class of `common.planning.memory_plan.DeviceSums`, the closed form of a step, as `module:name`.
         results: What returns a terminal's table of runs, as `module:function`; empty = they stand in that of all chats.
         classifies: A row has one label; else tokens are predicted.
         summarizes: A row has a text to read and another one to write, by an encoder-decoder.
         sees: A row is a conversation about a picture, which a vision tower turns into tokens of the decoder.
+        compares: A row is a prompt with a better and a worse answer, which are compared with what a reference model
+            finds of both.
     """
 
     name: str
@@ -183,10 +188,14 @@ class Task:
     limited: tuple[str, ...] = ()
     tokenizer: str = "embedded_base"
     folder_for_one: str = ""
+    trainer: str = "common.training.trainer:AuditedTrainer"
+    strategy: str = "common.training.strategy:WholeModel"
+    memory: str = "common.planning.memory_plan:DeviceSums"
     results: str = ""
     classifies: bool = False
     summarizes: bool = False
     sees: bool = False
+    compares: bool = False
 
     @property
     def title(self) -> str:
@@ -203,6 +212,21 @@ class Task:
     def chats(self) -> bool:
         """Whether a row is a conversation of texts alone."""
         return self.converses and not self.sees
+
+    @property
+    def learns_answers(self) -> bool:
+        """Whether what is learnt of a row are its answers, token by token."""
+        return self.chats and not self.compares
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether other models judge how near the answers come to the expected ones."""
+        return self.converses and not self.compares
+
+    @property
+    def sequences_per_row(self) -> int:
+        """What a model reads of a row in a step: with two answers the prompt with each."""
+        return 2 if self.compares else 1
 
 
 TECHNIQUES = {
@@ -352,6 +376,7 @@ TASKS = {
             limited=("max_length", "max_target_length", "max_new_tokens"),
             tokenizer="embedded_summarizer",
             objective="common.tasks.summarization:SUMMARIES",
+            trainer="common.training.trainer:SummaryTrainer",
             rows="common.data.texts:summary_rows",
             folder_for_one="3.2_summarization",
             results="common.reporting.summarization:results_text",

@@ -170,7 +170,7 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.T
 
     With pictures a row begins with the tokens of its tiles, which are white.
     """
-    ids = torch.zeros((batch.rows, batch.length), dtype=torch.long)
+    ids = torch.zeros((batch.sequences, batch.length), dtype=torch.long)
     if batch.classes:
         labels = torch.zeros(batch.rows, dtype=torch.long)
     elif batch.target_length:
@@ -188,7 +188,7 @@ def batch_inputs(batch: BatchShape, model: torch.nn.Module) -> dict[str, torch.T
     if batch.tiles:
         inputs |= picture_inputs(batch, model.config)
         ids[:, : batch.tiles * tokens_of_tile(model.config)] = model.config.image_token_id
-    return tell_of_answers(inputs, model)
+    return inputs if batch.goal.compares else tell_of_answers(inputs, model)
 
 
 def picture_inputs(batch: BatchShape, config: PretrainedConfig) -> dict[str, torch.Tensor]:
@@ -317,10 +317,11 @@ class StepTrainer(Trainer):
     Hidden states and gradients of other devices come from nowhere then.
     """
 
-    def __init__(self, *, share: Share = WHOLE, **kwargs: Any) -> None:
-        """Train the part of a model that has the ends of `share`."""
+    def __init__(self, *, share: Share = WHOLE, run: RunConfig | None = None, **kwargs: Any) -> None:
+        """Train the part of a model that has the ends of `share`, by the loss of `run`'s task; None: the model's."""
         super().__init__(**kwargs)
         self.share = share
+        self.fake_loss = partial(objective_of(run).fake_loss, run) if run and objective_of(run).fake_loss else None
         self.after_layers = HEAD_AND_LOSS if share.has_head else HANDING_ON
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -328,6 +329,9 @@ class StepTrainer(Trainer):
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], **kwargs: Any) -> torch.Tensor:
         """Return the loss, or without a head something in its place that can be back-propagated."""
+        if self.fake_loss:
+            with self.compute_loss_context_manager():
+                return self.fake_loss(self.model, model, inputs)
         if not self.share.has_embeddings:  # a hidden state of shape (rows, tokens, hidden) from the device before
             base = _base_of(self.model)
             dtype = hidden_dtype(base, autocasts=self.accelerator.mixed_precision != "no")
@@ -382,7 +386,7 @@ def tracked_trainer(
     one = {"device": "cpu", "gpu": "", "parallel": "single", "devices": 1}
     alone = run.changed_to(**one, attention="eager", padding_free="auto", max_batch_tokens=0, report_to="none")
     own_loss = None if loss_is_chunked(run, model) else objective_of(run).loss
-    trainer_class = partial(StepTrainer, share=share, compute_loss_func=own_loss)
+    trainer_class = partial(StepTrainer, share=share, run=run, compute_loss_func=own_loss)
     tracker = MemoryTracker(_base_of(model).config.get_text_config().vocab_size)
     for part, tensors in (("weights", (*model.parameters(), *model.buffers())), ("buffers", inputs.values())):
         for tensor in tensors:

@@ -76,7 +76,7 @@ def check_settings(run: RunConfig) -> RunConfig:
     check_attention(run)
     check_bitsandbytes(run)
     check_compiler(run)
-    if run.goal.converses:
+    if run.goal.is_judged:
         check_independent_judge(run)
     for tracker in run.report_to.split(","):
         check_choice("A tracker in report_to", tracker, ("none", "all", *INTEGRATION_TO_CALLBACK))

@@ -21,7 +21,7 @@ from common.base.errors import BadInputError
 from common.base.parsing import SettingsParser
 from common.base.run_config import RunConfig, not_meant_for
 from common.base.settings import setting
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
 from common.planning.architectures import Architecture, UnknownArchitectureError, read_architecture, usual_tiles
@@ -72,6 +72,9 @@ class PlannerOptions:
 
     model: str = setting("", "Name in assets/model_configs, Hub id, folder, or config.json.")
     model_revision: str = shared("model_revision", "")
+    task: str | None = shared(
+        "task", None, "Without it: by --classes, --target-len and --tiles; preferences takes pairs of answers."
+    )
     technique: str | None = shared("technique", None, "Without it, all are ranked.")
     parallel: str | None = shared("parallel", None, "Without it, all that make sense are ranked.")
     gpu: str | None = setting(
@@ -246,6 +249,7 @@ def job_of(options: PlannerOptions) -> Job:
             classes=options.classes,
             target_length=options.max_target_length or 0,
             tiles=options.tiles or 0,
+            task=task_of(options).name,
         ),
         precision=options.precision or "bf16",
         quantization=options.quantization or "nf4",
@@ -261,10 +265,21 @@ def job_of(options: PlannerOptions) -> Job:
     )
 
 
+def task_of(options: PlannerOptions) -> Task:
+    """Return the task that a question names, or else the one that has such rows."""
+    if options.task:
+        return TASKS[options.task]
+    asked = bool(options.classes), bool(options.max_target_length and not options.classes), bool(options.tiles), False
+    return next(
+        task for task in TASKS.values() if (task.classifies, task.summarizes, task.sees, task.compares) == asked
+    )
+
+
 def evaluation_of(options: PlannerOptions, architecture: Architecture) -> EvaluationShape:
     """Return what the phases beside training work on: rows as long as those to train on, and a run's defaults."""
     summarizes = len(architecture.stacks) > 1
     target_length = options.max_target_length or options.max_length
+    is_judged = task_of(options).is_judged and not summarizes
     return EvaluationShape(
         rows=RunConfig.per_device_eval_batch_size,
         length=options.max_length,
@@ -272,8 +287,9 @@ def evaluation_of(options: PlannerOptions, architecture: Architecture) -> Evalua
         prompt_length=options.max_length,
         new_tokens=0 if options.classes else target_length if summarizes else RunConfig.max_new_tokens,
         beams=RunConfig.num_beams if summarizes else 1,
-        judged=not (options.classes or summarizes),
-        has_independent_judge=not (options.classes or summarizes),
+        judged=is_judged,
+        sequences_per_row=task_of(options).sequences_per_row,
+        has_independent_judge=is_judged,
     )
 
 

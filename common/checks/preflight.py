@@ -57,7 +57,6 @@ from common.training.placement import evaluation_of_rows, place_stages
 from common.training.strategy import as_computed, strategy_class
 from common.training.trainer import (
     AuditedTrainer,
-    SummaryTrainer,
     free_model,
     trainer_of_rows,
     training_arguments,
@@ -277,8 +276,7 @@ def trainer_of_longest_batch(
     """
     strategy = strategy_class(run)(run, rank)
     model = strategy.load_model(stage_map)
-    one_device = SummaryTrainer if run.goal.summarizes else AuditedTrainer
-    trainer_class = LoopTrainer if strategy.takes_steps else one_device
+    trainer_class = LoopTrainer if strategy.takes_steps else None
     arguments = training_arguments(replace(run, max_steps=steps, report_to="none"), folder)
     arguments.per_device_train_batch_size = len(rows.train)
     arguments.eval_strategy = arguments.save_strategy = arguments.logging_strategy = "no"
@@ -332,7 +330,7 @@ def answer_one_batch(run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank
         length = {"min_new_tokens": run.max_new_tokens, "max_new_tokens": run.max_new_tokens}
         beams = run.num_beams if run.goal.summarizes else 1
         generated = model.generate(**batch, do_sample=False, num_beams=beams, **length)
-    if run.goal.converses:
+    if run.goal.is_judged:
         answers = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         texts = Texts(answers, references=answers, shuffled=[None] * len(answers))
         for judge in (Judge("base", model, tokenizer), *independent_judges(run, rank.device)):

@@ -16,7 +16,7 @@ from common.base.run_config import RunConfig
 from common.base.specs import TASKS
 from common.data.batches import longest_batch
 from common.data.pictures import picture_ids
-from common.data.rows import IGNORED_LABEL, Tokens
+from common.data.rows import IGNORED_LABEL, Tokens, tokens_in
 from common.data.splits import label_names_of, load_splits, tokens_of
 from common.models.loading import (
     EMBEDDED_BASE,
@@ -106,7 +106,7 @@ def longest_rows(rows: Sequence[Tokens], count: int, task: str) -> list[Tokens]:
 
     With summarization the longest texts each have one of the longest summaries: no batch can be larger.
     """
-    longest = heapq.nlargest(count, rows, key=lambda row: len(row["input_ids"]))
+    longest = heapq.nlargest(count, rows, key=tokens_in)
     if not TASKS[task].summarizes:
         return longest
     summaries = heapq.nlargest(count, (row["labels"] for row in rows), key=len)
@@ -127,7 +127,9 @@ def batch_of_length(run: RunConfig, tokens: int) -> BatchShape:
     classes = len(label_names_of(run)) if run.goal.classifies else 0
     summary = run.max_target_length if run.goal.summarizes else 0
     labelled = 1 if classes else summary or tokens - 1
-    shape = BatchShape(run.per_device_train_batch_size, tokens, labelled, classes=classes, target_length=summary)
+    shape = BatchShape(
+        run.per_device_train_batch_size, tokens, labelled, classes=classes, target_length=summary, task=run.task
+    )
     return with_tiles(run, shape)
 
 
@@ -185,7 +187,7 @@ def check_length(run: RunConfig, rows: Rows, option: str) -> None:
     Raises:
         BadInputError: with both lengths; `option` is what the user can lower.
     """
-    longest = max(len(row["input_ids"]) for row in (*rows.train, *rows.validation))
+    longest = max(map(tokens_in, (*rows.train, *rows.validation)))
     readable = longest_readable(any_shape_config(run.model, run.model_revision))
     if readable and longest > readable:
         raise BadInputError(

@@ -3,6 +3,8 @@
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -15,33 +17,25 @@ from transformers import (
 )
 
 from common.base.run_config import RunConfig
-from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, labels_in, without_labels
+from common.data.rows import IGNORED_LABEL, NO_ROW, Tokens, labels_in, tokens_in, without_labels
 from common.planning.job import BatchShape
 
 Collate = Callable[[list[Tokens]], dict[str, torch.Tensor]]
 
 
-def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig | None = None) -> BatchShape:
+def longest_batch(rows: Sequence[Tokens], batch_size: int, run: RunConfig, is_training: bool = True) -> BatchShape:
     """Return the shape of the largest batch that can come up: the longest rows, padded, or end to end within a budget.
 
-    Without a `run` they are padded. Of rows end to end lengths and labels are means, rounded up.
+    In validation they are always padded. Of rows end to end lengths and labels are means, rounded up.
     """
-    longest = heapq.nlargest(batch_size, rows, key=lambda row: len(row["input_ids"]))
-    lengths = [len(row["input_ids"]) for row in longest]
-    if run and run.is_padding_free:
+    longest = heapq.nlargest(batch_size, rows, key=tokens_in)
+    if is_training and run.is_padding_free:
+        lengths = list(map(tokens_in, longest))
         budget = run.max_batch_tokens or sum(lengths)  # shorter rows may fill it better than the longest do
         tokens, learnt = min(sum(lengths), budget), min(sum(map(labels_in, longest)), budget)
         count = len(within_budget(lengths, run.max_batch_tokens)[0])
         return BatchShape(count, -(-tokens // count), -(-learnt // count))
-    padded = min(lengths) < max(lengths)
-    if isinstance(rows[0]["labels"], int):
-        classes = max(row["labels"] for row in rows) + 1
-        return BatchShape(len(longest), max(lengths), labelled=1, padded=padded, classes=classes)
-    if any(len(row["labels"]) != len(row["input_ids"]) for row in rows):  # summaries: the longest may be anywhere
-        summary = max(len(row["labels"]) for row in rows)
-        return BatchShape(len(longest), max(lengths), labelled=summary, padded=padded, target_length=summary)
-    learnt = {place for row in longest for place, label in enumerate(row["labels"]) if place and label != IGNORED_LABEL}
-    return BatchShape(len(longest), max(lengths), len(learnt), padded)
+    return replace(resolve_name(run.goal.rows)(run).shape(longest, rows), task=run.task)
 
 
 def make_collator(

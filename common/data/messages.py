@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +15,18 @@ from common.data.formats import Format, recognise, refuse_pictures
 from common.data.pictures import check_picture_kept
 from common.data.plain_texts import TEXT_FILE, continuation_of, is_plain, opening_of, parse_paragraphs, tokenize_plain
 from common.data.row_checks import check_budget, say_once
-from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of, place_of, placed, places_of
+from common.data.rows import (
+    IGNORED_LABEL,
+    Found,
+    Row,
+    RowKind,
+    Tokens,
+    begin_of,
+    place_of,
+    placed,
+    places_of,
+    tokens_in,
+)
 from common.data.stored_rows import batches_of, stored
 from common.data.templates import check_template, encode
 
@@ -58,7 +69,7 @@ def check_messages(found: Found, source: str, run: RunConfig) -> Iterator[Row]:
             refuse_pictures(filled, where)
         known = known or recognise(list(filled), run, where)
         converted = known.convert(filled, where)
-        checked = _check_text(converted, where) if known.is_plain else _check_row(converted, where)
+        checked = _check_text(converted, where) if known.is_plain else check_conversation(converted, where)
         count, first = count + 1, first or _begin_said(checked)
         yield placed(checked, place)
     if known and not is_embedded(source):
@@ -82,7 +93,12 @@ def _check_text(row: Row, where: str) -> Row:
     return row
 
 
-def _check_row(row: Row, where: str) -> Row:
+def check_conversation(row: Row, where: str) -> Row:
+    """Return a row of messages, its facts and tools as lists, if it is a conversation that ends with an answer.
+
+    Raises:
+        BadInputError: it is none.
+    """
     for message in row["messages"]:
         _check_message(message, where)
     _check_turns(row, where)
@@ -171,8 +187,13 @@ def answer_of(row: Row) -> str:
 
 
 def first_tokens(row: Tokens, count: int) -> Tokens:
-    """Return a row's first tokens, with their labels, and its picture whole."""
-    return {name: values if name == "picture" else values[:count] for name, values in row.items()}
+    """Return a row's first tokens, with their labels, and what is no list of tokens whole: say its picture."""
+    return {name: values[:count] if isinstance(values, list) else values for name, values in row.items()}
+
+
+def has_labels(tokens: Tokens) -> bool:
+    """Return whether some token of a row is to be learnt."""
+    return any(label != IGNORED_LABEL for label in tokens["labels"])
 
 
 def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
@@ -184,8 +205,23 @@ def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, r
     """
     if is_plain(rows):
         return tokenize_plain(rows, tokenizer, run)
+    return tokens_to_learn(rows, tokenizer, run, lambda batch: encode(batch, tokenizer, run.train_on))
+
+
+def tokens_to_learn(
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig,
+    encode_rows: Callable[[list[Row]], list[Tokens]],
+    is_learnt: Callable[[Tokens], bool] = has_labels,
+) -> Sequence[Tokens]:
+    """Return conversations as `encode_rows` makes tokens of them, cut at `max_length`, if then something `is_learnt`.
+
+    Raises:
+        BadInputError: as `tokenize_messages`.
+    """
     without: list[Row] = []
-    tokenized = stored(_learnt_rows(rows, tokenizer, run, without))
+    tokenized = stored(_learnt_rows(rows, tokenizer, run, encode_rows, is_learnt, without))
     if len(without) > run.max_truncated_fraction * len(rows):
         more = f" ({len(without)} of {len(rows)} rows have none: {places_of(without)})" if len(without) > 1 else ""
         raise BadInputError(
@@ -199,7 +235,12 @@ def tokenize_messages(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, r
 
 
 def _learnt_rows(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig, without: list[Row]
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    run: RunConfig,
+    encode_rows: Callable[[list[Row]], list[Tokens]],
+    is_learnt: Callable[[Tokens], bool],
+    without: list[Row],
 ) -> Iterator[Tokens]:
     """Yield the tokens of rows, and put those without a token to learn into `without`."""
     checked: set[tuple[str, ...]] = set()
@@ -209,12 +250,12 @@ def _learnt_rows(
             if turns not in checked:
                 check_template(row, turns, tokenizer)
                 checked.add(turns)
-        for row, whole in zip(batch, encode(batch, tokenizer, run.train_on), strict=True):
+        for row, whole in zip(batch, encode_rows(batch), strict=True):
             tokens = first_tokens(whole, run.max_length)
-            check_budget(len(tokens["input_ids"]), row, run)
+            check_budget(tokens_in(tokens), row, run)
             if "picture" in row:
                 check_picture_kept(row, whole, run.max_length, tokenizer)
-            if any(label != IGNORED_LABEL for label in tokens["labels"]):
+            if is_learnt(tokens):
                 yield tokens
             else:
                 without.append(row)

@@ -9,7 +9,7 @@ from hashlib import sha256
 from common.base.errors import BadInputError
 from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
-from common.data.rows import Row, Splits, Tokens, place_of, places_of, texts_of
+from common.data.rows import Row, Splits, Tokens, place_of, places_of, texts_of, tokens_in
 from common.data.stored_rows import take
 
 ENOUGH_STEPS = 100
@@ -92,7 +92,7 @@ def say_once(line: str) -> None:
 
 def summary_of(train: Sequence[Tokens], validation: Sequence[Tokens], run: RunConfig) -> dict[str, int]:
     """Return what was read to train on and to choose by: rows, tokens, the longest row, and those at the limit."""
-    lengths = [len(row["input_ids"]) for row in train]
+    lengths = list(map(tokens_in, train))
     return {
         "training_rows": len(train),
         "training_tokens": sum(lengths),

@@ -1,7 +1,7 @@
 """Rows, tokens and splits: what they are, and what a task says about its rows."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
+from common.planning.job import BatchShape
 
 IGNORED_LABEL = -100
 """Tokens with this label add nothing to the loss (PyTorch's cross-entropy)."""
@@ -18,13 +19,14 @@ SPLIT_NAMES = ("train", "validation", "test")
 
 Row = dict[str, Any]
 """One line of a data file: `id`, `messages`, and for questions with known facts `facts`; or `text` and `label`, or
-`text` and `summary`. With `picture` the conversation is about it (`common/data/pictures.py`). `where` is its place,
-such as `rows.csv, row 3`."""
+`text` and `summary`. With `rejected`, a worse answer, the last of the `messages` is a better one. With `picture` the
+conversation is about it (`common/data/pictures.py`). `where` is its place, such as `rows.csv, row 3`."""
 
 Tokens = dict[str, Any]
 """`input_ids`, `attention_mask` and `labels` of one row, without padding: lists of numbers; with classification
 `labels` is one number, that of the row's class; with summarization they are the tokens of the summary. A pictured row
-has its `picture`, too, as its `Row`."""
+has its `picture`, too, as its `Row`. Of a row with two answers `input_ids` are the prompt with the chosen one,
+`rejected_ids` the prompt with the other."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,18 @@ class Splits:
         return Splits(change(self.train), change(self.validation), change(self.test), self.held_out)
 
 
+def shape_of_answers(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> BatchShape:
+    """Return the shape of a batch of rows whose labels are as many as their tokens."""
+    learnt = {place for row in longest for place, label in enumerate(row["labels"]) if place and label != IGNORED_LABEL}
+    return replace(padded_shape(longest), labelled=len(learnt))
+
+
+def padded_shape(longest: Sequence[Tokens]) -> BatchShape:
+    """Return the shape of a batch that is padded to its longest row, without a label."""
+    lengths = [len(row["input_ids"]) for row in longest]
+    return BatchShape(len(longest), max(lengths), labelled=0, padded=min(lengths) < max(lengths))
+
+
 Found = Iterable[tuple[object, str]]
 """What stands for each row in a file or dataset, and where it stands."""
 
@@ -62,6 +76,8 @@ class RowKind:
         in_folders: A split may also be a folder of pictures, with what is said about each in its file `metadata`, as
             `datasets` has them (`imagefolder`).
         belongs_to: What a row has in common with others that must come into one split, if anything; say its picture.
+        shape: The shape of a batch of these rows, padded to the longest; it may have to look at all rows, the second
+            argument.
     """
 
     suffixes: tuple[str, ...]
@@ -73,6 +89,7 @@ class RowKind:
     finish: Callable[[Splits], Splits] = lambda splits: splits
     in_folders: bool = False
     belongs_to: Callable[[Row], str] | None = None
+    shape: Callable[[Sequence[Tokens], Sequence[Tokens]], BatchShape] = shape_of_answers
 
 
 def begin_of(value: object, length: int = 80) -> str:
@@ -107,8 +124,13 @@ def shown(names: Iterable[object]) -> str:
 def texts_of(row: Row) -> list[str]:
     """Return the texts that a row holds."""
     if "messages" in row:
-        return [message["content"] for message in row["messages"]]
+        return [message["content"] for message in [*row["messages"], *row.get("rejected", [])]]
     return [row[key] for key in ("text", "summary") if key in row]
+
+
+def tokens_in(row: Tokens) -> int:
+    """Return how long a row is: of one with two answers, the prompt with the longer one."""
+    return max(len(row["input_ids"]), len(row.get("rejected_ids", ())))
 
 
 def labels_in(row: Tokens) -> int:

@@ -11,18 +11,21 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table
 from common.data.row_checks import say_once
-from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of, placed, places_of, shown
+from common.data.rows import Found, Row, RowKind, Splits, Tokens, begin_of, padded_shape, placed, places_of, shown
 from common.data.stored_rows import batches_of, stored, take
+from common.planning.job import BatchShape
 
 
 def labelled_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and labels are, with the run's columns as `text` and `label`."""
-    return replace(_row_kind(run, ("text", "label"), "row per label", tokenize_labelled), finish=with_classes)
+    kind = _row_kind(run, ("text", "label"), "row per label", tokenize_labelled)
+    return replace(kind, finish=with_classes, shape=shape_of_labels)
 
 
 def summary_rows(run: RunConfig) -> RowKind:
     """Return what rows of texts and summaries are, with the run's columns as `text` and `summary`."""
-    return _row_kind(run, ("text", "summary"), "text with its summary", tokenize_summaries)
+    kind = _row_kind(run, ("text", "summary"), "text with its summary", tokenize_summaries)
+    return replace(kind, shape=shape_of_summaries)
 
 
 def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, tokenize: Callable[..., list[Tokens]]) -> RowKind:
@@ -35,6 +38,17 @@ def _row_kind(run: RunConfig, keys: tuple[str, ...], advice: str, tokenize: Call
         check=partial(check_columns, columns=columns, may_be_empty=run.empty_rows == "skip"),
         tokenize=tokenize,
     )
+
+
+def shape_of_labels(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> BatchShape:
+    """Return the shape of a batch of texts with one label each."""
+    return replace(padded_shape(longest), labelled=1, classes=max(row["labels"] for row in rows) + 1)
+
+
+def shape_of_summaries(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> BatchShape:
+    """Return the shape of a batch of texts with summaries, of which the longest may be anywhere."""
+    summary = max(len(row["labels"]) for row in rows)
+    return replace(padded_shape(longest), labelled=summary, target_length=summary)
 
 
 # -- what is read

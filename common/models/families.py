@@ -45,7 +45,7 @@ def _with_attention(run: RunConfig, config: PretrainedConfig) -> RunConfig:
 
 
 def _with_padding(run: RunConfig, config: PretrainedConfig) -> RunConfig:
-    if not run.goal.chats or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
+    if not run.goal.learns_answers or run.parallelism.pipelines or run.pad_to_multiple_of or run.padding_free == "no":
         return run
     is_asked = next((name for name in ("padding_free", "max_batch_tokens") if is_set(run, name)), "")
     if run.attention != "eager" and separates_rows(config):

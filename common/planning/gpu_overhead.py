@@ -46,7 +46,7 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
         return where((True, process), (job.batch.tiles, pictures))
     workspace = HOPPER_WORKSPACE_GIB if gpu.name.startswith(("H100", "H200")) else WORKSPACE_GIB
     passing = passing_bytes(memory)
-    length, rows = max(job.batch.length, job.batch.target_length), job.batch.rows // job.micro_batches
+    length, rows = max(job.batch.length, job.batch.target_length), job.batch.sequences // job.micro_batches
     scores = EAGER_SCORE_BYTES * rows * part_of_rank(architecture, job).heads * length**2
     is_eager, has_ranks = job.attention == "eager", job.devices > 1 and not job.parallelism.layers_in_turn
     terms = where(

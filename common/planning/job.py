@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from common.base.errors import BadInputError
-from common.base.specs import TASKS, HasSpecs
+from common.base.specs import TASKS, HasSpecs, Task
 from common.planning.architectures import Architecture, Linear, Stack
 
 Precision = Literal["bf16", "bf16-mixed", "fp16-mixed", "fp32"]
@@ -55,6 +55,7 @@ class BatchShape:
             the row.
         tiles: With pictures: squares that a row's picture is cut into, the whole one included, each of which the
             vision tower reads; their tokens are among those of `length`.
+        task: What a run with such rows learns, by its name in `TASKS`.
     """
 
     rows: int
@@ -64,11 +65,22 @@ class BatchShape:
     classes: int = 0
     target_length: int = 0
     tiles: int = 0
+    task: str = "chat"
+
+    @property
+    def goal(self) -> Task:
+        """The task's row in the table."""
+        return TASKS[self.task]
+
+    @property
+    def sequences(self) -> int:
+        """What the model reads at once: rows, of pairs of answers each twice."""
+        return self.rows * self.goal.sequences_per_row
 
     @property
     def tokens(self) -> int:
         """Of all rows, padding included; of an encoder-decoder's those that the encoder reads."""
-        return self.rows * self.length
+        return self.sequences * self.length
 
     def padded_to(self, multiple: int) -> "BatchShape":
         """Return the batch with rows (and summaries) padded to a multiple of so many tokens; 0 = as it is."""
@@ -79,19 +91,13 @@ class BatchShape:
         padded = self.padded or length > self.length
         return replace(self, length=length, labelled=labelled, padded=padded, target_length=target)
 
-    @property
-    def task(self) -> str:
-        """What a run with such rows learns, as `RunConfig` calls it."""
-        asked = bool(self.classes), bool(self.target_length and not self.classes), bool(self.tiles)
-        return next(task.name for task in TASKS.values() if (task.classifies, task.summarizes, task.sees) == asked)
-
     def length_in(self, stack: Stack) -> int:
         """Return how many tokens of a row the stack's layers work on."""
         return self.target_length or self.length if stack.kind == "cross-decoder" else self.length
 
     def tokens_in(self, stack: Stack) -> int:
         """Return the tokens of all rows that the stack's layers work on."""
-        return self.rows * self.length_in(stack)
+        return self.sequences * self.length_in(stack)
 
     def tokens_into(self, linear: Linear, stack: Stack) -> int:
         """Return the tokens of all rows that a projection of the stack reads."""
@@ -109,6 +115,7 @@ class EvaluationShape:
 
     Attributes:
         rows: Of a batch.
+        sequences_per_row: Of a validation row; an answer is generated for each row once.
         test_rows: Of the test on this rank; 0 = no fewer than a batch has.
         length: Tokens of a validation row.
         compared_length: Tokens of the longest of the rows whose logits are compared after saving; 0 = `length`.
@@ -130,6 +137,7 @@ class EvaluationShape:
     has_independent_judge: bool = False
     test_rows: int = 0
     compared_length: int = 0
+    sequences_per_row: int = 1
 
     @property
     def answered(self) -> int:
@@ -257,6 +265,11 @@ class Job(HasSpecs):
         for refused, complaint in refusals:
             if refused:
                 raise BadInputError(complaint)
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether each step also reads its rows with the adapters switched off, as the reference."""
+        return self.batch.goal.compares and self.method.has_adapters
 
     @property
     def has_buckets(self) -> bool:

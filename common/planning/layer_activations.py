@@ -76,7 +76,7 @@ class LayerActivations:
 
     def _one_attention(self, asking: int, asked: int) -> list[Term]:
         """Return what an attention keeps in which `asking` tokens of a row attend to `asked` tokens."""
-        architecture, job, rows, a = self.architecture, self.job, self.batch.rows, self.job.arithmetic_bytes
+        architecture, job, rows, a = self.architecture, self.job, self.batch.sequences, self.job.arithmetic_bytes
         q, k = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
         s, te = ("S", "T") if asking == asked else ("E", "TE")
         eager, masked = job.attention == "eager", self.batch.padded and job.attention == "sdpa"
@@ -107,7 +107,7 @@ class LayerActivations:
         """
         architecture, job, t = self.architecture, self.job, self.batch.tokens
         q, a = architecture.heads * architecture.head_dim, job.arithmetic_bytes
-        scores = self.batch.rows * architecture.heads * self.batch.length**2
+        scores = self.batch.sequences * architecture.heads * self.batch.length**2
         keeps_result = any(
             job.trains(linear) or job.adapts(linear)
             for linear in stack.linears

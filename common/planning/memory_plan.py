@@ -17,7 +17,8 @@ cross attention reads, and TE = B x E.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
+from functools import cache, cached_property, wraps
+from pkgutil import resolve_name
 from typing import Any
 
 from common.hardware.devices import GIB
@@ -107,7 +108,15 @@ def device_memory(architecture: Architecture, job: Job, share: Share) -> DeviceM
     Raises:
         BadInputError: Tensor parallelism cannot divide the model.
     """
-    return DeviceSums(part_of_rank(architecture, job), job, share).highest()
+    return device_sums(part_of_rank(architecture, job), job, share).highest()
+
+
+def device_sums(architecture: Architecture, job: Job, share: Share) -> "DeviceSums":
+    """Return the terms of one device, as the job's task has them; `architecture` is what a rank holds of the model."""
+    return _resolved(job.batch.goal.memory)(architecture, job, share)
+
+
+_resolved = cache(resolve_name)
 
 
 def hidden_bytes(architecture: Architecture, job: Job) -> int:
@@ -189,7 +198,7 @@ class DeviceSums:
         moments = self.moments()
         if self.share.in_flight > 1 and not self.gradients_before_backward():
             # the second backward pass: one micro-batch has gone, and left all gradients
-            later = DeviceSums(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
+            later = type(self)(self.architecture, self.job, replace(self.share, in_flight=self.share.in_flight - 1))
             moments |= {f"{name}, later": terms for name, terms in later.backward_moments().items()}
         alive = {name: [*self.beside(name), *terms] for name, terms in moments.items()}
         name = max(alive, key=lambda moment: size_of(alive[moment]))
@@ -637,7 +646,7 @@ class DeviceSums:
         """`P`: positions with logits; encoders and encoder-decoders that predict tokens compute all."""
         last = self.architecture.stacks[-1]
         chooses = last.kind == "decoder" or self.architecture.classes
-        return self.batch.rows * self.batch.labelled if chooses else self.batch.tokens_in(last)
+        return self.batch.sequences * self.batch.labelled if chooses else self.batch.tokens_in(last)
 
     @property
     def chunks_loss(self) -> bool:
@@ -716,6 +725,18 @@ class DeviceSums:
         size = each * self.positions * self.architecture.vocab
         logits = Term("logits", "logits, log-probabilities and gradients", f"P V {each}", size)
         return where((self.share.has_head, [logits, *self._head_copy()]))
+
+    def loss_without_gradients(self, rows: int, length: int, labelled: int) -> list[Term]:
+        """Return the head's inputs, and a chunk's logits, of validation rows of `length` and `labelled` tokens."""
+        if self.architecture.classes:
+            return []
+        a, vocab, positions = self.job.arithmetic_bytes, self.architecture.vocab, rows * labelled
+        at_once = min(positions // self.job.micro_batches, max(1, LOGITS_AT_ONCE // vocab))
+        return [
+            # those in 16 bits are gone when the log-probabilities come
+            Term("logits", "a chunk's logits and log-probabilities", "C V 8", 8 * at_once * vocab),
+            activations("inputs of the head", "P H a", positions * self.architecture.hidden * a),
+        ]
 
     def held_by_schedule(self) -> list[Term]:
         """Return what, with pp, the last stage has made and holds until its backward pass is done.
@@ -800,7 +821,7 @@ class DeviceSums:
         They are in fp32, and while softmax is back-propagated those of its result wait beside them: `each` bytes.
         """
         scores = max(asking * asked for asking, asked in self.batch.attentions_in(stack)) * self.architecture.heads
-        size = each * self.batch.rows * scores
+        size = each * self.batch.sequences * scores
         what = activations("gradients of the attention scores", f"B heads S S {each}", size)
         return where((self.job.attention == "eager", what))
 

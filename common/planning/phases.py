@@ -19,6 +19,7 @@ from common.planning.memory_plan import (
     TOWER_FORWARD,
     DeviceMemory,
     DeviceSums,
+    device_sums,
 )
 from common.planning.shares import Share, parameters_of, part_of_rank, sees, whole_model
 from common.planning.terms import Term, activations, numbers, size_of, times_each, where
@@ -104,14 +105,14 @@ class _PhaseSums:
 
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
-        sums, arithmetic, parts = self._trained, self.job.arithmetic_bytes, self.job.micro_batches
-        rows, length = self._filled_up(self.shape.rows), self.shape.length
-        labelled = rows * self.shape.labelled
+        sums, parts, length = self._trained, self.job.micro_batches, self.shape.length
+        rows = self._filled_up(self.shape.rows) * self.shape.sequences_per_row
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
         passing = self._trained_layer(rows // parts, length, length)
         pictures = self._pictures(rows)
         layer = [*sums.gathered(FSDP_GATHERED_IN_FORWARD), *passing, *pictures]
-        loss = [*sums.gathered(FSDP_GATHERED_AT_LOSS), *self._losses(labelled, labelled // parts, arithmetic)]
+        of_loss = sums.loss_without_gradients(rows, length, self.shape.labelled)
+        loss = [*sums.gathered(FSDP_GATHERED_AT_LOSS), *of_loss]
         moments = [("forward of a layer", [*kept, *layer]), (TOWER_FORWARD, [*kept, *self._looking(rows)])]
         if self.share.has_head:
             moments.append(("loss", [*kept, *loss]))
@@ -132,7 +133,7 @@ class _PhaseSums:
         if len(architecture.stacks) == 1:
             longest = length if architecture.tower else at_once  # longer rows are cut, but not within a picture
             target_length = length = min(length, longest)
-        rows = self._filled_up(min(shape.rows, max(1, at_once // target_length)))
+        rows = self._filled_up(min(shape.rows, max(1, at_once // target_length))) * shape.sequences_per_row
         kept = self._kept_beside(rows * length)
         passing = self._trained_layer(rows // parts, length, target_length)
         gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
@@ -191,7 +192,7 @@ class _PhaseSums:
 
     @cached_property
     def _trained(self) -> DeviceSums:
-        return DeviceSums(part_of_rank(self.architecture, self.job), self.job, self.share)
+        return device_sums(part_of_rank(self.architecture, self.job), self.job, self.share)
 
     @cached_property
     def _whole(self) -> DeviceSums:
@@ -206,7 +207,7 @@ class _PhaseSums:
             offload=False,
             batch=replace(self.job.batch, rows=1),
         )
-        return DeviceSums(self.architecture, alone, share)
+        return device_sums(self.architecture, alone, share)
 
     def _reloaded(self) -> list[Term]:
         """Return what was saved as any user loads it: with 4-bit bases the adapter on one."""
@@ -344,17 +345,6 @@ class _PhaseSums:
         return [
             activations("hidden states, and what one layer makes of them", formula, hidden + made),
             *where((is_eager, activations("attention scores and their mask", "B heads S S x", scores))),
-        ]
-
-    def _losses(self, labelled: int, at_once: int, a: int) -> list[Term]:
-        """Return the head's inputs of all labelled tokens, and the logits of those that are computed `at_once`."""
-        if self.architecture.classes:
-            return []
-        at_once = min(at_once, max(1, LOGITS_AT_ONCE // self.architecture.vocab))
-        return [
-            # those in 16 bits are gone when the log-probabilities come
-            Term("logits", "a chunk's logits and log-probabilities", "C V 8", 8 * at_once * self.architecture.vocab),
-            activations("inputs of the head", "P H a", labelled * self.architecture.hidden * a),
         ]
 
     def _answers(self, a: int) -> dict[str, list[Term]]:

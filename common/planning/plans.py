@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
+from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
@@ -319,7 +319,7 @@ def check_pictures(architecture: Architecture, job: Job) -> None:
             f"--seq-len is {job.batch.length}, but a picture of {tiles} squares takes {tiles} x {tower.tokens} = "
             f"{tiles * tower.tokens:,} tokens of {architecture.name}: pass a longer --seq-len, or fewer --tiles."
         )
-    task = TASKS[job.batch.task]
+    task = job.batch.goal
     for option, name, known in (("--technique", job.technique, task.techniques),
                                 ("--parallel", job.parallel, task.parallelisms)):  # fmt: skip
         if name not in known:
@@ -385,7 +385,7 @@ def ranked_plans(
 
 def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:
     """Return the parallelisms that this repository uses with the technique and so many devices."""
-    task = TASKS[batch.task]
+    task = batch.goal
     suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
     usual = suggested if task.chats or technique not in task.techniques else task.parallelisms
     return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
@@ -666,7 +666,7 @@ def _term_table(memory: DeviceMemory, gpu: Gpu) -> str:
 def _letters(plan: Plan) -> str:
     """Return what the letters of the formulas stand for in this plan."""
     architecture, job, batch = part_of_rank(plan.architecture, plan.job), plan.job, plan.job.batch
-    rows, target = batch.rows // job.micro_batches, batch.target_length or batch.length
+    rows, target = batch.sequences // job.micro_batches, batch.target_length or batch.length
     lengths = f"S = {batch.length} tokens, T = B S = {rows * batch.length:,}"
     if len(architecture.stacks) > 1:
         lengths = (
@@ -780,7 +780,7 @@ def _planned(run: RunConfig, name: str) -> str:
     if gpu_of_device(name) is None:
         return ""
     target_length = run.max_target_length if run.goal.summarizes else 0
-    batch = BatchShape(run.rows_per_rank, run.max_length, run.max_length, target_length=target_length)
+    batch = BatchShape(run.rows_per_rank, run.max_length, run.max_length, target_length=target_length, task=run.task)
     try:
         plan = plan_run(run, batch, gpu_of_device(name))
     except BadInputError:

@@ -18,8 +18,9 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
         prompt_length=batch.length,
         new_tokens=0 if run.goal.classifies else run.max_new_tokens,
         beams=run.num_beams if run.goal.summarizes else 1,
-        judged=run.goal.converses,
-        has_independent_judge=run.goal.converses and run.independent_judge != "none",
+        judged=run.goal.is_judged,
+        has_independent_judge=run.goal.is_judged and run.independent_judge != "none",
+        sequences_per_row=run.goal.sequences_per_row,
         test_rows=max(0, -(-run.test_rows // ranks)),
     )
 

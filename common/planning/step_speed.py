@@ -117,6 +117,7 @@ class StepFlops:
     """Floating-point operations of one step on one data-parallel rank, or of one device's share of the layers.
 
     Attributes:
+        recomputed: Of forward passes that come again: of checkpointed layers, or with the reference.
         attention: Of the others together, those of attention's scores.
     """
 
@@ -166,14 +167,15 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
             adapters += twice_tokens * linear.lora_parameters(job.lora_rank) * job.adapts(linear)
         for number, (asking, asked) in enumerate(batch.attentions_in(stack)):
             is_causal = stack.kind != "encoder" and number == 0  # cross attention reads the whole text
-            attention += count * 4 * batch.rows * asking * asked * queries * (0.5 if is_causal else 1.0)
-    positions = batch.rows * batch.labelled
+            attention += count * 4 * batch.sequences * asking * asked * queries * (0.5 if is_causal else 1.0)
+    positions = batch.sequences * batch.labelled
     head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
     forward = layers + attention + adapters + head
     trained += adapters + (head if trains_head(architecture, job) else 0.0)
     recomputed = forward - head if job.gradient_checkpointing else 0.0
     if job.schedule == "gpipe" and job.micro_batches > 1:  # losses that wait come again in the backward pass
         recomputed += head
+    recomputed += (forward - adapters) * job.reads_reference
     return StepFlops(
         forward,
         layers + 2 * attention + adapters + head,
@@ -184,7 +186,7 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
 
 
 def _forward_passes(job: Job) -> int:
-    return 1 + job.gradient_checkpointing
+    return 1 + job.gradient_checkpointing + job.reads_reference
 
 
 # -- bytes
@@ -239,7 +241,7 @@ def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
             products += layers * forward_passes * (4 + a) * size * _casts(job)
             unpacking += layers * (forward_passes + 1) * UNPACKING_BYTES * size * job.method.quantizes
             adapters += layers * a * tokens * _adapter(kernels, linear, forward_passes) * job.adapts(linear)
-    logits = job.batch.rows * job.batch.labelled * architecture.vocab * share.has_head
+    logits = job.batch.sequences * job.batch.labelled * architecture.vocab * share.has_head
     return StepBytes(products, between, adapters, 2 * kernels.loss * logits, unpacking)
 
 
@@ -269,8 +271,10 @@ def _between_products(architecture: Architecture, job: Job, stack: Stack) -> flo
         per_token = UNGATED * architecture.intermediate
     count = batch.tokens_in(stack) * (blocks * hidden * architecture.hidden + per_token)
     for asking, asked in batch.attentions_in(stack):
-        scores = batch.rows * architecture.heads * asking * asked
-        count += 2 * batch.rows * (asking * queries + asked * keys) + EAGER_SCORE * scores * (job.attention == "eager")
+        scores = batch.sequences * architecture.heads * asking * asked
+        count += 2 * batch.sequences * (asking * queries + asked * keys) + EAGER_SCORE * scores * (
+            job.attention == "eager"
+        )
     return count
 
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from common.base.errors import BadInputError
-from common.base.specs import TECHNIQUES
+from common.base.specs import TASKS, TECHNIQUES
 from common.hardware.devices import CPU_DEVICE, Gpu, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.calibration import times_as_fast
@@ -209,8 +209,7 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
 
     Those of other tasks have models and rows of other sizes. Of a GPU, short runs left out: how many times as fast they
     were as the model of `common.planning.step_speed` has it. Of a CPU, which that model is not made for: the
-    floating-point operations per second that they reached. These are the record's own count, which leaves out that
-    checkpointing computes the forward pass again: 2N more than full training's 6N, or LoRA's 4N.
+    floating-point operations per second that they reached.
     """
     reached: dict[str, list[float]] = {}
     for record in records:
@@ -219,14 +218,25 @@ def calibration_from(records: Iterable[dict[str, Any]], task: str = "chat") -> d
         if record["status"] != "completed" or is_other or len(record["world"]) > 1:
             continue  # several ranks also wait for each other
         if config["device"] == "cpu":
-            again = 3 / 2 if TECHNIQUES[record["technique"]].has_adapters else 4 / 3
             flops_per_s = record["tokens_per_s"] * record["flops_per_token"]
-            reached.setdefault(CPU_DEVICE, []).append(flops_per_s * (again if config["gradient_checkpointing"] else 1))
+            reached.setdefault(CPU_DEVICE, []).append(flops_per_s * _times_counted(record))
         elif record["steps"] < MIN_CALIBRATION_STEPS:
             continue
         elif (gpu := gpu_of_device(devices[0])) and (times := times_as_fast(record, gpu)):
             reached.setdefault(gpu.name, []).append(times)
     return reached
+
+
+def _times_counted(record: dict[str, Any]) -> float:
+    """Return how many times as many operations a run computed as its record counts.
+
+    The count leaves out forward passes that come again, with checkpointing or with a reference: 2N each, more than
+    full training's 6N or LoRA's 4N.
+    """
+    config, has_adapters = record["config"], TECHNIQUES[record["technique"]].has_adapters
+    counted = 4 if has_adapters else 6
+    again = bool(config["gradient_checkpointing"]) + (has_adapters and TASKS[config.get("task", "chat")].compares)
+    return (counted + 2 * again) / counted
 
 
 @dataclass(frozen=True)

@@ -227,7 +227,7 @@ def as_published(result: dict[str, Any]) -> Fleet:
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=result["accumulation_steps"],
     )
-    batch = BatchShape(rows, result["text_tokens"], labelled=summary, target_length=summary)
+    batch = BatchShape(rows, result["text_tokens"], labelled=summary, target_length=summary, task=run.task)
     return Fleet(find_machine(result["machine"]), result["machines"], run, batch)
 
 
@@ -235,7 +235,11 @@ def as_ours(result: dict[str, Any]) -> Fleet:
     """Return the same machines with the settings of our run: as many rows per step on all."""
     run = literal_of(ONE_MACHINE)
     batch = BatchShape(
-        run.per_device_train_batch_size, run.max_length, run.max_target_length, target_length=run.max_target_length
+        run.per_device_train_batch_size,
+        run.max_length,
+        run.max_target_length,
+        target_length=run.max_target_length,
+        task=run.task,
     )
     return Fleet(find_machine(result["machine"]), result["machines"], run, batch)
 

@@ -33,6 +33,8 @@ class Objective:
             labels of the whole step.
         needs_losses_alone: Whether `results` are the sum of a row's losses and their number, for which no logits are
             needed.
+        fake_loss: For dry runs, where the loss is no loss of labels: from the run, the model that is trained, and that
+            model as it is called (say in DDP), a loss of `inputs` whose tensors have no numbers to be read.
     """
 
     collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel, RunConfig], Collate]
@@ -42,6 +44,9 @@ class Objective:
     higher_is_better: bool
     loss: Callable[..., torch.Tensor] | None = None
     needs_losses_alone: bool = False
+    fake_loss: Callable[[RunConfig, PreTrainedModel, torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor] | None = (
+        None
+    )
 
 
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:

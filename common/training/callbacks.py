@@ -49,7 +49,8 @@ def _tokens_in(inputs: dict[str, Any], is_row: torch.Tensor) -> int:
     """Return the tokens of real rows in a batch; one end to end holds either these alone, or one filler row."""
     if "cu_seq_lens_q" in inputs:
         return inputs["input_ids"].numel() if is_row.all() else 0
-    return int(inputs["attention_mask"][is_row].sum())
+    mask = inputs["attention_mask"]  # a row may have several sequences: all rows' first ones, then all second ones
+    return int(mask[is_row.repeat(len(mask) // len(is_row))].sum())
 
 
 class FirstStepReport(TrainerCallback):

@@ -8,7 +8,7 @@ import heapq
 
 import torch
 
-from common.data.rows import Tokens
+from common.data.rows import Tokens, tokens_in
 from common.models.shards import tensors_of
 from common.planning.phases import TRAINING
 from common.runtime.memory_tracker import watch_gradients
@@ -48,4 +48,4 @@ def count_steps(trainer: AuditedTrainer, memory: PeakMemory) -> None:
 
 
 def _longest(rows: list[Tokens], count: int) -> list[Tokens]:
-    return heapq.nlargest(count, rows, key=lambda row: len(row["input_ids"]))
+    return heapq.nlargest(count, rows, key=tokens_in)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
-from common.data.rows import Row, Splits, Tokens, texts_of
+from common.data.rows import Row, Splits, Tokens, texts_of, tokens_in
 from common.data.splits import tokens_of
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
@@ -203,10 +203,10 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
 
 def evaluation_of_rows(run: RunConfig, validation: Sequence[Tokens]) -> EvaluationShape:
     """Return what the phases beside training work on, by the longest validation rows, as if tests' were as long."""
-    longest = longest_batch(validation, run.per_device_eval_batch_size)
+    longest = longest_batch(validation, run.per_device_eval_batch_size, run, is_training=False)
     evaluation = evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
     first = islice(validation, evaluation.rows)  # the others may be on disk
-    return replace(evaluation, compared_length=max(len(row["input_ids"]) for row in first))
+    return replace(evaluation, compared_length=max(map(tokens_in, first)))
 
 
 def check_fits(plan: Plan) -> None:

@@ -1,15 +1,16 @@
 """What the ranks of a run do differently from one device: the protocol of strategies, and which one a run has.
 
-A parallelism names its strategy in `common.base.specs.PARALLELISMS`; without one the Trainer itself does it.
+A parallelism names its strategy in `common.base.specs.PARALLELISMS`; without one the Trainer itself does it, by the
+strategy of the run's task.
 """
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -527,6 +528,5 @@ def whole_model_to_train(run: RunConfig, device_map: dict[str, str | int]) -> Mo
 
 
 def strategy_class(run: RunConfig) -> type[Strategy]:
-    """Return the class that the run's parallelism names."""
-    module, _, name = run.parallelism.strategy.partition(":")
-    return getattr(import_module(module), name) if module else WholeModel
+    """Return the class that the run's parallelism names, or else its task."""
+    return resolve_name(run.parallelism.strategy or run.goal.strategy)

@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import psutil
@@ -53,7 +54,7 @@ from common.data.batches import (
     within_budget,
 )
 from common.data.row_checks import say_few_steps, say_once, say_summary, summary_of
-from common.data.rows import Tokens
+from common.data.rows import Tokens, tokens_in
 from common.models.quantization import drop_quantized
 from common.models.shards import byte_count, host_copy, local_part
 from common.planning.job import BatchShape, EvaluationShape
@@ -429,9 +430,12 @@ class AuditedTrainer(CheckpointedTrainer):
     micro-batches), so that one device and several compute the same step.
 
     Attributes:
+        arguments_class: What its settings are, and `own_arguments` what they are beside those of every task.
         memory: The peaks of validation and saving apart from the steps'.
         buckets: DDP's, as far as `kept_buffers` has seen them.
     """
+
+    arguments_class: type[TrainingArguments] = TrainingArguments
 
     def __init__(self, *, strategy: Strategy, batches: EpochBatches, **kwargs: Any) -> None:
         """Draw this rank's rows by `batches`; the rest goes to the Trainer."""
@@ -449,6 +453,11 @@ class AuditedTrainer(CheckpointedTrainer):
         self.updates, self.skips = UpdateReport(), SkippedSteps(self.accelerator)
         self.add_callback(self.updates)
         self.add_callback(self.skips)
+
+    @classmethod
+    def own_arguments(cls, run: RunConfig) -> dict[str, object]:
+        """Return the settings that this trainer alone has."""
+        return {}
 
     def get_train_dataloader(self) -> EpochLoader:
         """Return batches drawn by `batches`: this rank's share, so that Accelerate must not divide them again."""
@@ -526,12 +535,15 @@ class AuditedTrainer(CheckpointedTrainer):
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], *_: Any, **__: Any
     ) -> tuple[None, torch.Tensor, torch.Tensor]:
-        """Return what each row of a validation batch counts for (`Objective.results`), and its labels; no loss."""
+        """Return what each row of a validation batch counts for (`Objective.results`), and as labels the same; no loss.
+
+        (Without labels the Trainer would compute no metrics.)
+        """
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             results = self.strategy.results(model, inputs)
         reached("validation", self.state.global_step)
-        return None, results, inputs["labels"]
+        return None, results, results
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -595,6 +607,8 @@ class AuditedTrainer(CheckpointedTrainer):
 class SummaryTrainer(AuditedTrainer, Seq2SeqTrainer):
     """An AuditedTrainer for encoder-decoders, on Transformers' own."""
 
+    arguments_class = Seq2SeqTrainingArguments
+
     @override
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         # every validation row counts once: Seq2SeqTrainer keeps those that a last batch was filled up with
@@ -620,8 +634,8 @@ def free_model(model: torch.nn.Module) -> None:
 
 def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments:
     """Return the Trainer's settings, from the run's."""
-    kind = Seq2SeqTrainingArguments if run.goal.summarizes else TrainingArguments
-    arguments = kind(
+    trainer_class = resolve_name(run.goal.trainer)
+    arguments = trainer_class.arguments_class(
         output_dir=str(output_folder),
         per_device_train_batch_size=run.per_device_train_batch_size,
         per_device_eval_batch_size=run.per_device_eval_batch_size,
@@ -658,6 +672,7 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
         report_to=run.report_to.split(","),
         disable_tqdm=True,
         seed=run.seed,
+        **trainer_class.own_arguments(run),
     )
     # the Trainer takes every GPU that it sees into `DataParallel`, or multiplies the loss by their number; reading
     # `n_gpu` makes it look for them, so that the number is not written over later
@@ -673,11 +688,11 @@ def make_trainer(
     log: RunRecorder,
     plan: Plan | None = None,
     strategy: Strategy | None = None,
-    trainer_class: Callable[..., AuditedTrainer] = AuditedTrainer,
+    trainer_class: Callable[..., AuditedTrainer] | None = None,
 ) -> AuditedTrainer:
     """Return the trainer of this rank, with its reports; nothing runs yet.
 
-    `plan`: where layers were placed by one; else the run is planned now.
+    `plan`: where layers were placed by one; else the run is planned now. `trainer_class`: in place of its task's.
     """
     run, rank = log.run, log.rank
     log.data = summary_of(train, validation, run)
@@ -774,7 +789,7 @@ def trainer_of_rows(
     arguments: TrainingArguments,
     callbacks: list[TrainerCallback],
     strategy: Strategy | None = None,
-    trainer_class: Callable[..., AuditedTrainer] = AuditedTrainer,
+    trainer_class: Callable[..., AuditedTrainer] | None = None,
 ) -> AuditedTrainer:
     """Return the trainer of this rank: rows drawn once per epoch, losses over what is to be predicted only."""
     objective = objective_of(run)
@@ -782,7 +797,7 @@ def trainer_of_rows(
     collate = objective.collator(tokenizer, model, run)
     own_rows = rank if run.data_parallel_ranks > 1 else replace(rank, rank=0, world_size=1)
     drawn = partial(PartitionedBatches, parts=run.partition_count) if run.goal.summarizes else EpochBatches
-    trainer = trainer_class(
+    trainer = (trainer_class or resolve_name(run.goal.trainer))(
         model=model,
         args=arguments,
         train_dataset=TrainingRows(train),
@@ -791,7 +806,7 @@ def trainer_of_rows(
         compute_metrics=lambda prediction: objective.metrics(prediction.predictions.sum(0)),
         strategy=strategy,
         batches=drawn(
-            [len(row["input_ids"]) for row in train],
+            list(map(tokens_in, train)),
             arguments.per_device_train_batch_size,
             own_rows.world_size,
             own_rows.rank,

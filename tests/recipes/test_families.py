@@ -173,9 +173,9 @@ def test_a_family_is_planned(
 def shape_of(family: str) -> tuple[BatchShape, list[str]]:
     """Two rows of the family's task, and the options by which the planner knows of it."""
     if family in ENCODERS:
-        return BatchShape(2, 32, labelled=1, classes=6), ["--classes", "6"]
+        return BatchShape(2, 32, labelled=1, classes=6, task="classification"), ["--classes", "6"]
     if family in ENCODER_DECODERS:
-        return BatchShape(2, 32, labelled=8, target_length=8), ["--target-len", "8"]
+        return BatchShape(2, 32, labelled=8, target_length=8, task="summarization"), ["--target-len", "8"]
     return BatchShape(2, 32, labelled=31), []
 
 

@@ -307,13 +307,19 @@ def test_padding_is_neither_seen_nor_learnt(run_config: RunConfig) -> None:
     assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED_LABEL).all()
 
 
+RUNS = {
+    "chat": RunConfig(padding_free="no"),
+    "summarization": RunConfig(task="summarization", technique="full", model="assets/embedded_summarizer"),
+}
+
+
 @pytest.mark.parametrize("task", ["chat", "summarization"])
 def test_batches_are_as_long_as_is_planned_for_them(run_config: RunConfig, task: str) -> None:
     """With a multiple, texts and summaries are padded to it, and neither seen nor learnt there."""
     tokenizer, row = load_tokenizer(run_config), {"input_ids": [5] * 9, "attention_mask": [1] * 9, "labels": [5] * 9}
     rows = [row, {**row, "labels": [5] * 3}] if task == "summarization" else [row] * 2
     batch = make_collator(tokenizer, multiple=8)(rows)
-    planned = longest_batch(rows, 2).padded_to(8)
+    planned = longest_batch(rows, 2, RUNS[task]).padded_to(8)
     assert batch["input_ids"].shape == (planned.rows, planned.length) == (2, 16)
     assert batch["labels"].shape == (2, planned.target_length or planned.length)
     assert batch["attention_mask"].sum(1).tolist() == [9, 9]
@@ -421,8 +427,9 @@ def test_partitions_give_each_row_once_and_the_same_steps_to_any_number_of_ranks
 def test_the_largest_batch_of_summaries_has_the_longest_text_and_the_longest_summary() -> None:
     lengths = ((9, 3), (40, 4), (30, 12), (7, 5))
     rows = [{"input_ids": [5] * text, "labels": [6] * summary} for text, summary in lengths]
-    assert longest_batch(rows, 2) == BatchShape(2, 40, labelled=12, padded=True, target_length=12)
-    assert longest_batch(rows[:1], 2) == BatchShape(1, 9, labelled=3, target_length=3)
+    run, task = RUNS["summarization"], "summarization"
+    assert longest_batch(rows, 2, run) == BatchShape(2, 40, 12, padded=True, target_length=12, task=task)
+    assert longest_batch(rows[:1], 2, run) == BatchShape(1, 9, 3, target_length=3, task=task)
 
 
 def test_partitions_are_shuffled_of_equal_sizes_and_follow_from_the_seed() -> None:

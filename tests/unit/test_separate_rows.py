@@ -199,4 +199,4 @@ def test_the_largest_batch_end_to_end_has_all_tokens_of_the_longest_rows() -> No
     assert longest_batch(rows, 2, run) == BatchShape(2, 29, 28)
     assert longest_batch(rows, 4, run.changed_to(max_batch_tokens=40)) == BatchShape(2, 20, 20)
     assert longest_batch(rows, 4, run.changed_to(max_batch_tokens=60)) == BatchShape(3, 20, 20)
-    assert longest_batch(rows, 2).padded
+    assert longest_batch(rows, 2, run, is_training=False).padded
