@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from itertools import chain
@@ -13,13 +13,17 @@ from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.secrets import secret_in, secrets_here
 from common.base.settings import (
+    LIMITS,
     AdapterSettings,
     DataSettings,
     EvaluationSettings,
     ModelSettings,
+    OnlyFor,
     ParallelismSettings,
+    Range,
     TrackingSettings,
     TrainingSettings,
+    settings_with,
 )
 from common.base.specs import TASKS, HasSpecs, Task
 
@@ -30,83 +34,14 @@ RUN_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 Rule = tuple[object, str]  # what is true where a run breaks it, and the sentence that refuses such a run
 
-
-@dataclass(frozen=True)
-class Range:
-    """Values that some settings may have, and how a setting outside is refused."""
-
-    holds: Callable[[float], bool]
-    refusal: str
-    names: tuple[str, ...]
-
-
-RANGES = (
-    Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.",
-          ("prefetch", "stages", "partitions", "dataloader_num_workers", "early_stopping_patience", "weight_decay",
-           "max_grad_norm", "seed", "warmup_steps", "max_batch_tokens", "pad_to_multiple_of", "save_steps")),
-    Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.",
-          ("devices", "nodes", "threads", "dp_replicate_size", "per_device_train_batch_size",
-           "gradient_accumulation_steps", "num_train_epochs", "micro_batches", "lora_r", "lora_alpha",
-           "per_device_eval_batch_size", "max_new_tokens", "num_beams")),
-    Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.",
-          ("max_length", "max_target_length")),
-    Range(lambda value: 0 < value < math.inf, "{name} is {value}, but must be above 0 and finite, such as {default}.",
-          ("learning_rate", "eval_steps", "max_lost_minutes", "bucket_cap_mb", "start_timeout_s", "step_timeout_s")),
-    Range(lambda value: value < 1 or value % 1 == 0,
-          "{name} is {value}: pass a whole number of steps, or below 1 a share of all.", ("save_steps",)),
-    Range(lambda value: 0 <= value < 1,
-          "{name} is {value}, but is a fraction: pass a number from 0 up to, not with, 1.",
-          ("lora_dropout", "max_truncated_fraction", "picture_noise")),
-    Range(lambda value: value == -1 or value >= 1,
-          "{name} is {value}: pass a number of at least 1, or -1 for all.",
-          ("max_steps", "test_rows", "train_rows", "validation_rows")),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OnlyFor:
-    """Settings that mean something for some runs only, and are refused in others unless they are at their defaults."""
-
-    runs: str
-    applies: Callable[["RunConfig"], bool]
-    names: tuple[str, ...]
-
-
-ONLY_FOR = (
-    OnlyFor("LoRA and QLoRA", lambda run: run.method.has_adapters, ("lora_r", "lora_alpha", "lora_dropout")),
-    OnlyFor("qlora (2.3)", lambda run: run.method.quantizes, ("quantization",)),
-    OnlyFor("the CPU", lambda run: run.device == "cpu", ("threads",)),
-    OnlyFor("GPUs", lambda run: run.device == "cuda", ("use_liger_kernel",)),
-    OnlyFor("single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
-            lambda run: run.parallelism.calls_whole_head, ("use_liger_kernel",)),
-    OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing, ("use_reentrant",)),
-    OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers, ("device_map", "stages")),
-    OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines, ("schedule", "micro_batches")),
-    OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp, ("wrap", "prefetch", "dp_replicate_size")),
-    OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded, ("offload",)),
-    OnlyFor("rows of messages", lambda run: run.goal.converses,
-            ("max_truncated_fraction", "prompt_column", "completion_column", "train_on")),
-    OnlyFor("rows of messages without pictures", lambda run: run.goal.chats, ("use_liger_kernel",)),
-    OnlyFor("rows of messages, without pp and pictures", lambda run: run.goal.chats and not run.parallelism.pipelines,
-            ("padding_free", "max_batch_tokens")),
-    OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses,
-            ("text_column", "long_texts", "empty_rows")),
-    OnlyFor("classification (3.1)", lambda run: run.goal.classifies, ("label_column",)),
-    OnlyFor("summarization (3.2)", lambda run: run.goal.summarizes,
-            ("summary_column", "max_target_length", "num_beams", "loop", "partitions")),
-    OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees, ("freeze_vision_tower", "picture_noise")),
-    OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines",
-            ("gradient_exchange", "bucket_cap_mb")),
-    OnlyFor("several machines (nodes)", lambda run: run.nodes > 1, ("link",)),
-    OnlyFor("several ranks", lambda run: run.world_size > 1, ("nodes",)),
-    OnlyFor("the Trainer", lambda run: run.loop == "trainer", ("early_stopping_patience", "dataloader_num_workers")),
-    OnlyFor("runs without save_steps", lambda run: not run.save_steps, ("max_lost_minutes",)),
-)  # fmt: skip
+# the settings of each range, and of each kind of runs
+RANGES = {each: settings_with(each) for each in LIMITS if isinstance(each, Range)}
+ONLY_FOR = {each: settings_with(each) for each in LIMITS if isinstance(each, OnlyFor)}
 
 
 def not_meant_for(run: "RunConfig") -> dict[str, str]:
     """Return the settings that mean nothing for a run, each with the runs that it is for."""
-    return {name: scope.runs for scope in ONLY_FOR if not scope.applies(run) for name in scope.names}
+    return {name: scope.runs for scope, names in ONLY_FOR.items() if not scope.applies(run) for name in names}
 
 
 def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
@@ -170,8 +105,8 @@ class RunConfig(
                 )
 
     def _out_of_range(self) -> Iterator[str]:
-        for allowed in RANGES:
-            for name in allowed.names:
+        for allowed, names in RANGES.items():
+            for name in names:
                 value = getattr(self, name)
                 if not allowed.holds(value):
                     yield allowed.refusal.format(name=name, value=value, default=getattr(type(self), name))

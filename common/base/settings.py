@@ -1,25 +1,116 @@
-"""The settings of a run, in groups: each field with its unit, its meaning and its default.
+"""The settings of a run, in groups: each field with its meaning, unit and default, its range, and the runs it is for.
 
 Fields that mean what a field of Transformers' `TrainingArguments`, PEFT's `LoraConfig`, or TRL's `SFTConfig` or
 `ModelConfig` means have its name.
 """
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, Literal
 
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values that a setting may have; `refusal` is said of one outside, with its `name`, `value` and `default`."""
+
+    holds: Callable[[float], bool]
+    refusal: str
+
+
+AT_LEAST_0 = Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.")
+AT_LEAST_1 = Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.")
+AT_LEAST_2 = Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.")
+ABOVE_0 = Range(
+    lambda value: 0 < value < math.inf, "{name} is {value}, but must be above 0 and finite, such as {default}."
+)
+STEPS_OR_SHARE = Range(
+    lambda value: value < 1 or value % 1 == 0,
+    "{name} is {value}: pass a whole number of steps, or below 1 a share of all.",
+)
+FRACTION = Range(
+    lambda value: 0 <= value < 1, "{name} is {value}, but is a fraction: pass a number from 0 up to, not with, 1."
+)
+AT_LEAST_1_OR_ALL = Range(
+    lambda value: value == -1 or value >= 1, "{name} is {value}: pass a number of at least 1, or -1 for all."
+)
+
+
+@dataclass(frozen=True)
+class OnlyFor:
+    """The only runs that a setting means something for: in others it is refused unless it is at its default."""
+
+    runs: str
+    applies: Callable[[Any], bool]  # to a `RunConfig`, which is made of these settings and cannot be imported here
+
+
+ADAPTERS = OnlyFor("LoRA and QLoRA", lambda run: run.method.has_adapters)
+QLORA = OnlyFor("qlora (2.3)", lambda run: run.method.quantizes)
+CPU = OnlyFor("the CPU", lambda run: run.device == "cpu")
+GPUS = OnlyFor("GPUs", lambda run: run.device == "cuda")
+WHOLE_HEAD = OnlyFor(
+    "single, ddp, fsdp, zero1 and zero2, where a rank's model is called with its whole head",
+    lambda run: run.parallelism.calls_whole_head,
+)
+CHECKPOINTING = OnlyFor("gradient checkpointing", lambda run: run.gradient_checkpointing)
+MP_AND_PP = OnlyFor("mp and pp (2.5, 2.7)", lambda run: run.parallelism.splits_layers)
+PP = OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines)
+FSDP = OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp)
+SHARDED = OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded)
+MESSAGES = OnlyFor("rows of messages", lambda run: run.goal.converses)
+CHATS = OnlyFor("rows of messages without pictures", lambda run: run.goal.chats)
+CHATS_WITHOUT_PP = OnlyFor(
+    "rows of messages, without pp and pictures", lambda run: run.goal.chats and not run.parallelism.pipelines
+)
+TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses)
+CLASSIFICATION = OnlyFor("classification (3.1)", lambda run: run.goal.classifies)
+SUMMARIZATION = OnlyFor("summarization (3.2)", lambda run: run.goal.summarizes)
+PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
+MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
+SEVERAL_MACHINES = OnlyFor("several machines (nodes)", lambda run: run.nodes > 1)
+SEVERAL_RANKS = OnlyFor("several ranks", lambda run: run.world_size > 1)
+TRAINER = OnlyFor("the Trainer", lambda run: run.loop == "trainer")
+WITHOUT_SAVE_STEPS = OnlyFor("runs without save_steps", lambda run: not run.save_steps)
+
+Limit = Range | OnlyFor
+# in the order above, in which a run is checked: the first that it breaks is the one that it is refused with
+LIMITS: tuple[Limit, ...] = tuple(each for each in list(globals().values()) if isinstance(each, Limit))
+_LIMITS_OF: dict[Field, tuple[Limit, ...]] = {}  # not in the fields' metadata, all of which becomes argparse's
 
 
 def setting(
     default: object,
     doc: str,
     aliases: tuple[str, ...] = (),
+    within: Range | tuple[Range, ...] = (),
+    only_for: OnlyFor | tuple[OnlyFor, ...] = (),
     **for_argparse: object,
 ) -> object:
-    """Return a field. `aliases` are more options of the command line; the rest is what argparse takes of an option."""
-    return field(default=default, metadata={"help": doc, "aliases": list(aliases), **for_argparse})
+    """Return a field of a run's settings.
+
+    Args:
+        default: Its value where none is passed.
+        doc: Its meaning, for --help.
+        aliases: More options of the command line.
+        within: The range of its values, or several, all of which hold.
+        only_for: The runs that it means something for; of several, those that are all of them at once.
+        for_argparse: What argparse takes of an option.
+    """
+    made = field(default=default, metadata={"help": doc, "aliases": list(aliases), **for_argparse})
+    _LIMITS_OF[made] = tuple(each for limits in (within, only_for) for each in _several(limits))
+    return made
+
+
+def _several(limits: Limit | tuple[Limit, ...]) -> tuple[Limit, ...]:
+    return limits if isinstance(limits, tuple) else (limits,)
+
+
+def settings_with(limit: Limit) -> tuple[str, ...]:
+    """Return the names of the settings that have a limit, in the groups' order."""
+    return tuple(each.name for group in GROUPS for each in fields(group) if limit in _LIMITS_OF[each])
 
 
 @dataclass(frozen=True)
@@ -38,7 +129,9 @@ class ModelSettings:
         "fp32", "Number format of weights and arithmetic; mixed = fp32 weights, arithmetic under autocast."
     )
     quantization: Literal["nf4", "nf4-double"] = setting(
-        "nf4", "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too."
+        "nf4",
+        "With qlora: number format of the frozen weights; nf4-double = the blocks' scales are quantized, too.",
+        only_for=QLORA,
     )
     attention: Literal["eager", "sdpa", "flash", "flash3"] = setting(
         "sdpa",
@@ -49,6 +142,7 @@ class ModelSettings:
         False,
         "With messages, on GPUs: Liger's fused kernels (the package liger-kernel) for layers and loss.",
         metavar="true|false",
+        only_for=(GPUS, WHOLE_HEAD, CHATS),
     )
 
 
@@ -70,61 +164,81 @@ class DataSettings:
     dataset_train_split: str = setting("train", "With a dataset of the Hub: the split to train on.")
     dataset_test_split: str = setting("test", "With a dataset of the Hub: the split to report on.")
     prompt_column: str = setting(
-        "", "With conversations: the column with the questions, of a table whose columns are not recognised."
+        "",
+        "With conversations: the column with the questions, of a table whose columns are not recognised.",
+        only_for=MESSAGES,
     )
-    completion_column: str = setting("", "With conversations: the column with the answers to them.")
+    completion_column: str = setting("", "With conversations: the column with the answers to them.", only_for=MESSAGES)
     picture_noise: float = setting(
         0.0,
         "With visual_questions: standard deviation of the noise that is added to each picture, as a share of full "
         "brightness (0 to 1), the same each time a row is read.",
+        within=FRACTION,
+        only_for=PICTURES,
     )
-    text_column: str = setting("text", "With classification and summarization: the column with the texts.")
-    label_column: str = setting("label", "With classification: the column with the labels.")
-    summary_column: str = setting("summary", "With summarization: the column with the summaries.")
+    text_column: str = setting(
+        "text", "With classification and summarization: the column with the texts.", only_for=TEXTS
+    )
+    label_column: str = setting("label", "With classification: the column with the labels.", only_for=CLASSIFICATION)
+    summary_column: str = setting(
+        "summary", "With summarization: the column with the summaries.", only_for=SUMMARIZATION
+    )
     train_on: Literal["assistant", "completion", "prompt", "all"] = setting(
         "assistant",
         "With messages: what is learnt of a row. assistant = every answer with its end token; completion = the last "
         "answer; prompt = what comes before it; all = every token.",
+        only_for=MESSAGES,
     )
-    max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.")
+    max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.", within=AT_LEAST_2)
     pad_to_multiple_of: int = setting(
         0,
         "Batches are padded to a multiple of so many tokens, such as 64: lengths that kernels are fast at, and fewer "
         "different ones, of which pipelines and compiled layers prepare each; 0 = to the longest row alone.",
+        within=AT_LEAST_0,
     )
-    max_target_length: int = setting(128, "With summarization: longest summary to learn from, in tokens.")
+    max_target_length: int = setting(
+        128, "With summarization: longest summary to learn from, in tokens.", within=AT_LEAST_2, only_for=SUMMARIZATION
+    )
     max_truncated_fraction: float = setting(
         0.0,
         "With messages: fraction of rows (0 to 1) that may be left out because all of their answer lies beyond "
         "max_length.",
+        within=FRACTION,
+        only_for=MESSAGES,
     )
     long_texts: Literal["cut", "refuse"] = setting(
         "cut",
         "With classification and summarization: what happens to texts of more than max_length tokens; they are counted "
         "in any case.",
+        only_for=TEXTS,
     )
     empty_rows: Literal["refuse", "skip"] = setting(
         "refuse",
         "With classification and summarization: what happens to rows with an empty text, label or summary; the number "
         "of rows left out is printed.",
+        only_for=TEXTS,
     )
     shared_rows: Literal["auto", "refuse", "skip"] = setting(
         "auto",
         "What happens to training rows that are also test rows (but for case and spacing): skip = they are left out; "
         "auto = rows of messages are refused, and texts, of which public datasets have some twice, are reported.",
     )
-    train_rows: int = setting(-1, "Training rows to use, from the first; -1 = all.")
-    validation_rows: int = setting(-1, "Validation rows to use, from the first; -1 = all.")
-    test_rows: int = setting(-1, "Test questions to answer, from the first; -1 = all.")
+    train_rows: int = setting(-1, "Training rows to use, from the first; -1 = all.", within=AT_LEAST_1_OR_ALL)
+    validation_rows: int = setting(-1, "Validation rows to use, from the first; -1 = all.", within=AT_LEAST_1_OR_ALL)
+    test_rows: int = setting(-1, "Test questions to answer, from the first; -1 = all.", within=AT_LEAST_1_OR_ALL)
     dataloader_num_workers: int = setting(
         0,
         "Processes that read rows ahead, above all pictures, while a step is computed; 0 = each batch is read when its "
         "step begins.",
+        within=AT_LEAST_0,
+        only_for=TRAINER,
     )
     partitions: int = setting(
         0,
         "With summarization: parts of about equal size that the training rows are divided into, each rank drawing "
         "from its own; 0 = one per rank.",
+        within=AT_LEAST_0,
+        only_for=SUMMARIZATION,
     )
 
 
@@ -149,37 +263,47 @@ class TrainingSettings:
         "trainer",
         "With summarization: trainer = Transformers' Trainer; accelerate = a plain loop with Accelerate; machines = a "
         "plain loop on torch.distributed, also across machines. Other tasks: trainer, whatever the parallelism.",
+        only_for=SUMMARIZATION,
     )
     per_device_train_batch_size: int = setting(
-        16, "Training rows per rank and step, before accumulation.", ("--batch_size", "--batch-size")
+        16, "Training rows per rank and step, before accumulation.", ("--batch_size", "--batch-size"), within=AT_LEAST_1
     )
     padding_free: Literal["auto", "yes", "no"] = setting(
         "auto",
         "With messages: rows are laid end to end, each with attention of its own, instead of padded to the longest; "
         "auto = where the model's attention can separate them.",
+        only_for=CHATS_WITHOUT_PP,
     )
     max_batch_tokens: int = setting(
         0,
         "With padding_free: tokens that a rank computes at once, at most; its rows of a step are divided accordingly, "
         "which changes memory but not the step. 0 = all at once.",
+        within=AT_LEAST_0,
+        only_for=CHATS_WITHOUT_PP,
     )
     train_sampling_strategy: Literal["auto", "random", "group_by_length"] = setting(
         "auto",
         "Order of the training rows: random, which teaches most per epoch, or sorted by length within windows of four "
         "steps, so that little is padded; auto = random with padding_free.",
     )
-    gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.")
-    num_train_epochs: int = setting(6, "Passes over the training rows.")
-    max_steps: int = setting(-1, "Optimizer steps after which training ends early; -1 = all epochs.")
-    learning_rate: float = setting(1e-3, "Peak learning rate, after warm-up and before scaling.")
+    gradient_accumulation_steps: int = setting(1, "Micro-batches per optimizer step and rank.", within=AT_LEAST_1)
+    num_train_epochs: int = setting(6, "Passes over the training rows.", within=AT_LEAST_1)
+    max_steps: int = setting(
+        -1, "Optimizer steps after which training ends early; -1 = all epochs.", within=AT_LEAST_1_OR_ALL
+    )
+    learning_rate: float = setting(1e-3, "Peak learning rate, after warm-up and before scaling.", within=ABOVE_0)
     learning_rate_scaling: Literal["none", "sqrt", "linear"] = setting(
         "none", "Growth of the learning rate with the ranks that share a step: none, by their square root, or linear."
     )
-    warmup_steps: float = setting(0.03, "Steps in which the learning rate rises; below 1, their share of all steps.")
+    warmup_steps: float = setting(
+        0.03, "Steps in which the learning rate rises; below 1, their share of all steps.", within=AT_LEAST_0
+    )
     lr_scheduler_type: str = setting("cosine", "Learning-rate schedule, by its name in Transformers.")
     optim: str = setting("adamw_torch_fused", "Optimizer, by its name in Transformers.", ("--optimizer",))
-    weight_decay: float = setting(0.01, "Weight decay, per step and unit of learning rate.")
-    max_grad_norm: float = setting(0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.")
+    weight_decay: float = setting(0.01, "Weight decay, per step and unit of learning rate.", within=AT_LEAST_0)
+    max_grad_norm: float = setting(
+        0.3, "Gradient clipping: largest 2-norm over all trainable weights; 0 = off.", within=AT_LEAST_0
+    )
     gradient_checkpointing: bool = setting(
         False, "Compute activations again in the backward pass instead of keeping them.", metavar="true|false"
     )
@@ -187,13 +311,14 @@ class TrainingSettings:
         False,
         "With gradient_checkpointing: by PyTorch's reentrant implementation instead of the newer one.",
         metavar="true|false",
+        only_for=CHECKPOINTING,
     )
     torch_compile: bool = setting(
         False,
         "Compile each layer with torch.compile: fewer and larger kernels, for some minutes at the start.",
         metavar="true|false",
     )
-    seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.")
+    seed: int = setting(42, "Seed of the adapters' start, of dropout and of the rows' order.", within=AT_LEAST_0)
 
 
 @dataclass(frozen=True)
@@ -210,10 +335,18 @@ class AdapterSettings:
         True,
         "With visual_questions: the vision tower and its connector stay as they are; false = both are trained in "
         "full, also beside adapters.",
+        only_for=PICTURES,
     )
-    lora_r: int = setting(8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"))
-    lora_alpha: int = setting(64, "Scale of the adapters, which are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).")
-    lora_dropout: float = setting(0.1, "Dropout before the adapters (0 to 1).")
+    lora_r: int = setting(
+        8, "Rank of the adapters.", ("--lora_rank", "--lora-rank"), within=AT_LEAST_1, only_for=ADAPTERS
+    )
+    lora_alpha: int = setting(
+        64,
+        "Scale of the adapters, which are multiplied by lora_alpha / sqrt(lora_r) (rsLoRA).",
+        within=AT_LEAST_1,
+        only_for=ADAPTERS,
+    )
+    lora_dropout: float = setting(0.1, "Dropout before the adapters (0 to 1).", within=FRACTION, only_for=ADAPTERS)
 
 
 @dataclass(frozen=True)
@@ -231,33 +364,52 @@ class ParallelismSettings:
     )
     device: Literal["cpu", "cuda"] = setting("cpu", "Kind of device: cpu = one process with `threads` threads.")
     threads: int = setting(
-        1, "With device cpu: threads of each device; more than 1 is faster, and compares with no run of another number."
+        1,
+        "With device cpu: threads of each device; more than 1 is faster, and compares with no run of another number.",
+        within=AT_LEAST_1,
+        only_for=CPU,
     )
     gpu: str = setting("", "GPU that the run folder was made for, by its name in the catalogue; empty on CPU.")
-    devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.")
+    devices: int = setting(1, "Number of devices, and so of ranks except with single and mp.", within=AT_LEAST_1)
     nodes: int = setting(
-        1, "Machines that the devices are spread over, equally many on each; each is started by its own torchrun."
+        1,
+        "Machines that the devices are spread over, equally many on each; each is started by its own torchrun.",
+        within=AT_LEAST_1,
+        only_for=SEVERAL_RANKS,
     )
     stages: int = setting(
-        0, "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all."
+        0,
+        "With mp: parts that the layers are divided into; 0 = one per device. On CPU, one device holds them all.",
+        within=AT_LEAST_0,
+        only_for=MP_AND_PP,
     )
     device_map: str = setting(
         "balanced",
         "With mp and pp: which device holds which layers. balanced = the highest training peak as low as possible; "
         "even = equal numbers of layers; auto (mp) = Accelerate's own; or a JSON file of module names and devices.",
+        only_for=MP_AND_PP,
     )
-    schedule: Literal["1f1b", "gpipe"] = setting("1f1b", "With pp: the order of the micro-batches' passes.")
-    micro_batches: int = setting(1, "With pp: equal parts of a batch, which the stages work on at the same time.")
+    schedule: Literal["1f1b", "gpipe"] = setting(
+        "1f1b", "With pp: the order of the micro-batches' passes.", only_for=PP
+    )
+    micro_batches: int = setting(
+        1, "With pp: equal parts of a batch, which the stages work on at the same time.", within=AT_LEAST_1, only_for=PP
+    )
     wrap: str = setting(
         "layers",
         "With fsdp: classes of the modules that are gathered one at a time, with commas between; layers = the "
         "model's own layers.",
+        only_for=FSDP,
     )
-    prefetch: int = setting(1, "With fsdp: wrapped modules that are gathered ahead of the one at work.")
+    prefetch: int = setting(
+        1, "With fsdp: wrapped modules that are gathered ahead of the one at work.", within=AT_LEAST_0, only_for=FSDP
+    )
     dp_replicate_size: int = setting(
         1,
         "With fsdp: copies of the model, each sharded by an equal group of successive ranks (hybrid sharding, HSDP); "
         "weights are gathered within a group, such as a machine, and gradients averaged between the copies.",
+        within=AT_LEAST_1,
+        only_for=FSDP,
     )
     offload: Literal["none", "cpu"] = setting(
         "none",
@@ -265,25 +417,33 @@ class ParallelismSettings:
         "the optimizer's states alone).",
         nargs="?",
         const="cpu",
+        only_for=SHARDED,
     )
     gradient_exchange: Literal["after", "overlapped", "overlapped-bf16"] = setting(
         "after",
         "With loop machines: when gradients are averaged: in buckets after each backward pass; during it (DDP); or "
         "during it, sent as bf16.",
+        only_for=MACHINES_LOOP,
     )
-    bucket_cap_mb: float = setting(25.0, "With loop machines: gradients that are sent at once, in MiB.")
+    bucket_cap_mb: float = setting(
+        25.0, "With loop machines: gradients that are sent at once, in MiB.", within=ABOVE_0, only_for=MACHINES_LOOP
+    )
     link: str = setting(
         "",
         "What joins the machines: on GPUs for the plan, such as ethernet-25 (Gbit/s); on CPUs for the record, such as "
         "100 Mbit/s.",
+        only_for=SEVERAL_MACHINES,
     )
     start_timeout_s: float = setting(
-        300.0, "Seconds that ranks wait for each other at their start, before those that are missing are named."
+        300.0,
+        "Seconds that ranks wait for each other at their start, before those that are missing are named.",
+        within=ABOVE_0,
     )
     step_timeout_s: float = setting(
         600.0,
         "Seconds that a training step may take before the ranks that hang are named and all are ended; a batch of "
         "validation, a checkpoint and an exchange between ranks may take ten times as long.",
+        within=ABOVE_0,
     )
 
 
@@ -296,21 +456,34 @@ class EvaluationSettings:
         0.05,
         "Steps after which the loss is logged and the model validated; below 1, a share of all steps. Where it is the "
         "best so far, its weights are saved.",
+        within=ABOVE_0,
     )
     save_steps: float = setting(
         0.0,
         "Steps after which a full state (weights, optimizer, random numbers) is saved, to resume from, and one at the "
         "end; below 1, a share of all steps. 0 = as often as max_lost_minutes says, and at the end if at most 1 GiB.",
+        within=(AT_LEAST_0, STEPS_OR_SHARE),
     )
     max_lost_minutes: float = setting(
-        15.0, "Without save_steps: minutes of training that a failure may lose; a full state is saved about as often."
+        15.0,
+        "Without save_steps: minutes of training that a failure may lose; a full state is saved about as often.",
+        within=ABOVE_0,
+        only_for=WITHOUT_SAVE_STEPS,
     )
     early_stopping_patience: int = setting(
-        0, "Validations in a row without a better model after which training ends; 0 = never."
+        0,
+        "Validations in a row without a better model after which training ends; 0 = never.",
+        within=AT_LEAST_0,
+        only_for=TRAINER,
     )
-    per_device_eval_batch_size: int = setting(32, "Rows per rank in validation and generation.")
-    max_new_tokens: int = setting(48, "Longest generated answer, in tokens.")
-    num_beams: int = setting(4, "With summarization: beams of the search for a summary; 1 = greedy.")
+    per_device_eval_batch_size: int = setting(32, "Rows per rank in validation and generation.", within=AT_LEAST_1)
+    max_new_tokens: int = setting(48, "Longest generated answer, in tokens.", within=AT_LEAST_1)
+    num_beams: int = setting(
+        4,
+        "With summarization: beams of the search for a summary; 1 = greedy.",
+        within=AT_LEAST_1,
+        only_for=SUMMARIZATION,
+    )
     independent_judge: Literal["minilm", "none"] = setting(
         "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
     )
