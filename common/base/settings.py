@@ -61,9 +61,10 @@ PP = OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines)
 FSDP = OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp)
 SHARDED = OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded)
 MESSAGES = OnlyFor("rows of messages", lambda run: run.goal.converses)
-CHATS = OnlyFor("rows of messages without pictures", lambda run: run.goal.chats)
+CHATS = OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers)
 CHATS_WITHOUT_PP = OnlyFor(
-    "rows of messages, without pp and pictures", lambda run: run.goal.chats and not run.parallelism.pipelines
+    "rows of messages, without pp, pictures and pairs",
+    lambda run: run.goal.learns_answers and not run.parallelism.pipelines,
 )
 TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses)
 CLASSIFICATION = OnlyFor("classification (3.1)", lambda run: run.goal.classifies)

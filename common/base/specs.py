@@ -165,6 +165,7 @@ class Task:
         limited: Settings, in tokens, that must not exceed the positions of the model.
         tokenizer: The folder in assets whose tokenizer stands in where weights are random.
         folder_for_one: The technique folder that does it on one device; empty = its technique's.
+        rows_are: What its rows are, in words; and `told_by` the columns, of which any set is found in no other rows.
         trainer: Its class of `common.training.trainer.AuditedTrainer`, as `module:name`.
         strategy: Its class of `common.training.strategy.Strategy` with parallelisms that name none, as `module:name`.
         memory: Its class of `common.planning.memory_plan.DeviceSums`, the closed form of a step, as `module:name`.
@@ -188,6 +189,8 @@ class Task:
     limited: tuple[str, ...] = ()
     tokenizer: str = "embedded_base"
     folder_for_one: str = ""
+    rows_are: str = ""
+    told_by: tuple[tuple[str, ...], ...] = ()
     trainer: str = "common.training.trainer:AuditedTrainer"
     strategy: str = "common.training.strategy:WholeModel"
     memory: str = "common.planning.memory_plan:DeviceSums"
@@ -202,6 +205,12 @@ class Task:
         """Its folder as a title: `Text classification (3.1)`."""
         number, _, words = self.folder_for_one.partition("_")
         return f"{words.replace('_', ' ').capitalize()} ({number})"
+
+    @property
+    def place(self) -> str:
+        """Its folder in a sentence: `3.1 (text classification)`."""
+        number, _, words = self.folder_for_one.partition("_")
+        return f"{number} ({words.replace('_', ' ')})"
 
     @property
     def converses(self) -> bool:
@@ -363,6 +372,8 @@ TASKS = {
             objective="common.tasks.classification:CLASSES",
             rows="common.data.texts:labelled_rows",
             folder_for_one="3.1_text_classification",
+            rows_are="texts with labels",
+            told_by=(("text", "label"),),
             results="common.reporting.classification:results_text",
             classifies=True,
         ),
@@ -379,6 +390,8 @@ TASKS = {
             trainer="common.training.trainer:SummaryTrainer",
             rows="common.data.texts:summary_rows",
             folder_for_one="3.2_summarization",
+            rows_are="texts with summaries",
+            told_by=(("text", "summary"), ("dialogue", "summary")),
             results="common.reporting.summarization:results_text",
             summarizes=True,
         ),

@@ -11,6 +11,7 @@ from PIL.Image import Image
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.base.specs import TASKS
 from common.data.rows import Row, begin_of
 
 Message = dict[str, object]
@@ -129,9 +130,7 @@ ELSEWHERE = {
     "rename that column to completion, or to messages where it holds whole conversations",
     ("prompt", "completion", "label"): "answers that were found good or bad, for which there is no technique here yet; "
     "to learn them all, rename the column label",
-    ("text", "label"): "texts with labels: go to 3.1 (text classification)",
-    ("text", "summary"): "texts with summaries: go to 3.2 (summarization)",
-    ("dialogue", "summary"): "texts with summaries: go to 3.2 (summarization)",
+    **{columns: f"{task.rows_are}: go to {task.place}" for task in TASKS.values() for columns in task.told_by},
 }
 """Columns of rows that are for other tasks, and where to go with them."""
 
