@@ -69,6 +69,7 @@ CHATS_WITHOUT_PP = OnlyFor(
 TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not run.goal.converses)
 CLASSIFICATION = OnlyFor("classification (3.1)", lambda run: run.goal.classifies)
 SUMMARIZATION = OnlyFor("summarization (3.2)", lambda run: run.goal.summarizes)
+PREFERENCES = OnlyFor("pairs of answers (3.4)", lambda run: run.goal.compares)
 PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
 MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
 SEVERAL_MACHINES = OnlyFor("several machines (nodes)", lambda run: run.nodes > 1)
@@ -257,8 +258,21 @@ class TrainingSettings:
     task: str = setting(
         "chat",
         "What is learnt: to answer (rows of messages), which of several labels a text has (classification), to "
-        "summarize a text (summarization), or to answer questions about a picture (visual_questions).",
+        "summarize a text (summarization), to answer questions about a picture (visual_questions), or which of two "
+        "answers is better (preferences).",
         choices=TASKS,
+    )
+    beta: float = setting(
+        0.1,
+        "With preferences: what it costs to leave the reference model; the lower, the further the answers move.",
+        within=ABOVE_0,
+        only_for=PREFERENCES,
+    )
+    exchange_answers: bool = setting(
+        False,
+        "With preferences: learn the rejected answers instead of the chosen ones, as a control.",
+        only_for=PREFERENCES,
+        metavar="true|false",
     )
     loop: Literal["trainer", "accelerate", "machines"] = setting(
         "trainer",

@@ -409,6 +409,24 @@ TASKS = {
             results="common.reporting.pictures:results_text",
             sees=True,
         ),
+        Task(
+            "preferences",
+            techniques=("full", "lora"),
+            parallelisms=("single", "ddp"),
+            auto_class="AutoModelForCausalLM",
+            model_kind="decoder",
+            peft_type="CAUSAL_LM",
+            objective="common.tasks.preferences:PAIRS",
+            rows="common.data.pairs:row_kind",
+            trainer="common.training.preferences:PreferenceTrainer",
+            strategy="common.training.preferences:PairedModel",
+            memory="common.planning.pair_terms:PairSums",
+            folder_for_one="3.4_preference_tuning",
+            rows_are="pairs of answers (to learn the chosen ones alone, rename that column to completion, or to "
+            "messages where it holds whole conversations)",
+            told_by=(("chosen", "rejected"),),
+            compares=True,
+        ),
     )
 }
 

@@ -126,8 +126,6 @@ FORMATS = (
 """The first whose columns are there is taken."""
 
 ELSEWHERE = {
-    ("chosen", "rejected"): "preferences, for which there is no technique here yet; to learn the chosen answers alone, "
-    "rename that column to completion, or to messages where it holds whole conversations",
     ("prompt", "completion", "label"): "answers that were found good or bad, for which there is no technique here yet; "
     "to learn them all, rename the column label",
     **{columns: f"{task.rows_are}: go to {task.place}" for task in TASKS.values() for columns in task.told_by},

@@ -118,10 +118,19 @@ def evaluate_after(
         return score(tuned, tokenizer, data.test, judges(), log, "after")
 
 
-def score_before(log: RunRecorder, tokenizer: Tokenizer, data: Splits, score: Callable[..., Any]) -> Any:
-    """Score what the whole base finds in the test rows before any training; `score`: the task's, say `classify`."""
+def score_before(
+    log: RunRecorder,
+    tokenizer: Tokenizer,
+    data: Splits,
+    score: Callable[..., Any],
+    model: PreTrainedModel | None = None,
+) -> Any:
+    """Score what the whole base finds in the test rows before any training; `score`: the task's, say `classify`.
+
+    Without a `model` the base is loaded for this step alone.
+    """
     with log.phase("baseline evaluation"):
-        base = load_base_model(log.run, whole_model_on(log.rank.device))
+        base = model or load_base_model(log.run, whole_model_on(log.rank.device))
         return score(base, tokenizer, data.test, log, "before")
 
 

@@ -1,0 +1,160 @@
+"""Rows of preferences: a prompt with a chosen and a rejected answer, in the formats that TRL reads.
+
+| columns | what they hold |
+|---|---|
+| `prompt`, `chosen`, `rejected` | texts, or lists of messages |
+| `chosen`, `rejected` | whole conversations, which differ in their last answer |
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedTokenizerBase
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.files import TABLES, parse_table
+from common.data.formats import KEPT, Message, normalised
+from common.data.messages import check_conversation, has_labels, tokens_to_learn
+from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of, padded_shape, place_of, placed
+from common.data.templates import encode
+from common.planning.job import BatchShape
+
+ANSWERS = ("chosen", "rejected")
+
+
+def row_kind(run: RunConfig) -> RowKind:
+    """Return what rows of pairs are."""
+    return RowKind(
+        suffixes=TABLES,
+        holds="one JSON object with `prompt`, `chosen` and `rejected` per line",
+        advice="pair of answers",
+        parse=parse_table,
+        check=check_pairs,
+        tokenize=tokenize_pairs,
+        shape=shape_of_pairs,
+    )
+
+
+# -- what is read
+
+
+def check_pairs(found: Found, source: str) -> Iterator[Row]:
+    """Yield the rows of `source`: conversations that end with the chosen answer, with the rejected one beside them.
+
+    Raises:
+        BadInputError: a row lacks an answer, or its answers are the same, or not to the same prompt; names where it
+            stands.
+    """
+    for row, place in found:
+        if not isinstance(row, dict):
+            raise BadInputError(
+                f"{place} is {begin_of(row, 40)!r}, but should have the columns {_listed()}: correct it."
+            )
+        where = place_of({**row, "where": place})
+        prompt, chosen, rejected = _three_parts({key: value for key, value in row.items() if value is not None}, where)
+        kept = {name: row[name] for name in ("id", *KEPT) if row.get(name) is not None}
+        checked = [check_conversation({**kept, "messages": [*prompt, answer]}, where) for answer in (chosen, rejected)]
+        if chosen["content"].strip() == rejected["content"].strip():
+            raise BadInputError(
+                f"{where} has the same chosen and rejected answer, {begin_of(chosen['content'], 60)!r}: remove the row."
+            )
+        yield placed({**checked[0], "rejected": [rejected]}, place)
+
+
+def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]:
+    """Return the messages of the prompt, and both answers."""
+    missing = [name for name in ANSWERS if name not in row]
+    if missing:
+        raise BadInputError(
+            f"{where} has no {missing[0]!r} (its columns: {', '.join(map(str, row)) or 'none'}): preferences have the "
+            f"columns {_listed()}; add it."
+        )
+    chosen, rejected = (_messages(row[name], "assistant", where) for name in ANSWERS)
+    if len(chosen) == len(rejected) == 1:
+        if "prompt" not in row:
+            raise BadInputError(
+                f"{where} has two answers, but no prompt: add the column prompt, or give chosen and rejected whole "
+                "conversations as lists of messages."
+            )
+        return _messages(row["prompt"], "user", where), chosen[0], rejected[0]
+    if chosen[:-1] != rejected[:-1]:  # whole conversations, whatever the column `prompt` says
+        raise BadInputError(
+            f"{where} has conversations that differ before their last answers: a pair has one prompt; correct it."
+        )
+    return chosen[:-1], chosen[-1], rejected[-1]
+
+
+def _messages(value: object, role: str, where: str) -> list[Message]:
+    """Return a text as one message of `role`, or a list of messages with the roles that templates know."""
+    return normalised([{"role": role, "content": value}] if isinstance(value, str) else value, where)
+
+
+def _listed() -> str:
+    return "prompt, chosen and rejected"
+
+
+# -- tokens
+
+
+def tokenize_pairs(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run: RunConfig) -> Sequence[Tokens]:
+    """Return every pair as tokens; `exchange_answers` learns the rejected ones.
+
+    Pairs that do not differ within `max_length`, or have no answer there, are left out.
+
+    Raises:
+        BadInputError: these are more than `max_truncated_fraction` of all, or the chat template cannot write a row.
+    """
+
+    def encoded(batch: list[Row]) -> list[Tokens]:
+        return encode_pairs([exchanged(row) for row in batch] if run.exchange_answers else batch, tokenizer)
+
+    return tokens_to_learn(rows, tokenizer, run, encoded, _differ)
+
+
+def exchanged(row: Row) -> Row:
+    """Return a row whose chosen answer is the rejected one, and the other way round."""
+    *prompt, chosen = row["messages"]
+    return {**row, "messages": [*prompt, *row["rejected"]], "rejected": [chosen]}
+
+
+def encode_pairs(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+    """Return pairs as tokens: the prompt with each answer, and labels on the chosen one and its end token.
+
+    Raises:
+        BadInputError: the chat template writes a prompt in another way before another answer.
+    """
+    chosen, rejected = (encode(each, tokenizer, "completion") for each in (rows, list(map(exchanged, rows))))
+    return [
+        {**one, "rejected_ids": _same_prompt(row, one, other)}
+        for row, one, other in zip(rows, chosen, rejected, strict=True)
+    ]
+
+
+def _same_prompt(row: Row, chosen: Tokens, rejected: Tokens) -> list[int]:
+    prompt = prompt_length(chosen)
+    if rejected["input_ids"][:prompt] != chosen["input_ids"][:prompt]:
+        raise BadInputError(
+            f"The chat template writes the prompt of {place_of(row)} otherwise before its rejected answer, so that the "
+            "two cannot be compared: remove such rows, or pass another --model."
+        )
+    return rejected["input_ids"]
+
+
+def prompt_length(row: Tokens) -> int:
+    """Return the tokens before a row's answers."""
+    answer = (place for place, label in enumerate(row["labels"]) if label != IGNORED_LABEL)
+    return next(answer, len(row["labels"]))
+
+
+def _differ(row: Tokens) -> bool:
+    """Return whether a pair that was cut still has two answers, which differ."""
+    has_both = has_labels(row) and len(row["rejected_ids"]) > prompt_length(row)
+    return has_both and row["input_ids"] != row["rejected_ids"]
+
+
+def shape_of_pairs(longest: Sequence[Tokens], rows: Sequence[Tokens]) -> BatchShape:
+    """Return the shape of a batch of pairs; labels are the mean of both answers' tokens."""
+    both = [{"input_ids": ids} for row in longest for ids in (row["input_ids"], row["rejected_ids"])]
+    learnt = sum(len(row["input_ids"]) + len(row["rejected_ids"]) - 2 * prompt_length(row) for row in longest)
+    return replace(padded_shape(both), rows=len(longest), labelled=-(-learnt // len(both)))

@@ -1,0 +1,253 @@
+"""What a model learns from pairs of answers by DPO, and what has become of its answers.
+
+DPO (Rafailov et al. 2023) makes the chosen answer likelier than the rejected one, each compared with what a reference
+model, the one before this training, finds of it:
+
+    reward(answer) = beta x (log p(answer) - log p_reference(answer))
+    loss = -log sigmoid(reward(chosen) - reward(rejected))
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+import trl.trainer.utils
+from torch.nn.functional import logsigmoid
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.utils import add_fused_lm_head
+
+from common.base.run_config import RunConfig
+from common.data.messages import answer_of, question_of
+from common.data.pairs import encode_pairs, prompt_length
+from common.data.rows import IGNORED_LABEL, Row, Tokens, tokens_in
+from common.planning.pair_terms import TILE_COLUMNS
+from common.runtime.recorder import RunRecorder
+from common.tasks.answers import Evaluation, ScoredAnswer, answer_rows, facts_in, report_evaluation
+from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
+from common.tasks.predictions import predict_rows
+
+MARGIN = "eval_margin"
+"""The mean of reward(chosen) - reward(rejected), by its name in the Trainer's logs."""
+REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
+"""What a row has of the reference, where that was found beforehand: TRL's names."""
+YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")
+IN_TRAINING = ("log_probs", "entropy", "mean_logits", "is_top1")
+"""What TRL's trainer asks its head for."""
+Pair = tuple[float, float]
+"""Of the chosen and of the rejected answer."""
+
+
+# -- in training
+
+
+class PairCollator:
+    """TRL's collator, of this repository's rows: all chosen answers come first, then all rejected ones.
+
+    The batch also has the rows' numbers, and `pairs`: how many of them are no fillers.
+    """
+
+    def __init__(self, pad_token_id: int, multiple: int = 0) -> None:
+        """Pad with `pad_token_id`, to a `multiple` of so many tokens; 0 = to the longest answer."""
+        self.collate = DataCollatorForPreference(pad_token_id, pad_to_multiple_of=multiple or None)
+
+    def __call__(self, rows: list[Tokens]) -> dict[str, object]:
+        """Return a batch, shape (2 pairs, tokens)."""
+        batch = self.collate([_as_trl_has_it(row) for row in rows])
+        numbers = {"row": torch.tensor([row["row"] for row in rows])} if "row" in rows[0] else {}
+        return {**batch, **numbers, "pairs": sum(map(is_pair, rows))}
+
+
+def is_pair(row: Tokens) -> bool:
+    """Return whether a row has answers; one that a batch is filled up with has none."""
+    return prompt_length(row) < len(row["input_ids"])
+
+
+def _as_trl_has_it(row: Tokens) -> dict[str, object]:
+    begin = prompt_length(row)
+    return {
+        "prompt_ids": row["input_ids"][:begin],
+        "chosen_ids": row["input_ids"][begin:],
+        "rejected_ids": row["rejected_ids"][begin:] if is_pair(row) else [],
+        **{name: row[name] for name in REFERENCES if name in row},
+    }
+
+
+def answer_log_probs(model: Callable[..., object], batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities of a batch's chosen and of its rejected answers, each of shape (pairs,).
+
+    `model` has TRL's head, which computes them in chunks.
+    """
+    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED_LABEL)
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return model(**given, labels=labels, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
+
+
+def pair_results(now: Sequence[torch.Tensor], reference: Sequence[torch.Tensor], beta: float) -> torch.Tensor:
+    """Return loss, 1, whether the chosen answer won, and the margin of each pair, shape (pairs, 4)."""
+    chosen, rejected = (beta * (own - before) for own, before in zip(now, reference, strict=True))
+    margin = chosen - rejected
+    return torch.stack([-logsigmoid(margin), torch.ones_like(margin), (margin > 0).float(), margin], dim=1)
+
+
+def pair_metrics(sums: torch.Tensor) -> dict[str, float]:
+    """Return the validation's means over all pairs."""
+    loss, count, won, margin = sums.tolist()
+    return {VALIDATION_LOSS: loss / count, ACCURACY: won / count, MARGIN: margin / count}
+
+
+def fake_pair_loss(
+    run: RunConfig, model: PreTrainedModel, called: torch.nn.Module, inputs: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return DPO's loss as TRL computes it, of inputs without numbers; `labels` are of shape (2 pairs, tokens).
+
+    With adapters the reference is the model without them; else what it found is known.
+    """
+    with_chunked_head(model.get_base_model() if run.method.has_adapters else model, IN_TRAINING)
+    now = called(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
+    reference = [torch.zeros_like(each) for each in now]
+    if run.method.has_adapters:
+        with torch.no_grad(), model.disable_adapter():
+            reference = model(**inputs, use_cache=False, fused_lm_head=True).log_probs.sum(1).chunk(2)
+    return pair_results(now, reference, run.beta)[:, 0].mean()
+
+
+PAIRS = Objective(
+    lambda tokenizer, _, run: PairCollator(tokenizer.pad_token_id, run.pad_to_multiple_of),
+    results=pair_results,
+    metrics=pair_metrics,
+    best_metric=VALIDATION_LOSS,
+    higher_is_better=False,
+    fake_loss=fake_pair_loss,
+)
+
+
+# -- at the end
+
+
+@dataclass(frozen=True)
+class PreferenceEvaluation(Evaluation):
+    """What a model answers to all prompts, and what it finds of both given answers.
+
+    Attributes:
+        log_probs: Of both given answers, by this model.
+        reference: The same by the model before this training; its own before it.
+    """
+
+    log_probs: list[Pair]
+    reference: list[Pair]
+    beta: float
+
+    @property
+    def rewards(self) -> list[Pair]:
+        """Return the rewards of both answers to each prompt."""
+        return [
+            (self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1]))
+            for now, before in zip(self.log_probs, self.reference, strict=True)
+        ]
+
+    def __str__(self) -> str:
+        facts, dates = self.facts_said_share, self.mean("invents_a_date")
+        said = "" if facts is None else f"{facts:.0%} of the facts said, "
+        return (
+            f"{said}{dates:.0%} of the answers with an invented date, {self.mean('words'):.1f} words; the chosen "
+            f"answer is likelier in {self.chosen_likelier_share:.0%} of the pairs"
+        )
+
+    @property
+    def chosen_likelier_share(self) -> float:
+        """Return the share of pairs whose chosen answer is likelier, whatever the reference finds."""
+        return fmean(chosen > rejected for chosen, rejected in self.log_probs)
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Return the metrics for the record; before training all rewards are 0."""
+        rewards = self.rewards
+        return {
+            "preference_accuracy": fmean(chosen > rejected for chosen, rejected in rewards),
+            "reward_margin": fmean(chosen - rejected for chosen, rejected in rewards),
+            "chosen_reward": fmean(chosen for chosen, _ in rewards),
+            "chosen_likelier_share": self.chosen_likelier_share,
+            "facts_said_share": self.facts_said_share,
+            "invented_dates_share": self.mean("invents_a_date"),
+            "words": self.mean("words"),
+            "questions": len(self.answers),
+        }
+
+
+def evaluate_preferences(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    log: RunRecorder,
+    when: str,
+    reference: PreferenceEvaluation | None = None,
+) -> PreferenceEvaluation:
+    """Answer each prompt greedily, and find how likely its two given answers are; every rank takes its share.
+
+    `reference`: what was found before training. Rank 0 writes predictions_`when`.csv into the results folder.
+    """
+    answers, _ = answer_rows(model, tokenizer, rows, log, when)
+    log_probs = log_probs_of(model, tokenizer, rows, log, when)
+    scored = [
+        scored_answer(number, row, answer, pair)
+        for number, (row, answer, pair) in enumerate(zip(rows, answers, log_probs, strict=True))
+    ]
+    before = reference.log_probs if reference else log_probs
+    evaluation = PreferenceEvaluation(scored, log_probs, before, log.run.beta)
+    report_evaluation(evaluation, rows, log, when)
+    return evaluation
+
+
+@torch.no_grad()
+def log_probs_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], log: RunRecorder, when: str
+) -> list[Pair]:
+    """Return the log-probabilities of each row's chosen and rejected answer, the same on every rank."""
+    pairs = encode_pairs(list(rows), tokenizer)
+    collate = PairCollator(tokenizer.pad_token_id)
+    with_chunked_head(model)
+
+    def found(numbers: list[int]) -> Iterable[Pair]:
+        batch = collate([pairs[number] for number in numbers])
+        on_device = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask", "completion_mask")}
+        return zip(*(each.tolist() for each in answer_log_probs(model, on_device)), strict=True)
+
+    return predict_rows(log, list(map(tokens_in, pairs)), "pairs", when, found, model)
+
+
+def with_chunked_head(model: PreTrainedModel, outputs: tuple[str, ...] = ("log_probs",)) -> None:
+    """Give a model TRL's head, once: it finds the log-probabilities of labels, and never holds whole logits."""
+    set_tile(model)
+    if not hasattr(model, "has_chunked_head"):
+        add_fused_lm_head(model, outputs=outputs)
+        model.has_chunked_head = True
+
+
+def set_tile(model: PreTrainedModel) -> None:
+    """Make TRL's buffer of logits no wider than the vocabulary; it has 32,768 columns, however small that is."""
+    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(TILE_COLUMNS, model.config.get_text_config().vocab_size)
+
+
+def scored_answer(number: int, row: Row, answer: str, log_probs: Pair) -> ScoredAnswer:
+    """Return a line of the predictions file."""
+    return {
+        "row": number,
+        "question": question_of(row),
+        "reference": answer_of(row),
+        "rejected": row["rejected"][0]["content"],
+        "answer": answer,
+        "facts": len(row.get("facts", [])),
+        "facts_said": facts_in(answer, row),
+        "invents_a_date": bool(invented_years(answer, row)),
+        "words": len(answer.split()),
+        "chosen_log_prob": log_probs[0],
+        "rejected_log_prob": log_probs[1],
+    }
+
+
+def invented_years(answer: str, row: Row) -> list[str]:
+    """Return the years (1000 to 2099) in an answer that its prompt does not name."""
+    prompt = " ".join(message["content"] for message in row["messages"][:-1])
+    return [year for year in YEAR.findall(answer) if year not in prompt]
