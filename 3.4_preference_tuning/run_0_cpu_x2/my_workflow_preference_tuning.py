@@ -1,0 +1,72 @@
+"""Preference tuning by DPO: LoRA or full fine-tuning, on one device or with DDP.
+
+From this folder:
+    python my_workflow_preference_tuning.py
+    python my_workflow_preference_tuning.py --technique full
+    python my_workflow_preference_tuning.py --technique lora --parallel ddp
+    python my_workflow_preference_tuning.py --technique lora --exchange_answers --run_name lora-exchanged
+    python my_workflow_preference_tuning.py --all
+
+`python` starts as many ranks as the setting has. A setting is this folder's run with (1) LoRA's own recipe and (2) the
+pairs of a step given to the devices. Against 2.1: (3) rows are pairs of answers, and TRL's DPO takes the steps, (4) the
+given answers are compared, beside the model's own.
+"""
+
+import sys
+from functools import partial
+
+from my_utils_preference_tuning import draw_rewards, say_reference
+
+from common.base.run_config import RunConfig
+from common.checks.folder_runs import setting_of
+from common.checks.run_start import run_started
+from common.records.store import Record
+from common.tasks.preferences import evaluate_preferences
+from common.training.steps import build_trainer, load, record, save, score_after, score_before, train
+from common.variants import run_settings_from_command_line
+
+RUN = RunConfig(
+    task="preferences",
+    technique="full",
+    parallel="ddp",
+    run_folder="3.4_preference_tuning/run_0_cpu_x2",
+    devices=2,
+    model="assets/embedded_labeller",
+    data="assets/preferences",
+    max_length=128,
+    per_device_train_batch_size=8,
+    num_train_epochs=1,
+    learning_rate=2e-5,
+    warmup_steps=0.05,
+    max_grad_norm=1.0,
+    eval_steps=0.2,
+    per_device_eval_batch_size=60,
+    max_new_tokens=40,
+)
+LORA = {"learning_rate": 4e-5, "lora_dropout": 0.0}  # (1)
+SETTINGS = [
+    ["--technique", technique, "--parallel", parallel]
+    for technique in ("full", "lora")
+    for parallel in ("single", "ddp")
+]
+"""What `--all` runs."""
+
+defaults_for = partial(setting_of, RUN, LORA)  # (2)
+
+
+def workflow(run: RunConfig) -> Record:
+    """Take all steps of the run, on this rank."""
+    with run_started(run) as log:
+        model, tokenizer, data = load(log)
+        before = score_before(log, tokenizer, data, evaluate_preferences, model)  # (4)
+        trainer = build_trainer(log, model, tokenizer, data)  # (3)
+        say_reference(log, trainer)
+        trained = train(log, trainer)
+        tuned, differences = save(log, trainer, tokenizer)
+        after = score_after(log, tuned, tokenizer, data, partial(evaluate_preferences, reference=before))
+        draw_rewards(log, before, after)
+        return record(log, before, after, **trained, largest_logit_differences=differences)
+
+
+if __name__ == "__main__":
+    run_settings_from_command_line(sys.modules[__name__])

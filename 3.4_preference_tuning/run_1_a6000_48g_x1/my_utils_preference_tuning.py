@@ -1,0 +1,35 @@
+"""What only this folder needs: a word on the reference, and a picture of the rewards."""
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+from common.runtime.recorder import RunRecorder
+from common.tasks.preferences import PreferenceEvaluation
+from common.training.trainer import AuditedTrainer
+
+
+def say_reference(log: RunRecorder, trainer: AuditedTrainer) -> None:
+    """Print how many weights are trained, and where the reference is."""
+    weights = list(trainer.model.parameters())
+    trained, total = (sum(each.numel() for each in weights if each.requires_grad or every) for every in (False, True))
+    if log.run.method.has_adapters:
+        reference = "this model with its adapters switched off"
+    else:
+        reference = "this model before its first step, whose log-probabilities of all answers are found now"
+    if log.rank.is_main:
+        print(f"trained: {trained:,} of {total:,} weights; the reference is {reference}")
+
+
+def draw_rewards(log: RunRecorder, before: PreferenceEvaluation, after: PreferenceEvaluation) -> Figure | None:
+    """Draw how likely both given answers were before and are after, and write it into the results folder; on rank 0."""
+    if not log.rank.is_main:
+        return None
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), sharex=True, sharey=True, layout="constrained")
+    for axis, evaluation, when in zip(axes, (before, after), ("before", "after"), strict=True):
+        chosen, rejected = zip(*evaluation.log_probs, strict=True)
+        axis.scatter(rejected, chosen, s=8, alpha=0.6)
+        axis.axline((0, 0), slope=1, color="grey", linewidth=0.8)
+        axis.set(title=f"{when} tuning", xlabel="log-probability of the rejected answer")
+    axes[0].set_ylabel("log-probability of the chosen answer")
+    figure.savefig(log.folder / "rewards.png", dpi=100)
+    return figure
