@@ -1,0 +1,149 @@
+"""The tables of preference tuning (3.4): what each setting learnt of pairs, and what its answers became."""
+
+from collections.abc import Callable, Iterable
+from itertools import product
+from statistics import fmean
+
+import pandas as pd
+
+from common.base.run_folders import run_folders
+from common.base.specs import PARALLELISMS, TECHNIQUES
+from common.records.store import Record
+from common.reporting.rows import (
+    NOT_RUN,
+    PLANNED,
+    STRONG,
+    Metric,
+    Row,
+    baseline_of,
+    by_setting,
+    clock,
+    completed,
+    device_of,
+    devices_of,
+    kind_name,
+    kind_of,
+    model_of,
+    over_seeds,
+    planned_memory,
+)
+from common.reporting.screen import fitted
+
+ACCURACY, REWARD = "Accuracy of preferences", "Reward of the chosen"
+DATES, FACTS, WORDS = "Invented dates", "Facts said", "Words"
+BRIEF = {
+    "Setting": "Setting",
+    ACCURACY: "Accuracy",
+    DATES: "Invented dates",
+    FACTS: "Facts",
+    WORDS: "Words",
+    "Training time": "Time",
+    PLANNED: "Peak GiB, planned / measured",
+}
+"""Of the tables' columns those that fit a terminal, and what they are called there."""
+METRICS = (
+    Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
+    Metric("invented_dates_share", "invented dates", "lower", "{:.0%}"),
+    Metric("preference_accuracy", "accuracy of preferences", "higher", "{:.3f}"),
+    Metric("reward_margin", "reward margin", "higher", "{:.2f}"),
+)
+SHARED = {"preferences-front": ("Model", "Machine")}
+
+
+def preferring(records: Iterable[Record]) -> list[Record]:
+    """Return the completed runs on pairs, in the order of folders and settings, each control after its setting."""
+    order = list(product(TECHNIQUES, PARALLELISMS))
+    runs = completed(records, reporting=__name__)
+    return sorted(runs, key=lambda r: (r["run_folder"], order.index(kind_of(r)), r["config"]["exchange_answers"]))
+
+
+def settings_of(records: Iterable[Record]) -> list[list[Record]]:
+    """Return the runs grouped by their setting; those of a notebook are left to it."""
+    return by_setting(run for run in preferring(records) if run["launcher"] in ("python", "torchrun", "acclaunch"))
+
+
+def settings_table(records: list[Record]) -> pd.DataFrame:
+    """Return the table of 3.4: every setting that was run, and the GPU folders that were not."""
+    measured = [_measured(runs, records) for runs in settings_of(records)]
+    return pd.DataFrame([*measured, *_not_run(records)]).fillna(NOT_RUN)
+
+
+def front(records: list[Record]) -> pd.DataFrame:
+    """Return the measured settings in brief, for a page of all results."""
+    return pd.DataFrame(
+        {
+            "Model": row["Model"],
+            "Machine": device_of(runs[0]),
+            **{name: row[name] for name in ("Setting", "Seeds", ACCURACY, DATES, FACTS)},
+            "Time": row["Training time"],
+        }
+        for runs in settings_of(records)
+        for row in [_measured(runs, records)]
+    )
+
+
+def _measured(runs: list[Record], records: list[Record]) -> Row:
+    first = runs[0]
+    is_single = PARALLELISMS[first["parallel"]].is_single
+    baseline = first if is_single else baseline_of(first, records, STRONG)
+    speedup = f"{baseline['train_time_s'] / first['train_time_s']:.2f}x" if baseline else "no run on one device"
+    return {
+        "Setting": name_of(first),
+        "Figures": "measured",
+        "Model": model_of(first),
+        "Devices": devices_of(first),
+        "Seeds": str(len(runs)),
+        ACCURACY: over_seeds([run["quality"]["after"]["preference_accuracy"] for run in runs], "{:.3f}"),
+        REWARD: over_seeds([run["quality"]["after"]["chosen_reward"] for run in runs], "{:+.2f}"),
+        DATES: changed(runs, "invented_dates_share", "{:.1f}", times=100),
+        FACTS: changed(runs, "facts_said_share", "{:.1f}", times=100),
+        WORDS: changed(runs, "words", "{:.1f}"),
+        "Training time": clock(fmean(run["train_time_s"] for run in runs)),
+        "Speed-up": speedup,
+        PLANNED: planned_memory(first),
+        "Command": f"`{first['command']}`",
+    }
+
+
+def name_of(run: Record) -> str:
+    """Return what a setting is called; a control learns the rejected answers."""
+    control = ", exchanged (control)" if run["config"]["exchange_answers"] else ""
+    return kind_name(*kind_of(run)) + control
+
+
+def changed(runs: list[Record], name: str, form: str, times: float = 1) -> str:
+    """Return a figure before tuning, and after it over the seeds: `91.2 to 0.3 (0.0 to 0.8)`."""
+    before, after = ([run["quality"][when][name] for run in runs] for when in ("before", "after"))
+    if None in before:
+        return "no facts"
+    return f"{form.format(times * fmean(before))} to {over_seeds([times * each for each in after], form)}"
+
+
+def _not_run(records: list[Record]) -> list[Row]:
+    done = {record["run_folder"] for record in preferring(records)}
+    return [
+        {
+            "Setting": kind_name(run.technique, run.parallel),
+            "Model": run.model,
+            "Figures": NOT_RUN,
+            "Devices": f"{run.gpu} x{run.devices}",
+        }
+        for run in run_folders().values()
+        if run.goal.reporting == __name__ and run.device == "cuda" and run.run_folder not in done
+    ]
+
+
+def results_text(records: list[Record]) -> str:
+    """Return the table of the last runs on this machine, for a terminal."""
+    rows = [_measured([run], records) for run in preferring(records)]
+    if not rows:
+        return "no run on pairs of answers is completed yet"
+    table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
+    return fitted(list(table.columns), table.to_numpy().tolist())
+
+
+TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
+    "preferences-settings": settings_table,
+    "preferences-front": front,
+}
+"""By the names of their markers."""
