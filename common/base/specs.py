@@ -166,6 +166,7 @@ class Task:
         tokenizer: The folder in assets whose tokenizer stands in where weights are random.
         folder_for_one: The technique folder that does it on one device; empty = its technique's.
         results: What returns a terminal's table of runs, as `module:function`; empty = they stand in that of all chats.
+        named_by: Parts of a run's default name, of `NAME_PARTS` in `common.records.store`: what tells its runs apart.
         classifies: A row has one label; else tokens are predicted.
         summarizes: A row has a text to read and another one to write, by an encoder-decoder.
         sees: A row is a conversation about a picture, which a vision tower turns into tokens of the decoder.
@@ -184,6 +185,7 @@ class Task:
     tokenizer: str = "embedded_base"
     folder_for_one: str = ""
     results: str = ""
+    named_by: tuple[str, ...] = ("sharing", "batch")
     classifies: bool = False
     summarizes: bool = False
     sees: bool = False
@@ -340,6 +342,7 @@ TASKS = {
             rows="common.data.texts:labelled_rows",
             folder_for_one="3.1_text_classification",
             results="common.reporting.classification:results_text",
+            named_by=("technique", "parallel", "micro_batches", "rows"),
             classifies=True,
         ),
         Task(
@@ -355,6 +358,7 @@ TASKS = {
             rows="common.data.texts:summary_rows",
             folder_for_one="3.2_summarization",
             results="common.reporting.summarization:results_text",
+            named_by=("loop", "devices"),
             summarizes=True,
         ),
         Task(
@@ -369,6 +373,7 @@ TASKS = {
             tokenizer="embedded_vision_base",
             folder_for_one="3.3_visual_question_answering",
             results="common.reporting.pictures:results_text",
+            named_by=("technique", "parallel", "rows"),
             sees=True,
         ),
     )
