@@ -165,7 +165,8 @@ class Task:
         limited: Settings, in tokens, that must not exceed the positions of the model.
         tokenizer: The folder in assets whose tokenizer stands in where weights are random.
         folder_for_one: The technique folder that does it on one device; empty = its technique's.
-        results: What returns a terminal's table of runs, as `module:function`; empty = they stand in that of all chats.
+        reporting: The module with tables of its own runs, an `OwnTables` of `common.reporting.rows`; empty = its
+            runs stand in the tables that all chats share.
         named_by: Parts of a run's default name, of `NAME_PARTS` in `common.records.store`: what tells its runs apart.
         classifies: A row has one label; else tokens are predicted.
         summarizes: A row has a text to read and another one to write, by an encoder-decoder.
@@ -184,7 +185,7 @@ class Task:
     limited: tuple[str, ...] = ()
     tokenizer: str = "embedded_base"
     folder_for_one: str = ""
-    results: str = ""
+    reporting: str = ""
     named_by: tuple[str, ...] = ("sharing", "batch")
     classifies: bool = False
     summarizes: bool = False
@@ -193,8 +194,18 @@ class Task:
     @property
     def title(self) -> str:
         """Its folder as a title: `Text classification (3.1)`."""
-        number, _, words = self.folder_for_one.partition("_")
-        return f"{words.replace('_', ' ').capitalize()} ({number})"
+        _, _, words = self.folder_for_one.partition("_")
+        return f"{words.replace('_', ' ').capitalize()} ({self.number})"
+
+    @property
+    def number(self) -> str:
+        """The number of its folder: `3.1`; empty = it has those of its techniques."""
+        return self.folder_for_one.partition("_")[0]
+
+    @property
+    def has_own_tables(self) -> bool:
+        """Whether its runs stand in tables of its own, and not in those that all chats share."""
+        return bool(self.reporting)
 
     @property
     def converses(self) -> bool:
@@ -341,7 +352,7 @@ TASKS = {
             objective="common.tasks.classification:CLASSES",
             rows="common.data.texts:labelled_rows",
             folder_for_one="3.1_text_classification",
-            results="common.reporting.classification:results_text",
+            reporting="common.reporting.classification",
             named_by=("technique", "parallel", "micro_batches", "rows"),
             classifies=True,
         ),
@@ -357,7 +368,7 @@ TASKS = {
             objective="common.tasks.summarization:SUMMARIES",
             rows="common.data.texts:summary_rows",
             folder_for_one="3.2_summarization",
-            results="common.reporting.summarization:results_text",
+            reporting="common.reporting.summarization",
             named_by=("loop", "devices"),
             summarizes=True,
         ),
@@ -372,7 +383,7 @@ TASKS = {
             rows="common.data.pictured_rows:row_kind",
             tokenizer="embedded_vision_base",
             folder_for_one="3.3_visual_question_answering",
-            results="common.reporting.pictures:results_text",
+            reporting="common.reporting.pictures",
             named_by=("technique", "parallel", "rows"),
             sees=True,
         ),
