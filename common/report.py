@@ -14,7 +14,6 @@ Every row is `measured` (from a committed record), `published` (with its source)
 import argparse
 import json
 import sys
-from pkgutil import resolve_name
 
 from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
@@ -23,7 +22,7 @@ from common.base.paths import REPOSITORY
 from common.base.specs import TASKS
 from common.records.store import kept_records
 from common.reporting.page import PAGE, open_page, page_of, write_page
-from common.reporting.rows import called, results_of_this_machine, task_of
+from common.reporting.rows import called, own_tables, results_of_this_machine, task_of
 from common.reporting.screen import on_screen
 from common.reporting.tables import LEGEND, TABLES, readmes, rendered, side_by_side, with_tables
 
@@ -76,19 +75,19 @@ def _results(options: argparse.Namespace) -> str:
     if options.results:
         found = called(found, options.results)
     shown = [run for run in found if run["status"] == "completed" or options.results or options.failed]
-    chats = [run for run in shown if TASKS[task_of(run)].chats]
+    in_common = [run for run in shown if not TASKS[task_of(run)].has_own_tables]
     if options.json:
-        return side_by_side(chats).to_json(indent=2)
+        return side_by_side(in_common).to_json(indent=2)
     hidden = len(found) - len(shown)
     parts = [f"{hidden} runs that did not complete are hidden: name them, or pass --failed"] if hidden else []
-    if chats:
-        parts += [on_screen(side_by_side(chats)), LEGEND]
+    if in_common:
+        parts += [on_screen(side_by_side(in_common)), LEGEND]
     done = {task_of(run) for run in shown if run["status"] == "completed"}
     for name, task in TASKS.items():
-        if task.results and name in done:
-            parts += [task.title, resolve_name(task.results)(shown)]
+        if task.has_own_tables and name in done:
+            parts += [task.title, own_tables(task).results_text(shown)]
     parts += [f"{run['run_name']}: {run['status']} ({run.get('error', '')[:60]})" for run in shown
-              if run["status"] != "completed" and run not in chats]  # fmt: skip
+              if run["status"] != "completed" and run not in in_common]  # fmt: skip
     return "\n\n".join(parts)
 
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from types import ModuleType
 
 from common.base.command_line import ended_by_one_sentence
@@ -16,7 +15,7 @@ from common.base.parsing import settings_parser
 from common.checks.folder_runs import first_options, name_of, run_of_arguments
 from common.checks.inputs import check_inputs
 from common.launch import run_or_launch
-from common.reporting.rows import clock, results_of_this_machine
+from common.reporting.rows import clock, own_tables, results_of_this_machine
 from common.runtime.launchers import ranks_command, stream_command
 
 
@@ -67,7 +66,7 @@ def run_all(workflow: ModuleType, is_quick: bool, overrides: Sequence[str]) -> i
             failed.append(name)
     done = {(run.run_folder, name) for run, name in zip(runs, names, strict=True)}
     records = [each for each in results_of_this_machine() if (each["run_folder"], each["run_name"]) in done]
-    results_text = resolve_name(workflow.RUN.goal.results)
+    results_text = own_tables(workflow.RUN.goal).results_text
     print(f"\n== all settings: {clock(time.perf_counter() - start_s)}\n\n{results_text(records)}")
     if failed:
         print(f"error: {len(failed)} of {len(names)} settings failed: {', '.join(failed)}", file=sys.stderr)

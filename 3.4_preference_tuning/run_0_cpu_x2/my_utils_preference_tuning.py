@@ -1,15 +1,15 @@
-"""What only this folder needs: a word on the reference, and a picture of the rewards."""
+"""What only this folder needs: the reference, and a picture of the rewards."""
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from common.runtime.recorder import RunRecorder
 from common.tasks.preferences import PreferenceEvaluation
-from common.training.trainer import AuditedTrainer
+from common.training.preferences import PreferenceTrainer
 
 
-def say_reference(log: RunRecorder, trainer: AuditedTrainer) -> None:
-    """Print how many weights are trained, and where the reference is."""
+def find_reference(log: RunRecorder, trainer: PreferenceTrainer) -> None:
+    """Say how many weights are trained and where the reference is; in full fine-tuning find its log-probabilities."""
     weights = list(trainer.model.parameters())
     trained, total = (sum(each.numel() for each in weights if each.requires_grad or every) for every in (False, True))
     if log.run.method.has_adapters:
@@ -18,6 +18,8 @@ def say_reference(log: RunRecorder, trainer: AuditedTrainer) -> None:
         reference = "this model before its first step, whose log-probabilities of all answers are found now"
     if log.rank.is_main:
         print(f"trained: {trained:,} of {total:,} weights; the reference is {reference}")
+    with log.phase("reference"):
+        trainer.find_reference()
 
 
 def draw_rewards(log: RunRecorder, before: PreferenceEvaluation, after: PreferenceEvaluation) -> Figure | None:

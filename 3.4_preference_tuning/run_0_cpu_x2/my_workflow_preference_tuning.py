@@ -15,7 +15,7 @@ given answers are compared, beside the model's own.
 import sys
 from functools import partial
 
-from my_utils_preference_tuning import draw_rewards, say_reference
+from my_utils_preference_tuning import draw_rewards, find_reference
 
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import setting_of
@@ -60,7 +60,7 @@ def workflow(run: RunConfig) -> Record:
         model, tokenizer, data = load(log)
         before = score_before(log, tokenizer, data, evaluate_preferences, model)  # (4)
         trainer = build_trainer(log, model, tokenizer, data)  # (3)
-        say_reference(log, trainer)
+        find_reference(log, trainer)
         trained = train(log, trainer)
         tuned, differences = save(log, trainer, tokenizer)
         after = score_after(log, tuned, tokenizer, data, partial(evaluate_preferences, reference=before))

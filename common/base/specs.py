@@ -169,7 +169,9 @@ class Task:
         trainer: Its class of `common.training.trainer.AuditedTrainer`, as `module:name`.
         strategy: Its class of `common.training.strategy.Strategy` with parallelisms that name none, as `module:name`.
         memory: Its class of `common.planning.memory_plan.DeviceSums`, the closed form of a step, as `module:name`.
-        results: What returns a terminal's table of runs, as `module:function`; empty = they stand in that of all chats.
+        reporting: The module with tables of its own runs, an `OwnTables` of `common.reporting.rows`; empty = its
+            runs stand in the tables that all chats share.
+        named_by: Parts of a run's default name, of `NAME_PARTS` in `common.records.store`: what tells its runs apart.
         classifies: A row has one label; else tokens are predicted.
         summarizes: A row has a text to read and another one to write, by an encoder-decoder.
         sees: A row is a conversation about a picture, which a vision tower turns into tokens of the decoder.
@@ -194,7 +196,8 @@ class Task:
     trainer: str = "common.training.trainer:AuditedTrainer"
     strategy: str = "common.training.strategy:WholeModel"
     memory: str = "common.planning.memory_plan:DeviceSums"
-    results: str = ""
+    reporting: str = ""
+    named_by: tuple[str, ...] = ("sharing", "batch")
     classifies: bool = False
     summarizes: bool = False
     sees: bool = False
@@ -203,14 +206,24 @@ class Task:
     @property
     def title(self) -> str:
         """Its folder as a title: `Text classification (3.1)`."""
-        number, _, words = self.folder_for_one.partition("_")
-        return f"{words.replace('_', ' ').capitalize()} ({number})"
+        _, _, words = self.folder_for_one.partition("_")
+        return f"{words.replace('_', ' ').capitalize()} ({self.number})"
+
+    @property
+    def number(self) -> str:
+        """The number of its folder: `3.1`; empty = it has those of its techniques."""
+        return self.folder_for_one.partition("_")[0]
+
+    @property
+    def has_own_tables(self) -> bool:
+        """Whether its runs stand in tables of its own, and not in those that all chats share."""
+        return bool(self.reporting)
 
     @property
     def place(self) -> str:
         """Its folder in a sentence: `3.1 (text classification)`."""
-        number, _, words = self.folder_for_one.partition("_")
-        return f"{number} ({words.replace('_', ' ')})"
+        _, _, words = self.folder_for_one.partition("_")
+        return f"{self.number} ({words.replace('_', ' ')})"
 
     @property
     def converses(self) -> bool:
@@ -374,7 +387,8 @@ TASKS = {
             folder_for_one="3.1_text_classification",
             rows_are="texts with labels",
             told_by=(("text", "label"),),
-            results="common.reporting.classification:results_text",
+            reporting="common.reporting.classification",
+            named_by=("technique", "parallel", "micro_batches", "rows"),
             classifies=True,
         ),
         Task(
@@ -392,7 +406,8 @@ TASKS = {
             folder_for_one="3.2_summarization",
             rows_are="texts with summaries",
             told_by=(("text", "summary"), ("dialogue", "summary")),
-            results="common.reporting.summarization:results_text",
+            reporting="common.reporting.summarization",
+            named_by=("loop", "devices"),
             summarizes=True,
         ),
         Task(
@@ -406,7 +421,8 @@ TASKS = {
             rows="common.data.pictured_rows:row_kind",
             tokenizer="embedded_vision_base",
             folder_for_one="3.3_visual_question_answering",
-            results="common.reporting.pictures:results_text",
+            reporting="common.reporting.pictures",
+            named_by=("technique", "parallel", "rows"),
             sees=True,
         ),
         Task(
@@ -425,6 +441,8 @@ TASKS = {
             rows_are="pairs of answers (to learn the chosen ones alone, rename that column to completion, or to "
             "messages where it holds whole conversations)",
             told_by=(("chosen", "rejected"),),
+            reporting="common.reporting.preferences",
+            named_by=("technique", "parallel", "exchange_answers", "rows"),
             compares=True,
         ),
     )

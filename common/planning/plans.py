@@ -387,7 +387,8 @@ def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> 
     """Return the parallelisms that this repository uses with the technique and so many devices."""
     task = batch.goal
     suggested = [name for name, each in PARALLELISMS.items() if technique in each.suggested_for]
-    usual = suggested if task.chats or technique not in task.techniques else task.parallelisms
+    has_own_list = task.folder_for_one != "" and technique in task.techniques  # else the planner's suggestions hold
+    usual = task.parallelisms if has_own_list else suggested
     return tuple(name for name in usual if PARALLELISMS[name].is_single == (len(cluster.gpus) == 1))
 
 

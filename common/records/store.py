@@ -6,6 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,18 @@ PLAN_TOLERANCE = 0.1  # share by which a device's peak may differ from its plan 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "bitsandbytes", "evaluate", "deepspeed")
 
 Record = dict[str, Any]
+
+NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
+    "sharing": lambda run: run.sharing if run.is_sharded else "",
+    "batch": lambda run: f"batch{run.per_device_train_batch_size}",
+    "technique": lambda run: run.technique,
+    "parallel": lambda run: run.parallel,
+    "micro_batches": lambda run: f"micro{run.micro_batches}" if run.parallelism.pipelines else "",
+    "rows": lambda run: f"{run.train_rows}rows" if run.train_rows > 0 else "",  # of --quick: not to be taken for all
+    "loop": lambda run: run.loop,
+    "devices": lambda run: f"x{run.devices}",
+}
+"""What `Task.named_by` chooses from, beside settings that are true or false; an empty part is left out."""
 
 
 def settings_anywhere(run: RunConfig) -> dict[str, object]:
@@ -63,14 +76,8 @@ def fit_to_be_kept(record: Record) -> Record:
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
     """Return what a run without a name is called; a workflow with several parallelisms or loops names them."""
-    if run.goal.classifies or run.goal.sees:
-        parts = f"-micro{run.micro_batches}" if run.parallelism.pipelines else ""
-        rows = f"-{run.train_rows}rows" if run.train_rows > 0 else ""  # of --quick: not to be taken for the whole
-        return f"{launcher}-{run.technique}-{run.parallel}{parts}{rows}-seed{run.seed}"
-    if run.goal.summarizes:
-        return f"{launcher}-{run.loop}-x{run.devices}-seed{run.seed}"
-    sharding = f"{run.sharing}-" if run.is_sharded else ""
-    return f"{launcher}-{sharding}batch{run.per_device_train_batch_size}-seed{run.seed}"
+    parts = (NAME_PARTS[part](run) if part in NAME_PARTS else part * getattr(run, part) for part in run.goal.named_by)
+    return "-".join([launcher, *filter(None, parts), f"seed{run.seed}"])
 
 
 def environment(run: RunConfig) -> dict[str, object]:

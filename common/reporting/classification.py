@@ -1,6 +1,6 @@
 """The tables of text classification (3.1): every setting with its accuracy, memory, time and speed-up."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 
 import pandas as pd
@@ -9,10 +9,12 @@ from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
 from common.reporting.rows import (
+    GIB_PER_DEVICE,
     NOT_PUBLISHED,
     NOT_RUN,
     PLANNED,
     STRONG,
+    Metric,
     Row,
     baseline_of,
     by_setting,
@@ -44,16 +46,20 @@ BRIEF = {
     PLANNED: "Peak GiB, planned / measured",
 }
 """Of the tables' columns those that fit a terminal, and what they are called there."""
-
-FRONT_SHARED = ("Technique", "Model", "Epochs", "Machine")
-"""Columns of `front` whose values stand above its tables."""
+METRICS = (
+    Metric("accuracy", "test accuracy", "higher", "{:.4f}"),
+    Metric("macro_f1", "test macro-F1", "higher", "{:.4f}"),
+)
+SHARED = {"classification-front": ("Technique", "Model", "Epochs", "Machine")}
+SHORTER = {" fine-tuning with": " with", ", 1 micro-batch (naive MP)": ", naive", " micro-batches": " parts"}
+"""In names of settings, where a table is narrow."""
 
 
 def classified(records: Iterable[Record]) -> list[Record]:
     """Return the completed classification runs, in the order of folders and settings."""
     order = list(product(TECHNIQUES, PARALLELISMS))
     return sorted(
-        completed(records, goal="classifies"),
+        completed(records, reporting=__name__),
         key=lambda r: (r["run_folder"], order.index(kind_of(r)), r["config"]["micro_batches"]),
     )
 
@@ -154,6 +160,18 @@ def _details(record: Record) -> Row:
     }
 
 
+def found(records: list[Record]) -> pd.DataFrame:
+    """Return the narrow table of 3.1: published and measured settings."""
+    table = settings_table(records)
+    table = table[table["Figures"] != NOT_RUN].assign(Figures=table["Figures"].str.partition(":")[0])
+    names = {"Best accuracy": "Accuracy", "Training's peak memory per device (GiB)": GIB_PER_DEVICE}
+    table["Devices"] = table["Devices"].str.replace(", 1 thread", "")
+    for long, short in SHORTER.items():
+        table["Setting"] = table["Setting"].str.replace(long, short)
+    columns = ["Setting", "Figures", "Devices", *names, "Training time"]
+    return table[columns].rename(columns=names).sort_values("Figures", ascending=False, kind="stable")
+
+
 def _not_run(records: list[Record]) -> list[Row]:
     done = {record["run_folder"] for record in classified(records)}
     return [
@@ -164,7 +182,7 @@ def _not_run(records: list[Record]) -> list[Row]:
             "Devices": f"{run.gpu} x{1 if PARALLELISMS[parallel].is_single else run.devices}",
         }
         for run in run_folders().values()
-        if run.goal.classifies and run.run_folder not in done
+        if run.goal.reporting == __name__ and run.run_folder not in done
         for technique, parallel in product(run.goal.techniques, run.goal.parallelisms)
     ]
 
@@ -197,3 +215,12 @@ def results_text(records: list[Record]) -> str:
         return "no classification run is completed yet"
     table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
     return fitted(list(table.columns), table.to_numpy().tolist())
+
+
+TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
+    "classification-settings": settings_table,
+    "classification-details": details_table,
+    "classification-front": front,
+    "found 3.1": found,
+}
+"""By the names of their markers."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -13,7 +14,7 @@ from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, not_meant_for
 from common.records.store import RECORD_NAME, Record, load_record
-from common.reporting.rows import METRICS, OFF, called, clock, model_of, result_files, step_s, task_of
+from common.reporting.rows import OFF, called, clock, metrics_of, model_of, result_files, step_s, task_of
 from common.reporting.screen import fitted, screen_width
 
 NAMES = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
@@ -85,7 +86,7 @@ class Comparison:
                 lambda run, name=metric.name: [run["quality"][when][name] for when in ("before", "after")],
                 lambda pair, form=metric.shown: " -> ".join(OFF if v is None else form.format(v) for v in pair),
             )
-            for metric in METRICS
+            for metric in dict.fromkeys(chain.from_iterable(map(metrics_of, self.runs)))
         ]
         lines += [
             self.line("best validation accuracy (higher is better)", lambda run: run["best_accuracy"], "{:.4f}".format),

@@ -14,17 +14,17 @@ import pandas as pd
 
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
-from common.base.specs import PARALLELISMS
+from common.base.specs import PARALLELISMS, TASKS
 from common.hardware.devices import GIB, MIB
 from common.planning.plans import DEFAULT_ROWS_PER_EPOCH, plan_run
 from common.records.store import Record
-from common.reporting import classification, summarization
 from common.reporting.full import recipes
 from common.reporting.rows import (
     FULL,
     FULL_DDP,
     FULL_MP,
     FULL_PP,
+    GIB_PER_DEVICE,
     LORA,
     LORA_DDP,
     NOT_RUN,
@@ -48,7 +48,6 @@ from common.reporting.rows import (
     short_devices_of,
 )
 
-GIB_PER_DEVICE = "GiB per device"
 SPEEDUP, IN_TRAINING, BASE_WEIGHTS, HELD = "Speed-up", "In training", "Weights", "Held by each"
 COMPARED: dict[str, tuple[tuple[Kind, ...], str]] = {
     "2.1": ((LORA,), IN_TRAINING),
@@ -173,50 +172,6 @@ def _published(result: dict[str, object], baseline: dict[str, object], gain: str
     }
 
 
-SHORTER = {" fine-tuning with": " with", ", 1 micro-batch (naive MP)": ", naive", " micro-batches": " parts"}
-"""In names of 3.1's settings."""
-
-
-def found_classes(records: list[Record]) -> pd.DataFrame:
-    """Return the narrow table of 3.1: published and measured settings."""
-    table = classification.settings_table(records)
-    table = table[table["Figures"] != NOT_RUN].assign(Figures=table["Figures"].str.partition(":")[0])
-    names = {"Best accuracy": "Accuracy", "Training's peak memory per device (GiB)": GIB_PER_DEVICE}
-    table["Devices"] = table["Devices"].str.replace(", 1 thread", "")
-    for long, short in SHORTER.items():
-        table["Setting"] = table["Setting"].str.replace(long, short)
-    columns = ["Setting", "Figures", "Devices", *names, "Training time"]
-    return table[columns].rename(columns=names).sort_values("Figures", ascending=False, kind="stable")
-
-
-def found_summaries(records: list[Record]) -> pd.DataFrame:
-    """Return the narrow table of 3.2: published machines with their bills, then each version of the loop."""
-    published = [
-        {
-            "Way": "one machine" if each["machines"] == 1 else f"{each['machines']} machines",
-            "Figures": "published estimate" if each["estimated"] else "published",
-            "Devices": f"{each['machine']} x{each['machines']}",
-            "ROUGE-L": "not published",
-            "Training time": clock(clock_seconds(each["time"])),
-            "USD": f"{each['bill_usd']:.2f}",
-        }
-        for each in published_results(metric="bill_usd")
-    ]
-    loops = by_setting(summarization.summarized(records))
-    return pd.DataFrame([*published, *map(_loop, loops)])
-
-
-def _loop(runs: list[Record]) -> Row:
-    return {
-        "Way": summarization.LOOPS[runs[0]["config"]["loop"]],
-        "Figures": "measured",
-        "Devices": short_devices_of(runs[0]),
-        "ROUGE-L": over_seeds([run["quality"]["after"]["rougeL"] for run in runs], "{:.3f}"),
-        "Training time": clock(_mean_time_s(runs)),
-        "USD": "-",
-    }
-
-
 def needs(records: list[Record], number: str) -> pd.DataFrame:
     """Return what each run folder of a technique needs: projected for GPUs, measured on a CPU."""
     own = {folder: run for folder, run in run_folders().items() if folder.parent.name.startswith(number)}
@@ -272,10 +227,10 @@ def _needed_by_plan(run: RunConfig) -> Row:
     }
 
 
+OWN_FOLDERS = [task.number for task in TASKS.values() if task.number]
+"""Numbers of the folders of tasks that are not done in those of the techniques."""
 TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     **{f"found {number}": partial(found, number=number) for number in COMPARED},
-    "found 3.1": found_classes,
-    "found 3.2": found_summaries,
-    **{f"needs {number}": partial(needs, number=number) for number in (*COMPARED, "3.1", "3.2", "3.3")},
+    **{f"needs {number}": partial(needs, number=number) for number in (*COMPARED, *OWN_FOLDERS)},
 }
 """By the names of their markers."""

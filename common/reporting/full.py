@@ -157,7 +157,7 @@ def _gpu_folders(*kinds: Kind) -> list[tuple[str, RunConfig]]:
     return [
         (f"`{folder.name}`", run)
         for folder, run in run_folders().items()
-        if run.device == "cuda" and run.goal.chats and (run.technique, run.parallel) in kinds
+        if run.device == "cuda" and not run.goal.has_own_tables and (run.technique, run.parallel) in kinds
     ]
 
 

@@ -12,10 +12,9 @@ from common.planning.phases import TRAINING
 from common.records.store import Record
 from common.reporting.compare import settings_of
 from common.reporting.memory import compared_by_phase
-from common.reporting.rows import METRICS, device_of, model_of, task_of
+from common.reporting.rows import device_of, metrics_of, model_of, task_of
 
 GIB_DIGITS, QUALITY_DIGITS = 4, 4
-MAIN_METRICS = tuple(metric for metric in METRICS if metric.direction == "higher")
 
 Values = dict[str, Any]
 
@@ -94,8 +93,8 @@ def values_of(record: Record) -> Values:
 def _quality(record: Record) -> tuple[str | None, float | None, float | None]:
     """Return the main metric that the run has, before and after; None: data without facts have none."""
     before, after = (record["quality"][when] for when in ("before", "after"))
-    for metric in MAIN_METRICS:
-        if after.get(metric.name) is not None:
+    for metric in metrics_of(record):
+        if metric.direction == "higher" and after.get(metric.name) is not None:
             return metric.label, *(round(each[metric.name], QUALITY_DIGITS) for each in (before, after))
     return None, None, None
 

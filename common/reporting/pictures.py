@@ -1,6 +1,6 @@
 """The tables of questions about pictures (3.3): what each setting says right, and whether it looked."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 from statistics import fmean
 
@@ -10,6 +10,7 @@ from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
 from common.reporting.rows import (
+    ANSWER_METRICS,
     NOT_RUN,
     PLANNED,
     STRONG,
@@ -41,14 +42,14 @@ BRIEF = {
     PLANNED: "Peak GiB, planned / measured",
 }
 """Of the tables' columns those that fit a terminal, and what they are called there."""
-FRONT_SHARED = ("Model", "Machine")
-"""Columns of `front` whose values stand above its table."""
+METRICS = ANSWER_METRICS
+SHARED = {"pictures-front": ("Model", "Machine")}
 
 
 def answered(records: Iterable[Record]) -> list[Record]:
     """Return the completed runs about pictures, in the order of folders and settings."""
     order = list(product(TECHNIQUES, PARALLELISMS))
-    return sorted(completed(records, goal="sees"), key=lambda r: (r["run_folder"], order.index(kind_of(r))))
+    return sorted(completed(records, reporting=__name__), key=lambda r: (r["run_folder"], order.index(kind_of(r))))
 
 
 def settings_of(records: Iterable[Record]) -> list[list[Record]]:
@@ -133,7 +134,7 @@ def _not_run(records: list[Record]) -> list[Row]:
             "Devices": f"{run.gpu} x{run.devices}",
         }
         for run in run_folders().values()
-        if run.goal.sees and run.run_folder not in done
+        if run.goal.reporting == __name__ and run.run_folder not in done
     ]
 
 
@@ -144,3 +145,11 @@ def results_text(records: list[Record]) -> str:
         return "no run about pictures is completed yet"
     table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
     return fitted(list(table.columns), table.to_numpy().tolist())
+
+
+TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
+    "pictures-settings": settings_table,
+    "pictures-kinds": kinds_table,
+    "pictures-front": front,
+}
+"""By the names of their markers."""

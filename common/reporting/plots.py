@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
-from common.reporting.rows import METRICS, SCHEDULES, clock_seconds
+from common.reporting.rows import SCHEDULES, clock_seconds, metrics_of
 
 PASS_COLOURS = {"forward": "#9ecae1", "loss": "#9ecae1", "backward": "#fdae6b"}
 
@@ -49,7 +49,7 @@ def _metric_by_step(record: Record) -> tuple[str, str, list[tuple[int, float]]]:
     if record.get("validation_accuracies"):
         return "validation accuracy", "higher", record["validation_accuracies"]
     quality = record.get("quality", {})
-    for metric in METRICS:
+    for metric in metrics_of(record):
         values = [quality.get(when, {}).get(metric.name) for when in ("before", "after")]
         if None not in values:
             return metric.label, metric.direction, list(zip((0, record["steps"]), values, strict=True))

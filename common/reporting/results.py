@@ -112,7 +112,7 @@ def waiting(records: list[Record]) -> pd.DataFrame:
     rows = [
         (folder, not_run(folder, run))
         for folder, run in run_folders().items()
-        if run.goal.chats and run.run_folder not in done
+        if not run.goal.has_own_tables and run.run_folder not in done
     ]
     return pd.DataFrame(
         {

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Protocol
 
 import pandas as pd
 
@@ -18,7 +19,7 @@ from common.base.errors import BadInputError, closest
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
-from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
+from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.hardware.devices import find_gpu, gpu_of_device
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
@@ -28,6 +29,7 @@ PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
 NOT_RUN, NOT_PUBLISHED, NO_GPU, PROJECTED, OFF = "not run", "not published", "no GPU", "projected", "off"
 PROJECTED_LENGTH = 1024
 """Tokens of a row in projections for GPU folders."""
+GIB_PER_DEVICE = "GiB per device"
 PLANNED = "Training's peak, planned / measured (GiB)"
 LAUNCHERS = {"python": "", "acclaunch": "accelerate launch", "nblaunch": "notebook_launcher", "ray": "Ray Train"}
 """By their names in records: what users call them."""
@@ -73,18 +75,12 @@ class Metric:
     shown: str
 
 
-METRICS = (
+ANSWER_METRICS = (
     Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
     Metric("similarity_score", "similarity score", "lower", "{:.3f}"),
     Metric("similarity_score_minilm", "similarity score by MiniLM", "lower", "{:.3f}"),
-    Metric("accuracy", "test accuracy", "higher", "{:.4f}"),
-    Metric("macro_f1", "test macro-F1", "higher", "{:.4f}"),
-    Metric("rougeL", "ROUGE-L", "higher", "{:.3f}"),
-    Metric("rouge1", "ROUGE-1", "higher", "{:.3f}"),
-    Metric("rouge2", "ROUGE-2", "higher", "{:.3f}"),
-    Metric("exact_share", "to the letter", "higher", "{:.0%}"),
 )
-"""Of each task, the one to look at first before the others."""
+"""Of answers to questions; the one to look at first before the others."""
 
 
 def as_table(rows_of: Callable[..., Iterable[Row]]) -> Callable[..., pd.DataFrame]:
@@ -175,17 +171,23 @@ def task_of(record: Record) -> str:
     return record["config"].get("task", "chat")
 
 
-def completed(records: Iterable[Record], *kinds: Kind, goal: str = "chats") -> list[Record]:
+def completed(records: Iterable[Record], *kinds: Kind, reporting: str = "") -> list[Record]:
     """Return the completed runs of these kinds, or of all kinds if none is given.
 
-    `goal` is what their task does: `chats`, `classifies` or `summarizes`, as `common.base.specs.Task` has it.
+    `reporting` is the module with the tables of their task, as `Task.reporting` names it; empty = those that share the
+    tables of all chats. Tasks from outside of this repository have neither.
     """
     return [
         record
         for record in records
-        if record["status"] == "completed" and getattr(TASKS.get(task_of(record)), goal, False)
+        if record["status"] == "completed" and _reporting_of(record) == reporting
         if not kinds or kind_of(record) in kinds
     ]
+
+
+def _reporting_of(record: Record) -> str | None:
+    task = TASKS.get(task_of(record))
+    return task.reporting if task else None
 
 
 def by_setting(runs: Iterable[Record]) -> list[list[Record]]:
@@ -240,6 +242,43 @@ def beside_one_device(
             pairs.append((baseline, baseline))
         pairs.append((run, baseline))
     return pairs
+
+
+# -- tasks with tables of their own
+
+
+class OwnTables(Protocol):
+    """What the module has that `Task.reporting` names.
+
+    Attributes:
+        TABLES: By their names in the pages' markers.
+        SHARED: By a table's name the columns whose values stand above its parts.
+        METRICS: How good its runs are, the one to look at first before the others.
+    """
+
+    TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]]
+    SHARED: dict[str, tuple[str, ...]]
+    METRICS: tuple[Metric, ...]
+
+    @staticmethod
+    def results_text(records: list[Record]) -> str:
+        """Return the table of the last runs on this machine, for a terminal; records of other tasks are passed over."""
+
+
+def own_tables(task: Task) -> OwnTables:
+    """Return the module of a task with tables of its own; it is imported here, so that no list names it."""
+    return resolve_name(task.reporting)
+
+
+def all_own_tables() -> list[OwnTables]:
+    """Return all such modules, in the order of the tasks."""
+    return [own_tables(task) for task in TASKS.values() if task.has_own_tables]
+
+
+def metrics_of(record: Record) -> tuple[Metric, ...]:
+    """Return how good the answers of a run's task are; a task from outside has those of chats."""
+    task = TASKS.get(task_of(record))
+    return own_tables(task).METRICS if task and task.has_own_tables else ANSWER_METRICS
 
 
 # -- cells
@@ -530,7 +569,7 @@ def table_of(
     waiting = [
         not_run(folder, run)
         for folder, run in run_folders().items()
-        if run.goal.chats and (run.technique, run.parallel) in kinds and run.run_folder not in done
+        if not run.goal.has_own_tables and (run.technique, run.parallel) in kinds and run.run_folder not in done
     ]
     columns = columns or list([*measured, *published, *waiting][0])
     return pd.DataFrame([*measured, *waiting, *published], columns=columns, dtype=object).fillna(NOT_RUN)

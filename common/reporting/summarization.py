@@ -1,8 +1,9 @@
 """The tables of summarization (3.2): three versions of the loop, what a network takes, and what machines cost."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pandas as pd
@@ -20,6 +21,7 @@ from common.reporting.rows import (
     NOT_PUBLISHED,
     NOT_RUN,
     PLANNED,
+    Metric,
     Row,
     as_table,
     by_setting,
@@ -32,6 +34,7 @@ from common.reporting.rows import (
     over_seeds,
     planned_memory,
     published_results,
+    short_devices_of,
     step_s,
     training_time,
 )
@@ -51,8 +54,13 @@ EXCHANGES = {
 BRIEF = ["Loop", "Devices", "ROUGE-L before -> after", "To the letter", "Validation loss", "Training time",
          "Tokens per second"]  # fmt: skip
 """Of the columns those that fit a terminal."""
-FRONT_SHARED = ("Model", "Machine", "Before")
-"""Columns of `front` whose values stand above its tables."""
+METRICS = (
+    Metric("rougeL", "ROUGE-L", "higher", "{:.3f}"),
+    Metric("rouge1", "ROUGE-1", "higher", "{:.3f}"),
+    Metric("rouge2", "ROUGE-2", "higher", "{:.3f}"),
+    Metric("exact_share", "to the letter", "higher", "{:.0%}"),
+)
+SHARED = {"summarization-front": ("Model", "Machine", "Before")}
 ONE_MACHINE = Path("3.2_summarization/run_1_v100_16g_x4")
 """The run whose settings are ours in the projections."""
 SAMSUM_ROWS = 14_732
@@ -68,7 +76,7 @@ def summarized(records: Iterable[Record], over_links: bool = False) -> list[Reco
     `over_links` picks the short runs whose ranks a limited network joined, else the runs without such a network.
     """
     return sorted(
-        (run for run in completed(records, goal="summarizes") if bool(run["config"]["link"]) == over_links),
+        (run for run in completed(records, reporting=__name__) if bool(run["config"]["link"]) == over_links),
         key=lambda r: (r["run_folder"], r["config"]["devices"], list(LOOPS).index(r["config"]["loop"]), r["run_name"]),
     )
 
@@ -136,10 +144,38 @@ def _not_run(runs: list[Record]) -> list[Row]:
             "Devices": f"{run.gpu} x1 in {run.devices} machines" if name == "machines" else f"{run.gpu} x{run.devices}",
         }
         for run in run_folders().values()
-        if run.goal.summarizes and run.run_folder not in done
+        if run.goal.reporting == __name__ and run.run_folder not in done
         for name, loop in LOOPS.items()
         if (run.loop == "machines") == (name == "machines")
     ]
+
+
+def found(records: list[Record]) -> pd.DataFrame:
+    """Return the narrow table of 3.2: published machines with their bills, then each version of the loop."""
+    published = [
+        {
+            "Way": "one machine" if each["machines"] == 1 else f"{each['machines']} machines",
+            "Figures": "published estimate" if each["estimated"] else "published",
+            "Devices": f"{each['machine']} x{each['machines']}",
+            "ROUGE-L": NOT_PUBLISHED,
+            "Training time": clock(clock_seconds(each["time"])),
+            "USD": f"{each['bill_usd']:.2f}",
+        }
+        for each in published_results(metric="bill_usd")
+    ]
+    loops = by_setting(summarized(records))
+    return pd.DataFrame([*published, *map(_found_loop, loops)])
+
+
+def _found_loop(runs: list[Record]) -> Row:
+    return {
+        "Way": LOOPS[runs[0]["config"]["loop"]],
+        "Figures": "measured",
+        "Devices": short_devices_of(runs[0]),
+        "ROUGE-L": over_seeds([run["quality"]["after"]["rougeL"] for run in runs], "{:.3f}"),
+        "Training time": clock(fmean(run["train_time_s"] for run in runs)),
+        "USD": "-",
+    }
 
 
 def network_table(records: list[Record]) -> pd.DataFrame:
@@ -316,3 +352,14 @@ def machines_table(records: list[Record]) -> pd.DataFrame:
         }
         for fleet in map(as_ours, published_results(metric="bill_usd"))
     )
+
+
+TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
+    "summarization-loops": loops_table,
+    "summarization-network": network_table,
+    "summarization-front": front,
+    "summarization-cost": cost_table,
+    "summarization-machines": machines_table,
+    "found 3.2": found,
+}
+"""By the names of their markers."""

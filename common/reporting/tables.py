@@ -17,17 +17,14 @@ from common.checks import planner_command
 from common.records.store import Record
 from common.reporting import (
     benchmark,
-    classification,
     findings,
     full,
     outcomes,
     own_data,
     peaks,
-    pictures,
     qlora,
     rates,
     results,
-    summarization,
 )
 from common.reporting.markdown import WIDEST, as_list, as_markdown
 from common.reporting.memory import memory_by_phase
@@ -51,6 +48,7 @@ from common.reporting.rows import (
     WHAT,
     WHERE,
     Row,
+    all_own_tables,
     as_table,
     baseline_of,
     beside_one_device,
@@ -104,11 +102,10 @@ weights that a step changes: the other updates are too small for the precision, 
 More words: docs/glossary.md; details: the folders' readmes."""
 
 SCALED = (*STEPS, "Training speedup factor", "Machine's ceiling", *WHERE, REPORTING, *MEMORY)
+OWN_TABLES = all_own_tables()
 SHARED: dict[str, tuple[str, ...]] = {
     **results.SHARED,
-    "classification-front": classification.FRONT_SHARED,
-    "summarization-front": summarization.FRONT_SHARED,
-    "pictures-front": pictures.FRONT_SHARED,
+    **{name: columns for module in OWN_TABLES for name, columns in module.SHARED.items()},
     **dict.fromkeys(rates.tables_by_source(), ("Page",)),
     "faults": ("Fault", "Tests"),
     "bench": ("Part",),
@@ -267,17 +264,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "qlora-speed": qlora.qlora_speed,
     "qlora-memory": qlora.qlora_memory,
     "best-good-ok": qlora.best_good_ok,
-    "classification-settings": classification.settings_table,
-    "classification-details": classification.details_table,
-    "classification-front": classification.front,
-    "summarization-loops": summarization.loops_table,
-    "summarization-network": summarization.network_table,
-    "summarization-front": summarization.front,
-    "summarization-cost": summarization.cost_table,
-    "summarization-machines": summarization.machines_table,
-    "pictures-settings": pictures.settings_table,
-    "pictures-kinds": pictures.kinds_table,
-    "pictures-front": pictures.front,
+    **{name: table for module in OWN_TABLES for name, table in module.TABLES.items()},
     "own-data-rows": own_data.by_rows,
     "own-data-learning-rates": own_data.by_learning_rate,
     "equivalence": outcomes.equivalence,

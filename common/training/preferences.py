@@ -6,7 +6,6 @@ none is held twice; with full fine-tuning its log-probabilities of every answer 
 
 import math
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,18 +102,13 @@ class TokenizedDPOTrainer(DPOTrainer):
 
 
 class PreferenceTrainer(AuditedTrainer, TokenizedDPOTrainer):
-    """An AuditedTrainer for pairs of answers.
-
-    Attributes:
-        reference_s: Seconds that the reference's log-probabilities took before the first step; 0 with adapters.
-    """
+    """An AuditedTrainer for pairs of answers."""
 
     arguments_class = DPOConfig
 
     def __init__(self, *, strategy: Strategy, **kwargs: Any) -> None:
         """Train by `strategy`; the rest goes to both trainers."""
         super().__init__(strategy=strategy, processing_class=load_tokenizer(strategy.run), **kwargs)
-        self.reference_s = 0.0
         set_tile(self.model)
 
     @classmethod
@@ -124,12 +118,14 @@ class PreferenceTrainer(AuditedTrainer, TokenizedDPOTrainer):
 
     @override
     def train(self, **kwargs: Any) -> Any:
-        if self.precompute_ref_logps:
-            start_s = time.perf_counter()
+        self.find_reference()
+        return super().train(**kwargs)
+
+    def find_reference(self) -> None:
+        """Without adapters: find once what the model, not trained yet, thinks of all answers; called on every rank."""
+        if self.precompute_ref_logps and REFERENCES[0] not in self.train_dataset.rows[0]:
             self.train_dataset = TrainingRows(self.with_reference(self.train_dataset.rows, "training"))
             self.eval_dataset = self.with_reference(self.eval_dataset, "validation")
-            self.reference_s = time.perf_counter() - start_s
-        return super().train(**kwargs)
 
     def with_reference(self, rows: Sequence[Tokens], which: str) -> Sequence[Tokens]:
         """Return the rows with what the model, not trained yet, finds of both answers; every rank takes its share."""

@@ -5,17 +5,22 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common import report
+from common.base.run_config import RunConfig
 from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES
-from common.records.store import Record, kept_records
+from common.records.store import Record, default_run_name, kept_records
 from common.reporting import benchmark
+from common.reporting.page_runs import values_of
 from common.reporting.rows import (
+    Metric,
+    all_own_tables,
     approach,
     baseline_of,
     clock,
@@ -127,6 +132,42 @@ def test_what_is_registered_at_run_time_stands_in_the_tables(
     assert (first["Technique"], first["Devices"], first["Launcher"]) == ("DoRA", "1, HSDP", "python")
     assert side_by_side(records[:1]).loc["approach"].tolist() == ["DoRA with HSDP"]
     assert "Full fine-tuning with HSDP" in TABLES["sharding-memory"]([])["Approach"].tolist()
+
+
+def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
+    records: list[Record], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It chats, too, but stands in no table of chats; with a metric that no other task has."""
+    pairs = ModuleType("pairs")
+    pairs.TABLES, pairs.SHARED = {}, {}
+    pairs.METRICS = (Metric("preferred_share", "the preferred answers are likelier", "higher", "{:.0%}"),)
+    pairs.results_text = lambda runs: f"{len(completed(runs, reporting='pairs'))} run of pairs"
+    monkeypatch.setitem(sys.modules, "pairs", pairs)
+    task = replace(TASKS["chat"], name="pairs", folder_for_one="3.9_pairs", reporting="pairs", named_by=("rows",))
+    monkeypatch.setitem(TASKS, "pairs", task)
+    single, strong, _ = records
+    strong["config"]["task"], strong["quality"]["after"]["preferred_share"] = "pairs", 0.9
+    strong["quality"]["before"]["preferred_share"] = 0.5
+    assert completed([single, strong]) == [single]
+    assert completed([single, strong], reporting="pairs") == [strong]
+    assert values_of(strong)["metric"] == "the preferred answers are likelier"
+    assert values_of(single)["metric"] == "facts said"
+    monkeypatch.setattr(report, "results_of_this_machine", lambda: [single, strong])
+    monkeypatch.setattr(sys, "argv", ["report", "--results"])
+    report.main()
+    assert capsys.readouterr().out.endswith("Pairs (3.9)\n\n1 run of pairs\n")
+    run = RunConfig().changed_to(task="pairs", train_rows=5)
+    assert default_run_name(run, "python") == "python-5rows-seed42"
+
+
+def test_modules_of_tasks_have_tables_with_names_of_their_own() -> None:
+    names = [name for module in all_own_tables() for name in module.TABLES]
+    assert len(names) == len(set(names))
+    assert all(TABLES[name] is table for module in all_own_tables() for name, table in module.TABLES.items())
+    for module in all_own_tables():
+        assert module.SHARED.keys() <= module.TABLES.keys()
+        assert module.METRICS
+        assert isinstance(module.results_text([]), str)
 
 
 def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None:

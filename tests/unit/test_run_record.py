@@ -15,7 +15,7 @@ from common.base.errors import BadInputError, RunStoppedError
 from common.base.run_config import RunConfig
 from common.hardware.devices import MemoryReading
 from common.planning.job import BatchShape
-from common.records.store import RECORD_NAME, STUDY, keep_record, kept_records, load_record
+from common.records.store import RECORD_NAME, STUDY, default_run_name, keep_record, kept_records, load_record
 from common.runtime.recorder import RunRecorder, beyond_plan, command_of
 from common.runtime.world import Rank
 from common.training.placement import place_stages
@@ -128,6 +128,22 @@ def test_the_run_name_tells_launcher_batch_and_seed(run_config: RunConfig, tmp_p
     run = replace(run_config, results_root=str(tmp_path))
     assert RunRecorder(run, RANK).folder == tmp_path / "results" / "python-batch16-seed42"
     assert RunRecorder(replace(run, run_name="mine"), RANK).run_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"parallel": "fsdp", "devices": 2}, "torchrun-fsdp-batch16-seed42"),
+        ({"task": "classification", "technique": "full", "train_rows": 9}, "torchrun-full-single-9rows-seed42"),
+        ({"task": "classification", "parallel": "pp", "devices": 2, "micro_batches": 4},
+         "torchrun-lora-pp-micro4-seed42"),
+        ({"task": "visual_questions"}, "torchrun-lora-single-seed42"),
+        ({"task": "summarization", "technique": "full", "parallel": "ddp", "devices": 2, "train_rows": 9},
+         "torchrun-trainer-x2-seed42"),
+    ],
+)  # fmt: skip
+def test_a_run_name_has_what_its_task_says(settings: dict[str, object], name: str) -> None:
+    assert default_run_name(RunConfig().changed_to(**settings), "torchrun") == name
 
 
 def test_a_record_is_kept_under_its_run_name(run_config: RunConfig, tmp_path: Path) -> None:
