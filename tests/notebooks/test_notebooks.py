@@ -31,7 +31,7 @@ FIRST = ("lora_finetuning_complete.ipynb", "lora_finetuning_with_ddp_nblaunch.ip
 """One notebook that runs here, and one that starts ranks."""
 EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
 """What makes a GPU folder's notebook run here: another device and model, and nothing else."""
-CELL_BY_CELL = ("complete", "finetuning", "mp", "compare", "answering")
+CELL_BY_CELL = ("complete", "finetuning", "mp", "compare", "answering", "tuning")
 """Last words of the notebooks that start no ranks."""
 
 
@@ -67,6 +67,7 @@ def test_there_are_notebooks() -> None:
         "text_classification_compare.ipynb",
         "summarization_torchrun.ipynb",
         "visual_question_answering.ipynb",
+        "preference_tuning.ipynb",
     }
 
 
@@ -92,7 +93,7 @@ def parameters_for(path: Path, tmp_path: Path, encoder: str) -> dict:
     if "summarization" in path.stem:
         parameters = {"train_rows": ROWS, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
         parameters["settings"] = {"num_train_epochs": 1, "max_new_tokens": 12}
-    if "visual" in path.stem:
+    if "visual" in path.stem or "preference" in path.stem:
         parameters = {"train_rows": ROWS, "test_rows": 5, "results_root": str(tmp_path)}
         parameters["settings"] = {"num_train_epochs": 1, "validation_rows": 9}
     if "zero" in path.stem:
@@ -113,6 +114,8 @@ def parameters_for(path: Path, tmp_path: Path, encoder: str) -> dict:
             parameters["settings"] |= {"model": encoder, "per_device_train_batch_size": 8}
         if "visual" in path.stem:
             parameters["settings"] |= {"model": "assets/embedded_vision_base", "devices": 1}
+        if "preference" in path.stem:
+            parameters["settings"] |= {"model": "assets/embedded_labeller", "devices": 1}
         if "acclaunch" in path.stem:
             parameters["config_file"] = "../run_0_cpu_x2/my_accelerate_config.yaml"
     return parameters
@@ -146,6 +149,12 @@ def own_data(path: Path, folder: Path) -> dict:
             [{"image": f"{n}.png", "question": f"Is it red? {n}", "answer": "A little."} for n in range(60)],
             {},
         )
+    elif "preference" in path.stem:
+        rows = [
+            {"prompt": f"Is {each['n']} even?", "chosen": f"It is {each['parity']}.", "rejected": "Who knows?"}
+            for each in numbers
+        ]
+        columns = {}
     elif "classification" in path.stem:
         rows = [{"claim": f"The number {each['n']} is here.", "kind": each["parity"]} for each in numbers]
         columns = {"text_column": "claim", "label_column": "kind"}
@@ -206,6 +215,8 @@ def pictures_of(path: Path) -> set[str]:
         return {"accuracy.png", "confusion.png", "memory.png"}
     if "visual" in words:
         return {"losses.png", "memory.png", "gallery.png"}
+    if "preference" in words:
+        return {"losses.png", "memory.png", "rewards.png"}
     more = {"pp": "timeline.png", "qlora": "levels.png", "fsdp": "held.png"}
     return {"losses.png", "scores.png", "memory.png", *(more[word] for word in words & more.keys())}
 
