@@ -63,7 +63,8 @@ def workflow(run: RunConfig) -> Record:
         tuned, differences = save(log, trainer, tokenizer)
         after = score_after(log, tuned, tokenizer, data, partial(evaluate_preferences, reference=before))
         draw_rewards(log, before, after)
-        return record(log, before, after, **trained, largest_logit_differences=differences)
+        found = {"reference_s": trainer.reference_s, "largest_logit_differences": differences}
+        return record(log, before, after, **trained, **found)
 
 
 if __name__ == "__main__":

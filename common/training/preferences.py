@@ -134,6 +134,7 @@ class PreferenceTrainer(AuditedTrainer, TokenizedDPOTrainer):
             self.train_dataset = TrainingRows(self.with_reference(self.train_dataset.rows, "training"))
             self.eval_dataset = self.with_reference(self.eval_dataset, "validation")
             self.reference_s = time.perf_counter() - start_s
+            self.work.reporting_s += self.reference_s  # which is no time of steps
         return super().train(**kwargs)
 
     def with_reference(self, rows: Sequence[Tokens], which: str) -> Sequence[Tokens]:
