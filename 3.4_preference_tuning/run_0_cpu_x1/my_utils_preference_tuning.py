@@ -18,8 +18,9 @@ def find_reference(log: RunRecorder, trainer: PreferenceTrainer) -> None:
         reference = "this model before its first step, whose log-probabilities of all answers are found now"
     if log.rank.is_main:
         print(f"trained: {trained:,} of {total:,} weights; the reference is {reference}")
-    with log.phase("reference"):
-        trainer.find_reference()
+    if not log.run.method.has_adapters:
+        with log.phase("reference"):
+            trainer.find_reference()
 
 
 def draw_rewards(log: RunRecorder, before: PreferenceEvaluation, after: PreferenceEvaluation) -> Figure | None:

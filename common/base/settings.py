@@ -61,6 +61,7 @@ PP = OnlyFor("pp (2.7)", lambda run: run.parallelism.pipelines)
 FSDP = OnlyFor("fsdp (2.6)", lambda run: run.parallelism.uses_fsdp)
 SHARDED = OnlyFor("fsdp and zero (2.6)", lambda run: run.is_sharded)
 MESSAGES = OnlyFor("rows of messages", lambda run: run.goal.converses)
+ONE_ANSWER = OnlyFor("rows of messages that are no pairs", lambda run: run.goal.converses and not run.goal.compares)
 CHATS = OnlyFor("rows of messages without pictures or pairs", lambda run: run.goal.learns_answers)
 CHATS_WITHOUT_PP = OnlyFor(
     "rows of messages, without pp, pictures and pairs",
@@ -168,9 +169,11 @@ class DataSettings:
     prompt_column: str = setting(
         "",
         "With conversations: the column with the questions, of a table whose columns are not recognised.",
-        only_for=MESSAGES,
+        only_for=ONE_ANSWER,
     )
-    completion_column: str = setting("", "With conversations: the column with the answers to them.", only_for=MESSAGES)
+    completion_column: str = setting(
+        "", "With conversations: the column with the answers to them.", only_for=ONE_ANSWER
+    )
     picture_noise: float = setting(
         0.0,
         "With visual_questions: standard deviation of the noise that is added to each picture, as a share of full "
@@ -189,7 +192,7 @@ class DataSettings:
         "assistant",
         "With messages: what is learnt of a row. assistant = every answer with its end token; completion = the last "
         "answer; prompt = what comes before it; all = every token.",
-        only_for=MESSAGES,
+        only_for=ONE_ANSWER,
     )
     max_length: int = setting(256, "Longest training row, in tokens; longer rows are truncated.", within=AT_LEAST_2)
     pad_to_multiple_of: int = setting(

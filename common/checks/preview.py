@@ -14,9 +14,10 @@ from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser, parse_overrides
 from common.base.run_config import RunConfig
 from common.data.messages import first_tokens
+from common.data.pairs import prompt_length
 from common.data.plain_texts import is_plain
 from common.data.row_checks import digest
-from common.data.rows import IGNORED_LABEL, SPLIT_NAMES, Splits, Tokens
+from common.data.rows import IGNORED_LABEL, SPLIT_NAMES, Splits, Tokens, tokens_in
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_tokenizer
 
@@ -41,8 +42,8 @@ class Preview:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each training row, in increasing order."""
-        return sorted(len(row["input_ids"]) for row in self.tokens)
+        """Tokens of each training row, of a pair the longer answer's, in increasing order."""
+        return sorted(map(tokens_in, self.tokens))
 
     @property
     def learnt(self) -> list[int]:
@@ -55,8 +56,15 @@ class Preview:
         return len(self.splits.train) - len(Counter(map(digest, self.splits.train)))
 
     def row(self, number: int, tokenizer: PreTrainedTokenizerBase, in_colour: bool = True) -> str:
-        """Return a training row's text within `max_length`, as `coloured` writes it; the first is number 1."""
-        return coloured(first_tokens(self.tokens[number - 1], self.max_length), tokenizer, in_colour)
+        """Return a training row's text within `max_length`, as `coloured` writes it; the first is number 1.
+
+        Of a pair the rejected answer follows on a line of its own.
+        """
+        row = first_tokens(self.tokens[number - 1], self.max_length)
+        text = coloured(row, tokenizer, in_colour)
+        if "rejected_ids" not in row:
+            return text
+        return f"{text}\nthe rejected answer: {tokenizer.decode(row['rejected_ids'][prompt_length(row) :])}"
 
     def __str__(self) -> str:
         """Return lines for a terminal."""
@@ -81,11 +89,10 @@ class Preview:
         if is_plain(self.splits.train):
             return ", with end tokens; all are learnt", f"; they are divided into pieces of {self.max_length:,} tokens"
         learnt = self.learnt
-        share = sum(learnt) / sum(self.lengths)
-        return (
-            f", {sum(learnt):,} of them learnt ({share:.0%})",
-            f"; {learnt.count(0):,} have nothing to learn before it",
-        )
+        beyond = f"; {learnt.count(0):,} have nothing to learn before it"
+        if "rejected_ids" in self.tokens[0]:
+            return ", of each pair with the longer answer", beyond
+        return f", {sum(learnt):,} of them learnt ({sum(learnt) / sum(self.lengths):.0%})", beyond
 
 
 def preview(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> Preview:

@@ -66,12 +66,12 @@ def is_pair(row: Tokens) -> bool:
 
 
 def _as_trl_has_it(row: Tokens) -> dict[str, object]:
-    begin = prompt_length(row)
+    begin, counts = prompt_length(row), is_pair(row)
     return {
         "prompt_ids": row["input_ids"][:begin],
         "chosen_ids": row["input_ids"][begin:],
-        "rejected_ids": row["rejected_ids"][begin:] if is_pair(row) else [],
-        **{name: row[name] for name in REFERENCES if name in row},
+        "rejected_ids": row["rejected_ids"][begin:] if counts else [],
+        **{name: row[name] if counts else 0.0 for name in REFERENCES if name in row},
     }
 
 
@@ -249,5 +249,5 @@ def scored_answer(number: int, row: Row, answer: str, log_probs: Pair) -> Scored
 
 def invented_years(answer: str, row: Row) -> list[str]:
     """Return the years (1000 to 2099) in an answer that its prompt does not name."""
-    prompt = " ".join(message["content"] for message in row["messages"][:-1])
-    return [year for year in YEAR.findall(answer) if year not in prompt]
+    named = YEAR.findall(" ".join(message["content"] for message in row["messages"][:-1]))
+    return [year for year in YEAR.findall(answer) if year not in named]

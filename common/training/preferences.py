@@ -36,7 +36,7 @@ class PairedModel(WholeModel):
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
-        """Refuse adapters of the head, which TRL's loss does not call.
+        """Refuse adapters of the head, which TRL's loss does not call, and dropout, which TRL's trainer switches off.
 
         Raises:
             BadInputError: with the setting.
@@ -45,6 +45,11 @@ class PairedModel(WholeModel):
             raise BadInputError(
                 f"target_modules is {run.target_modules}, but TRL's loss reads the head's own weights without its "
                 "adapter: leave lm_head out."
+            )
+        if run.method.has_adapters and run.lora_dropout:
+            raise BadInputError(
+                f"lora_dropout is {run.lora_dropout}, but TRL's DPO takes its steps without dropout, so that model and "
+                "reference are alike at first: pass --lora_dropout 0."
             )
 
     @override

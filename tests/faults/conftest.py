@@ -41,6 +41,8 @@ CHAT = ("--train_rows", "65", "--validation_rows", "8", "--test_rows", "1", "--n
 SUMMARIES = ("--train_rows", "65", "--validation_rows", "4", "--test_rows", "2", "--num_train_epochs", "2",
              "--eval_steps", "0.1", "--save_steps", "0.1", "--report_to", "none", "--num_beams", "1",
              "--max_new_tokens", "2")  # fmt: skip
+PAIRS = ("--train_rows", "65", "--validation_rows", "8", "--test_rows", "2", "--num_train_epochs", "2", "--eval_steps",
+         "0.1", "--save_steps", "0.1", "--report_to", "none", "--max_new_tokens", "1")  # fmt: skip
 WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "single": ("2.1_lora_finetuning/run_0_cpu_x1/my_workflow_lora_finetuning.py", 1, (*CHAT, "--batch_size", "16")),
     "ddp": ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py", 2,
@@ -51,6 +53,8 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
            (*CHAT, "--batch_size", "16", "--micro_batches", "2")),
     "machines": ("3.2_summarization/run_0_cpu_x2/my_workflow_summarization_machines.py", 2,
                  (*SUMMARIES, "--batch_size", "8")),
+    "preferences": ("3.4_preference_tuning/run_0_cpu_x1/my_workflow_preference_tuning.py", 2,
+                    (*PAIRS, "--technique", "full", "--parallel", "ddp", "--batch_size", "8")),
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of ten steps that keeps each of them."""
 STEPS = 10

@@ -20,6 +20,8 @@ from tests.forked import CUT_SHORT, Forked
 
 TECHNIQUES = ("single", "ddp", "fsdp", "pp", "machines")
 SEVERAL_RANKS = TECHNIQUES[1:]
+WITH_REFERENCE = "preferences"
+"""Full fine-tuning on pairs by DDP: what its reference found is found again when a run goes on."""
 
 
 def first(fast: str, techniques: tuple[str, ...]) -> list:
@@ -34,7 +36,7 @@ SILENCE_IS_SEEN_S = 6
 """A time-out after which a rank that was stopped has said nothing for longer than `common.runtime.watch.SILENT_S`."""
 
 
-@pytest.mark.parametrize("technique", first("ddp", TECHNIQUES))
+@pytest.mark.parametrize("technique", first("ddp", (*TECHNIQUES, WITH_REFERENCE)))
 def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcomes: object, technique: str) -> None:
     run = start(technique)
     run.wait_for_checkpoint(3)

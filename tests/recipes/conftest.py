@@ -76,5 +76,6 @@ def tiny_models(
         "classification": encoders["bert"],
         "summarization": strong_summarizer,
         "visual_questions": tiny_vision_model,
+        "preferences": tiny_chat_model,
     }
     return {**of_tasks, "roberta": encoders["roberta"]}

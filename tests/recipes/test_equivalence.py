@@ -36,6 +36,7 @@ SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
 CLASSIFICATION = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 PICTURES = REPOSITORY / "3.3_visual_question_answering" / "run_0_cpu_x1"
+PREFERENCES = REPOSITORY / "3.4_preference_tuning" / "run_0_cpu_x1"
 SUMMARIZATION = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"
 TORCHRUN, ACCELERATE, MACHINES = (
     SUMMARIZATION / f"my_workflow_summarization_{way}.py" for way in ("torchrun", "accelerate", "machines")
@@ -53,6 +54,7 @@ OF_TASK = {
     "classification": ("--test_rows", "2"),
     "summarization": ("--max_new_tokens", "2", "--num_beams", "1"),
     "visual_questions": ("--independent_judge", "none", "--max_new_tokens", "1"),
+    "preferences": ("--max_new_tokens", "1"),
 }
 ALL = ("--target_modules", "all")
 WHOLE_BATCH = ("--batch_size", "8")
@@ -130,10 +132,15 @@ ONE = {
         for technique, clip in (("full", "4.3"), ("lora", "3.3"))
     },
     **{
-        f"visual_questions, {technique}": one_device_of(
-            technique, PICTURES, "--technique", technique, *WHOLE_BATCH, task="visual_questions", sgd=sgd(clip, rate)
+        f"{task}, {technique}": one_device_of(
+            technique, place, "--technique", technique, *WHOLE_BATCH, task=task, sgd=sgd(clip, rate)
         )
-        for technique, clip, rate in (("full", "3.5", "0.05"), ("lora", "15", "0.003"))
+        for task, place, technique, clip, rate in (
+            ("visual_questions", PICTURES, "full", "3.5", "0.05"),
+            ("visual_questions", PICTURES, "lora", "15", "0.003"),
+            ("preferences", PREFERENCES, "full", "1.6", "0.05"),
+            ("preferences", PREFERENCES, "lora", "15", "0.003"),
+        )
     },
     "summarization": one_device_of(
         "full", TORCHRUN, *TWO_PARTS, *OF_RANK, task="summarization", sgd=sgd("0.92", "0.1")
@@ -173,10 +180,10 @@ def summarizing(strategy: str, place: Path, *overrides: str, reference: Case | N
     return Case(strategy, "full", place, overrides, one.task, **{"note": one.note, **other}, reference=one)
 
 
-def seeing(strategy: str, technique: str, *overrides: str) -> Case:
+def of_task(task: str, strategy: str, technique: str, *overrides: str) -> Case:
     settings = ("--technique", technique, "--parallel", strategy.partition(",")[0].lower(), *overrides)
-    one = ONE[f"visual_questions, {technique}"]
-    return Case(strategy, technique, PICTURES, settings, one.task, reference=one)
+    one = ONE[f"{task}, {technique}"]
+    return Case(strategy, technique, one.place, settings, task, reference=one)
 
 
 def divided(note: str, *overrides: str) -> Case:
@@ -221,7 +228,12 @@ CASES = [
         for technique in ("full", "lora")
     ),
     classifying("TP, accumulated", "full", *OF_RANK, "--gradient_accumulation_steps", "2"),
-    *(seeing("DDP", technique, *OF_RANK) for technique in ("full", "lora")),
+    *(of_task("visual_questions", "DDP", technique, *OF_RANK) for technique in ("full", "lora")),
+    *(
+        of_task("preferences", way, technique, *size)
+        for way, size in (("DDP", OF_RANK), ("DDP, accumulated", ACCUMULATED))
+        for technique in ("full", "lora")
+    ),
     summarizing("Seq2SeqTrainer", TORCHRUN, *OF_RANK),
     summarizing("plain loop, Accelerate", ACCELERATE, *OF_RANK),
     summarizing("plain loop, torch.distributed", MACHINES, *OF_RANK),
@@ -382,8 +394,11 @@ def loss_difference(one: Any, other: Any, steps: int) -> float:
 
 def check_counted(one: Any, other: Any) -> None:
     counted = ("effective_batch_size", "steps", "trained_parameters", "flops_per_token")
-    classified = ("validation_accuracies", "best_accuracy", "quality") if "best_accuracy" in one.record else ()
-    for key in (*counted, *classified):
+    found = ("validation_accuracies", "best_accuracy") if "best_accuracy" in one.record else ()
+    classified = (
+        ("quality",) if one.record["config"]["task"] == "classification" else ()
+    )  # else it has what is measured
+    for key in (*counted, *found, *classified):
         assert other.record[key] == one.record[key]
 
 
@@ -413,7 +428,7 @@ def test_the_best_checkpoint_is_the_best_by_validation(case: Case, one_device: R
     record = one_device[str(case)].record
     losses = [(loss, step) for step, loss in record["validation_losses"]]
     accuracies = [(-accuracy, step) for step, accuracy in record.get("validation_accuracies") or []]
-    _, step = min(accuracies or losses)  # of equals the first
+    _, step = min(accuracies if case.task == "classification" else losses)  # of equals the first
     assert record["checkpoints"]["best"] == f"checkpoint-{step}"
     assert len({loss for loss, _ in losses}) == 5
 

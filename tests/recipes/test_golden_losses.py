@@ -1,8 +1,8 @@
 """The first losses of the real recipe on the frozen base and data: a change of either, or of the step, shows here.
 
 Measured on 2026-11-25 with torch 2.13.0, Transformers 5.23.0 and PEFT 0.21.2, when rows of batches without padding came
-to be in random order; sorted by length they give those of 2026-11-21 to 1e-6 (LOG.md). Those of pictures are of
-2026-11-26.
+to be in random order; sorted by length they give those of 2026-11-21 to 1e-6 (LOG.md). Those of pictures and of
+pairs are of 2026-11-26.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from common.base.paths import REPOSITORY
 FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
 PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
 PICTURES = REPOSITORY / "3.3_visual_question_answering" / "run_0_cpu_x1"
+PREFERENCES = REPOSITORY / "3.4_preference_tuning" / "run_0_cpu_x1"
 
 ROWS = ("--train_rows", "819", "--validation_rows", "82", "--test_rows", "2", "--independent_judge", "none",
         "--train_sampling_strategy", "random")  # fmt: skip
@@ -73,5 +74,28 @@ def test_the_first_losses_about_pictures_are_the_golden_ones(run_workflow: Calla
     done = run_workflow("python", *PICTURED_ROWS, *recipe, folder=PICTURES)
     assert done.exit_code == 0, done.output
     training, validation = GOLDEN_PICTURED_LOSSES[technique]
+    assert [loss for _, loss in done.record["training_losses"]] == pytest.approx(training, rel=1e-4)
+    assert [loss for _, loss in done.record["validation_losses"]] == pytest.approx(validation, rel=1e-4)
+
+
+PAIRS = ("--train_rows", "96", "--validation_rows", "24", "--test_rows", "2", "--max_new_tokens", "1",
+         "--max_steps", "6", "--eval_steps", "0.16", "--batch_size", "16", "--learning_rate", "1e-3")  # fmt: skip
+GOLDEN_PAIRED_LOSSES = {
+    "lora": (
+        [0.693147, 0.693147, 0.535966, 0.358509, 0.273652, 0.23938],
+        [0.693147, 0.505807, 0.381597, 0.291203, 0.235296, 0.219897],
+    ),
+    "full": (
+        [0.693147, 0.693147, 0.621604, 0.517774, 0.480069, 0.456044],
+        [0.693147, 0.597109, 0.527762, 0.48186, 0.458909, 0.452652],
+    ),
+}
+
+
+@pytest.mark.parametrize("technique", ["lora", "full"])
+def test_the_first_losses_of_pairs_are_the_golden_ones(run_workflow: Callable, technique: str) -> None:
+    done = run_workflow("python", *PAIRS, "--technique", technique, folder=PREFERENCES)
+    assert done.exit_code == 0, done.output
+    training, validation = GOLDEN_PAIRED_LOSSES[technique]
     assert [loss for _, loss in done.record["training_losses"]] == pytest.approx(training, rel=1e-4)
     assert [loss for _, loss in done.record["validation_losses"]] == pytest.approx(validation, rel=1e-4)

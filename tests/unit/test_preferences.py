@@ -1,0 +1,394 @@
+"""DPO's step is TRL's own, its reference the model before training; and what is measured of pairs of answers."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from trl import DPOConfig, DPOTrainer
+
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.batches import TrainingRows
+from common.data.rows import NO_ROW, Row
+from common.data.splits import load_splits, tokens_of
+from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
+from common.models.trained_weights import with_trained_weights
+from common.planning.device_maps import whole_model_on
+from common.runtime import faults
+from common.runtime.rank import end_rank
+from common.runtime.recorder import RunRecorder
+from common.runtime.world import Rank
+from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
+from common.tasks.preferences import (
+    MARGIN,
+    PreferenceEvaluation,
+    evaluate_preferences,
+    invented_years,
+    log_probs_of,
+    pair_metrics,
+    pair_results,
+)
+from common.training.preferences import PairedModel, PreferenceTrainer
+from common.training.trainer import make_trainer
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+BETA = 0.3
+ALONE = Rank(0, 1, "cpu", "python")
+TECHNIQUES = pytest.mark.parametrize("technique", ["lora", "full"])
+
+
+def run_of(technique: str, **settings: Any) -> RunConfig:
+    own = {"lora_dropout": 0.0, "target_modules": "all-linear"} if technique == "lora" else {"target_modules": "all"}
+    return RunConfig(
+        task="preferences",
+        technique=technique,
+        **{"data": "assets/preferences", "beta": BETA, "report_to": "none", **own, **settings},
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama whose answers are far from equally likely."""
+    torch.manual_seed(0)
+    tokenizer, folder = load_tokenizer(run_of("lora", model=str(EMBEDDED_BASE))), tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=128, tie_word_embeddings=True, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **TINY,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    """A few pairs of different lengths."""
+    return sorted(load_splits(run_of("lora")).validation, key=lambda row: len(str(row)))[::10]
+
+
+@pytest.fixture
+def trainer_of(tmp_path: Path, tiny: str, rows: list[Row]) -> Iterator[Callable[..., PreferenceTrainer]]:
+    def make(technique: str, **settings: Any) -> PreferenceTrainer:
+        run = run_of(technique, model=tiny, results_root=str(tmp_path), **settings)
+        tokenizer = load_tokenizer(run)
+        tokens = tokens_of(rows, tokenizer, run)
+        torch.manual_seed(0)
+        model = with_trained_weights(load_base_model(run, whole_model_on("cpu")), run)
+        return make_trainer(model, tokenizer, tokens, tokens[:4], RunRecorder(run, ALONE))
+
+    yield make
+    end_rank()
+
+
+@pytest.fixture
+def trl_of(tmp_path: Path, tiny: str, rows: list[Row]) -> Callable[[str], DPOTrainer]:
+    """TRL's own trainer, by its own defaults, of the same rows."""
+
+    def make(technique: str) -> DPOTrainer:
+        run = run_of(technique, model=tiny)
+        given = [
+            {"prompt": row["messages"][:-1], "chosen": row["messages"][-1:], "rejected": row["rejected"]}
+            for row in rows
+        ]
+        arguments = DPOConfig(
+            output_dir=str(tmp_path / "trl"), beta=BETA, use_cpu=True, bf16=False, report_to="none",
+            precompute_ref_log_probs=technique == "full", per_device_train_batch_size=len(rows),
+            gradient_checkpointing=False,
+        )  # fmt: skip
+        lora = LoraConfig(task_type="CAUSAL_LM", r=run.lora_r, lora_alpha=run.lora_alpha, use_rslora=True,
+                          target_modules="all-linear")  # fmt: skip
+        return DPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32),
+            args=arguments,
+            train_dataset=Dataset.from_list(given),
+            processing_class=load_tokenizer(run),
+            peft_config=lora if technique == "lora" else None,
+        )
+
+    return make
+
+
+def move(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Move what is trained away from the reference; return it."""
+    generator = torch.Generator().manual_seed(1)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    with torch.no_grad():
+        for weight in trained.values():
+            weight += 0.05 * torch.randn(weight.shape, generator=generator)
+    return trained
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def with_references(trainer: PreferenceTrainer) -> list[Row]:
+    """The training rows as the steps have them; before the weights move."""
+    known = trainer.train_dataset.rows
+    if trainer.precompute_ref_logps:
+        known = trainer.with_reference(known, "training")
+    return [TrainingRows(known)[number] for number in range(len(known))]
+
+
+def step(trainer: PreferenceTrainer, batch: list[Row], pairs: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients of a batch, as a part of a step of so many pairs."""
+    loss = trainer.training_step(trainer.model, trainer.at_once(batch), num_items_in_batch=pairs)
+    return float(loss), gradients(trainer.model)
+
+
+# -- a step is TRL's
+
+
+def test_a_batch_is_trls(trainer_of: Callable[..., PreferenceTrainer], trl_of: Callable[[str], DPOTrainer]) -> None:
+    ours, theirs = trainer_of("lora"), trl_of("lora")
+    expected = theirs.data_collator(list(theirs.train_dataset))
+    found = ours.collated(list(ours.train_dataset.rows))
+    assert found.pop("pairs") == len(ours.train_dataset.rows) == len(expected["input_ids"]) // 2
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(set(expected["attention_mask"].sum(1).tolist())) > 3
+
+
+@TECHNIQUES
+def test_loss_and_gradients_of_a_step_are_trls(
+    trainer_of: Callable[..., PreferenceTrainer], trl_of: Callable[[str], DPOTrainer], technique: str
+) -> None:
+    ours, theirs = trainer_of(technique), trl_of(technique)
+    batch = with_references(ours)
+    moved = move(ours.model)
+    with torch.no_grad():
+        for name, weight in theirs.model.named_parameters():
+            if weight.requires_grad:
+                weight.copy_(moved[name])
+    loss, found = step(ours, batch, len(batch))
+    theirs.model.train()
+    expected = theirs.compute_loss(
+        theirs.model, theirs._prepare_inputs(theirs.data_collator(list(theirs.train_dataset)))
+    )
+    expected.backward()
+    wanted = gradients(theirs.model)
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    assert abs(loss - math.log(2)) > 0.01, "the reference is another model by now"
+    assert found.keys() == wanted.keys() == moved.keys()
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-6
+    assert max(float(each.abs().max()) for each in wanted.values()) > 1e-3
+
+
+@TECHNIQUES
+def test_fillers_add_no_loss_and_no_gradient(trainer_of: Callable[..., PreferenceTrainer], technique: str) -> None:
+    trainer = trainer_of(technique, per_device_train_batch_size=4)
+    batch = with_references(trainer)[:2]
+    move(trainer.model)
+    alone_loss, alone = step(trainer, batch, 3)
+    trainer.strategy.rank = Rank(0, 2, "cpu", "torchrun")
+    assert len(trainer.strategy.fill(batch)) == 4
+    loss, filled = step(trainer, batch, 3)
+    assert loss == pytest.approx(alone_loss, abs=1e-6)
+    assert max(float((filled[name] - alone[name]).abs().max()) for name in alone) < 1e-6
+    no_row = TrainingRows(trainer.train_dataset.rows if technique == "lora" else batch)[NO_ROW]
+    loss, nothing = step(trainer, [no_row], 3)
+    assert loss == pytest.approx(0, abs=1e-6)
+    assert not any(each.any() for each in nothing.values())
+
+
+def test_with_adapters_the_reference_is_the_base(trainer_of: Callable[..., PreferenceTrainer], tiny: str) -> None:
+    trainer = trainer_of("lora")
+    assert list(trainer.model.peft_config) == ["default"]
+    assert not any(".ref." in name for name in trainer.model.state_dict())
+    batch = trainer.collated(list(trainer.train_dataset.rows))
+    move(trainer.model)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "completion_mask")}
+    found = torch.cat(trainer.compute_ref_log_probs(trainer.model, inputs))
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    with torch.no_grad():
+        logits = base(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.log_softmax(-1)
+    of_labels = logits[:, :-1].gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+    expected = (of_labels * batch["completion_mask"][:, 1:]).sum(1)
+    assert found == pytest.approx(expected, abs=1e-4)
+    loss, _ = step(trainer, [trainer.train_dataset[number] for number in range(4)], 4)
+    assert abs(loss - math.log(2)) > 0.01
+
+
+@TECHNIQUES
+def test_the_first_loss_is_that_of_a_model_that_equals_its_reference(
+    trainer_of: Callable[..., PreferenceTrainer], technique: str
+) -> None:
+    trainer = trainer_of(technique)
+    loss, found = step(trainer, with_references(trainer)[:4], 4)
+    assert loss == pytest.approx(math.log(2), abs=1e-6)
+    assert any(each.any() for each in found.values())
+
+
+# -- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": "q_proj,lm_head"}, "leave lm_head out"),
+        ({"lora_dropout": 0.1}, "lora_dropout is 0.1"),
+    ],
+)
+def test_what_trls_loss_does_not_take_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        PairedModel.check(run_of("lora", **settings))
+    PairedModel.check(run_of("lora"))
+    PairedModel.check(run_of("full"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"task": "preferences", "beta": 0.0},
+        {"task": "preferences", "beta": -0.1},
+        {"task": "chat", "beta": 0.2},
+        {"task": "classification", "technique": "full", "exchange_answers": True},
+        {"task": "preferences", "max_batch_tokens": 64},
+        {"task": "preferences", "padding_free": "yes"},
+        {"task": "preferences", "train_on": "all"},
+        {"task": "preferences", "prompt_column": "question"},
+        {"task": "preferences", "technique": "qlora"},
+        {"task": "preferences", "parallel": "fsdp", "devices": 2},
+    ],
+)
+def test_settings_that_mean_nothing_for_pairs_or_for_others_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(BadInputError):
+        RunConfig(**{"technique": "lora", **settings})
+
+
+# -- a run that goes on
+
+
+def losses_of(trainer: PreferenceTrainer) -> dict[str, list[float]]:
+    kinds = ("loss", "grad_norm", VALIDATION_LOSS, MARGIN)
+    return {kind: [entry[kind] for entry in trainer.state.log_history if kind in entry] for kind in kinds}
+
+
+@TECHNIQUES
+def test_a_run_that_goes_on_ends_where_a_straight_one_does(
+    trainer_of: Callable[..., PreferenceTrainer], technique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With full fine-tuning its reference is the model before the first step, not that of the checkpoint."""
+    settings = {
+        "per_device_train_batch_size": 2, "max_steps": 6, "save_steps": 0.5, "eval_steps": 0.16, "learning_rate": 0.01,
+    }  # fmt: skip
+    straight = trainer_of(technique, **settings, run_name="straight")
+    straight.train()
+    monkeypatch.setenv(faults.VARIABLE, "raise step=5 point=batch")
+    stopped = trainer_of(technique, **settings, run_name="stopped")
+    with pytest.raises(ValueError, match="a fault on purpose"):
+        stopped.train()
+    monkeypatch.delenv(faults.VARIABLE)
+    faults._arrivals.clear()
+    resumed = trainer_of(technique, **settings, run_name="stopped", resume_from_checkpoint="last")
+    assert resumed.first_step == 3
+    resumed.train()
+    assert losses_of(resumed) == losses_of(straight)
+    one, other = (trainer.model.state_dict() for trainer in (straight, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    first, *_, last = losses_of(straight)["loss"]
+    assert first == pytest.approx(math.log(2), abs=1e-6)
+    assert last < 0.5
+
+
+# -- what is measured
+
+
+@TECHNIQUES
+def test_a_validation_has_trls_loss_and_counts_each_pair_once(
+    trainer_of: Callable[..., PreferenceTrainer], technique: str
+) -> None:
+    trainer = trainer_of(technique, per_device_eval_batch_size=3)
+    batch = with_references(trainer)[:4]
+    if technique == "full":
+        trainer.eval_dataset = trainer.with_reference(trainer.eval_dataset, "validation")
+    move(trainer.model)
+    found = trainer.evaluate()
+    trainer.model.train()
+    loss, _ = step(trainer, batch, 4)
+    assert found[VALIDATION_LOSS] == pytest.approx(loss, abs=1e-6)
+    assert found[ACCURACY] in (0, 0.25, 0.5, 0.75, 1)
+
+
+def test_results_of_pairs_make_means() -> None:
+    now, reference = (
+        [torch.tensor(each) for each in both] for both in (([-1.0, -4.0], [-3.0, -2.0]), ([-2.0, -2.0],) * 2)
+    )
+    results = pair_results(now, reference, 0.5)
+    margins = [0.5 * (1 - -1), 0.5 * (-2 - 0)]
+    losses = [math.log(1 + math.exp(-margin)) for margin in margins]
+    assert results.tolist() == [
+        pytest.approx([losses[0], 1, 1, margins[0]]),
+        pytest.approx([losses[1], 1, 0, margins[1]]),
+    ]
+    assert pair_metrics(results.sum(0)) == {
+        VALIDATION_LOSS: pytest.approx(sum(losses) / 2), ACCURACY: 0.5, MARGIN: pytest.approx(0),
+    }  # fmt: skip
+
+
+def test_a_summary_compares_with_the_reference() -> None:
+    answers = [
+        {"facts": 2, "facts_said": facts, "invents_a_date": invents, "words": words}
+        for facts, invents, words in ((2, False, 4), (1, True, 8), (0, True, 6))
+    ]
+    log_probs, reference = [(-1.0, -2.0), (-5.0, -3.0), (-4.0, -9.0)], [(-2.0, -2.0), (-7.0, -4.0), (-3.0, -9.0)]
+    before = PreferenceEvaluation(answers, reference, reference, 0.1).summary()
+    after = PreferenceEvaluation(answers, log_probs, reference, 0.1).summary()
+    assert (before["preference_accuracy"], before["reward_margin"], before["chosen_reward"]) == (0, 0, 0)
+    assert before["chosen_likelier_share"] == pytest.approx(1 / 3)
+    assert after == {
+        "preference_accuracy": pytest.approx(2 / 3),
+        "reward_margin": pytest.approx(0.1 * (1 + 1 - 1) / 3),
+        "chosen_reward": pytest.approx(0.1 * (1 + 2 - 1) / 3),
+        "chosen_likelier_share": pytest.approx(2 / 3),
+        "facts_said_share": 0.5,
+        "invented_dates_share": pytest.approx(2 / 3),
+        "words": 6,
+        "questions": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ("A bowl of 1503.", ["1503"]),
+        ("A bowl of 1450, made in 1999 or 2001.", ["1999", "2001"]),
+        ("A bowl, number 123, of 15030 beads.", []),
+        ("A bowl of 2100 g.", []),
+        ("A bowl of 1888.", ["1888"]),
+    ],
+)
+def test_years_that_the_prompt_does_not_name_are_invented(answer: str, found: list[str]) -> None:
+    asked = {"role": "user", "content": "Made in 1450, number 18881."}
+    row = {
+        "messages": [{"role": "system", "content": "Be short."}, asked, {"role": "assistant", "content": "Of 1503."}]
+    }
+    assert invented_years(answer, row) == found
+
+
+def test_an_evaluation_finds_the_log_probabilities_that_training_finds(
+    trainer_of: Callable[..., PreferenceTrainer], tiny: str, tmp_path: Path, rows: list[Row]
+) -> None:
+    trainer = trainer_of("full")
+    known = trainer.with_reference(trainer.train_dataset.rows, "training")
+    run = run_of("full", model=tiny, results_root=str(tmp_path), per_device_eval_batch_size=5, max_new_tokens=2)
+    log, tokenizer = RunRecorder(run, ALONE), load_tokenizer(run)
+    base = load_base_model(run, whole_model_on("cpu"))
+    before = evaluate_preferences(base, tokenizer, rows, log, "before")
+    expected = [(row["ref_chosen_logps"], row["ref_rejected_logps"]) for row in known]
+    assert before.log_probs == [pytest.approx(pair, abs=1e-4) for pair in expected]
+    move(base)
+    after = evaluate_preferences(base, tokenizer, rows, log, "after", reference=before)
+    assert after.reference == before.log_probs != after.log_probs
+    assert after.log_probs == log_probs_of(base, tokenizer, rows, log, "again")
+    assert (log.folder / "predictions_after.csv").exists()
+    assert json.dumps(after.summary())
