@@ -202,4 +202,5 @@ def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, 
     """
     a, of_mlp = job.arithmetic_bytes, 3 if architecture.family.is_llama_like else 2
     hidden, width = architecture.hidden * hidden_bytes, architecture.intermediate * a
-    return activations("hidden states of a layer, and its MLP", f"T (4 H x + {of_mlp} I a)", tokens * (4 * hidden + of_mlp * width))
+    size = tokens * (4 * hidden + of_mlp * width)
+    return activations("hidden states of a layer, and its MLP", f"T (4 H x + {of_mlp} I a)", size)

@@ -53,6 +53,23 @@ class PairSums(DeviceSums):
         layer = widest_without_gradients(self.architecture, job, self.batch.tokens, self.hidden_bytes)
         return where((True, layer), (job.autocasts, copy))
 
+    # -- the layers' backward pass
+
+    @property
+    def gradients_within_mlp(self) -> int:
+        """Those of an input that base and adapter read are added up when it is gone; no dropout makes a third.
+
+        Where hidden states are in fp32 the moment counts for less: their gradients are fewer by then.
+        """
+        return 2 if self.job.method.has_adapters and self.hidden_bytes == 2 else 1
+
+    def _gradients_so_far(self, count: int, what: str) -> list[Term]:
+        """Return those that are there; beside earlier ones that of a tied head waits for that of the embeddings."""
+        waits = self._adds_to_gradients and self.trains_head and self.job.trains_all and self.architecture.tied
+        matrix = self.architecture.vocab * self.architecture.hidden
+        of_head = numbers("gradients", "gradient of the tied head, before it is added", matrix, self.job.trained_bytes)
+        return [*super()._gradients_so_far(count, what), *where((waits, of_head))]
+
     # -- the head
 
     def chunk_of_loss(self) -> list[Term]:
