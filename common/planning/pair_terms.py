@@ -116,9 +116,7 @@ class PairSums(DeviceSums):
     def _folded(self, positions: int, each: int) -> list[Term]:
         """Return what PyTorch's operations make beside a tile; Triton's kernels nothing."""
         size = min(positions, TILE_POSITIONS) * self.columns * each
-        return where(
-            (self.job.cpu_operations, Term("logits", "computed beside a tile, in fp32", f"C {each}", size))
-        )
+        return where((self.job.cpu_operations, Term("logits", "computed beside a tile, in fp32", f"C {each}", size)))
 
     def _summed(self) -> list[Term]:
         """Return the fp32 copies of a tile and its columns, or its positions, that a CPU multiplies to gradients."""

@@ -142,7 +142,7 @@ def like_triton(labelled: int) -> Iterator[None]:
     in_place = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), nothing)
     with (
         mock.patch.multiple(chunked_logprob, **in_place),
-        mock.patch.object(trl.trainer.utils, "_use_triton", lambda _: True),
+        mock.patch.object(trl.trainer.utils, "_use_triton", return_value=True),
         _LastPositions(labelled),
     ):
         yield
