@@ -9,9 +9,9 @@ adds the same, their bytes are extrapolated to all layers, segment by segment of
 among devices each device's share is run alone: with pp by the real schedule, which sends nothing.
 
 On a GPU PyTorch chooses other operations here and there than on a CPU, where this runs: dropout keeps a mask of one
-byte per element, autocast computes layer norms and softmax in fp32, unfused optimizers work on lists of tensors. The
-dry run of a run on a GPU does as a GPU does. What it cannot see: the CUDA context, gaps between allocated blocks, and
-what is being sent between devices.
+byte per element, autocast computes layer norms and softmax in fp32, unfused optimizers work on lists of tensors, and
+TRL's head reads the answers' positions alone. The dry run of a run on a GPU does as a GPU does. What it cannot see: the
+CUDA context, gaps between allocated blocks, and what is being sent between devices.
 """
 
 from copy import deepcopy

@@ -87,7 +87,8 @@ def fake_step(
     grouped_in_bf16 = mock.patch.object(
         moe, "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16
     )
-    with mode, no_row_is_packed, grouped_in_bf16, every_tile_counts(model, batch):
+    like_gpu = objective_of(run).like_gpu(batch.labelled) if as_on_gpu else nullcontext()
+    with mode, no_row_is_packed, grouped_in_bf16, every_tile_counts(model, batch), like_gpu:
         if share and run.parallelism.pipelines:
             return tracked_stage_steps(run, model, inputs, number, as_on_gpu)
         return tracked_steps(run, model, inputs, as_on_gpu, share)
@@ -113,6 +114,9 @@ def build_model(run: RunConfig, config: PretrainedConfig) -> PreTrainedModel | P
     model = architecture._from_config(config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention])
     model = with_trained_weights(model, run)
     chunk_loss(replace(run, use_liger_kernel=False), model)
+    prepare = objective_of(run).prepare
+    if prepare:
+        prepare(model)
     return model
 
 

@@ -31,6 +31,10 @@ CPU_PROCESS_GIB = 0.62
 # with pictures more: Pillow, the image processor, and the pictures as they are stored (the records of 3.3, in which a
 # process took 0.73 to 0.76)
 CPU_PICTURES_GIB = 0.13
+# with pairs of answers more: what glibc keeps of freed blocks beside the head's tiles, whose sizes differ from batch to
+# batch (three runs of 3.4 with 4 steps took 0.73 to 0.77; one with MALLOC_MMAP_THRESHOLD_=262144, which gives them
+# back, 0.62). TRL and what it imports take 0.005, the figure's matplotlib 0.02
+CPU_PAIRS_GIB = 0.12
 # gaps between blocks, of what is allocated and freed in every step; fitted to 156 figures of `nvidia-smi` (the same)
 GAP_SHARE = 0.06
 # beyond the likely memory, of what comes and goes in every step: 19 in 20 of the same figures need no more, 53 of
@@ -43,7 +47,8 @@ def overhead_terms(architecture: Architecture, job: Job, gpu: Gpu, memory: Devic
     if gpu.name == CPU_DEVICE:
         process = Term("overhead", "process: Python, PyTorch, libraries, data", "measured", CPU_PROCESS_GIB * GIB)
         pictures = Term("overhead", "process: what opens pictures, and these", "measured", CPU_PICTURES_GIB * GIB)
-        return where((True, process), (job.batch.tiles, pictures))
+        pairs = Term("overhead", "process: freed blocks that it keeps", "measured", CPU_PAIRS_GIB * GIB)
+        return where((True, process), (job.batch.tiles, pictures), (job.batch.goal.compares, pairs))
     workspace = HOPPER_WORKSPACE_GIB if gpu.name.startswith(("H100", "H200")) else WORKSPACE_GIB
     passing = passing_bytes(memory)
     length, rows = max(job.batch.length, job.batch.target_length), job.batch.sequences // job.micro_batches

@@ -188,7 +188,7 @@ class Job(HasSpecs):
         loop: How the step computes.
         offload: Optimizer states (with fsdp and zero3 weights and gradients, too) wait in the host's memory.
         cpu_operations: Dropout as PyTorch does it on a CPU: masks are numbers, and attention with dropout keeps its
-            scores.
+            scores. Of pairs of answers the head reads all positions, and works beside its tile.
         evaluation: What the phases beside training work on; None: training alone is planned.
         trains_tower: The vision tower of a model that sees is trained in full, with its connector; else it is frozen.
         sums_gradients_after: A plain loop sums them after the backward pass, without DDP.
@@ -270,6 +270,15 @@ class Job(HasSpecs):
     def reads_reference(self) -> bool:
         """Whether each step also reads its rows with the adapters switched off, as the reference."""
         return self.batch.goal.compares and self.method.has_adapters
+
+    @property
+    def head_positions(self) -> int:
+        """Positions of a sequence that the head reads: those with labels, and of pairs on a CPU all.
+
+        (trl/trainer/utils.py: `compact`.)
+        """
+        reads_all = self.batch.goal.compares and self.cpu_operations
+        return self.batch.length - 1 if reads_all else self.batch.labelled
 
     @property
     def has_buckets(self) -> bool:

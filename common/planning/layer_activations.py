@@ -193,3 +193,14 @@ class LayerActivations:
         is_cast = count and self.job.autocasts and not self.job.method.quantizes
         copies = numbers("weights", "autocast's copies of the weights", count, self.job.arithmetic_bytes)
         return where((is_cast, copies))
+
+
+def widest_without_gradients(architecture: Architecture, job: Job, tokens: int, hidden_bytes: int) -> Term:
+    """Return what a layer without adapters holds where it is widest, of so many tokens, when autograd keeps nothing.
+
+    Its input, the sum with the attention's result, and the norm of that; then what the MLP makes of it.
+    """
+    a, of_mlp = job.arithmetic_bytes, 3 if architecture.family.is_llama_like else 2
+    hidden, width = architecture.hidden * hidden_bytes, architecture.intermediate * a
+    size = tokens * (4 * hidden + of_mlp * width)
+    return activations("hidden states of a layer, and its MLP", f"T (4 H x + {of_mlp} I a)", size)

@@ -802,8 +802,7 @@ class DeviceSums:
     def layer_backward(self, stack: Stack) -> list[Term]:
         """Return what is alive only while one layer is back-propagated."""
         architecture, again, a = self.architecture, self.job.gradient_checkpointing, self.job.arithmetic_bytes
-        # what the MLP saved goes as its gradients come; adapters compute theirs in fp32, beside 16 bits
-        count = 3 if self.is_llama_like and self.job.method.has_adapters and a == 2 else 1
+        count = self.gradients_within_mlp
         size = count * self.batch.tokens_in(stack) * architecture.intermediate * a
         passing = [activations("gradients within the MLP", f"{count} T I a", size)]
         if again:  # the forward pass comes again
@@ -814,6 +813,14 @@ class DeviceSums:
             before_mlp = [term for term in saved if term not in self.layer.mlp(stack)]
             moments.append([*times_each(before_mlp, 1, "computed again: "), *self._score_gradients(stack, 4 + a)])
         return [*max(moments, key=size_of), *self.hidden_states(stack)]
+
+    @property
+    def gradients_within_mlp(self) -> int:
+        """How many there are at once, beside all that the MLP saved.
+
+        What it saved goes as its gradients come; adapters compute theirs in fp32, beside 16 bits.
+        """
+        return 3 if self.is_llama_like and self.job.method.has_adapters and self.job.arithmetic_bytes == 2 else 1
 
     def _score_gradients(self, stack: Stack, each: int) -> list[Term]:
         """Return the gradients of the attention scores, of the eager attention.

@@ -1,13 +1,17 @@
-"""The memory of a DPO step where it differs from a step on answers: TRL's head.
+"""The memory of a DPO step where it differs from a step on answers: TRL's head, and the pass of the reference.
 
 The head multiplies a tile of the logits at a time: so many positions, and so many of the vocabulary's columns
 (trl/kernels/chunked_logprob.py). On a GPU a Triton kernel works within the tile, on positions with an answer's token
-alone; elsewhere PyTorch's operations work beside it, on all positions. The backward pass of the head is the highest
-moment: the reference's pass keeps nothing, and the forward pass holds less beside the same tile.
+alone; elsewhere PyTorch's operations work beside it, on all positions. Its forward pass keeps its inputs alone, and its
+backward pass, which computes each tile again, adds the gradients up in fp32. With adapters the reference reads the same
+rows after the policy, whose activations wait: what the reference makes keeps nothing.
+
+Letters as in `memory_plan`, and: P positions that the head reads, R of these and U columns that a tile has, C = R x U.
 """
 
+from common.planning.layer_activations import widest_without_gradients
 from common.planning.memory_plan import DeviceSums
-from common.planning.terms import Term, activations, numbers, where
+from common.planning.terms import Term, activations, numbers, size_of, where
 
 TILE_POSITIONS, TILE_COLUMNS = 4096, 32_768
 FORWARD_BESIDE, BACKWARD_BESIDE = 13, 29
@@ -21,57 +25,118 @@ class PairSums(DeviceSums):
     @property
     def positions(self) -> int:
         """`P`: positions that the head reads."""
-        of_each = self.batch.length - 1 if self.job.cpu_operations else self.batch.labelled
-        return self.batch.sequences * of_each
+        return self._positions_of(self.batch.sequences, self.batch.length, self.batch.labelled)
+
+    def _positions_of(self, sequences: int, length: int, labelled: int) -> int:
+        return sequences * (length - 1 if self.job.cpu_operations else labelled)
 
     @property
-    def tile(self) -> int:
-        """`C`: numbers of a tile."""
-        return self._tile_of(self.positions)
+    def columns(self) -> int:
+        """`U`: columns of a tile."""
+        return min(self.architecture.vocab, TILE_COLUMNS)
 
-    def _tile_of(self, positions: int) -> int:
-        return min(positions, TILE_POSITIONS) * min(self.architecture.vocab, TILE_COLUMNS)
+    def moments(self) -> dict[str, list[Term]]:
+        """Return those of every step, and those before the backward pass: the head, and the reference's pass."""
+        head = self.loss_without_gradients(self.batch.sequences, self.batch.length, self.batch.labelled)
+        forward = {"forward of the head": [*self.before_backward(), *head]}
+        if self.job.reads_reference:
+            waiting = [*self.before_backward(), self._head_inputs("inputs of the policy's head")]
+            forward["forward of a layer of the reference"] = [*waiting, *self._reference_layer()]
+            forward["forward of the reference's head"] = [*waiting, *head]
+        return {**forward, **super().moments()}
+
+    def _reference_layer(self) -> list[Term]:
+        """Return what the widest layer of the model without adapters works on, and autocast's copy of a matrix."""
+        job, stack = self.job, self.stacks[-1][0]
+        widest = max(linear.inputs * linear.outputs for linear in stack.linears)
+        copy = numbers("weights", "autocast's copy of the widest matrix", widest, job.arithmetic_bytes)
+        layer = widest_without_gradients(self.architecture, job, self.batch.tokens, self.hidden_bytes)
+        return where((True, layer), (job.autocasts, copy))
+
+    # -- the layers' backward pass
+
+    @property
+    def gradients_within_mlp(self) -> int:
+        """Those of an input that base and adapter read are added up when it is gone; no dropout makes a third.
+
+        Where hidden states are in fp32 the moment counts for less: their gradients are fewer by then.
+        """
+        return 2 if self.job.method.has_adapters and self.hidden_bytes == 2 else 1
+
+    def _gradients_so_far(self, count: int, what: str) -> list[Term]:
+        """Return those that are there; beside earlier ones that of a tied head waits for that of the embeddings."""
+        waits = self._adds_to_gradients and self.trains_head and self.job.trains_all and self.architecture.tied
+        matrix = self.architecture.vocab * self.architecture.hidden
+        of_head = numbers("gradients", "gradient of the tied head, before it is added", matrix, self.job.trained_bytes)
+        return [*super()._gradients_so_far(count, what), *where((waits, of_head))]
+
+    # -- the head
 
     def chunk_of_loss(self) -> list[Term]:
-        """Return what the backward pass of a tile holds, in the last of them."""
-        return [*self._tiles(self.tile, BACKWARD_BESIDE), *self._head_copy(), *self._of_all_tiles()]
+        """Return what the backward pass of the last tile holds."""
+        beside = max((self._folded(self.positions, BACKWARD_BESIDE), self._summed()), key=size_of)
+        return [*self._tile(self.positions), *beside, *self._of_all_tiles()]
 
     def chunk_of_head_backward(self) -> list[Term]:
         """Return what the head holds when its gradients are whole, and in the formats of inputs and weights."""
-        matrix, x = self.architecture.vocab * self.architecture.hidden, self.hidden_bytes
-        size = self.positions * self.architecture.hidden * x
-        in_its_format = numbers(
-            "gradients", "gradient of the head's matrix, as the weights are", matrix, self.job.trained_bytes
-        )
+        x, matrix = self.hidden_bytes, self.architecture.vocab * self.architecture.hidden
+        size, each = self.positions * self.architecture.hidden * x, self.job.trained_bytes
         return where(
-            (True, self._of_all_tiles()),
-            (x < 4, activations("gradient of the head's inputs, as they are", "P H x", size)),
-            (self.trains_head and self.job.trained_bytes < 4, in_its_format),
+            (True, [*self._tile(self.positions), *self._of_all_tiles()]),
+            (x < 4, activations("gradient of the head's inputs, in their format", "P H x", size)),
+            (
+                self.trains_head and each < 4,
+                numbers("gradients", "gradient of the head's matrix, as the weights are", matrix, each),
+            ),
         )
 
-    def _tiles(self, tile: int, beside: int) -> list[Term]:
-        each = self.job.arithmetic_bytes + (beside if self.job.cpu_operations else 0)
-        return [Term("logits", "a tile of logits, and what is computed beside it", f"C {each}", tile * each)]
+    def loss_without_gradients(self, rows: int, length: int, labelled: int) -> list[Term]:
+        """Return what a forward pass of the head holds of so many sequences; the last hidden state is still there."""
+        positions, h, x = self._positions_of(rows, length, labelled), self.architecture.hidden, self.hidden_bytes
+        return [
+            *self._tile(positions),
+            *self._folded(positions, FORWARD_BESIDE),
+            activations("inputs of the head", "P H x", positions * h * x),
+            activations("last hidden state", "T H x", rows * length * h * x),
+        ]
+
+    def _tile(self, positions: int) -> list[Term]:
+        """Return a tile's buffer, and copies of what is multiplied, where that has another format."""
+        h, a, rows = self.architecture.hidden, self.job.arithmetic_bytes, min(positions, TILE_POSITIONS)
+        return where(
+            (True, Term("logits", "a tile of logits", "C a", rows * self.columns * a)),
+            (self._head_bytes != a, numbers("weights", "copy of a tile's columns", self.columns * h, a)),
+            (self.hidden_bytes != a, activations("copy of a tile's positions", "R H a", rows * h * a)),
+        )
+
+    @property
+    def _head_bytes(self) -> int:
+        return self.job.end_bytes if self.job.method.quantizes else self.job.weight_bytes
+
+    def _folded(self, positions: int, each: int) -> list[Term]:
+        """Return what PyTorch's operations make beside a tile; Triton's kernels nothing."""
+        size = min(positions, TILE_POSITIONS) * self.columns * each
+        return where((self.job.cpu_operations, Term("logits", "computed beside a tile, in fp32", f"C {each}", size)))
+
+    def _summed(self) -> list[Term]:
+        """Return the fp32 copies of a tile and its columns, or its positions, that a CPU multiplies to gradients."""
+        h, rows = self.architecture.hidden, min(self.positions, TILE_POSITIONS)
+        is_copied = self.job.cpu_operations and self.job.arithmetic_bytes < 4
+        factor = max(self.columns, rows if self.trains_head else 0) * h
+        return where(
+            (is_copied, Term("logits", "a tile in fp32", "C 4", 4 * rows * self.columns)),
+            (is_copied, activations("what it is multiplied with, in fp32", "max(U, R) H 4", 4 * factor)),
+        )
 
     def _of_all_tiles(self) -> list[Term]:
         """Return the head's inputs, and the gradients that the tiles add up in fp32."""
         inputs = self.positions * self.architecture.hidden
         matrix = self.architecture.vocab * self.architecture.hidden
         return where(
-            (
-                True,
-                activations(
-                    "inputs of the head, and their gradients in fp32", "P H (x + 4)", inputs * (self.hidden_bytes + 4)
-                ),
-            ),
+            (True, self._head_inputs("inputs of the head")),
+            (True, activations("their gradients, summed in fp32", "P H 4", 4 * inputs)),
             (self.trains_head, numbers("gradients", "gradient of the head's matrix, summed in fp32", matrix, 4)),
         )
 
-    def loss_without_gradients(self, rows: int, length: int, labelled: int) -> list[Term]:
-        """Return a tile, and the head's inputs, of validation rows."""
-        positions = rows * (length - 1 if self.job.cpu_operations else labelled)
-        inputs = positions * self.architecture.hidden * self.hidden_bytes
-        return [
-            *self._tiles(self._tile_of(positions), FORWARD_BESIDE),
-            activations("inputs of the head", "P H x", inputs),
-        ]
+    def _head_inputs(self, what: str) -> Term:
+        return activations(what, "P H x", self.positions * self.architecture.hidden * self.hidden_bytes)

@@ -170,6 +170,8 @@ class _PhaseSums:
         answering, judging, alive = self._evaluated(is_tuned=name == "final evaluation")
         moments = [(moment, [*answering, *terms]) for moment, terms in self._answers(a).items()]
         moments.append((TOWER_FORWARD, [*answering, *self._looking(shape.answered)]))
+        if self.job.batch.goal.compares:
+            moments += [(moment, [*answering, *terms]) for moment, terms in self._given_answers(a).items()]
         if shape.judged:
             length = max(shape.new_tokens, shape.labelled)
             size = 2 * shape.answered * length * self.architecture.hidden * 4
@@ -346,6 +348,14 @@ class _PhaseSums:
             activations("hidden states, and what one layer makes of them", formula, hidden + made),
             *where((is_eager, activations("attention scores and their mask", "B heads S S x", scores))),
         ]
+
+    def _given_answers(self, a: int) -> dict[str, list[Term]]:
+        """Return the moments of finding how likely both given answers to a batch of prompts are."""
+        shape, rows = self.shape, self.shape.answered * self.shape.sequences_per_row
+        return {
+            "forward of a layer of the given answers": self._layer(rows, shape.length, shape.length, a),
+            "head of the given answers": self._whole.loss_without_gradients(rows, shape.length, shape.labelled),
+        }
 
     def _answers(self, a: int) -> dict[str, list[Term]]:
         """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""

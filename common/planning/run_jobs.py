@@ -58,7 +58,8 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         kernels="fused" if run.use_liger_kernel else "compiled" if run.torch_compile else "plain",
         lora_rank=run.lora_r,
         target_modules=targets.get(run.target_modules, tuple(run.target_modules.split(","))),
-        lora_dropout=run.lora_dropout if run.method.has_adapters else 0.0,
+        # TRL's trainer switches dropout off: policy and reference are to differ by what was learnt alone
+        lora_dropout=run.lora_dropout if run.method.has_adapters and not run.goal.compares else 0.0,
         micro_batches=run.micro_batches,
         schedule=run.schedule,
         # a budget may divide each micro-batch

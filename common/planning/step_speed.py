@@ -117,7 +117,7 @@ class StepFlops:
     """Floating-point operations of one step on one data-parallel rank, or of one device's share of the layers.
 
     Attributes:
-        recomputed: Of forward passes that come again: of checkpointed layers, or with the reference.
+        recomputed: Of forward passes that come again: of checkpointed layers, of a head, or with the reference.
         attention: Of the others together, those of attention's scores.
     """
 
@@ -168,12 +168,14 @@ def _flops_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
         for number, (asking, asked) in enumerate(batch.attentions_in(stack)):
             is_causal = stack.kind != "encoder" and number == 0  # cross attention reads the whole text
             attention += count * 4 * batch.sequences * asking * asked * queries * (0.5 if is_causal else 1.0)
-    positions = batch.sequences * batch.labelled
+    positions = batch.sequences * job.head_positions
     head = 2 * positions * architecture.vocab * architecture.hidden if share.has_head else 0.0
     forward = layers + attention + adapters + head
     trained += adapters + (head if trains_head(architecture, job) else 0.0)
     recomputed = forward - head if job.gradient_checkpointing else 0.0
     if job.schedule == "gpipe" and job.micro_batches > 1:  # losses that wait come again in the backward pass
+        recomputed += head
+    if batch.goal.compares:  # the backward pass of TRL's head computes each tile of the logits again
         recomputed += head
     recomputed += (forward - adapters) * job.reads_reference
     return StepFlops(
@@ -241,7 +243,7 @@ def _bytes_of_layers(architecture: Architecture, job: Job, share: Share) -> Step
             products += layers * forward_passes * (4 + a) * size * _casts(job)
             unpacking += layers * (forward_passes + 1) * UNPACKING_BYTES * size * job.method.quantizes
             adapters += layers * a * tokens * _adapter(kernels, linear, forward_passes) * job.adapts(linear)
-    logits = job.batch.sequences * job.batch.labelled * architecture.vocab * share.has_head
+    logits = job.batch.sequences * job.head_positions * architecture.vocab * share.has_head
     return StepBytes(products, between, adapters, 2 * kernels.loss * logits, unpacking)
 
 

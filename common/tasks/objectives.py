@@ -1,6 +1,7 @@
 """What a model learns to predict: how rows become a batch, what a row's losses are, and what is best."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
 
@@ -33,8 +34,10 @@ class Objective:
             labels of the whole step.
         needs_losses_alone: Whether `results` are the sum of a row's losses and their number, for which no logits are
             needed.
+        prepare: For dry runs, what the task's own trainer does to a model before that is wrapped.
         fake_loss: For dry runs, where the loss is no loss of labels: from the run, the model that is trained, and that
             model as it is called (say in DDP), a loss of `inputs` whose tensors have no numbers to be read.
+        like_gpu: For dry runs, what has that loss work as on a GPU, where so many of the last positions have labels.
     """
 
     collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel, RunConfig], Collate]
@@ -44,9 +47,11 @@ class Objective:
     higher_is_better: bool
     loss: Callable[..., torch.Tensor] | None = None
     needs_losses_alone: bool = False
+    prepare: Callable[[PreTrainedModel], None] | None = None
     fake_loss: Callable[[RunConfig, PreTrainedModel, torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor] | None = (
         None
     )
+    like_gpu: Callable[[int], AbstractContextManager[None]] = nullcontext
 
 
 def mean_loss(sums: torch.Tensor) -> dict[str, float]:
