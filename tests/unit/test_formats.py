@@ -138,7 +138,7 @@ def test_columns_are_named_by_settings(tmp_path: Path) -> None:
     [
         (["a", "b"], {"prompt_column": "c", "completion_column": "b"}, "no column 'c' .*--prompt_column"),
         (["a", "b"], {"prompt_column": "a"}, "prompt_column is 'a', but completion_column is empty"),
-        (["prompt", "chosen", "rejected"], {}, "these are preferences"),
+        (["prompt", "chosen", "rejected"], {}, "these are pairs of answers"),
         (["prompt", "completion", "label"], {}, "good or bad"),
         (["text", "label"], {}, "go to 3.1"),
         (["dialogue", "summary"], {}, "go to 3.2"),
@@ -227,7 +227,7 @@ def test_preferences_are_refused_and_their_chosen_answers_are_read_as_advised(
         pytest.skip("a CSV file holds texts")
     run = RunConfig(data=str(tmp_path / f"rows{suffix}"), shared_rows="skip")
     write(Path(run.data), [{**row, "id": str(number)} for number in range(3)])
-    with pytest.raises(BadInputError, match=r"(line|row) 1 .* these are preferences.* rename that column"):
+    with pytest.raises(BadInputError, match=r"(line|row) 1 .* these are pairs of answers.* rename that column"):
         load_splits(run)
     row = {renamed if name == "chosen" else name: value for name, value in row.items()}
     write(Path(run.data), [{**row, "id": str(number)} for number in range(3)])
