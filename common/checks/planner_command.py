@@ -351,7 +351,8 @@ def techniques_asked(options: PlannerOptions) -> tuple[str, ...]:
     if options.technique:
         return (options.technique,)
     takes_4_bits = options.parallel is None or PARALLELISMS[options.parallel].takes_4_bits
-    if (options.classes or options.tiles or not takes_4_bits) and not options.quantization:
+    is_chat = not (options.classes or options.tiles or task_of(options).compares)
+    if not (is_chat and takes_4_bits) and not options.quantization:
         return tuple(name for name, each in TECHNIQUES.items() if not each.quantizes)
     return tuple(TECHNIQUES)
 

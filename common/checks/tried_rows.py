@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
-from common.base.paths import REPOSITORY
+from common.base.paths import is_embedded
 from common.base.run_config import RunConfig
 from common.base.specs import TASKS
 from common.data.batches import longest_batch
@@ -19,8 +19,6 @@ from common.data.pictures import picture_ids
 from common.data.rows import IGNORED_LABEL, Tokens, tokens_in
 from common.data.splits import label_names_of, load_splits, tokens_of
 from common.models.loading import (
-    EMBEDDED_BASE,
-    EMBEDDED_SUMMARIZER,
     any_shape_config,
     load_tokenizer,
     longest_readable,
@@ -74,7 +72,7 @@ def rows_of_run(run: RunConfig) -> Rows:
         BadInputError: rows are missing or malformed, or have no answer within `max_length`.
     """
     splits, tokenizer = load_splits(run), load_tokenizer(run)
-    tokenizer_is_own = run.model == MINILM or (REPOSITORY / run.model).resolve() in (EMBEDDED_BASE, EMBEDDED_SUMMARIZER)
+    tokenizer_is_own = run.model == MINILM or is_embedded(run.model)
     try:
         train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
     except BadInputError as cut:

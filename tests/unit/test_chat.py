@@ -102,6 +102,8 @@ def test_a_run_is_found_by_path_or_name_and_others_are_refused(
     write_record(tmp_path / "results" / "failed", RunConfig(), status="failed")
     with pytest.raises(BadInputError, match="failed is failed: resume or repeat"):
         find_run("failed")
+    pairs = RunConfig(task="preferences", lora_dropout=0.0)
+    assert find_run(str(write_record(tmp_path / "results" / "pairs", pairs))).run.task == "preferences"
     classifier = RunConfig(technique="full", task="classification", model="roberta-large")
     write_record(tmp_path / "results" / "labels", classifier)
     with pytest.raises(BadInputError, match="for classification, and does not chat"):

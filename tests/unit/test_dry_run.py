@@ -314,6 +314,17 @@ def test_a_dry_run_of_a_run_that_sees_names_its_pictures(capsys: pytest.CaptureF
     assert closed == pytest.approx(dry, abs=0.0025)
 
 
+@pytest.mark.parametrize("technique", ["full", "lora"])
+def test_a_dry_run_of_pairs_agrees_with_the_closed_form(technique: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "3.4_preference_tuning/run_0_cpu_x1"
+    with mock.patch.object(sys, "argv", ["dry_run", folder, "--technique", technique, "--seq-len", "64"]):
+        dry_run_room.main()
+    out = capsys.readouterr().out
+    assert f"{technique} of assets/embedded_labeller, fp32, single: 16 rows of 64 tokens" in out
+    dry, closed = (float(re.search(rf"{line} (\d+\.\d+) GiB", out)[1]) for line in ("memory:", "closed form:"))
+    assert closed == pytest.approx(dry, rel=0.02)
+
+
 def test_each_part_of_a_tower_is_counted() -> None:
     """A frozen tower has weights and pictures alone; a trained one all of it, beside adapters as wide as the base's."""
     tower, batch = read_architecture(EMBEDDED_VISION).tower_parameters, BatchShape(1, 64, 16, tiles=1)

@@ -646,3 +646,18 @@ def test_layers_of_a_model_that_sees_are_not_divided() -> None:
     model = read_architecture("smolvlm-instruct")
     with pytest.raises(BadInputError, match="has a vision tower: such models are not divided"):
         device_map_of(model, [whole_model(model)], [0])
+
+
+def test_pairs_are_planned_for_techniques_that_train_on_them(asked) -> None:  # noqa: ANN001
+    question = "--model llama-3.2-1b --gpu a6000 --gpus 2 --parallel ddp --batch-size 4 --seq-len 512 --json"
+    chat, pairs = (json.loads(asked(f"{question} {task}")[1])["ranked"] for task in ("", "--task preferences"))
+    assert {plan["technique"] for plan in chat} - {plan["technique"] for plan in pairs} == {"qlora"}
+    chat, pairs = ({plan["technique"]: plan for plan in each} for each in (chat, pairs))
+    assert pairs.keys() == {"full", "lora"}
+    peaks = ({name: each[name]["per_device"][0]["peak_gib"] for name in pairs} for each in (chat, pairs))
+    assert all(pair > single for single, pair in zip(*(each.values() for each in peaks), strict=True))
+
+
+def test_the_command_of_a_plan_of_pairs_is_its_folders(asked) -> None:  # noqa: ANN001
+    _, out, _ = asked("--task preferences --model assets/embedded_labeller --gpu cpu --technique lora --seq-len 57")
+    assert "Run: make run FOLDER=3.4_preference_tuning/run_0_cpu_x1" in out

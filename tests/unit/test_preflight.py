@@ -23,6 +23,7 @@ from common.checks.inputs import check_settings
 from common.checks.preflight import Measured, main, measure_all
 from common.checks.tried_rows import Rows
 from common.data.batches import EpochBatches, longest_batch
+from common.data.rows import tokens_in
 from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import cpu_device
 from common.models.loading import load_tokenizer
@@ -38,6 +39,7 @@ QLORA = "2.3_qlora_finetuning/run_0_cpu_x1"
 PP = "2.7_full_finetuning_with_pp/run_0_cpu_x2"
 CLASSIFICATION = "3.1_text_classification/run_0_cpu_x2"
 SUMMARIZATION = "3.2_summarization/run_0_cpu_x2"
+PREFERENCES = "3.4_preference_tuning/run_0_cpu_x1"
 MEASURED = Measured(0, "cpu", 0.5, 0.6, 0.6, 0.6, 20.0, 0.25, 0.1, 0.1, 0.0)
 
 
@@ -196,6 +198,36 @@ def test_a_classifier_passes_on_rows_of_a_length(technique: str, capsys: pytest.
     said = capsys.readouterr().out
     assert f"tries {technique} of all-minilm-l6-v2 with single on 1 x cpu: 4 rows of up to 16 tokens" in said
     assert said.splitlines()[-1].startswith("passed: ")
+
+
+@pytest.mark.parametrize("technique", ["full", "lora"])
+def test_pairs_of_a_length_pass(technique: str, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--seq-len", "16", "--batch_size", "2", "--per_device_eval_batch_size", "2")
+    assert exit_code(PREFERENCES, "--technique", technique, *small) == 0
+    said = capsys.readouterr().out
+    assert f"tries {technique} of assets/embedded_labeller with single on 1 x cpu: 2 rows of up to 16 tokens" in said
+    assert said.splitlines()[-1].startswith("passed: ")
+
+
+def test_pairs_of_a_length_have_two_answers_as_long_as_the_shape_says() -> None:
+    run = RunConfig(task="preferences", technique="full", per_device_train_batch_size=3)
+    rows, shape = tried_rows.rows_of_length(run, 20), tried_rows.batch_of_length(run, 20)
+    (pair, *_) = rows.train
+    assert len(rows.train) == 3
+    assert len(pair["input_ids"]) == len(pair["rejected_ids"]) == len(pair["labels"]) == 20
+    assert pair["input_ids"][0] == pair["rejected_ids"][0]
+    assert all(one != other for one, other in zip(pair["input_ids"][1:], pair["rejected_ids"][1:], strict=True))
+    batch = tried_rows.batch_of(run, rows)
+    assert (batch.rows, batch.length, batch.labelled) == (shape.rows, shape.length, shape.labelled) == (3, 20, 19)
+
+
+def test_the_longest_pairs_are_tried_and_their_tokens_are_their_models_own() -> None:
+    run = RunConfig(task="preferences", technique="full", model="assets/embedded_labeller", data="assets/preferences",
+                    weights="random", per_device_train_batch_size=4)  # fmt: skip
+    rows = tried_rows.rows_of_run(run)
+    assert "embedded tokenizer" not in rows.source
+    lengths = sorted(map(tokens_in, tokens_of(load_splits(run).train, load_tokenizer(run), run)), reverse=True)
+    assert [*map(tokens_in, rows.train)] == lengths[:4]
 
 
 @pytest.mark.slow

@@ -90,3 +90,17 @@ def test_texts_with_a_class_are_counted_without_tokens_to_learn(
     out = capsys.readouterr().out
     assert "1,600 train, 400 validation, 400 test" in out
     assert "learn" not in out
+
+
+def test_a_pair_is_shown_with_both_answers_and_is_as_long_as_its_longer_one() -> None:
+    run = RunConfig(task="preferences", model="assets/embedded_labeller", data="assets/preferences", validation_rows=1)
+    splits, tokenizer = load_splits(run), load_tokenizer(run)
+    splits = replace(splits, train=splits.train[:3])
+    seen = preview(run, splits, tokenizer)
+    said, rejected = seen.row(2, tokenizer, in_colour=False).split("\n")
+    row = splits.train[1]
+    assert said.endswith(f"[[{row['messages'][-1]['content']}<|end|>]]")
+    assert rejected.endswith(f": {row['rejected'][0]['content']}<|end|>")
+    assert seen.lengths == sorted(max(len(each["input_ids"]), len(each["rejected_ids"])) for each in seen.tokens)
+    assert seen.lengths[-1] > max(len(each["input_ids"]) for each in seen.tokens)
+    assert f"{sum(seen.lengths):,} in training rows" in str(seen)
