@@ -64,11 +64,18 @@ class PairSums(DeviceSums):
         return 2 if self.job.method.has_adapters and self.hidden_bytes == 2 else 1
 
     def _gradients_so_far(self, count: int, what: str) -> list[Term]:
-        """Return those that are there; beside earlier ones that of a tied head waits for that of the embeddings."""
+        return [*super()._gradients_so_far(count, what), *self._waiting_head()]
+
+    def embeddings_backward(self) -> list[Term]:
+        """Return the embeddings' gradient, its sum with a tied head's, and that where earlier ones are there, too."""
+        return [*super().embeddings_backward(), *self._waiting_head()]
+
+    def _waiting_head(self) -> list[Term]:
+        """Return a tied head's gradient, which beside earlier ones, or DDP's buckets, waits for the embeddings'."""
         waits = self._adds_to_gradients and self.trains_head and self.job.trains_all and self.architecture.tied
         matrix = self.architecture.vocab * self.architecture.hidden
-        of_head = numbers("gradients", "gradient of the tied head, before it is added", matrix, self.job.trained_bytes)
-        return [*super()._gradients_so_far(count, what), *where((waits, of_head))]
+        what = "gradient of the tied head, before it is added"
+        return where((waits, numbers("gradients", what, matrix, self.job.trained_bytes)))
 
     # -- the head
 
