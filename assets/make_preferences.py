@@ -70,9 +70,10 @@ def draw_exhibits(count: int, seed: int, known: set[str]) -> list["ex.Exhibit"]:
 
 
 def make_pair(exhibit: "ex.Exhibit", requests: Sequence[str], first: int, rng: random.Random) -> Row:
-    """Make one pair, still without its id; the request is drawn, counted from the ``first``."""
+    """Make one pair, still without its id."""
     told = {"x": exhibit.name, **exhibit.facts}
     notes = rng.choice(NOTES).format(**told)
+    # all requests are equally likely, whatever the ``first`` is: it stays so that the files stay the same
     request = requests[(first + rng.randrange(len(requests))) % len(requests)]
     rejected = rng.choice(REJECTED)
     told["year"] = rng.choice(ex.YEARS)  # nobody can know it from the prompt

@@ -4,7 +4,7 @@ From this folder:
     python my_workflow_preference_tuning.py
     python my_workflow_preference_tuning.py --technique full
     python my_workflow_preference_tuning.py --technique lora --parallel ddp
-    python my_workflow_preference_tuning.py --technique lora --exchange_answers --run_name lora-exchanged
+    python my_workflow_preference_tuning.py --technique lora --exchange_answers
     python my_workflow_preference_tuning.py --all
 
 `python` starts as many ranks as the setting has. A setting is this folder's run with (1) LoRA's own recipe and (2) the
@@ -15,7 +15,7 @@ given answers are compared, beside the model's own.
 import sys
 from functools import partial
 
-from my_utils_preference_tuning import draw_rewards, find_reference
+from my_utils_preference_tuning import draw_log_probs, find_reference
 
 from common.base.run_config import RunConfig
 from common.checks.folder_runs import setting_of
@@ -62,7 +62,7 @@ def workflow(run: RunConfig) -> Record:
         trained = train(log, trainer)
         tuned, differences = save(log, trainer, tokenizer)
         after = score_after(log, tuned, tokenizer, data, partial(evaluate_preferences, reference=before))
-        draw_rewards(log, before, after)
+        draw_log_probs(log, before, after)
         return record(log, before, after, **trained, largest_logit_differences=differences)
 
 

@@ -1,4 +1,4 @@
-"""What only this folder needs: the reference, and a picture of the rewards."""
+"""What only this folder needs: the reference, and a picture of the given answers' log-probabilities."""
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -10,8 +10,7 @@ from common.training.preferences import PreferenceTrainer
 
 def find_reference(log: RunRecorder, trainer: PreferenceTrainer) -> None:
     """Say how many weights are trained and where the reference is; in full fine-tuning find its log-probabilities."""
-    weights = list(trainer.model.parameters())
-    trained, total = (sum(each.numel() for each in weights if each.requires_grad or every) for every in (False, True))
+    trained, total = trainer.model.num_parameters(only_trainable=True), trainer.model.num_parameters()
     if log.run.method.has_adapters:
         reference = "this model with its adapters switched off"
     else:
@@ -23,7 +22,7 @@ def find_reference(log: RunRecorder, trainer: PreferenceTrainer) -> None:
             trainer.find_reference()
 
 
-def draw_rewards(log: RunRecorder, before: PreferenceEvaluation, after: PreferenceEvaluation) -> Figure | None:
+def draw_log_probs(log: RunRecorder, before: PreferenceEvaluation, after: PreferenceEvaluation) -> Figure | None:
     """Draw how likely both given answers were before and are after, and write it into the results folder; on rank 0."""
     if not log.rank.is_main:
         return None
@@ -34,5 +33,5 @@ def draw_rewards(log: RunRecorder, before: PreferenceEvaluation, after: Preferen
         axis.axline((0, 0), slope=1, color="grey", linewidth=0.8)
         axis.set(title=f"{when} tuning", xlabel="log-probability of the rejected answer")
     axes[0].set_ylabel("log-probability of the chosen answer")
-    figure.savefig(log.folder / "rewards.png", dpi=100)
+    figure.savefig(log.folder / "log_probs.png", dpi=100)
     return figure

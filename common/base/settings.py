@@ -159,7 +159,8 @@ class DataSettings:
         "A folder with the files train, validation and test, or one file (.jsonl, .json, .csv, .tsv, .parquet, or "
         "plain text in .txt; compressed, too: .gz, .bz2, .xz), an fsspec URL of either, or the id of a dataset on the "
         "Hugging Face Hub: rows of conversations in one of the formats of docs/your_own_data.md, with classification "
-        "of texts and labels, with summarization of texts and summaries; with visual_questions conversations with a "
+        "of texts and labels, with summarization of texts and summaries, with preferences of pairs of answers; with "
+        "visual_questions conversations with a "
         "picture each, also a folder of pictures with metadata.jsonl or metadata.csv.",
     )
     dataset_config: str = setting("", "With a dataset of the Hub: which of its configurations, where it has several.")
@@ -267,7 +268,8 @@ class TrainingSettings:
     )
     beta: float = setting(
         0.1,
-        "With preferences: what it costs to leave the reference model; the lower, the further the answers move.",
+        "With preferences: DPO's beta, which scales the rewards; the lower, the further the model may move from the "
+        "reference model.",
         within=ABOVE_0,
         only_for=PREFERENCES,
     )
@@ -513,7 +515,10 @@ class TrackingSettings:
 
     _argument_group_name = "tracking"
     run_folder: str = setting("", "Run folder, relative to the repository's root.")
-    run_name: str = setting("", "Name of the results folder; empty = launcher, batch size and seed.")
+    run_name: str = setting(
+        "",
+        "Name of the results folder; empty = launcher, what tells a task's runs apart (such as batch size), and seed.",
+    )
     results_root: str = setting("", "Folder that takes results/<run name>; empty = the run folder.")
     resume_from_checkpoint: str = setting(
         "",

@@ -165,10 +165,12 @@ class Task:
         limited: Settings, in tokens, that must not exceed the positions of the model.
         tokenizer: The folder in assets whose tokenizer stands in where weights are random.
         folder_for_one: The technique folder that does it on one device; empty = its technique's.
-        rows_are: What its rows are, in words; and `told_by` the columns, of which any set is found in no other rows.
-        trainer: Its class of `common.training.trainer.AuditedTrainer`, as `module:name`.
-        strategy: Its class of `common.training.strategy.Strategy` with parallelisms that name none, as `module:name`.
-        memory: Its class of `common.planning.memory_plan.DeviceSums`, the closed form of a step, as `module:name`.
+        rows_are: What its rows are, for the message that refuses them in other tasks.
+        told_by: Sets of columns: a table that has all columns of one set holds such rows.
+        loss_per: What the loss is a mean over.
+        trainer: A subclass of `common.training.trainer.AuditedTrainer`, as `module:name`.
+        strategy: A subclass of `common.training.strategy.Strategy`, for parallelisms that name none.
+        memory: A subclass of `common.planning.memory_plan.DeviceSums`: the closed form of a step's memory.
         reporting: The module with tables of its own runs, an `OwnTables` of `common.reporting.rows`; empty = its
             runs stand in the tables that all chats share.
         named_by: Parts of a run's default name, of `NAME_PARTS` in `common.records.store`: what tells its runs apart.
@@ -193,6 +195,7 @@ class Task:
     folder_for_one: str = ""
     rows_are: str = ""
     told_by: tuple[tuple[str, ...], ...] = ()
+    loss_per: str = "answer token"
     trainer: str = "common.training.trainer:AuditedTrainer"
     strategy: str = "common.training.strategy:WholeModel"
     memory: str = "common.planning.memory_plan:DeviceSums"
@@ -387,6 +390,7 @@ TASKS = {
             folder_for_one="3.1_text_classification",
             rows_are="texts with labels",
             told_by=(("text", "label"),),
+            loss_per="label",
             reporting="common.reporting.classification",
             named_by=("technique", "parallel", "micro_batches", "rows"),
             classifies=True,
@@ -406,6 +410,7 @@ TASKS = {
             folder_for_one="3.2_summarization",
             rows_are="texts with summaries",
             told_by=(("text", "summary"), ("dialogue", "summary")),
+            loss_per="summary token",
             reporting="common.reporting.summarization",
             named_by=("loop", "devices"),
             summarizes=True,
@@ -441,8 +446,9 @@ TASKS = {
             rows_are="pairs of answers (to learn the chosen ones alone, rename that column to completion, or to "
             "messages where it holds whole conversations)",
             told_by=(("chosen", "rejected"),),
+            loss_per="pair",
             reporting="common.reporting.preferences",
-            named_by=("technique", "parallel", "exchange_answers", "rows"),
+            named_by=("technique", "parallel", "exchanged", "rows"),
             compares=True,
         ),
     )

@@ -266,13 +266,21 @@ def job_of(options: PlannerOptions) -> Job:
 
 
 def task_of(options: PlannerOptions) -> Task:
-    """Return the task that a question names, or else the one that has such rows."""
-    if options.task:
-        return TASKS[options.task]
-    asked = bool(options.classes), bool(options.max_target_length and not options.classes), bool(options.tiles), False
-    return next(
-        task for task in TASKS.values() if (task.classifies, task.summarizes, task.sees, task.compares) == asked
-    )
+    """Return the task that a question names, or else the one that has such rows.
+
+    Raises:
+        BadInputError: the options are of different tasks.
+    """
+    asked = bool(options.classes), bool(options.max_target_length and not options.classes), bool(options.tiles)
+    found = [task for task in TASKS.values() if (task.classifies, task.summarizes, task.sees) == asked]
+    named = [task for task in found if options.task in (None, task.name)]
+    if not named:
+        raise BadInputError(
+            f"--task is {options.task}, but --classes is {options.classes}, --target-len {options.max_target_length} "
+            f"and --tiles {options.tiles}: pass --classes with classification alone, --target-len with summarization, "
+            "--tiles with visual_questions, and none of them with chat and preferences."
+        )
+    return named[0]
 
 
 def evaluation_of(options: PlannerOptions, architecture: Architecture) -> EvaluationShape:
@@ -297,6 +305,7 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
     best = plans[0]
     job, link = best.job, best.cluster.slowest_link
     learnt = f"with one of {job.batch.classes} labels each" if job.batch.classes else "learnt as a whole"
+    learnt = "with two answers each" if job.batch.goal.compares else learnt
     summaries = f" with summaries of {job.batch.target_length:,}" if job.batch.target_length else ""
     pictures = f", of which a picture in {job.batch.tiles} squares takes {picture_tokens(best):,}"
     said = [

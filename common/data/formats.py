@@ -86,7 +86,7 @@ def alpaca(row: Row) -> list[Message]:
     """Return Alpaca's instruction, with its input below, as the question; earlier turns stand in `history`."""
     question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
     turns = [*(row.get("history") or []), (question, row["output"])]
-    return [*_system(row), *(message for turn in turns for message in _turn(*turn))]
+    return [*system_of(row), *(message for turn in turns for message in _turn(*turn))]
 
 
 def prompt_and_completion(row: Row) -> list[Message]:
@@ -94,7 +94,7 @@ def prompt_and_completion(row: Row) -> list[Message]:
     prompt, completion = row["prompt"], row["completion"]
     before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     after = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-    return [*_system(row), *before, *after]
+    return [*system_of(row), *before, *after]
 
 
 def _question_and_answer(question: str, answer: str) -> Format:
@@ -102,11 +102,12 @@ def _question_and_answer(question: str, answer: str) -> Format:
         "questions and answers",
         (question, answer),
         ("system",),
-        lambda row: [*_system(row), *_turn(row[question], row[answer])],
+        lambda row: [*system_of(row), *_turn(row[question], row[answer])],
     )
 
 
-def _system(row: Row) -> list[Message]:
+def system_of(row: Row) -> list[Message]:
+    """Return the column `system` as a message, where a row has one."""
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
@@ -116,8 +117,8 @@ def _turn(question: object, answer: object) -> list[Message]:
 
 FORMATS = (
     Format("messages", ("messages",), (), lambda row: row["messages"]),
-    Format("ShareGPT", ("conversations",), ("system",), lambda row: [*_system(row), *row["conversations"]]),
-    Format("ShareGPT", ("conversation",), ("system",), lambda row: [*_system(row), *row["conversation"]]),
+    Format("ShareGPT", ("conversations",), ("system",), lambda row: [*system_of(row), *row["conversations"]]),
+    Format("ShareGPT", ("conversation",), ("system",), lambda row: [*system_of(row), *row["conversation"]]),
     Format("Alpaca", ("instruction", "output"), ("input", "system", "history"), alpaca),
     Format("prompt and completion", ("prompt", "completion"), ("system",), prompt_and_completion),
     *(_question_and_answer(question, answer) for question in QUESTIONS for answer in ANSWERS),
@@ -135,6 +136,7 @@ ELSEWHERE = {
 IMAGE_COLUMNS = ("image", "images")
 """Columns of pictures, whatever their values look like."""
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+NAME_COLUMNS = ", or name two of the others with --prompt_column and --completion_column"
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of the parts of a content that are texts, in OpenAI's two interfaces and in Transformers' chat templates."""
 
@@ -175,8 +177,10 @@ def recognise(columns: Sequence[str], run: RunConfig, source: str) -> Format:
     return found
 
 
-def refuse_pictures(row: Row, where: str) -> None:
+def refuse_pictures(row: Row, where: str, or_name: str = NAME_COLUMNS) -> None:
     """Refuse a row with a picture in any of its columns: its texts would be learnt as if they were about nothing.
+
+    `or_name`: what else leaves the picture out, beside its column.
 
     Raises:
         BadInputError: with the column.
@@ -188,8 +192,7 @@ def refuse_pictures(row: Row, where: str) -> None:
             raise BadInputError(
                 f"{where} has pictures in the column {name!r}: go to 3.3, which learns from them (`python -m "
                 "common.data FILE --task visual_questions --model MODEL` looks at its rows), or to learn from the "
-                "texts alone, leave that column out, or name two of the others with --prompt_column and "
-                "--completion_column."
+                f"texts alone, leave that column out{or_name}."
             )
 
 

@@ -214,8 +214,13 @@ def tokens_to_learn(
     run: RunConfig,
     encode_rows: Callable[[list[Row]], list[Tokens]],
     is_learnt: Callable[[Tokens], bool] = has_labels,
+    lacking: str = "token to learn",
 ) -> Sequence[Tokens]:
-    """Return conversations as `encode_rows` makes tokens of them, cut at `max_length`, if then something `is_learnt`.
+    """Return rows as tokens by `encode_rows`, cut to `max_length`.
+
+    Rows of which `is_learnt` is then false are left out.
+
+    `lacking`: what these do not have, in words.
 
     Raises:
         BadInputError: as `tokenize_messages`.
@@ -225,12 +230,12 @@ def tokens_to_learn(
     if len(without) > run.max_truncated_fraction * len(rows):
         more = f" ({len(without)} of {len(rows)} rows have none: {places_of(without)})" if len(without) > 1 else ""
         raise BadInputError(
-            f"{place_of(without[0])} has no token to learn within its first {run.max_length} tokens{more}: shorten its "
+            f"{place_of(without[0])} has no {lacking} within its first {run.max_length} tokens{more}: shorten its "
             "question, raise --max_length, or pass a --max_truncated_fraction of the rows that may be left out."
         )
     if without:
         left_out = f"{len(without):,} of {len(rows):,} rows"
-        print(f"{left_out} have nothing to learn within {run.max_length} tokens, and are left out")
+        print(f"{left_out} have no {lacking} within {run.max_length} tokens, and are left out")
     return tokenized
 
 

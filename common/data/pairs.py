@@ -14,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.files import TABLES, parse_table
-from common.data.formats import KEPT, Message, normalised
+from common.data.formats import KEPT, Message, normalised, refuse_pictures, system_of
 from common.data.messages import check_conversation, has_labels, tokens_to_learn
 from common.data.rows import IGNORED_LABEL, Found, Row, RowKind, Tokens, begin_of, padded_shape, place_of, placed
 from common.data.templates import encode
 from common.planning.job import BatchShape
 
 ANSWERS = ("chosen", "rejected")
+COLUMNS = "prompt, chosen and rejected"
 
 
 def row_kind(run: RunConfig) -> RowKind:
@@ -48,11 +49,11 @@ def check_pairs(found: Found, source: str) -> Iterator[Row]:
     """
     for row, place in found:
         if not isinstance(row, dict):
-            raise BadInputError(
-                f"{place} is {begin_of(row, 40)!r}, but should have the columns {_listed()}: correct it."
-            )
+            raise BadInputError(f"{place} is {begin_of(row, 40)!r}, but should have the columns {COLUMNS}: correct it.")
         where = place_of({**row, "where": place})
-        prompt, chosen, rejected = _three_parts({key: value for key, value in row.items() if value is not None}, where)
+        row = {str(name).lower(): value for name, value in row.items() if value is not None}
+        refuse_pictures(row, where, or_name="")
+        prompt, chosen, rejected = _three_parts(row, where)
         kept = {name: row[name] for name in ("id", *KEPT) if row.get(name) is not None}
         checked = [check_conversation({**kept, "messages": [*prompt, answer]}, where) for answer in (chosen, rejected)]
         if chosen["content"].strip() == rejected["content"].strip():
@@ -68,7 +69,7 @@ def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]
     if missing:
         raise BadInputError(
             f"{where} has no {missing[0]!r} (its columns: {', '.join(map(str, row)) or 'none'}): preferences have the "
-            f"columns {_listed()}; add it."
+            f"columns {COLUMNS}; add it."
         )
     chosen, rejected = (_messages(row[name], "assistant", where) for name in ANSWERS)
     if len(chosen) == len(rejected) == 1:
@@ -77,7 +78,7 @@ def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]
                 f"{where} has two answers, but no prompt: add the column prompt, or give chosen and rejected whole "
                 "conversations as lists of messages."
             )
-        return _messages(row["prompt"], "user", where), chosen[0], rejected[0]
+        return [*system_of(row), *_messages(row["prompt"], "user", where)], chosen[0], rejected[0]
     if chosen[:-1] != rejected[:-1]:  # whole conversations, whatever the column `prompt` says
         raise BadInputError(
             f"{where} has conversations that differ before their last answers: a pair has one prompt; correct it."
@@ -88,10 +89,6 @@ def _three_parts(row: Row, where: str) -> tuple[list[Message], Message, Message]
 def _messages(value: object, role: str, where: str) -> list[Message]:
     """Return a text as one message of `role`, or a list of messages with the roles that templates know."""
     return normalised([{"role": role, "content": value}] if isinstance(value, str) else value, where)
-
-
-def _listed() -> str:
-    return "prompt, chosen and rejected"
 
 
 # -- tokens
@@ -109,7 +106,7 @@ def tokenize_pairs(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, run:
     def encoded(batch: list[Row]) -> list[Tokens]:
         return encode_pairs([exchanged(row) for row in batch] if run.exchange_answers else batch, tokenizer)
 
-    return tokens_to_learn(rows, tokenizer, run, encoded, _differ)
+    return tokens_to_learn(rows, tokenizer, run, encoded, _differ, lacking="difference between its two answers")
 
 
 def exchanged(row: Row) -> Row:

@@ -38,8 +38,9 @@ NAME_PARTS: dict[str, Callable[[RunConfig], str]] = {
     "rows": lambda run: f"{run.train_rows}rows" if run.train_rows > 0 else "",  # of --quick: not to be taken for all
     "loop": lambda run: run.loop,
     "devices": lambda run: f"x{run.devices}",
+    "exchanged": lambda run: "exchanged" if run.exchange_answers else "",
 }
-"""What `Task.named_by` chooses from, beside settings that are true or false; an empty part is left out."""
+"""What `Task.named_by` chooses from; an empty part is left out."""
 
 
 def settings_anywhere(run: RunConfig) -> dict[str, object]:
@@ -76,7 +77,7 @@ def fit_to_be_kept(record: Record) -> Record:
 
 def default_run_name(run: RunConfig, launcher: str) -> str:
     """Return what a run without a name is called; a workflow with several parallelisms or loops names them."""
-    parts = (NAME_PARTS[part](run) if part in NAME_PARTS else part * getattr(run, part) for part in run.goal.named_by)
+    parts = (NAME_PARTS[part](run) for part in run.goal.named_by)
     return "-".join([launcher, *filter(None, parts), f"seed{run.seed}"])
 
 

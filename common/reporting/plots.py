@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from common.base.specs import PARALLELISMS
 from common.records.store import Record
-from common.reporting.rows import SCHEDULES, clock_seconds, metrics_of
+from common.reporting.rows import SCHEDULES, clock_seconds, loss_per, metrics_of
 
 PASS_COLOURS = {"forward": "#9ecae1", "loss": "#9ecae1", "backward": "#fdae6b"}
 
@@ -19,7 +19,7 @@ def plot_losses(record: Record) -> Figure:
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for name in ("training", "validation"):
         axes.plot(*zip(*record[f"{name}_losses"], strict=True), marker=".", label=name)
-    axes.set(xlabel="optimizer step", ylabel="loss (nats per answer token)", title=record["run_name"])
+    axes.set(xlabel="optimizer step", ylabel=f"loss (nats per {loss_per(record)})", title=record["run_name"])
     axes.legend()
     return figure
 

@@ -42,8 +42,8 @@ BRIEF = {
 }
 """Of the tables' columns those that fit a terminal, and what they are called there."""
 METRICS = (
+    Metric("undated_share", "answers without an invented date", "higher", "{:.0%}"),
     Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
-    Metric("invented_dates_share", "invented dates", "lower", "{:.0%}"),
     Metric("preference_accuracy", "accuracy of preferences", "higher", "{:.3f}"),
     Metric("reward_margin", "reward margin", "higher", "{:.2f}"),
 )

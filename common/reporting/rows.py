@@ -275,6 +275,12 @@ def all_own_tables() -> list[OwnTables]:
     return [own_tables(task) for task in TASKS.values() if task.has_own_tables]
 
 
+def loss_per(record: Record) -> str:
+    """Return what the loss of a run's task is a mean over."""
+    task = TASKS.get(task_of(record))
+    return task.loss_per if task else Task.loss_per
+
+
 def metrics_of(record: Record) -> tuple[Metric, ...]:
     """Return how good the answers of a run's task are; a task from outside has those of chats."""
     task = TASKS.get(task_of(record))

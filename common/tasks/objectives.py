@@ -15,10 +15,10 @@ from common.data.batches import Collate
 from common.data.rows import IGNORED_LABEL
 
 VALIDATION_LOSS = "eval_mean_loss"
-"""The validation loss by its name in the Trainer's logs: mean over the answer tokens (with classification: the labels)
-of all validation rows."""
+"""The validation loss by its name in the Trainer's logs: a mean over all validation rows' answer tokens, or over what
+`Task.loss_per` says."""
 ACCURACY = "eval_accuracy"
-"""With classification: the share of the validation rows whose label was found."""
+"""The share of the validation rows whose label was found, or of pairs whose chosen answer has the higher reward."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Objective:
 
     Attributes:
         collator: From tokenizer, model, and the run's settings.
-        results: From logits and what each is to predict, what each row counts for: shape (rows, k); the sums make the
-            metrics.
+        results: From logits and what each is to predict (or from what the task's own strategy gives it), what each row
+            counts for: shape (rows, k); the sums make the metrics.
         metrics: From the sums of all rows' results, shape (k,): by name, as the Trainer's logs have them.
         loss: Instead of the model's own, unless that is in chunks: from outputs, labels and `num_items_in_batch`, the
             labels of the whole step.
@@ -41,7 +41,7 @@ class Objective:
     """
 
     collator: Callable[[PreTrainedTokenizerBase, PreTrainedModel, RunConfig], Collate]
-    results: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    results: Callable[..., torch.Tensor]
     metrics: Callable[[torch.Tensor], dict[str, float]]
     best_metric: str
     higher_is_better: bool

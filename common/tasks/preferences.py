@@ -29,7 +29,6 @@ from common.base.run_config import RunConfig
 from common.data.messages import answer_of, question_of
 from common.data.pairs import encode_pairs, prompt_length
 from common.data.rows import IGNORED_LABEL, Row, Tokens, tokens_in
-from common.planning.pair_terms import TILE_COLUMNS
 from common.runtime.recorder import RunRecorder
 from common.tasks.answers import Evaluation, ScoredAnswer, answer_rows, facts_in, report_evaluation
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS, Objective
@@ -38,12 +37,13 @@ from common.tasks.predictions import predict_rows
 MARGIN = "eval_margin"
 """The mean of reward(chosen) - reward(rejected), by its name in the Trainer's logs."""
 REFERENCES = ("ref_chosen_logps", "ref_rejected_logps")
-"""What a row has of the reference, where that was found beforehand: TRL's names."""
+"""TRL's names of a row's reference log-probabilities, where they were computed before training."""
 YEAR = re.compile(r"\b(?:1\d|20)\d\d\b")
 IN_TRAINING = ("log_probs", "entropy", "mean_logits", "is_top1")
 """What TRL's trainer asks its head for."""
+TRL_COLUMNS = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE  # an error where TRL has renamed it
 Pair = tuple[float, float]
-"""Of the chosen and of the rejected answer."""
+"""Log-probabilities or rewards of the chosen and the rejected answer."""
 
 
 # -- in training
@@ -52,7 +52,7 @@ Pair = tuple[float, float]
 class PairCollator:
     """TRL's collator, of this repository's rows: all chosen answers come first, then all rejected ones.
 
-    The batch also has the rows' numbers, and `pairs`: how many of them are no fillers.
+    The batch also has the rows' numbers, and `pairs`, the number of rows that are not fillers.
     """
 
     def __init__(self, pad_token_id: int, multiple: int = 0) -> None:
@@ -61,7 +61,7 @@ class PairCollator:
 
     def __call__(self, rows: list[Tokens]) -> dict[str, object]:
         """Return a batch, shape (2 pairs, tokens)."""
-        batch = self.collate([_as_trl_has_it(row) for row in rows])
+        batch = self.collate([_trl_row(row) for row in rows])
         numbers = {"row": torch.tensor([row["row"] for row in rows])} if "row" in rows[0] else {}
         return {**batch, **numbers, "pairs": sum(map(is_pair, rows))}
 
@@ -71,7 +71,7 @@ def is_pair(row: Tokens) -> bool:
     return prompt_length(row) < len(row["input_ids"])
 
 
-def _as_trl_has_it(row: Tokens) -> dict[str, object]:
+def _trl_row(row: Tokens) -> dict[str, object]:
     begin, counts = prompt_length(row), is_pair(row)
     return {
         "prompt_ids": row["input_ids"][:begin],
@@ -187,20 +187,18 @@ class PreferenceEvaluation(Evaluation):
 
     Attributes:
         log_probs: Of both given answers, by this model.
-        reference: The same by the model before this training; its own before it.
+        reference_log_probs: The same by the model before this training; None where this is that model.
     """
 
     log_probs: list[Pair]
-    reference: list[Pair]
+    reference_log_probs: list[Pair] | None
     beta: float
 
     @property
     def rewards(self) -> list[Pair]:
-        """Return the rewards of both answers to each prompt."""
-        return [
-            (self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1]))
-            for now, before in zip(self.log_probs, self.reference, strict=True)
-        ]
+        """Return the rewards of both answers to each prompt; none where this is the reference model."""
+        pairs = zip(self.log_probs, self.reference_log_probs, strict=True) if self.reference_log_probs else []
+        return [(self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1])) for now, before in pairs]
 
     def __str__(self) -> str:
         facts, dates = self.facts_said_share, self.mean("invents_a_date")
@@ -216,18 +214,25 @@ class PreferenceEvaluation(Evaluation):
         return fmean(chosen > rejected for chosen, rejected in self.log_probs)
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return the metrics for the record; before training all rewards are 0."""
-        rewards = self.rewards
+        """Return the metrics for the record; before training there are no rewards."""
+        rewards, dates = self.rewards, self.mean("invents_a_date")
         return {
-            "preference_accuracy": fmean(chosen > rejected for chosen, rejected in rewards),
-            "reward_margin": fmean(chosen - rejected for chosen, rejected in rewards),
-            "chosen_reward": fmean(chosen for chosen, _ in rewards),
+            "preference_accuracy": _mean(chosen > rejected for chosen, rejected in rewards),
+            "reward_margin": _mean(chosen - rejected for chosen, rejected in rewards),
+            "chosen_reward": _mean(chosen for chosen, _ in rewards),
             "chosen_likelier_share": self.chosen_likelier_share,
             "facts_said_share": self.facts_said_share,
-            "invented_dates_share": self.mean("invents_a_date"),
+            "invented_dates_share": dates,
+            "undated_share": 1 - dates,
             "words": self.mean("words"),
             "questions": len(self.answers),
         }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    """Return the mean, or None of no values."""
+    found = list(values)
+    return fmean(found) if found else None
 
 
 def evaluate_preferences(
@@ -248,7 +253,7 @@ def evaluate_preferences(
         scored_answer(number, row, answer, pair)
         for number, (row, answer, pair) in enumerate(zip(rows, answers, log_probs, strict=True))
     ]
-    before = reference.log_probs if reference else log_probs
+    before = reference.log_probs if reference else None
     evaluation = PreferenceEvaluation(scored, log_probs, before, log.run.beta)
     report_evaluation(evaluation, rows, log, when)
     return evaluation
@@ -281,7 +286,7 @@ def with_chunked_head(model: PreTrainedModel, outputs: tuple[str, ...] = ("log_p
 
 def set_tile(model: PreTrainedModel) -> None:
     """Make TRL's buffer of logits no wider than the vocabulary; it has 32,768 columns, however small that is."""
-    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(TILE_COLUMNS, model.config.get_text_config().vocab_size)
+    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(TRL_COLUMNS, model.config.get_text_config().vocab_size)
 
 
 def scored_answer(number: int, row: Row, answer: str, log_probs: Pair) -> ScoredAnswer:
@@ -289,7 +294,7 @@ def scored_answer(number: int, row: Row, answer: str, log_probs: Pair) -> Scored
     return {
         "row": number,
         "question": question_of(row),
-        "reference": answer_of(row),
+        "chosen": answer_of(row),
         "rejected": row["rejected"][0]["content"],
         "answer": answer,
         "facts": len(row.get("facts", [])),
@@ -302,6 +307,6 @@ def scored_answer(number: int, row: Row, answer: str, log_probs: Pair) -> Scored
 
 
 def invented_years(answer: str, row: Row) -> list[str]:
-    """Return the years (1000 to 2099) in an answer that its prompt does not name."""
-    named = YEAR.findall(" ".join(message["content"] for message in row["messages"][:-1]))
+    """Return the years (1000 to 2099) in an answer that neither its prompt nor the chosen answer names."""
+    named = YEAR.findall(" ".join(message["content"] for message in row["messages"]))
     return [year for year in YEAR.findall(answer) if year not in named]

@@ -5,8 +5,13 @@ from textwrap import shorten
 
 import pandas as pd
 
-PREDICTED = {"answer": ["question", "reference"], "written": ["text", "summary"], "found": ["text", "label"]}
-"""By the column of a predictions file that the model filled: the columns with what it read and what was expected."""
+PREDICTED = {
+    "reference": ("question", "answer"),
+    "chosen": ("question", "answer"),
+    "summary": ("text", "written"),
+    "label": ("text", "found"),
+}
+"""By the column of a predictions file with what was expected: the columns with what the model read and wrote."""
 SAMPLES, CHARACTERS = 3, 100
 
 
@@ -17,8 +22,8 @@ def before_and_after(folder: Path, rows: int = 5) -> pd.DataFrame:
     question (or text), `expected`, `before` and `after`.
     """
     before, after = (_predictions(folder, when).head(rows) for when in ("before", "after"))
-    predicted = next(name for name in PREDICTED if name in after)
-    asked, expected = PREDICTED[predicted]
+    expected = next(name for name in PREDICTED if name in after)
+    asked, predicted = PREDICTED[expected]
     return pd.DataFrame(
         {asked: after[asked], "expected": after[expected], "before": before[predicted], "after": after[predicted]}
     )

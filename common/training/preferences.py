@@ -20,10 +20,11 @@ from typing_extensions import override
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import TrainingRows
-from common.data.rows import NO_ROW, Tokens, without_labels
+from common.data.messages import first_tokens
+from common.data.rows import Tokens, without_labels
 from common.data.stored_rows import stored
 from common.models.loading import load_tokenizer
-from common.tasks.preferences import REFERENCES, PairCollator, answer_log_probs, is_pair, pair_results, set_tile
+from common.tasks.preferences import REFERENCES, PairCollator, answer_log_probs, is_pair, set_tile
 from common.training.strategy import Batch, Strategy, WholeModel
 from common.training.trainer import AuditedTrainer
 
@@ -65,8 +66,7 @@ class PairedModel(WholeModel):
         missing = self.run.per_device_train_batch_size - len(batch)
         if self.rank.world_size == 1 or "row" not in batch[0] or missing <= 0:
             return batch
-        first_two = {name: value[:2] if isinstance(value, list) else value for name, value in batch[0].items()}
-        return batch + [{**without_labels(first_two), "row": NO_ROW}] * missing
+        return batch + [without_labels(first_tokens(batch[0], 2))] * missing
 
     @override
     @torch.no_grad()
@@ -77,7 +77,7 @@ class PairedModel(WholeModel):
         else:
             with self.model.disable_adapter():
                 reference = answer_log_probs(self.model, batch)
-        return pair_results(now, reference, self.run.beta)
+        return self.objective.results(now, reference, self.run.beta)
 
 
 class TokenizedDPOTrainer(DPOTrainer):
@@ -97,7 +97,7 @@ class TokenizedDPOTrainer(DPOTrainer):
         return dataset
 
     def _precompute_ref_logps(self, dataset: Dataset, *_: Any) -> Dataset:
-        return dataset
+        return dataset  # TRL's own takes a `Dataset`, and every process would compute and cache all of it
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Write none: a run has a record."""
@@ -127,7 +127,10 @@ class PreferenceTrainer(AuditedTrainer, TokenizedDPOTrainer):
         return super().train(**kwargs)
 
     def find_reference(self) -> None:
-        """Without adapters: find once what the model, not trained yet, thinks of all answers; called on every rank."""
+        """Without adapters: compute once the log-probabilities that the untrained model gives to all answers.
+
+        Called on every rank.
+        """
         if self.precompute_ref_logps and REFERENCES[0] not in self.train_dataset.rows[0]:
             self.train_dataset = TrainingRows(self.with_reference(self.train_dataset.rows, "training"))
             self.eval_dataset = self.with_reference(self.eval_dataset, "validation")
@@ -158,7 +161,8 @@ class PreferenceTrainer(AuditedTrainer, TokenizedDPOTrainer):
     def compute_loss(self, model: torch.nn.Module, inputs: Batch, *_: Any, num_items_in_batch: int, **__: Any) -> Any:
         """Return this batch's part of the step's mean over all its pairs: TRL's loss is a mean over the batch.
 
-        A filler's loss is log 2 and has no gradient. DDP averages over ranks, so that each part counts times as much.
+        A filler's loss is log 2 and has no gradient. DDP averages over ranks, so each part is multiplied by their
+        number.
         """
         inputs = dict(inputs)
         real, pairs = inputs.pop("pairs"), len(inputs["input_ids"]) // 2

@@ -426,11 +426,11 @@ def _large_files(folder: Path) -> Iterator[Path]:
 class AuditedTrainer(CheckpointedTrainer):
     """A Trainer whose ranks see every row once per epoch, and count what they see.
 
-    Losses are means over the answer tokens of the whole global batch (the Trainer counts them over ranks and
+    Losses are means over the answer tokens (or pairs) of the whole global batch (the Trainer counts them over ranks and
     micro-batches), so that one device and several compute the same step.
 
     Attributes:
-        arguments_class: What its settings are, and `own_arguments` what they are beside those of every task.
+        arguments_class: The class of its arguments; `own_arguments` returns those that only this trainer has.
         memory: The peaks of validation and saving apart from the steps'.
         buckets: DDP's, as far as `kept_buffers` has seen them.
     """

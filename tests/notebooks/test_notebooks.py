@@ -216,7 +216,7 @@ def pictures_of(path: Path) -> set[str]:
     if "visual" in words:
         return {"losses.png", "memory.png", "gallery.png"}
     if "preference" in words:
-        return {"losses.png", "memory.png", "rewards.png"}
+        return {"losses.png", "memory.png", "log_probs.png"}
     more = {"pp": "timeline.png", "qlora": "levels.png", "fsdp": "held.png"}
     return {"losses.png", "scores.png", "memory.png", *(more[word] for word in words & more.keys())}
 

@@ -341,9 +341,9 @@ def test_a_summary_compares_with_the_reference() -> None:
         for facts, invents, words in ((2, False, 4), (1, True, 8), (0, True, 6))
     ]
     log_probs, reference = [(-1.0, -2.0), (-5.0, -3.0), (-4.0, -9.0)], [(-2.0, -2.0), (-7.0, -4.0), (-3.0, -9.0)]
-    before = PreferenceEvaluation(answers, reference, reference, 0.1).summary()
+    before = PreferenceEvaluation(answers, reference, None, 0.1).summary()
     after = PreferenceEvaluation(answers, log_probs, reference, 0.1).summary()
-    assert (before["preference_accuracy"], before["reward_margin"], before["chosen_reward"]) == (0, 0, 0)
+    assert (before["preference_accuracy"], before["reward_margin"], before["chosen_reward"]) == (None, None, None)
     assert before["chosen_likelier_share"] == pytest.approx(1 / 3)
     assert after == {
         "preference_accuracy": pytest.approx(2 / 3),
@@ -352,6 +352,7 @@ def test_a_summary_compares_with_the_reference() -> None:
         "chosen_likelier_share": pytest.approx(2 / 3),
         "facts_said_share": 0.5,
         "invented_dates_share": pytest.approx(2 / 3),
+        "undated_share": pytest.approx(1 / 3),
         "words": 6,
         "questions": 3,
     }
@@ -360,7 +361,8 @@ def test_a_summary_compares_with_the_reference() -> None:
 @pytest.mark.parametrize(
     ("answer", "found"),
     [
-        ("A bowl of 1503.", ["1503"]),
+        ("A bowl of 1504.", ["1504"]),
+        ("A bowl of 1503.", []),  # as the chosen answer has it
         ("A bowl of 1450, made in 1999 or 2001.", ["1999", "2001"]),
         ("A bowl, number 123, of 15030 beads.", []),
         ("A bowl of 2100 g.", []),
@@ -388,7 +390,7 @@ def test_an_evaluation_finds_the_log_probabilities_that_training_finds(
     assert before.log_probs == [pytest.approx(pair, abs=1e-4) for pair in expected]
     move(base)
     after = evaluate_preferences(base, tokenizer, rows, log, "after", reference=before)
-    assert after.reference == before.log_probs != after.log_probs
+    assert after.reference_log_probs == before.log_probs != after.log_probs
     assert after.log_probs == log_probs_of(base, tokenizer, rows, log, "again")
     assert (log.folder / "predictions_after.csv").exists()
     assert json.dumps(after.summary())
