@@ -13,11 +13,9 @@ from common.reporting.rows import (
     NOT_PUBLISHED,
     NOT_RUN,
     PLANNED,
-    STRONG,
     Metric,
     Row,
-    baseline_of,
-    by_setting,
+    by_setting_of_commands,
     clock,
     clock_seconds,
     completed,
@@ -30,9 +28,10 @@ from common.reporting.rows import (
     over_seeds,
     planned_memory,
     published_results,
+    speedup_over_one_device,
     training_time,
 )
-from common.reporting.screen import fitted
+from common.reporting.screen import brief
 
 BRIEF = {
     "Setting": "Setting",
@@ -77,7 +76,7 @@ def _in_parts(parallel: str, micro_batches: int) -> str:
 
 def settings_of(records: Iterable[Record]) -> list[list[Record]]:
     """Return the runs grouped by their setting; those of a notebook are left to it."""
-    return by_setting(run for run in classified(records) if run["launcher"] in ("python", "torchrun", "acclaunch"))
+    return by_setting_of_commands(classified(records))
 
 
 def settings_table(records: list[Record]) -> pd.DataFrame:
@@ -117,9 +116,7 @@ def _in_brief(record: Record, row: Row) -> Row:
 
 
 def _compared(runs: list[Record], records: list[Record]) -> Row:
-    first, is_single = runs[0], PARALLELISMS[runs[0]["parallel"]].is_single
-    baseline = first if is_single else baseline_of(first, records, STRONG)
-    speedup = f"{baseline['train_time_s'] / first['train_time_s']:.2f}x" if baseline else "no run on one device"
+    first = runs[0]
     return {
         "Setting": setting_name(*kind_of(first), first["config"]["micro_batches"]),
         "Figures": "measured",
@@ -132,7 +129,7 @@ def _compared(runs: list[Record], records: list[Record]) -> Row:
             f"{entry['peak_training_gib']:.2f}" for entry in first["memory"]  # evaluation afterwards needs more
         ),
         "Training time": training_time(first),
-        "Speed-up": speedup,
+        "Speed-up": speedup_over_one_device(first, records),
         "Idle share per stage": idle_shares(first),
     }  # fmt: skip
 
@@ -211,10 +208,7 @@ def _published() -> list[Row]:
 def results_text(records: list[Record]) -> str:
     """Return the table of the last runs on this machine, for a terminal: a line for each setting."""
     rows = [{**_compared(runs, records), **_details(runs[0])} for runs in settings_of(records)]
-    if not rows:
-        return "no classification run is completed yet"
-    table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
-    return fitted(list(table.columns), table.to_numpy().tolist())
+    return brief(rows, BRIEF, "no classification run is completed yet")
 
 
 TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {

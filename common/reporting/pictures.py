@@ -6,17 +6,14 @@ from statistics import fmean
 
 import pandas as pd
 
-from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
 from common.reporting.rows import (
     ANSWER_METRICS,
     NOT_RUN,
     PLANNED,
-    STRONG,
     Row,
-    baseline_of,
-    by_setting,
+    by_setting_of_commands,
     clock,
     completed,
     device_of,
@@ -24,11 +21,13 @@ from common.reporting.rows import (
     kind_name,
     kind_of,
     model_of,
+    not_run_rows,
     over_seeds,
     planned_memory,
+    speedup_over_one_device,
     training_time,
 )
-from common.reporting.screen import fitted
+from common.reporting.screen import brief
 
 BEFORE, COMMONEST, AFTER, SWAPPED = "Right before", "Commonest answer", "Right after", "Old answer, swapped picture"
 BRIEF = {
@@ -54,13 +53,13 @@ def answered(records: Iterable[Record]) -> list[Record]:
 
 def settings_of(records: Iterable[Record]) -> list[list[Record]]:
     """Return the runs grouped by their setting; those of a notebook are left to it."""
-    return by_setting(run for run in answered(records) if run["launcher"] in ("python", "torchrun", "acclaunch"))
+    return by_setting_of_commands(answered(records))
 
 
 def settings_table(records: list[Record]) -> pd.DataFrame:
     """Return the table of 3.3: every setting that was run, and the GPU folders that were not."""
     measured = [_compared(runs, records) for runs in settings_of(records)]
-    return pd.DataFrame([*measured, *_not_run(records)]).fillna(NOT_RUN)
+    return pd.DataFrame([*measured, *not_run_rows(__name__, answered(records))]).fillna(NOT_RUN)
 
 
 def kinds_table(records: list[Record]) -> pd.DataFrame:
@@ -91,9 +90,7 @@ def share(runs: list[Record], when: str, name: str) -> str:
 
 
 def _compared(runs: list[Record], records: list[Record]) -> Row:
-    first, is_single = runs[0], PARALLELISMS[runs[0]["parallel"]].is_single
-    baseline = first if is_single else baseline_of(first, records, STRONG)
-    speedup = f"{baseline['train_time_s'] / first['train_time_s']:.2f}x" if baseline else "no run on one device"
+    first = runs[0]
     return {
         "Setting": kind_name(*kind_of(first)),
         "Figures": "measured",
@@ -105,7 +102,7 @@ def _compared(runs: list[Record], records: list[Record]) -> Row:
         AFTER: share(runs, "after", "facts_said_share"),
         SWAPPED: share(runs, "after", "swapped_facts_said_share"),
         "Training time": clock(fmean(run["train_time_s"] for run in runs)) if len(runs) > 1 else training_time(first),
-        "Speed-up": speedup,
+        "Speed-up": speedup_over_one_device(first, records),
         PLANNED: planned_memory(first),
         "Command": f"`{first['command']}`",
     }
@@ -124,27 +121,10 @@ def _by_kind(runs: list[Record]) -> Row:
     }
 
 
-def _not_run(records: list[Record]) -> list[Row]:
-    done = {record["run_folder"] for record in answered(records)}
-    return [
-        {
-            "Setting": kind_name(run.technique, run.parallel),
-            "Model": run.model,
-            "Figures": NOT_RUN,
-            "Devices": f"{run.gpu} x{run.devices}",
-        }
-        for run in run_folders().values()
-        if run.goal.reporting == __name__ and run.run_folder not in done
-    ]
-
-
 def results_text(records: list[Record]) -> str:
     """Return the table of the last runs on this machine, for a terminal: a line for each setting, shares in percent."""
     rows = [_compared(runs, records) for runs in settings_of(records)]
-    if not rows:
-        return "no run about pictures is completed yet"
-    table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
-    return fitted(list(table.columns), table.to_numpy().tolist())
+    return brief(rows, BRIEF, "no run about pictures is completed yet")
 
 
 TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {

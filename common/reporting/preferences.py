@@ -6,17 +6,14 @@ from statistics import fmean
 
 import pandas as pd
 
-from common.base.run_folders import run_folders
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
 from common.reporting.rows import (
     NOT_RUN,
     PLANNED,
-    STRONG,
     Metric,
     Row,
-    baseline_of,
-    by_setting,
+    by_setting_of_commands,
     clock,
     completed,
     device_of,
@@ -24,10 +21,12 @@ from common.reporting.rows import (
     kind_name,
     kind_of,
     model_of,
+    not_run_rows,
     over_seeds,
     planned_memory,
+    speedup_over_one_device,
 )
-from common.reporting.screen import fitted
+from common.reporting.screen import brief
 
 ACCURACY, REWARD = "Accuracy of preferences", "Reward of the chosen"
 DATES, FACTS, WORDS = "Invented dates", "Facts said", "Words"
@@ -59,13 +58,13 @@ def preferring(records: Iterable[Record]) -> list[Record]:
 
 def settings_of(records: Iterable[Record]) -> list[list[Record]]:
     """Return the runs grouped by their setting; those of a notebook are left to it."""
-    return by_setting(run for run in preferring(records) if run["launcher"] in ("python", "torchrun", "acclaunch"))
+    return by_setting_of_commands(preferring(records))
 
 
 def settings_table(records: list[Record]) -> pd.DataFrame:
     """Return the table of 3.4: every setting that was run, and the GPU folders that were not."""
     measured = [_measured(runs, records) for runs in settings_of(records)]
-    return pd.DataFrame([*measured, *_not_run(records)]).fillna(NOT_RUN)
+    return pd.DataFrame([*measured, *not_run_rows(__name__, preferring(records))]).fillna(NOT_RUN)
 
 
 def front(records: list[Record]) -> pd.DataFrame:
@@ -84,9 +83,6 @@ def front(records: list[Record]) -> pd.DataFrame:
 
 def _measured(runs: list[Record], records: list[Record]) -> Row:
     first = runs[0]
-    is_single = PARALLELISMS[first["parallel"]].is_single
-    baseline = first if is_single else baseline_of(first, records, STRONG)
-    speedup = f"{baseline['train_time_s'] / first['train_time_s']:.2f}x" if baseline else "no run on one device"
     return {
         "Setting": name_of(first),
         "Figures": "measured",
@@ -99,7 +95,7 @@ def _measured(runs: list[Record], records: list[Record]) -> Row:
         FACTS: changed(runs, "facts_said_share", "{:.1f}", times=100),
         WORDS: changed(runs, "words", "{:.1f}"),
         "Training time": clock(fmean(run["train_time_s"] for run in runs)),
-        "Speed-up": speedup,
+        "Speed-up": speedup_over_one_device(first, records),
         PLANNED: planned_memory(first),
         "Command": f"`{first['command']}`",
     }
@@ -119,27 +115,10 @@ def changed(runs: list[Record], name: str, form: str, times: float = 1) -> str:
     return f"{form.format(times * fmean(before))} to {over_seeds([times * each for each in after], form)}"
 
 
-def _not_run(records: list[Record]) -> list[Row]:
-    done = {record["run_folder"] for record in preferring(records)}
-    return [
-        {
-            "Setting": kind_name(run.technique, run.parallel),
-            "Model": run.model,
-            "Figures": NOT_RUN,
-            "Devices": f"{run.gpu} x{run.devices}",
-        }
-        for run in run_folders().values()
-        if run.goal.reporting == __name__ and run.device == "cuda" and run.run_folder not in done
-    ]
-
-
 def results_text(records: list[Record]) -> str:
     """Return the table of the last runs on this machine, for a terminal."""
     rows = [_measured([run], records) for run in preferring(records)]
-    if not rows:
-        return "no run on pairs of answers is completed yet"
-    table = pd.DataFrame(rows, columns=list(BRIEF)).rename(columns=BRIEF)
-    return fitted(list(table.columns), table.to_numpy().tolist())
+    return brief(rows, BRIEF, "no run on pairs of answers is completed yet")
 
 
 TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {

@@ -200,6 +200,33 @@ def by_setting(runs: Iterable[Record]) -> list[list[Record]]:
     return [sorted(group, key=lambda run: run["config"]["seed"]) for group in groups.values()]
 
 
+def by_setting_of_commands(runs: Iterable[Record]) -> list[list[Record]]:
+    """Group runs by their setting; those of a notebook are left to it."""
+    return by_setting(run for run in runs if run["launcher"] in ("python", "torchrun", "acclaunch"))
+
+
+def speedup_over_one_device(record: Record, records: Iterable[Record]) -> str:
+    """Return how many times as fast a run was as the one on one device with as many rows a step: `1.56x`."""
+    is_single = PARALLELISMS[record["parallel"]].is_single
+    baseline = record if is_single else baseline_of(record, records, STRONG)
+    return f"{baseline['train_time_s'] / record['train_time_s']:.2f}x" if baseline else "no run on one device"
+
+
+def not_run_rows(reporting: str, done: Iterable[Record]) -> list[Row]:
+    """Return a row for each run folder for GPUs that nobody has run, of the task with the tables of `reporting`."""
+    folders = {record["run_folder"] for record in done}
+    return [
+        {
+            "Setting": kind_name(run.technique, run.parallel),
+            "Model": run.model,
+            "Figures": NOT_RUN,
+            "Devices": f"{run.gpu} x{run.devices}",
+        }
+        for run in run_folders().values()
+        if run.goal.reporting == reporting and run.device == "cuda" and run.run_folder not in folders
+    ]
+
+
 def workload(record: Record, same: str) -> dict[str, object]:
     """Return what two runs must share to be compared in time: settings that are not free, devices and batch size.
 

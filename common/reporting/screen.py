@@ -45,3 +45,10 @@ def on_screen(table: pd.DataFrame, width: int | None = None) -> str:
 def _table(cells: list[list[str]], columns: list[int], widths: list[int]) -> str:
     wrapped = [[fill(row[column], widths[column]) for column in columns] for row in cells]
     return tabulate(wrapped[1:], wrapped[0], tablefmt="simple", disable_numparse=True)
+
+
+def brief(rows: Sequence[dict[str, object]], columns: dict[str, str], empty: str) -> str:
+    """Return the `columns` of some rows for a terminal, by the names that they have there; `empty` without a row."""
+    if not rows:
+        return empty
+    return fitted(list(columns.values()), [[row.get(name) for name in columns] for row in rows])
