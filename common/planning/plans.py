@@ -186,9 +186,10 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks together; of an encoder-decoder those of texts and of summaries."""
-        of_a_row = sum({stack.kind: self.job.batch.length_in(stack) for stack in self.architecture.stacks}.values())
-        return self.rows_per_step * of_a_row / self.time.total_s
+        """Of all ranks; of an encoder-decoder those of texts and of summaries, of pairs those of both answers."""
+        batch = self.job.batch
+        of_a_row = sum({stack.kind: batch.length_in(stack) for stack in self.architecture.stacks}.values())
+        return self.rows_per_step * batch.goal.sequences_per_row * of_a_row / self.time.total_s
 
     @cached_property
     def tokens_per_s_best(self) -> float | None:

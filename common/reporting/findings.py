@@ -217,7 +217,7 @@ def _is_as_usual(record: Record, run: RunConfig) -> bool:
 def _needed_by_plan(run: RunConfig) -> Row:
     from common.checks.tried_rows import batch_of_length  # as above
 
-    plan = plan_run(run, batch_of_length(run, PROJECTED_LENGTH if run.goal.chats else run.max_length))
+    plan = plan_run(run, batch_of_length(run, PROJECTED_LENGTH if run.goal.learns_answers else run.max_length))
     usd, phase = plan.epoch_usd(DEFAULT_ROWS_PER_EPOCH), plan.highest.phase
     return {
         "Figures": "projected",

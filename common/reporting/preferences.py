@@ -31,8 +31,10 @@ from common.reporting.screen import brief
 ACCURACY, REWARD = "Accuracy of preferences", "Reward of the chosen"
 DATES, FACTS, WORDS = "Invented dates", "Facts said", "Words"
 BRIEF = {
+    "Run": "Run",
     "Setting": "Setting",
     ACCURACY: "Accuracy",
+    REWARD: "Reward",
     DATES: "Invented dates",
     FACTS: "Facts",
     WORDS: "Words",
@@ -44,6 +46,7 @@ METRICS = (
     Metric("undated_share", "answers without an invented date", "higher", "{:.0%}"),
     Metric("facts_said_share", "facts said", "higher", "{:.0%}"),
     Metric("preference_accuracy", "accuracy of preferences", "higher", "{:.3f}"),
+    Metric("chosen_reward", "reward of the chosen", "higher", "{:+.2f}"),
     Metric("reward_margin", "reward margin", "higher", "{:.2f}"),
 )
 SHARED = {"preferences-front": ("Model", "Machine")}
@@ -94,11 +97,18 @@ def _measured(runs: list[Record], records: list[Record]) -> Row:
         DATES: changed(runs, "invented_dates_share", "{:.1f}", times=100),
         FACTS: changed(runs, "facts_said_share", "{:.1f}", times=100),
         WORDS: changed(runs, "words", "{:.1f}"),
+        "Reference": _reference_time(runs),
         "Training time": clock(fmean(run["train_time_s"] for run in runs)),
         "Speed-up": speedup_over_one_device(first, records),
         PLANNED: planned_memory(first),
         "Command": f"`{first['command']}`",
     }
+
+
+def _reference_time(runs: list[Record]) -> str:
+    """Return how long the reference took before training; with adapters its pass is part of each step."""
+    seconds = [run["phases_s"]["reference"] for run in runs if "reference" in run["phases_s"]]
+    return clock(fmean(seconds)) if seconds else "in each step"
 
 
 def name_of(run: Record) -> str:
@@ -117,7 +127,7 @@ def changed(runs: list[Record], name: str, form: str, times: float = 1) -> str:
 
 def results_text(records: list[Record]) -> str:
     """Return the table of the last runs on this machine, for a terminal."""
-    rows = [_measured([run], records) for run in preferring(records)]
+    rows = [{"Run": run["run_name"], **_measured([run], records)} for run in preferring(records)]
     return brief(rows, BRIEF, "no run on pairs of answers is completed yet")
 
 

@@ -65,7 +65,7 @@ def find_run(name: str, base: str = "") -> TunedRun:
         how = "as section 4 of 3.3's readme shows" if run.goal.sees else "with transformers.pipeline"
         raise BadInputError(
             f"The run in {name} is for {run.task}, and does not chat: load its model {how}, or name a run of 2.1 to "
-            "2.7."
+            "2.7 or 3.4."
         )
     # the commit that it trained: a branch may have moved since
     revision = "" if base else record.get("model_commit") or run.model_revision

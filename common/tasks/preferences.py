@@ -201,11 +201,14 @@ class PreferenceEvaluation(Evaluation):
         return [(self.beta * (now[0] - before[0]), self.beta * (now[1] - before[1])) for now, before in pairs]
 
     def __str__(self) -> str:
-        facts, dates = self.facts_said_share, self.mean("invents_a_date")
+        facts, dates, found = self.facts_said_share, self.mean("invents_a_date"), self.summary()
         said = "" if facts is None else f"{facts:.0%} of the facts said, "
+        written = f"{said}{dates:.0%} of the answers with an invented date, {self.mean('words'):.1f} words"
+        if found["chosen_reward"] is None:
+            return written
         return (
-            f"{said}{dates:.0%} of the answers with an invented date, {self.mean('words'):.1f} words; the chosen "
-            f"answer is likelier in {self.chosen_likelier_share:.0%} of the pairs"
+            f"{written}; of the given answers: accuracy of preferences {found['preference_accuracy']:.3f}, reward of "
+            f"the chosen {found['chosen_reward']:+.2f}, margin {found['reward_margin']:.2f}"
         )
 
     @property
