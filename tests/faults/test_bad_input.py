@@ -95,7 +95,7 @@ def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
     ):
         tokens_of(rows, tokenizer, replace(run, max_truncated_fraction=0.4))
     assert len(tokens_of(rows, tokenizer, replace(run, max_truncated_fraction=0.5))) == 2
-    assert "2 of 4 rows have nothing to learn within 60 tokens, and are left out" in capsys.readouterr().out
+    assert "2 of 4 rows have no token to learn within 60 tokens, and are left out" in capsys.readouterr().out
     outcomes.keep(19, "all", "counted; refused above a limit")
 
 

@@ -75,7 +75,7 @@ def test_a_run_trains_without_the_rows_that_it_may_leave_out(
     settings = ("--model", tiny_chat_model, "--data", str(tmp_path), "--max_length", "60")
     done = run_workflow("python", *settings, "--max_truncated_fraction", "0.5", folder=FULL)
     assert done.exit_code == 0, done.output
-    assert "2 of 6 rows have nothing to learn within 60 tokens, and are left out" in done.output
+    assert "2 of 6 rows have no token to learn within 60 tokens, and are left out" in done.output
     assert done.record["data"]["training_rows"] == 4
     refused = run_workflow("python", *settings, "--max_truncated_fraction", "0.3", folder=FULL)
     assert refused.exit_code == 2, refused.output
