@@ -273,12 +273,16 @@ class Job(HasSpecs):
 
     @property
     def head_positions(self) -> int:
-        """Positions of a sequence that the head reads: those with labels, and of pairs on a CPU all.
+        """Positions of a sequence of the batch that the head reads."""
+        return self.head_positions_of(self.batch.length, self.batch.labelled)
+
+    def head_positions_of(self, length: int, labelled: int) -> int:
+        """Return the positions of a sequence that the head reads: those with labels, and of pairs on a CPU all.
 
         (trl/trainer/utils.py: `compact`.)
         """
         reads_all = self.batch.goal.compares and self.cpu_operations
-        return self.batch.length - 1 if reads_all else self.batch.labelled
+        return length - 1 if reads_all else labelled
 
     @property
     def has_buckets(self) -> bool:

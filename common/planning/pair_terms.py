@@ -25,10 +25,7 @@ class PairSums(DeviceSums):
     @property
     def positions(self) -> int:
         """`P`: positions that the head reads."""
-        return self._positions_of(self.batch.sequences, self.batch.length, self.batch.labelled)
-
-    def _positions_of(self, sequences: int, length: int, labelled: int) -> int:
-        return sequences * (length - 1 if self.job.cpu_operations else labelled)
+        return self.batch.sequences * self.job.head_positions
 
     @property
     def columns(self) -> int:
@@ -99,7 +96,8 @@ class PairSums(DeviceSums):
 
     def loss_without_gradients(self, rows: int, length: int, labelled: int) -> list[Term]:
         """Return what a forward pass of the head holds of so many sequences; the last hidden state is still there."""
-        positions, h, x = self._positions_of(rows, length, labelled), self.architecture.hidden, self.hidden_bytes
+        positions = rows * self.job.head_positions_of(length, labelled)
+        h, x = self.architecture.hidden, self.hidden_bytes
         return [
             *self._tile(positions),
             *self._folded(positions, FORWARD_BESIDE),
