@@ -756,7 +756,7 @@ REPORTS = (
         "common/reporting/rows.py",
         "if workload(candidate, same) == workload(record, same) and",
         'if candidate["effective_batch_size"] == record["effective_batch_size"] and',
-        _unit("report", "runs_of_other_work_are_not_compared", "runs_on_other_machines_are_not_compared"),
+        _unit("report", "runs_of_other_work_or_machines_are_not_compared"),
     ),
     Fault(
         "a run that failed is called completed",

@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,6 @@ from common.reporting.rows import (
     completed,
     hardware_factors,
     measured_quality,
-    published_results,
 )
 from common.reporting.tables import TABLES, rendered, side_by_side, with_tables
 
@@ -49,37 +49,43 @@ def records() -> list[Record]:
 
 
 def test_speedups_are_times_against_the_one_device_run_with_the_same_batch(records: list[Record]) -> None:
-    strong, weak = TABLES["ddp-strong"](records), TABLES["ddp-weak"](records)
-    measured = weak[weak["Figures"] == "measured"]
-    assert strong["Training speedup factor"].tolist() == ["1.00x", "1.67x"]
-    assert measured["Training speedup factor"].tolist() == ["1.00x", "2.00x"]
-    assert strong["Machine's ceiling"].tolist()[1] == f"{records[1]['machine_ceiling']['strong']:.2f}x"
-    assert measured["Machine's ceiling"].tolist()[1] == f"{records[2]['machine_ceiling']['weak']:.2f}x"
+    columns = ["Training speedup factor", "Machine's ceiling"]
+    strong, weak = TABLES["ddp-strong"](records), TABLES["ddp-weak"](records).query("Figures == 'measured'")
+    ceilings = [
+        f"{run['machine_ceiling'][kind]:.2f}x" for run, kind in zip(records[1:], ("strong", "weak"), strict=True)
+    ]
+    assert strong[columns].values.tolist() == [["1.00x", "1x"], ["1.67x", ceilings[0]]]
+    assert weak[columns].values.tolist() == [["1.00x", "1x"], ["2.00x", ceilings[1]]]
+    front = TABLES["front"](records)[["What", "Rows per step", "Speed-up"]]
+    assert front.values.tolist() == [
+        ["LoRA", "16 x1", "1.00x"],
+        ["LoRA with DDP", "8 x2", "1.67x"],
+        ["LoRA with DDP, same rows each", "16 x2", "2.00x"],
+    ]
+    del records[1]["machine_ceiling"]
+    assert TABLES["ddp-strong"](records)["Machine's ceiling"].tolist() == ["1x", "not run"]
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("part", "setting", "value"),
     [
-        ("num_train_epochs", 1),
-        ("seed", 7),
-        ("train_rows", 65),
-        ("model", "other"),
-        ("max_length", 99),
-        ("eval_steps", 0.5),
+        ("config", "num_train_epochs", 1),
+        ("config", "seed", 7),
+        ("config", "train_rows", 65),
+        ("config", "model", "other"),
+        ("config", "max_length", 99),
+        ("config", "eval_steps", 0.5),
+        ("environment", "devices", ["another processor"]),
     ],
 )
-def test_runs_of_other_work_are_not_compared(records: list[Record], setting: str, value: object) -> None:
+def test_runs_of_other_work_or_machines_are_not_compared(
+    records: list[Record], part: str, setting: str, value: object
+) -> None:
     single, strong, _ = records
     assert baseline_of(strong, records, "effective_batch_size") is single
-    single["config"][setting] = value
+    single[part][setting] = value
     assert baseline_of(strong, records, "effective_batch_size") is None
     assert TABLES["ddp-strong"](records).empty
-
-
-def test_runs_on_other_machines_are_not_compared(records: list[Record]) -> None:
-    single, strong, _ = records
-    single["environment"]["devices"] = ["another processor"]
-    assert baseline_of(strong, records, "effective_batch_size") is None
 
 
 def test_a_record_older_than_a_setting_ran_with_its_default(records: list[Record]) -> None:
@@ -90,24 +96,14 @@ def test_a_record_older_than_a_setting_ran_with_its_default(records: list[Record
     assert baseline_of(strong, records, "effective_batch_size") is None
 
 
-def test_records_of_a_parallelism_or_a_task_from_outside_are_passed_over(records: list[Record]) -> None:
+def test_what_another_program_or_hybrid_sharding_recorded_is_passed_over_or_named(records: list[Record]) -> None:
     single, strong, _ = records
     foreign = {**single, "parallel": "averaging"}
     other_task = {**single, "config": {**single["config"], "task": "counting"}}
+    strong["config"]["dp_replicate_size"] = 2
     assert baseline_of(strong, [foreign, single], "effective_batch_size") is single
     assert completed([other_task, single]) == [single]
-
-
-def test_hybrid_sharding_is_compared_with_one_device_and_named(records: list[Record]) -> None:
-    single, strong, _ = records
-    strong["config"]["dp_replicate_size"] = 2
-    assert baseline_of(strong, records, "effective_batch_size") is single
     assert "(2 copies)" in approach(strong)
-
-
-def test_a_run_without_a_ceiling_says_so(records: list[Record]) -> None:
-    del records[1]["machine_ceiling"]
-    assert TABLES["ddp-strong"](records)["Machine's ceiling"].tolist() == ["1x", "not run"]
 
 
 def test_a_failed_run_is_a_column_not_a_gap(records: list[Record]) -> None:
@@ -115,8 +111,7 @@ def test_a_failed_run_is_a_column_not_a_gap(records: list[Record]) -> None:
     failed |= {"status": "oom", "error": "OutOfMemoryError: no", "run_name": "big"}
     assert "oom: OutOfMemoryError: no" in side_by_side([records[0], failed]).loc["status"].tolist()
     assert TABLES["master"]([failed]).empty
-    answering = [run for run in run_folders().values() if run.task == "chat"]
-    assert len(TABLES["results-not-run"]([failed])) == len(answering)
+    assert len(TABLES["results-not-run"]([failed])) == sum(run.task == "chat" for run in run_folders().values())
 
 
 def test_what_is_registered_at_run_time_stands_in_the_tables(
@@ -161,9 +156,9 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
 
 
 def test_modules_of_tasks_have_tables_with_names_of_their_own() -> None:
-    names = [name for module in all_own_tables() for name in module.TABLES]
-    assert len(names) == len(set(names))
-    assert all(TABLES[name] is table for module in all_own_tables() for name, table in module.TABLES.items())
+    tables = [named for module in all_own_tables() for named in module.TABLES.items()]
+    assert len(tables) == len(dict(tables))
+    assert dict(tables).items() <= TABLES.items()
     for module in all_own_tables():
         assert module.SHARED.keys() <= module.TABLES.keys()
         assert module.METRICS
@@ -175,18 +170,6 @@ def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None
         records[0]["quality"][when]["facts_said_share"] = None
     assert "no facts in the data" in rendered("lora-quality", records)
     assert "no facts in the data" in side_by_side(records).to_string()
-
-
-def test_a_run_folder_without_a_record_is_a_row_that_says_so(records: list[Record]) -> None:
-    for table in ("lora-quality", "lora-speed", "ddp-weak"):
-        shown = TABLES[table](records)
-        waiting = shown[shown["Figures"] == "not run"]
-        assert any("H200" in row or "A6000" in row for row in waiting.to_string().splitlines()) or "quality" in table
-        assert len(waiting) >= 2
-        assert "nan" not in rendered(table, records)
-    waiting = TABLES["results-not-run"](records)
-    assert set(waiting["Run folder"]) >= {"2.1, `run_1_a6000_48g_x1`", "2.6, `run_3_a100_80g_x2_zero`"}
-    assert "nan" not in rendered("results-not-run", records)
 
 
 def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Record]) -> None:
@@ -202,66 +185,42 @@ def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Recor
 
 def test_the_learning_rates_scaling_is_shown_with_the_rate(records: list[Record]) -> None:
     records[1]["peak_learning_rate"] = records[1]["config"]["learning_rate"] * 2**0.5
-    assert measured_quality(records[0])["Learning rate scaling"] == "1x (0.001)"
-    assert measured_quality(records[1])["Learning rate scaling"] == "1.41x (0.00141)"
+    shown = [measured_quality(run)["Learning rate scaling"] for run in records[:2]]
+    assert shown == ["1x (0.001)", "1.41x (0.00141)"]
 
 
 def test_what_a_part_of_a_table_shares_stands_above_it(records: list[Record]) -> None:
     records[1]["quality"]["before"]["facts_said_share"] = 0.5
     lines = rendered("master", records).splitlines()
-    assert [line for line in lines if "facts said 50%" in line]
-    assert sum(line.startswith("**LoRA**") for line in lines) == 2
-    assert sum(line.startswith("| Devices") for line in lines) == 2
-    assert sum(line.startswith(("| 1 ", "| 2, DDP ")) for line in lines) == len(records)
+    starts = ("**LoRA**", "| Devices", ("| 1 ", "| 2, DDP "))
+    assert [sum(line.startswith(start) for line in lines) for start in starts] == [2, 2, len(records)]
+    assert any("facts said 50%" in line for line in lines)
 
 
-def test_the_readme_s_table_has_both_ways_to_compare(records: list[Record]) -> None:
-    shown = TABLES["front"](records)
-    assert shown["What"].tolist() == ["LoRA", "LoRA with DDP", "LoRA with DDP, same rows each"]
-    assert shown["Rows per step"].tolist() == ["16 x1", "8 x2", "16 x2"]
-    assert shown["Speed-up"].tolist() == ["1.00x", "1.67x", "2.00x"]
+@pytest.fixture
+def measured_by_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, object]]], None]:
+    """Write these entries into the benchmark's file."""
+    path = tmp_path / "bench.json"
+    monkeypatch.setattr(benchmark, "BENCH_FILE", path)
+    return lambda entries: path.write_text(json.dumps(entries))
 
 
-def test_two_cards_are_planned_until_something_does_not_fit() -> None:
-    fits = TABLES["two-cards"]([])["Fits"].tolist()
-    assert fits[-1] == "no"
-    assert set(fits[:-1]) <= {"yes", "tight"}
-    assert "yes" in fits
-
-
-def test_what_the_demo_prints_is_of_kept_records() -> None:
-    shown = rendered("demo", kept_records())
-    assert "2.1 python-batch16-seed42" in shown
-    assert "2.2 torchrun-batch8-seed42" in shown
-    assert "speed-up at the same effective batch" in shown
-
-
-def test_the_bench_table_says_what_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {
-        "name": "a",
-        "value": 1.31,
-        "unit": "ratio",
-        "bar": 1.3,
-        "bar_is": "at least",
-        "holds": True,
-        "command": "x",
-    }
-    entries = [
+def test_the_bench_table_says_what_holds(measured_by_bench: Callable) -> None:
+    entry = {"name": "a", "value": 1.31, "unit": "ratio", "bar": 1.3, "bar_is": "at least", "holds": True,
+             "command": "x"}  # fmt: skip
+    measured_by_bench([
         entry,
         {**entry, "value": 1.2, "holds": False},
         {**entry, "name": "a: not run", "value": None, "holds": False},
         {**entry, "name": "b", "bar": None, "holds": None},
-    ]
-    path = tmp_path / "bench.json"
-    path.write_text(json.dumps(entries))
-    monkeypatch.setattr(benchmark, "BENCH_FILE", path)
+    ])  # fmt: skip
     assert TABLES["bench"]([])["Measured"].tolist() == ["1.310 ratio", "1.200 ratio", "not run"]
-    table = TABLES["bench-all"]([])
-    assert table["Holds"].tolist() == ["yes", "**no**", "not run", ""]
-    assert table["Bar"].tolist() == [*["≥ 1.3"] * 3, ""]
+    assert TABLES["bench-all"]([])[["Holds", "Bar"]].values.tolist() == [
+        ["yes", "≥ 1.3"], ["**no**", "≥ 1.3"], ["not run", "≥ 1.3"], ["", ""],
+    ]  # fmt: skip
 
 
-def test_the_bench_tables_divide_names_and_keep_worst_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bench_tables_divide_names_and_keep_worst_points(measured_by_bench: Callable) -> None:
     of_tools = [
         ("training, lora, ours: non-padding tokens", 6163.4, "tokens per s", None, "training --tool ours"),
         ("training, lora, ours against bare, tokens per second", 0.951, "ratio", 0.95, "training"),
@@ -270,16 +229,14 @@ def test_the_bench_tables_divide_names_and_keep_worst_points(tmp_path: Path, mon
         ("planner, a against b: worst error (x 1x8: 3.90 of 5.55 GiB)", 0.298, "share", 0.05, "planner"),
         ("planner, a against b: mean error", 0.0042, "share", 0.02, "planner"),
     ]  # fmt: skip
-    entries = [
+    measured_by_bench([
         {"name": name, "value": value, "unit": unit, "bar": bar, "bar_is": "at most", "holds": True, "command": command}
         for name, value, unit, bar, command in of_tools
-    ]
-    path = tmp_path / "bench.json"
-    path.write_text(json.dumps(entries))
-    monkeypatch.setattr(benchmark, "BENCH_FILE", path)
+    ])  # fmt: skip
     table = TABLES["bench-all"]([])
-    assert table["Part"].tolist() == ["training, lora"] * 3 + ["planner, a against b"] * 2
-    assert table["Command"].tolist() == ["`training`"] * 3 + ["`planner`"] * 2
+    assert table[["Part", "Command"]].values.tolist() == (
+        [["training, lora", "`training`"]] * 3 + [["planner, a against b", "`planner`"]] * 2
+    )
     assert table["What"].tolist()[0] == "ours: non-padding tokens"
     assert table["What"].tolist()[2:] == ["time to the loss, the soonest other tool (trainer) over ours",
                                           "worst error", "mean error"]  # fmt: skip
@@ -288,20 +245,17 @@ def test_the_bench_tables_divide_names_and_keep_worst_points(tmp_path: Path, mon
     assert rendered("bench-worst", []) == "- a against b: x 1x8: 3.90 of 5.55 GiB\n"
 
 
-def test_the_planners_errors_have_a_line_for_each_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planners_errors_have_a_line_for_each_comparison(measured_by_bench: Callable) -> None:
     figures = [
         ("a against b, 7 points: mean error", 0.0042, 0.02, True),
         ("a against b: worst error (x 1x8: 3.90 of 5.55 GiB)", 0.298, 0.05, False),
         ("a against c: mean error not run", None, 0.02, None),
         ("a against c: worst error not run", None, 0.05, None),
     ]
-    entries = [
+    measured_by_bench([
         {"name": f"planner, {name}", "value": value, "unit": "share", "bar": bar, "bar_is": "at most", "holds": holds}
         for name, value, bar, holds in figures
-    ]
-    path = tmp_path / "bench.json"
-    path.write_text(json.dumps(entries))
-    monkeypatch.setattr(benchmark, "BENCH_FILE", path)
+    ])  # fmt: skip
     assert TABLES["planner-errors"]([]).to_dict("records") == [
         {"Compared with": "b", "Planned by": "a", "Points": "7", "Mean, worst error": "0.4%, 29.8%",
          "Allowed": "2%, 5%", "Holds": "**no**"},
@@ -309,14 +263,6 @@ def test_the_planners_errors_have_a_line_for_each_comparison(tmp_path: Path, mon
          "Allowed": "2%, 5%", "Holds": "not run"},
     ]  # fmt: skip
     assert TABLES["planner-others"]([]).empty
-
-
-def test_published_speedups_are_those_of_the_source(records: list[Record]) -> None:
-    weak = TABLES["ddp-weak"](records)
-    published = weak[weak["Figures"].str.startswith("published")]
-    assert published["Training speedup factor"].tolist() == ["1.00x", "1.91x", "3.59x"]
-    assert published["Training time"].tolist() == ["23:51", "12:29", "6:39"]
-    assert all(result["source"] for result in published_results())
 
 
 def test_a_typed_figure_is_overwritten_by_the_records(records: list[Record]) -> None:

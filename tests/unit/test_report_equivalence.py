@@ -24,25 +24,16 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_cell_has_the_largest_loss_and_weight_of_its_cases(kept: Path) -> None:
     rows = [outcome("full", 2e-7, 3e-9), outcome("full", 1e-7, 4e-9, "bf16"), outcome("lora", 0.0, 0.0)]
-    kept.write_text(json.dumps([*rows, outcome("qlora", None, None)]))
-    assert equivalence([]).to_dict("records") == [
-        {"Task": "chat", "Strategy": "DDP", "Full": "2e-07 / 4e-09", "LoRA": "0 / 0", "QLoRA": "not run"}
-    ]
-
-
-def test_a_technique_without_a_case_has_an_empty_cell(kept: Path) -> None:
-    kept.write_text(json.dumps([outcome("full", None, None)]))
-    assert equivalence([]).to_dict("records")[0] == {
-        "Task": "chat", "Strategy": "DDP", "Full": "not run", "LoRA": "", "QLoRA": ""
-    }  # fmt: skip
+    for of_qlora, cell in (([outcome("qlora", None, None)], "not run"), ([], "")):
+        kept.write_text(json.dumps(rows + of_qlora))
+        assert equivalence([]).to_dict("records") == [
+            {"Task": "chat", "Strategy": "DDP", "Full": "2e-07 / 4e-09", "LoRA": "0 / 0", "QLoRA": cell}
+        ]
 
 
 def test_a_skipped_case_keeps_its_figures_and_a_dropped_one_goes(kept: Path) -> None:
-    kept.write_text(json.dumps([outcome("full", 1e-7, 1e-9), outcome("lora", 2e-7, 1e-9), outcome("qlora", 5e-7, 0.0)]))
-    found = merged([outcome("lora", 3.14159e-7, 0.0), outcome("full", None, None)])
-    assert found == [outcome("full", 1e-7, 1e-9), outcome("lora", 3.1e-7, 0.0)]
-
-
-def test_without_figures_from_before_a_skipped_case_was_not_run(kept: Path) -> None:
+    skipped, before = outcome("full", None, None), outcome("full", 1e-7, 1e-9)
     assert not kept.exists()
-    assert merged([outcome("full", None, None)]) == [outcome("full", None, None)]
+    assert merged([skipped]) == [skipped]
+    kept.write_text(json.dumps([before, outcome("lora", 2e-7, 1e-9), outcome("qlora", 5e-7, 0.0)]))
+    assert merged([outcome("lora", 3.14159e-7, 0.0), skipped]) == [before, outcome("lora", 3.1e-7, 0.0)]
