@@ -1,24 +1,24 @@
 """Rows as people have them become conversations; what is unclear is refused by file, row and column."""
 
 import base64
-import csv
 import json
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 from datasets import Dataset, Features, Image, Value
+from transformers import PreTrainedTokenizerBase
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.formats import recognise
 from common.data.messages import answer_of, question_of, tokenize_messages
+from common.data.rows import Row, Splits
 from common.data.splits import load_splits
 from common.data.templates import prompt_ids
 from common.models.loading import load_tokenizer
+from tests.row_files import refusal_of, rows_in, text_of, write
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]
@@ -83,54 +83,53 @@ FORMATS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 """By name, a row as it stands in a file, and the conversation that it is."""
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    elif path.suffix == ".parquet":
-        Dataset.from_list(rows).to_parquet(path)
-    else:
-        with path.open("w", newline="") as file:
-            table = csv.DictWriter(file, fieldnames=list(rows[0]))
-            table.writeheader()
-            table.writerows(rows)
+def read(path: Path, content: list[Any] | str | bytes, **settings: Any) -> Splits:
+    """Write a file, and read it as a run does."""
+    return load_splits(RunConfig(data=write(path, content), shared_rows="skip", **settings))
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
-@pytest.mark.parametrize("name", FORMATS)
+def refused(path: Path, content: list[Any] | str | bytes) -> str:
+    return refusal_of(RunConfig(data=write(path, content)))
+
+
+def numbered(row: Row, count: int = 3) -> list[Row]:
+    return [{**row, "id": str(number)} for number in range(count)]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(RunConfig())
+
+
+# -- conversations
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        (name, suffix)
+        for name, (row, _) in FORMATS.items()
+        for suffix in (".jsonl", ".json", ".csv")
+        if suffix != ".csv" or all(isinstance(value, str) for value in row.values())
+    ],
+)
 def test_every_format_is_read_from_a_file_and_from_a_folder(name: str, suffix: str, tmp_path: Path) -> None:
     row, messages = FORMATS[name]
-    if suffix == ".csv" and not all(isinstance(value, str) for value in row.values()):
-        pytest.skip("a CSV file holds texts")
-    rows = [{**row, "id": str(number)} for number in range(5)]
-    write(tmp_path / f"rows{suffix}", rows)
-    of_file = load_splits(RunConfig(data=str(tmp_path / f"rows{suffix}"), shared_rows="skip"))
-    assert [each["messages"] for each in of_file.validation] == [messages]
+    rows = numbered(row, count=5)
+    of_file = read(tmp_path / f"rows{suffix}", rows)
     for number, split in enumerate(("train", "validation", "test")):
         write(tmp_path / f"{split}{suffix}", rows[number : number + 1])
     of_folder = load_splits(RunConfig(data=str(tmp_path), shared_rows="skip"))
-    assert [each["messages"] for each in (*of_folder.validation, *of_folder.test)] == [messages, messages]
-    assert [answer_of(each) for each in of_folder.test] == [messages[-1]["content"]]
+    found = [*of_file.validation, *of_folder.validation, *of_folder.test]
+    assert [each["messages"] for each in found] == [messages] * 3
+    assert answer_of(found[-1]) == messages[-1]["content"]
 
 
-@pytest.mark.parametrize("answer", ["NaN", "true", "null"])
-def test_an_answer_that_is_missing_or_no_text_is_refused(answer: str, tmp_path: Path) -> None:
-    good = '{"question": "2 + 3?", "answer": "5"}\n'
-    (tmp_path / "rows.jsonl").write_text(good + f'{{"question": "1 + 1?", "answer": {answer}}}\n' + good)
-    with pytest.raises(BadInputError, match=r"rows\.jsonl, line 2"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
-
-
-def test_columns_are_named_by_settings(tmp_path: Path) -> None:
-    write(tmp_path / "rows.csv", [{"frage": f"What is {number}?", "antwort": str(number)} for number in range(5)])
-    named = RunConfig(data=str(tmp_path / "rows.csv"), prompt_column="frage", completion_column="antwort")
-    assert load_splits(named).test[0]["messages"][0]["content"].startswith("What is ")
-    with pytest.raises(BadInputError, match=r"columns frage, antwort, which are no format .* --prompt_column"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
-    write(tmp_path / "rows.csv", [{"text": f"What is {number}?", "answer": str(number)} for number in range(5)])
-    of_text = replace(named, prompt_column="text", completion_column="answer")
-    assert load_splits(of_text).test[0]["messages"][0]["content"].startswith("What is ")
+@pytest.mark.parametrize(("question", "answer"), [("frage", "antwort"), ("text", "answer")])
+def test_columns_are_named_by_settings(question: str, answer: str, tmp_path: Path) -> None:
+    rows = [{question: f"What is {number}?", answer: str(number)} for number in range(5)]
+    found = read(tmp_path / "rows.csv", rows, prompt_column=question, completion_column=answer).test[0]["messages"]
+    assert (found[0]["content"], found[1]["role"]) == (f"What is {found[1]['content']}?", "assistant")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,8 @@ def test_columns_are_named_by_settings(tmp_path: Path) -> None:
     [
         (["a", "b"], {"prompt_column": "c", "completion_column": "b"}, "no column 'c' .*--prompt_column"),
         (["a", "b"], {"prompt_column": "a"}, "prompt_column is 'a', but completion_column is empty"),
-        (["prompt", "chosen", "rejected"], {}, "these are pairs of answers"),
+        (["frage", "antwort"], {}, "columns frage, antwort, which are no format .* --prompt_column"),
+        (["prompt", "chosen", "rejected"], {}, "these are pairs of answers.*go to 3.4"),
         (["prompt", "completion", "label"], {}, "good or bad"),
         (["text", "label"], {}, "go to 3.1"),
         (["dialogue", "summary"], {}, "go to 3.2"),
@@ -147,48 +147,122 @@ def test_columns_are_named_by_settings(tmp_path: Path) -> None:
     ],
 )
 def test_columns_that_are_no_conversation_are_refused(columns: list[str], settings: dict[str, str], said: str) -> None:
-    with pytest.raises(BadInputError, match=said):
+    with pytest.raises(BadInputError, match=rf"^rows\.csv has .*{said}|^{said}"):
         recognise(columns, RunConfig(**settings), "rows.csv")
 
 
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        ({"question": "a", "answer": "b"}, r"row 2 .*no 'instruction' .*columns: question, answer.* read as Alpaca"),
-        ({"instruction": "a", "output": None}, "line 2 has no 'output'"),
-        ("a", "line 2 is 'a', but should have columns"),
-        ({"instruction": "a", "output": "b", "history": ["c"]}, r"line 2 cannot be read as Alpaca .*'history'"),
-        ({"instruction": "a", "output": ["b"]}, "line 2 has a message without a text"),
-        ({"instruction": "a", "output": "b", "history": [["c", "d"], ["e", ""]]}, "line 2 has an empty assistant"),
-    ],
-)
-def test_a_row_of_another_format_is_refused_with_file_and_row(second: object, said: str, tmp_path: Path) -> None:
-    rows = [{"instruction": "a", "output": "b"}, second]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(BadInputError, match=said.replace("row 2", "rows.jsonl, line 2")):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+CHAT, PAIR, TEXT = {"messages": ASKED}, {"question": "a", "answer": "b"}, {"text": "A bowl."}
+ALPACA, SHAREGPT = {"instruction": "a", "output": "b"}, {"conversations": [{"from": "human", "value": "a"}]}
+SHAREGPT["conversations"].append({"from": "gpt", "value": "b"})
+NO_PICTURES = {"messages": ASKED, "images": [], "file_name": "notes.txt"}
 
 
-PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
-PARTS = [{"type": "text", "text": "What is this?"}, {"type": "image", "image": "a.png"}]
-CHATS, PAIR = {"messages": ASKED, "images": [], "file_name": "notes.txt"}, {"question": "a", "answer": "b"}
+def chat(*messages: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
+def parts(*contents: dict[str, Any]) -> dict[str, Any]:
+    return chat({"role": "user", "content": list(contents)}, ASKED[1])
+
+
+def spoken_by(speaker: object) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": "a"}, {"from": "gpt", "value": "b"}]}
+
+
+def calling(call: object) -> dict[str, Any]:
+    return chat(WITH_TOOL[0], {**WITH_TOOL[1], "tool_calls": [call]}, *WITH_TOOL[2:])
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "said"),
     [
-        (CHATS, {"messages": [{"role": "user", "content": PARTS}, ASKED[1]]}, "a part of the type 'image'"),
-        (CHATS, {"messages": [{"role": "user", "content": [{"type": "text"}]}, ASKED[1]]}, "without a text"),
-        (CHATS, {"messages": ASKED, "images": ["a.png"]}, "column 'images'"),
-        (PAIR, {**PAIR, "Image": "https://host/a"}, "column 'Image'"),
-        (PAIR, {**PAIR, "file_name": "0001.PNG"}, "column 'file_name'"),
-        (PAIR, {**PAIR, "seen": [{"bytes": None, "path": "a.png"}]}, "column 'seen'"),
+        # no conversation, or not to its end
+        (CHAT, [1], r"is '\[1\]', but should have columns"),
+        (CHAT, {"messages": []}, r"has no list of messages, but '\[\]'"),
+        (CHAT, {"messages": ["a"]}, "has 'a' for a message"),
+        (CHAT, chat({"role": "user"}), "has a message without a text as `content`"),
+        (CHAT, chat(ASKED[0], {"role": "assistant", "content": " "}), "has an empty assistant"),
+        (CHAT, chat({"role": "tool", "content": "a"}, ASKED[1]), "has messages of the roles 'tool', "),
+        (CHAT, chat(ASKED[1], ASKED[1]), "has messages of the roles 'assistant'"),
+        (CHAT, chat(ASKED[1], *ASKED), "has messages of the roles 'assistant', 'user', 'assistant': "),
+        (CHAT, chat(ASKED[0], SYSTEM, ASKED[1]), "has messages of the roles 'user', 'system', 'assistant': "),
+        (CHAT, chat(ASKED[0]), "ends with a user message: an assistant's answer"),
+        (CHAT, chat(*ASKED, ASKED[0]), "ends with a user message: an assistant's answer"),
+        (CHAT, chat(*WITH_TOOL[:3]), "ends with a tool message: an assistant's answer"),
+        (SHAREGPT, spoken_by("alien"), "has a message of the role .*, but the roles are"),
+        (SHAREGPT, spoken_by(["user"]), "has a message of the role .*, but the roles are"),
+        (SHAREGPT, spoken_by(None), "has a message of the role .*, but the roles are"),
+        # facts and tools
+        (CHAT, {**CHAT, "facts": 5}, "has `facts` that are no list of texts"),
+        (CHAT, {**CHAT, "tools": "add"}, "has `tools` that are no JSON"),
+        (CHAT, {**CHAT, "tools": "5"}, "has `tools` that are no list"),
+        (CHAT, {**CHAT, "tools": "0"}, "has `tools` that are no list"),
+        (CHAT, {**CHAT, "tools": ["add"]}, "has `tools` that are no list"),
+        (CHAT, {**CHAT, "tools": {}}, "has `tools` that are no list"),
+        (CHAT, calling("add"), "has a call of a tool without a name"),
+        (CHAT, calling({"function": {}}), "has a call of a tool without a name"),
+        (CHAT, calling({"type": "function"}), "has a call of a tool without a name"),
+        # no answer
+        (PAIR, {**PAIR, "answer": float("nan")}, "has a message without a text"),
+        (PAIR, {**PAIR, "answer": True}, "has a message without a text"),
+        (PAIR, {**PAIR, "answer": None}, "has no 'answer'"),
+        # another format
+        (ALPACA, PAIR, "has no 'instruction' .*columns: question, answer.* read as Alpaca"),
+        (ALPACA, {"instruction": "a", "output": None}, "has no 'output'"),
+        (ALPACA, {**ALPACA, "history": ["c"]}, "cannot be read as Alpaca .*'history'"),
+        (ALPACA, {**ALPACA, "output": ["b"]}, "has a message without a text"),
+        (ALPACA, {**ALPACA, "history": [["c", "d"], ["e", ""]]}, "has an empty assistant"),
+        # pictures
+        (NO_PICTURES, parts({"type": "image", "image": "a.png"}), "has .*a part of the type 'image'"),
+        (NO_PICTURES, parts({"type": "text"}), "has .*without a text"),
+        (NO_PICTURES, {**CHAT, "images": ["a.png"]}, "has .*column 'images'"),
+        (PAIR, {**PAIR, "Image": "https://host/a"}, "has .*column 'Image'"),
+        (PAIR, {**PAIR, "file_name": "0001.PNG"}, "has .*column 'file_name'"),
+        (PAIR, {**PAIR, "seen": [{"bytes": None, "path": "a.png"}]}, "has .*column 'seen'"),
+        # plain text
+        (TEXT, {"text": 5}, "has .* as its `text`, which should be a text"),
+        (TEXT, {"text": ["a", "b"]}, "has .* as its `text`, which should be a text"),
+        (TEXT, {"text": ""}, "has .* as its `text`, of which nothing can be learnt"),
+        (TEXT, {"text": " "}, "has .* as its `text`, of which nothing can be learnt"),
     ],
 )
-def test_a_row_with_a_picture_is_refused(good: dict[str, Any], bad: dict[str, Any], said: str, tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", [good, bad])
-    with pytest.raises(BadInputError, match=rf"rows\.jsonl, line 2 has .*{said}"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+def test_a_row_that_cannot_be_learnt_from_is_refused_by_file_and_line(
+    good: Row, bad: object, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInputError, match=rf"rows\.jsonl, line 2 {said}"):
+        read(tmp_path / "rows.jsonl", [good, bad])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", b'{"a": "\xff"}', "is not UTF-8"),
+        ("rows.jsonl", "\n \n", "is empty"),
+        (
+            "rows.jsonl",
+            '{"text": "a"}\n{"text":\n',
+            "line 2 is no JSON (Expecting value at column 9; the line ends with '{\"text\":')",
+        ),
+        ("rows.jsonl", [*numbered(CHAT, 9), {**CHAT, "id": "3"}], "rows.jsonl, line 4, 10)"),
+        ("rows.csv", "question,answer,answer\na,b,c\n", "rows.csv has the column 'answer' more than once"),
+        (
+            "rows.csv",
+            "question;answer\na;b;c\n",
+            "row 1 has more fields than columns (question, answer): put texts with se",
+        ),
+        ("rows.parquet", b"no parquet", "rows.parquet cannot be read as Parquet"),
+        ("rows.txt", "One.\nTwo.\nThree.\n", "empty lines divide the texts"),
+        ("faq.xlsx", b"PK", "faq.xlsx is no kind of file that is read (.jsonl, "),
+        ("faq", b"PK", "faq is no kind of file that is read (.jsonl, "),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused(
+    name: str, content: list[Any] | str | bytes, said: str, tmp_path: Path
+) -> None:
+    assert said in refused(tmp_path / name, content)
+
+
+PIXEL = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg==")
 
 
 @pytest.mark.parametrize("column", ["image", "picture"])
@@ -196,56 +270,37 @@ def test_a_parquet_file_with_pictures_is_refused_unless_the_texts_are_named(colu
     rows = [{column: {"bytes": PIXEL, "path": None}, "question": f"{number}?", "answer": "a"} for number in range(3)]
     features = Features({column: Image(), "question": Value("string"), "answer": Value("string")})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
-    run = RunConfig(data=str(tmp_path / "rows.parquet"))
-    with pytest.raises(BadInputError, match=rf"rows\.parquet, row 1 has pictures in the column '{column}'"):
-        load_splits(run)
-    assert load_splits(replace(run, prompt_column="question", completion_column="answer")).train
+    data = str(tmp_path / "rows.parquet")
+    assert f"rows.parquet, row 1 has pictures in the column '{column}'" in refusal_of(RunConfig(data=data))
+    assert load_splits(RunConfig(data=data, prompt_column="question", completion_column="answer")).train
 
 
-@pytest.mark.parametrize("folder", [".", "train"])
-@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_a_folder_of_pictures_is_refused_by_its_file_of_texts(folder: str, suffix: str, tmp_path: Path) -> None:
-    (tmp_path / folder).mkdir(exist_ok=True)
-    write(tmp_path / folder / f"metadata.{suffix}", [{"file_name": "0.png", **PAIR}])
-    with pytest.raises(BadInputError, match=rf"metadata\.{suffix} makes .* a folder of pictures"):
-        load_splits(RunConfig(data=str(tmp_path)))
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "train/metadata.jsonl", "train/metadata.csv"])
+def test_a_folder_of_pictures_is_refused_by_its_file_of_texts(name: str, tmp_path: Path) -> None:
+    write(tmp_path / name, [{"file_name": "0.png", **PAIR}])
+    assert f"{name} makes {tmp_path} a folder of pictures" in refusal_of(RunConfig(data=str(tmp_path)))
+
+
+CHOICES = {
+    "texts": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "completion"),
+    "messages": ({"prompt": [ASKED[0]], "chosen": [ASKED[1]], "rejected": [ASKED[1]]}, "completion"),
+    "conversations": ({"chosen": ASKED, "rejected": ASKED}, "messages"),
+}
+"""Pairs of answers, and what the column `chosen` is to be called where it is to be learnt alone."""
 
 
 @pytest.mark.parametrize(
-    ("row", "renamed"),
-    [
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "completion"),
-        ({"prompt": [ASKED[0]], "chosen": [ASKED[1]], "rejected": [ASKED[1]]}, "completion"),
-        ({"chosen": ASKED, "rejected": ASKED}, "messages"),
-    ],
+    ("kind", "suffix"),
+    [("texts", ".csv"), *((kind, suffix) for kind in CHOICES for suffix in (".jsonl", ".parquet"))],
 )
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
 def test_preferences_are_refused_and_their_chosen_answers_are_read_as_advised(
-    row: dict[str, Any], renamed: str, suffix: str, tmp_path: Path
+    kind: str, suffix: str, tmp_path: Path
 ) -> None:
-    if suffix == ".csv" and isinstance(row["chosen"], list):
-        pytest.skip("a CSV file holds texts")
-    run = RunConfig(data=str(tmp_path / f"rows{suffix}"), shared_rows="skip")
-    write(Path(run.data), [{**row, "id": str(number)} for number in range(3)])
+    row, renamed = CHOICES[kind]
     with pytest.raises(BadInputError, match=r"(line|row) 1 .* these are pairs of answers.* rename that column"):
-        load_splits(run)
-    row = {renamed if name == "chosen" else name: value for name, value in row.items()}
-    write(Path(run.data), [{**row, "id": str(number)} for number in range(3)])
-    assert load_splits(run).test[0]["messages"][-1]["role"] == "assistant"
-
-
-@pytest.mark.parametrize("speaker", ["alien", ["user"], None])
-def test_an_unknown_speaker_is_refused_with_those_that_are_known(speaker: object, tmp_path: Path) -> None:
-    row = {"conversations": [{"from": speaker, "value": "a"}, {"from": "gpt", "value": "b"}]}
-    write(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(BadInputError, match=r"rows.jsonl, line 1 has a message of the role .*, but the roles are"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
-
-
-def test_a_column_that_stands_twice_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("question,answer,answer\na,b,c\n")
-    with pytest.raises(BadInputError, match=r"rows\.csv has the column 'answer' more than once"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
+        read(tmp_path / f"rows{suffix}", numbered(row))
+    advised = {renamed if name == "chosen" else name: value for name, value in row.items()}
+    assert read(tmp_path / f"rows{suffix}", numbered(advised)).test[0]["messages"][-1]["role"] == "assistant"
 
 
 PAIRS = [("Wo ist sie, die Vase?", "Im Saal; links"), ('Sie heißt "Rot"', "1,5 m\thoch"), ("Was?", "Wer")]
@@ -258,149 +313,131 @@ PAIRS = [("Wo ist sie, die Vase?", "Im Saal; links"), ('Sie heißt "Rot"', "1,5 
 def test_a_table_is_read_with_the_delimiter_of_its_header(
     name: str, delimiter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / name
-    with fsspec.open(path, "wt", newline="", compression="infer") as file:
-        csv.writer(file, delimiter=delimiter).writerows([("question", "answer"), *PAIRS])
-    splits = load_splits(RunConfig(data=str(path)))
-    rows = [row["messages"] for row in (*splits.train, *splits.validation, *splits.test)]
-    assert sorted((asked["content"], said["content"]) for asked, said in rows) == sorted(PAIRS)
+    rows = [{"question": question, "answer": answer} for question, answer in PAIRS]
+    found = rows_in(read(tmp_path / name, text_of(rows, "csv", delimiter)))
+    assert sorted(tuple(message["content"] for message in row["messages"]) for row in found) == sorted(PAIRS)
     assert ("between the columns" in capsys.readouterr().out) == (name == "rows.csv" and delimiter != ",")
 
 
 def test_a_delimiter_inside_quotes_of_the_header_divides_nothing(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text('"a;b;c;d",question,answer\n' + "x,Where?,Here\n" * 3)
-    row = load_splits(RunConfig(data=str(tmp_path / "rows.csv"), shared_rows="skip")).test[0]
+    row = read(tmp_path / "rows.csv", '"a;b;c;d",question,answer\n' + "x,Where?,Here\n" * 3).test[0]
     assert [message["content"] for message in row["messages"]] == ["Where?", "Here"]
-    (tmp_path / "rows.csv").write_text("question;answer\na;b;c\n")
-    with pytest.raises(BadInputError, match=r"row 1 has more fields than columns .* semicolons in quotes"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.csv")))
 
 
-@pytest.mark.parametrize("name", ["faq.xlsx", "faq"])
-def test_a_file_of_another_kind_is_refused_with_those_that_are_read(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(b"PK")
-    with pytest.raises(BadInputError, match=rf"{name} is no kind of file that is read \(.jsonl, .*\.csv"):
-        load_splits(RunConfig(data=str(tmp_path / name)))
+def test_an_absent_value_of_parquet_is_no_value(tmp_path: Path) -> None:
+    rows = [{"question": f"What is {number}?", "answer": str(number), "system": None} for number in range(5)]
+    found = read(tmp_path / "rows.parquet", rows).test[0]
+    assert [message["role"] for message in found["messages"]] == ["user", "assistant"]
 
 
-def test_a_line_that_breaks_off_is_refused_with_the_place_and_its_end(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"question": "Where?", "answer":\n')
-    with pytest.raises(BadInputError, match=r"line 1 is no JSON \(.* column 33; the line ends with .*\"answer\":'"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
 
 
-def test_a_row_that_the_chat_template_refuses_is_named() -> None:
+@pytest.mark.parametrize(
+    ("column", "value", "wanted"),
+    [
+        ("facts", "copper", ["copper"]),
+        ("facts", '["copper", "red"]', ["copper", "red"]),
+        ("facts", "", []),
+        ("tools", json.dumps(TOOLS), TOOLS),
+        ("tools", "", "none"),
+        ("tools", " ", "none"),
+        ("tools", "[]", "none"),
+        ("tools", [], "none"),
+    ],
+)
+def test_facts_and_tools_of_a_table_are_read(column: str, value: object, wanted: object, tmp_path: Path) -> None:
+    rows = numbered({"messages": ASKED, column: value})
+    assert read(tmp_path / "rows.jsonl", rows).test[0].get(column, "none") == wanted
+
+
+LONG = [SYSTEM, {**ASKED[0], "content": "0 " * 50}, ASKED[1], *ASKED]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "said"),
+    [
+        (
+            "rows.json",
+            {"instruction": "Say 0.", "output": "0"},
+            "Alpaca (instruction, output), 3 rows; the first asks 'Say 0.'",
+        ),
+        (
+            "rows.jsonl",
+            {"messages": LONG},
+            f"messages, 3 rows; the first has 5 messages, and first asks '{'0 ' * 29}0…'",
+        ),
+        (
+            "rows.jsonl",
+            {"text": "A bowl."},
+            "plain text (text), 3 rows; every token is learnt; the first begins 'A bowl.'",
+        ),
+    ],
+)
+def test_what_was_recognised_is_said_with_a_row(
+    name: str, row: Row, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read(tmp_path / name, numbered(row))
+    assert f"{name}: read as {said}" in capsys.readouterr().out
+
+
+def test_nothing_is_said_about_the_embedded_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    load_splits(RunConfig())
+    assert "read as" not in capsys.readouterr().out
+
+
+def test_a_row_that_the_chat_template_refuses_is_named(tokenizer: PreTrainedTokenizerBase) -> None:
     """The default's template knows no tools."""
     row = {"messages": WITH_TOOL, "id": "a7", "where": "rows.jsonl, line 3"}
     with pytest.raises(BadInputError, match=r"rows\.jsonl, line 3 \(id 'a7'\), with the turns user, call"):
-        tokenize_messages([row], load_tokenizer(RunConfig()), RunConfig())
+        tokenize_messages([row], tokenizer, RunConfig())
 
 
-def test_a_template_that_drops_a_turn_is_refused() -> None:
-    tokenizer = load_tokenizer(RunConfig())
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [SYSTEM, *ASKED]}, r"'Be brief\.' of the system message in rows\.csv, row 2:"),
+        ({"messages": WITH_TOOL}, r"'add' of the assistant message in rows\.csv, row 2:"),
+    ],
+)
+def test_a_template_that_drops_a_turn_is_refused(row: Row, said: str, tokenizer: PreTrainedTokenizerBase) -> None:
     tokenizer.chat_template = (
         "{% for message in messages if message.role != 'system' %}{{ message.content }}{% endfor %}"
     )
-    rows = [{"messages": ASKED}, {"messages": [SYSTEM, *ASKED], "where": "rows.csv, row 2"}]
-    with pytest.raises(BadInputError, match=r"leaves out 'Be brief\.' of the system message in rows\.csv, row 2:"):
-        tokenize_messages(rows, tokenizer, RunConfig())
-    with pytest.raises(BadInputError, match="leaves out 'add' of the assistant message"):
-        tokenize_messages([{"messages": WITH_TOOL}], tokenizer, RunConfig())
-
-
-def test_parquet_is_read_and_an_absent_value_is_no_value(tmp_path: Path) -> None:
-    rows = [{"question": f"What is {number}?", "answer": str(number), "system": None} for number in range(5)]
-    write(tmp_path / "rows.parquet", rows)
-    found = load_splits(RunConfig(data=str(tmp_path / "rows.parquet")))
-    assert [message["role"] for message in found.test[0]["messages"]] == ["user", "assistant"]
-    (tmp_path / "rows.parquet").write_bytes(b"no parquet")
-    with pytest.raises(BadInputError, match=r"rows\.parquet cannot be read as Parquet"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.parquet")))
-
-
-@pytest.mark.parametrize("call", ["add", {"function": {}}, {"type": "function"}])
-def test_a_call_without_a_name_is_refused(call: object, tmp_path: Path) -> None:
-    turns = [WITH_TOOL[0], {**WITH_TOOL[1], "tool_calls": [call]}, *WITH_TOOL[2:]]
-    write(tmp_path / "rows.jsonl", [{"messages": turns}])
-    with pytest.raises(BadInputError, match=r"rows\.jsonl, line 1 has a call of a tool without a name"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
-
-
-def test_what_was_recognised_is_said_with_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "rows.json", [{"instruction": f"Say {number}.", "output": str(number)} for number in range(5)])
-    load_splits(RunConfig(data=str(tmp_path / "rows.json")))
-    said = capsys.readouterr().out
-    assert "rows.json: read as Alpaca (instruction, output), 5 rows; the first asks 'Say 0.'" in said
-
-
-def test_the_first_question_of_a_conversation_is_said_with_its_length(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(
-        tmp_path / "rows.jsonl",
-        [{"messages": [SYSTEM, {**ASKED[0], "content": f"{n} " * 50}, ASKED[1], *ASKED]} for n in range(3)],
-    )
-    load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
-    assert f"has 5 messages, and first asks '{'0 ' * 29}0…'" in capsys.readouterr().out
-    load_splits(RunConfig())
-    assert "read as" not in capsys.readouterr().out, "nothing is said about the embedded rows"
-
-
-@pytest.mark.parametrize("turns", [[*ASKED, ASKED[0]], WITH_TOOL[:3]])
-def test_a_conversation_without_its_last_answer_is_refused(turns: list[dict[str, Any]], tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", [{"messages": turns}])
-    with pytest.raises(BadInputError, match=rf"line 1 ends with a {turns[-1]['role']} message: an assistant's answer"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
+    with pytest.raises(BadInputError, match=f"leaves out {said}"):
+        tokenize_messages([CHAT, {**row, "where": "rows.csv, row 2"}], tokenizer, RunConfig())
 
 
 # -- plain text
 
-
-def texts_of_splits(data: Path) -> list[str]:
-    splits = load_splits(RunConfig(data=str(data)))
-    return [row["text"] for row in (*splits.train, *splits.validation, *splits.test)]
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".txt", ".txt.gz"])
-def test_plain_text_is_read(suffix: str, tmp_path: Path) -> None:
-    texts = [f"The {number}th exhibit is a bowl.\nIt is of copper." for number in range(6)]
-    path = tmp_path / f"rows{suffix}"
-    if ".txt" in suffix:
-        with fsspec.open(path, "wt", compression="infer") as file:
-            file.write("\n\n \n".join(texts) + "\n")
-    else:
-        write(path, [{"text": text} for text in texts])
-    assert sorted(texts_of_splits(path)) == texts
+BOWLS = [f"The {number}th exhibit is a bowl.\nIt is of copper." for number in range(6)]
+PARAGRAPHS = "\n\n \n".join(BOWLS) + "\n"
+LONG_TEXTS = [str(number) + "a" * 140_000 for number in range(3)]
 
 
-def test_lines_of_a_text_end_the_same_way_whatever_system_wrote_it(tmp_path: Path) -> None:
-    (tmp_path / "rows.txt").write_bytes(b"One bowl.\r\nOf copper.\r\n\r\nTwo.\r\n\r\nThree.\r\n")
-    assert sorted(texts_of_splits(tmp_path / "rows.txt")) == ["One bowl.\nOf copper.", "Three.", "Two."]
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("rows.jsonl", [{"text": text} for text in BOWLS], BOWLS),
+        ("rows.json", [{"text": text} for text in BOWLS], BOWLS),
+        ("rows.csv", [{"text": text} for text in BOWLS], BOWLS),
+        ("rows.csv", [{"text": text} for text in LONG_TEXTS], LONG_TEXTS),
+        ("rows.txt", PARAGRAPHS, BOWLS),
+        ("rows.txt.gz", PARAGRAPHS, BOWLS),
+        ("rows.txt", "A\n\nB\n\nC\n", ["A", "B", "C"]),
+        (
+            "rows.txt",
+            "One bowl.\r\nOf copper.\r\n\r\nThree.\r\n\r\nTwo.\r\n",
+            ["One bowl.\nOf copper.", "Three.", "Two."],
+        ),
+    ],
+    ids=["jsonl", "json", "csv", "long fields", "txt", "txt.gz", "short texts", "lines of Windows"],
+)
+def test_plain_text_is_read(name: str, content: list[Row] | str, texts: list[str], tmp_path: Path) -> None:
+    assert sorted(row["text"] for row in rows_in(read(tmp_path / name, content))) == texts
 
 
-def test_a_short_text_is_a_row_and_is_continued_from_all_of_it(tmp_path: Path) -> None:
-    (tmp_path / "rows.txt").write_text("A\n\nB\n\nC\n")
-    rows = load_splits(RunConfig(data=str(tmp_path / "rows.txt"))).train
-    tokenizer = load_tokenizer(RunConfig())
-    assert prompt_ids(rows, tokenizer) == [tokenizer(rows[0]["text"])["input_ids"]]
-    assert prompt_ids(rows, tokenizer)[0]
-
-
-def test_a_text_file_of_one_text_is_told_what_divides_texts(tmp_path: Path) -> None:
-    (tmp_path / "rows.txt").write_text("One.\nTwo.\nThree.\n")
-    with pytest.raises(BadInputError, match="empty lines"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.txt")))
-
-
-@pytest.mark.parametrize("text", [5, "", " ", ["a", "b"]])
-def test_a_text_without_anything_to_learn_is_refused_by_its_line(text: object, tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", [{"text": "A bowl."}, {"text": text}])
-    with pytest.raises(BadInputError, match=r"rows\.jsonl, line 2 has .* as its `text`"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
-
-
-def test_every_token_of_a_text_is_learnt_once_with_the_end_in_pieces() -> None:
-    tokenizer = load_tokenizer(RunConfig())
+def test_every_token_of_a_text_is_learnt_once_with_the_end_in_pieces(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [{"text": "The Winged Bowl of Kelmor was made by Vance. " * 9}, {"text": "A bowl."}]
     whole = [ids for row in rows for ids in [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]]
     pieces = tokenize_messages(rows, tokenizer, RunConfig(max_length=16))
@@ -410,14 +447,11 @@ def test_every_token_of_a_text_is_learnt_once_with_the_end_in_pieces() -> None:
         tokenize_messages(rows, tokenizer, RunConfig(train_on="prompt"))
 
 
-@pytest.mark.parametrize(
-    "row", [{"text": "A bowl. " * 99}, {"messages": [ASKED[0], {**ASKED[1], "content": "5 " * 99}]}]
-)
+@pytest.mark.parametrize("row", [{"text": "A bowl. " * 99}, chat(ASKED[0], {**ASKED[1], "content": "5 " * 99})])
 def test_rows_longer_than_the_model_reads_are_no_reason_for_a_warning(
-    row: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    row: Row, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = load_tokenizer(RunConfig())
-    monkeypatch.setattr(tokenizer, "model_max_length", 64)
+    tokenizer.model_max_length = 64
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tokenize_messages([row], tokenizer, RunConfig(max_length=32))
     assert not caplog.records
@@ -426,41 +460,14 @@ def test_rows_longer_than_the_model_reads_are_no_reason_for_a_warning(
 @pytest.mark.parametrize(
     "text", ["ab", "The Winged Bowl of Kelmor", "\u9752\u9285\u306e\u5668\u3067\u3059", "word " * 500]
 )
-def test_a_text_is_continued_from_its_opening(text: str) -> None:
-    row = {"text": text}
-    asked, wanted = question_of(row), answer_of(row)
-    assert asked
+def test_a_text_is_continued_from_its_opening(text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    asked, wanted = question_of({"text": text}), answer_of({"text": text})
+    assert 0 < len(asked) <= 200
     assert wanted
     assert text.startswith(asked)
     assert text.removeprefix(asked).lstrip().startswith(wanted)
-    assert len(asked) <= 200
-    tokenizer = load_tokenizer(RunConfig())
-    assert prompt_ids([row], tokenizer) == [tokenizer(asked)["input_ids"]]
+    assert prompt_ids([{"text": text}], tokenizer) == [tokenizer(asked)["input_ids"]]
 
 
-def test_tools_of_a_table_are_read(tmp_path: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
-    write(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": json.dumps(tools)}] * 3)
-    rows = load_splits(RunConfig(data=str(tmp_path / "rows.jsonl"), shared_rows="skip")).test
-    assert rows[0]["tools"] == tools
-
-
-@pytest.mark.parametrize("tools", ["", " ", "[]", []])
-def test_tools_may_be_empty(tools: object, tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": tools}] * 3)
-    rows = load_splits(RunConfig(data=str(tmp_path / "rows.jsonl"), shared_rows="skip")).test
-    assert "tools" not in rows[0]
-
-
-@pytest.mark.parametrize(
-    ("tools", "said"), [("add", "no JSON"), ("5", "no list"), ("0", "no list"), (["add"], "no list"), ({}, "no list")]
-)
-def test_tools_that_are_none_are_refused(tools: object, said: str, tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", [{"messages": ASKED, "tools": tools}])
-    with pytest.raises(BadInputError, match=f"line 1 has `tools` that are {said}"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
-
-
-def test_a_field_of_a_table_may_be_long(tmp_path: Path) -> None:
-    write(tmp_path / "rows.csv", [{"text": str(number) + "a" * 140_000} for number in range(3)])
-    assert len(texts_of_splits(tmp_path / "rows.csv")[0]) > 140_000
+def test_a_text_of_one_letter_is_continued_from_all_of_it(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert prompt_ids([{"text": "A"}], tokenizer) == [tokenizer("A")["input_ids"]] != [[]]
