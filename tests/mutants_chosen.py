@@ -39,8 +39,8 @@ def _recipes(name: str, *tests: str) -> tuple[str, ...]:
     return tuple(f"tests/recipes/test_{name}.py::test_{test}" for test in tests)
 
 
-GOLDEN = _recipes("golden_losses", "the_first_losses_are_the_golden_ones[python-16]")
-BEST_OF_ONE_DEVICE = _recipes("equivalence", "the_best_checkpoint_is_the_best_by_validation[one device, full]")
+GOLDEN = _recipes("golden_losses", "the_first_losses_are_the_golden_ones[LoRA]")
+BEST_OF_ONE_DEVICE = _recipes("equivalence", "one_device_trains_clips_some_steps_and_keeps_the_best_checkpoint[one device, full]")
 
 
 def _equals_one_device(case: str) -> tuple[str, ...]:
@@ -864,9 +864,7 @@ PROCESSES = (
         "common/base/command_line.py",
         "    sys.exit(BAD_INPUT_EXIT_CODE)\n",
         "    sys.exit(1)\n",
-        _recipes(
-            "launchers", "bad_input_is_one_sentence_and_exit_code_2[overrides0-per_device_train_batch_size is 0-python]"
-        ),
+        _recipes("launchers", "bad_input_is_one_sentence_and_exit_code_2[number]"),
     ),
     Fault(
         "gradients that are no numbers reach the weights",
