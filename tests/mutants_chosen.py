@@ -40,7 +40,7 @@ def _recipes(name: str, *tests: str) -> tuple[str, ...]:
 
 
 GOLDEN = _recipes("golden_losses", "the_first_losses_are_the_golden_ones[LoRA]")
-BEST_OF_ONE_DEVICE = _recipes("equivalence", "one_device_trains_clips_some_steps_and_keeps_the_best_checkpoint[one device, full]")
+BEST_OF_ONE_DEVICE = _recipes("equivalence", "one_devices_steps_are_fit_to_compare_with[one device, full]")
 
 
 def _equals_one_device(case: str) -> tuple[str, ...]:
