@@ -82,7 +82,7 @@ DATA = (
         "common/data/templates.py",
         "labels = [token if is_learnt else IGNORED_LABEL for token, is_learnt in zip(ids, learnt, strict=True)]",
         "labels = list(ids)",
-        _unit("data", "labels_stand_on_the_answer_and_its_end_only"),
+        _unit("data", "what_is_learnt_of_a_row_with_several_turns"),
     ),
     Fault(
         "what a chat template drops is never learnt, and nobody is told",
@@ -103,7 +103,7 @@ DATA = (
         "common/data/batches.py",
         "label_pad_token_id=IGNORED_LABEL, pad_to",
         "label_pad_token_id=tokenizer.pad_token_id, pad_to",
-        _unit("data", "padding_is_neither_seen_nor_learnt"),
+        _unit("data", "batches_are_as_long_as_is_planned_for_them"),
     ),
     Fault(
         "rows that lie end to end see each other",
@@ -1024,7 +1024,7 @@ MODELS_AND_ROWS = (
         "common/data/formats.py",
         " and math.isfinite(content):",
         ":",
-        _unit("formats", "an_answer_that_is_missing_or_no_text_is_refused"),
+        _unit("formats", "a_row_that_cannot_be_learnt_from_is_refused_by_file_and_line"),
     ),
     Fault(
         "QLoRA trains a model whose weights are not in 4 bits",
