@@ -871,7 +871,7 @@ PROCESSES = (
         "common/training/trainer.py",
         "if not self.args.fp16 and not math.isfinite(norm):",
         "if self.args.fp16 and not math.isfinite(norm):",
-        _faults("processes", "a_loss_that_is_no_number_stops_all_before_the_step[ddp]"),
+        _faults("processes", "a_step_that_cannot_be_taken_stops_all_before_it[ddp-nan]"),
     ),
     Fault(
         "two runs write into one results folder",
@@ -1031,7 +1031,7 @@ MODELS_AND_ROWS = (
         "common/models/families.py",
         "LEAST_QUANTIZED_SHARE = 0.9\n",
         "LEAST_QUANTIZED_SHARE = 0.0\n",
-        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[2.3-mixtral]",),
+        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[mixtral-2.3]",),
     ),
     Fault(
         "experts that do not work on a token are counted as work",
@@ -1045,7 +1045,7 @@ MODELS_AND_ROWS = (
         "common/models/quantization.py",
         "            module.weight = torch.nn.Parameter(linear.weight.T.contiguous(), requires_grad=False)\n",
         "            module.weight = torch.nn.Parameter(linear.weight.contiguous(), requires_grad=False)\n",
-        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[2.3-gpt2]",),
+        ("tests/recipes/test_families.py::test_a_family_is_trained_or_refused[gpt2-2.3]",),
     ),
     Fault(
         "an adapter that was not found again is taken for trained",
