@@ -17,57 +17,21 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers.trainer_pt_utils import safe_globals
 
 from common.base.paths import REPOSITORY
 from common.reporting.outcomes import ENDED_FAULTS
 from common.runtime.faults import VARIABLE
 from common.runtime.launchers import torchrun_command
-from common.training.checkpoints import read_manifest
-from common.training.strategy import SHARDS
+from tests.faults.cases import WORKFLOWS
 from tests.forked import CUT_SHORT, Forked
+from tests.pace import patient
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background can interrupt, too
 
 KEYS = ("fault", "technique", "outcome")
 KEEP = "KEEP_OUTCOMES"
 """Set by `make soak`: the outcomes are kept, for docs/faults.md."""
-CHAT = ("--train_rows", "65", "--validation_rows", "8", "--test_rows", "1", "--num_train_epochs", "2",
-        "--eval_steps", "0.1", "--save_steps", "0.1", "--independent_judge", "none", "--report_to", "none",
-        "--max_new_tokens", "1")  # fmt: skip
-SUMMARIES = ("--train_rows", "65", "--validation_rows", "4", "--test_rows", "2", "--num_train_epochs", "2",
-             "--eval_steps", "0.1", "--save_steps", "0.1", "--report_to", "none", "--num_beams", "1",
-             "--max_new_tokens", "2")  # fmt: skip
-PAIRS = ("--train_rows", "65", "--validation_rows", "8", "--test_rows", "2", "--num_train_epochs", "2", "--eval_steps",
-         "0.1", "--save_steps", "0.1", "--report_to", "none", "--max_new_tokens", "1")  # fmt: skip
-WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "single": ("2.1_lora_finetuning/run_0_cpu_x1/my_workflow_lora_finetuning.py", 1, (*CHAT, "--batch_size", "16")),
-    "ddp": ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py", 2,
-            (*CHAT, "--batch_size", "8")),
-    "fsdp": ("2.6_full_finetuning_with_fsdp/run_0_cpu_x2/my_workflow_full_finetuning_with_fsdp.py", 2,
-             (*CHAT, "--batch_size", "8")),
-    "pp": ("2.7_full_finetuning_with_pp/run_0_cpu_x2/my_workflow_full_finetuning_with_pp.py", 2,
-           (*CHAT, "--batch_size", "16", "--micro_batches", "2")),
-    "machines": ("3.2_summarization/run_0_cpu_x2/my_workflow_summarization_machines.py", 2,
-                 (*SUMMARIES, "--batch_size", "8")),
-    "preferences": ("3.4_preference_tuning/run_0_cpu_x1/my_workflow_preference_tuning.py", 2,
-                    (*PAIRS, "--technique", "full", "--parallel", "ddp", "--batch_size", "8")),
-}  # fmt: skip
-"""By technique: its workflow, ranks, and settings of a run of ten steps that keeps each of them."""
-STEPS = 10
-
-
-HISTORY = "training_args.bin"
-"""Of a checkpoint: the settings of its run, with its name in them."""
-TEXTS = (".json", ".jinja", ".md", ".txt")
-
-
-@pytest.fixture(scope="session")
-def workflows() -> dict[str, tuple[str, int, tuple[str, ...]]]:
-    return WORKFLOWS
+FINISHED_S = 120
 
 
 def _is_listened_on(port: int) -> bool:
@@ -131,7 +95,7 @@ class Run:
         """How long it took."""
         start_s = time.monotonic()
         while not true():
-            assert time.monotonic() - start_s < within_s, self.output[-4000:]
+            assert time.monotonic() - start_s < patient(within_s), self.output[-4000:]
             time.sleep(0.02)
         return time.monotonic() - start_s
 
@@ -147,7 +111,17 @@ class Run:
 
     def end(self, within_s: float) -> int:
         """The exit code, of a job that ends by itself in time."""
-        return self.process.wait(within_s)
+        return self.process.wait(patient(within_s))
+
+    def finish(self) -> dict[str, Any]:
+        """The record of a run that ends well, in time."""
+        try:
+            code = self.end(FINISHED_S)
+        finally:
+            self.kill()
+        assert code == 0, self.output[-3000:]
+        assert self.record["status"] == "completed"
+        return self.record
 
     def alive(self) -> list[int]:
         """Ranks whose processes are still there."""
@@ -162,6 +136,9 @@ class Run:
         return {one.laddr.port for one in open_ones if one.status == psutil.CONN_LISTEN}
 
     def kill(self) -> None:
+        """It and all that it started, unless it has ended."""
+        if self.process.poll() is not None:
+            return
         for process in (*psutil.Process(self.process.pid).children(recursive=True), self.process):
             try:
                 process.send_signal(signal.SIGCONT)
@@ -178,11 +155,12 @@ def _start(
     name: str = "run",
     restarts: int = 0,
     is_forked: bool = True,
+    is_in_cell: bool = False,
     launcher: Sequence[str] = (),
 ) -> Run:
     """Start a technique's run as a fork, cut short after its training; or just as a user's shell would start it.
 
-    `launcher`: more options of torchrun.
+    `is_in_cell`: from a process that starts the ranks as a notebook's cell does. `launcher`: more options of torchrun.
     """
     workflow, ranks, own = WORKFLOWS[technique]
     place = REPOSITORY / workflow
@@ -192,6 +170,10 @@ def _start(
         command = torchrun_command(place.name, ranks, *arguments)
         place_of_options = command.index("--nproc_per_node")
         command[place_of_options:place_of_options] = [f"--max_restarts={restarts}", *launcher]
+    if is_in_cell:
+        cell = folder / "cell.py"
+        cell.write_text(f"from common.runtime.launchers import stream_command\nstream_command({command})\n")
+        command = [sys.executable, str(cell)]
     log = folder / f"{name}-{len(list(folder.glob('*.log')))}.log"
     log.touch()
     env = {**os.environ, **({VARIABLE: fault} if fault else {})}
@@ -214,29 +196,24 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     yield start_run
     for run in runs:
-        if run.process.poll() is None:
-            run.kill()
+        run.kill()
 
 
 @pytest.fixture(scope="session")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The results of a technique's run that nothing happened to, made once."""
 
     @cache
-    def results_of(technique: str) -> Path:
-        run = _start(tmp_path_factory.mktemp("straight"), technique)
-        try:
-            assert run.end(120) == 0, run.output[-3000:]
-        finally:
-            if run.process.poll() is None:
-                run.kill()
+    def results_of(technique: str, *settings: str) -> Path:
+        run = _start(tmp_path_factory.mktemp("straight"), technique, settings)
+        run.finish()
         return run.results
 
     return results_of
 
 
 @pytest.fixture
-def completed(straight: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+def completed(straight: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
     """A copy of those results, where `start` would go on."""
     return lambda technique: Path(shutil.copytree(straight(technique), tmp_path / "results" / "run"))
 
@@ -287,48 +264,3 @@ def all_outcomes() -> Iterator[Outcomes]:
         rows = {**{tuple(row[name] for name in KEYS): row for row in before}, **found.rows}
         ordered = [rows[key] for key in sorted(rows)]
         ENDED_FAULTS.write_text(json.dumps(ordered, indent=1) + "\n")
-
-
-# -- two checkpoints
-
-
-def _tensors(content: object, name: str = "") -> dict[str, torch.Tensor]:
-    if torch.is_tensor(content):
-        return {name: content.float()}
-    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    return {inner: tensor for key, value in items for inner, tensor in _tensors(value, f"{name}.{key}").items()}
-
-
-def _part(name: str) -> str:
-    """A file, or the folder of shards that make up one state."""
-    return SHARDS if name.startswith(f"{SHARDS}/") else name
-
-
-def _read(path: Path) -> object:
-    if path.is_dir():
-        whole = path.parent.parent / f"{path.parent.name}.pt"
-        dcp_to_torch_save(path, whole)
-        return torch.load(whole, weights_only=True)
-    with safe_globals():  # numpy's, of the random numbers
-        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-
-
-def _largest_difference(one: Path, other: Path) -> float:
-    """Between two checkpoints' weights, optimizers, schedules and random numbers; bytes that are equal are 0."""
-    files, others = (read_manifest(folder)["files"] for folder in (one, other))
-    assert files.keys() == others.keys()
-    largest = 0.0
-    tensors = [name for name in files if not name.endswith(TEXTS) and name != HISTORY]
-    for name in {_part(name) for name in tensors}:
-        if files.get(name, one) == others.get(name, other):
-            continue
-        mine, theirs = (_tensors(_read(folder / name)) for folder in (one, other))
-        assert mine, name
-        assert mine.keys() == theirs.keys(), name
-        largest = max([largest, *(float((mine[key] - theirs[key]).abs().max()) for key in mine)])
-    return largest
-
-
-@pytest.fixture(scope="session")
-def largest_difference() -> Callable[[Path, Path], float]:
-    return _largest_difference

@@ -1,7 +1,7 @@
 """Each job's workflow straight through, then stopped at each of its faults and resumed, in the same processes.
 
-python (or torchrun) resume_worker.py JOBS.json: a list of objects with `place`, `name`, `overrides`, `faults`, and
-`forgets`: the name of what a resumed run leaves out, for a negative control, which has no straight run of its own.
+python (or torchrun) resume_worker.py JOBS.json: a list of objects with `place`, `name`, `overrides`, `faults` by their
+names, and `forgets`: what a resumed run leaves out, for a negative control, which has no straight run of its own.
 """
 
 import importlib
@@ -47,11 +47,11 @@ def work(job: dict, results_root: str) -> None:
 
     if not job["forgets"]:
         run(module, settings("straight"))
-    for number, fault in enumerate(job["faults"]):
-        run(module, settings(str(number)), fault)
+    for number, fault in job["faults"].items():
+        run(module, settings(number), fault)
         for name in resumed:
             setattr(AuditedTrainer, name, lambda *_, **__: None)
-        run(module, settings(str(number), "--resume_from_checkpoint", "last"))
+        run(module, settings(number, "--resume_from_checkpoint", "last"))
         for name, own in resumed.items():
             setattr(AuditedTrainer, name, own)
 

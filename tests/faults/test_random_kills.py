@@ -8,33 +8,30 @@ from collections.abc import Callable
 import pytest
 
 from common.training.checkpoints import BAD, newest_whole, steps_at
+from tests.faults.cases import STEPS, cases
+from tests.faults.compare import largest_difference
 
-KILLS = int(os.environ.get("KILLS", "0"))
-"""Of all techniques together; `make soak` does 100. 0: a few, `IN_MAKE_TEST` and `IN_TEST_ALL` of each technique."""
-IN_MAKE_TEST, IN_TEST_ALL = 2, 4
+KILLS = int(os.environ.get("KILLS", "10"))
+"""Of all techniques together; `make soak` does 100."""
 SEED = int(os.environ["KILLS_SEED"])
 """In the name of each test, so that a failure can be had again."""
-FAST = ("single", "ddp")
-TECHNIQUES = (*FAST, "fsdp", "pp", "machines")
+FAST, SLOW = ("single", "ddp"), ("fsdp", "pp", "machines")
 ENDED_S, FINISHED_S = 5, 120
-STEPS = 10
 
 
-@pytest.mark.parametrize(
-    "technique", [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in TECHNIQUES[len(FAST) :])]
-)
+@pytest.mark.parametrize("technique", cases(FAST, SLOW))
 @pytest.mark.parametrize("seed", [SEED])
 def test_a_run_survives_any_kill(
-    start: Callable, straight: Callable, largest_difference: Callable, outcomes: object, technique: str, seed: int
+    start: Callable, straight: Callable, outcomes: object, technique: str, seed: int
 ) -> None:
     chance = random.Random(f"{seed} {technique}")
     ended_s, lost, number = 0.0, 0, 0
-    kills = -(-KILLS // len(TECHNIQUES)) or (IN_MAKE_TEST if technique in FAST else IN_TEST_ALL)
+    kills = -(-KILLS // len(FAST + SLOW))
     for kill in range(kills):
         run = start(technique, "--resume_from_checkpoint", "last", name=f"run{number}")
         checkpoints = run.results / "checkpoints"
         run.wait_until(lambda run=run: run.place(0)["step"] > 0 or run.process.poll() is not None, 90)
-        time.sleep(chance.random() * 1.5)
+        time.sleep(chance.random())
         run.workers()
         complete, step = run.newest_step(), run.place(0)["step"]
         victims = [*(worker.pid for worker in run.workers().values()), run.process.pid]
@@ -50,7 +47,7 @@ def test_a_run_survives_any_kill(
         lost = max(lost, step - 1 - (steps_at(kept) if kept else 0))
         number += code == 0  # it was over before: the next one starts anew
     last = start(technique, "--resume_from_checkpoint", "last", name=f"run{number}")
-    assert last.end(FINISHED_S) == 0, last.output[-3000:]
+    last.finish()
     ends = [results / "checkpoints" / f"checkpoint-{STEPS}" for results in (straight(technique), last.results)]
     assert largest_difference(*ends) == 0
     outcomes.keep(

@@ -1,0 +1,47 @@
+"""The runs that the fault tests start, and which of a test's cases run where."""
+
+from collections.abc import Iterable
+
+import pytest
+
+STEPS = 6
+"""Of each run: two epochs of three steps."""
+CHAT = ("--train_rows", "33", "--validation_rows", "8", "--test_rows", "1", "--num_train_epochs", "2",
+        "--eval_steps", "0.1", "--save_steps", "0.1", "--independent_judge", "none", "--report_to", "none",
+        "--max_new_tokens", "1")  # fmt: skip
+SUMMARIES = ("--train_rows", "33", "--validation_rows", "4", "--test_rows", "2", "--num_train_epochs", "2",
+             "--eval_steps", "0.1", "--save_steps", "0.1", "--report_to", "none", "--num_beams", "1",
+             "--max_new_tokens", "2")  # fmt: skip
+PAIRS = ("--train_rows", "33", "--validation_rows", "8", "--test_rows", "2", "--num_train_epochs", "2", "--eval_steps",
+         "0.1", "--save_steps", "0.1", "--report_to", "none", "--max_new_tokens", "1")  # fmt: skip
+WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "single": ("2.1_lora_finetuning/run_0_cpu_x1/my_workflow_lora_finetuning.py", 1, (*CHAT, "--batch_size", "16")),
+    "ddp": ("2.2_lora_finetuning_with_ddp/run_0_cpu_x2/my_workflow_lora_finetuning_with_ddp.py", 2,
+            (*CHAT, "--batch_size", "8")),
+    "fsdp": ("2.6_full_finetuning_with_fsdp/run_0_cpu_x2/my_workflow_full_finetuning_with_fsdp.py", 2,
+             (*CHAT, "--batch_size", "8")),
+    "pp": ("2.7_full_finetuning_with_pp/run_0_cpu_x2/my_workflow_full_finetuning_with_pp.py", 2,
+           (*CHAT, "--batch_size", "16", "--micro_batches", "2")),
+    "machines": ("3.2_summarization/run_0_cpu_x2/my_workflow_summarization_machines.py", 2,
+                 (*SUMMARIES, "--batch_size", "8")),
+    "preferences": ("3.4_preference_tuning/run_0_cpu_x1/my_workflow_preference_tuning.py", 2,
+                    (*PAIRS, "--technique", "full", "--parallel", "ddp", "--batch_size", "8")),
+}  # fmt: skip
+"""By technique: its workflow, ranks, and settings of a run of `STEPS` steps that keeps each of them.
+
+Of code there are four kinds: the Trainer's steps (single, ddp, and fsdp with its shards), a loop that is written out
+for stages (pp) and for replicas (machines), and the Trainer with a reference (preferences).
+"""
+
+
+def cases(fast: Iterable = (), slow: Iterable = (), soak: Iterable = ()) -> list:
+    """What a test is tried with: from `make test` on, from `make test-all` on, and in `make soak` alone.
+
+    The last ones share all code that the test is about with one of the others; they renew rows of docs/faults.md.
+    """
+    groups = ((fast, ()), (slow, (pytest.mark.slow,)), (soak, (pytest.mark.slow, pytest.mark.soak)))
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)
+        for group, marks in groups
+        for case in group
+    ]
