@@ -13,6 +13,7 @@ from common.planning.phases import PHASES
 from common.planning.plans import Plan, plan_run
 
 FOLDERS = [path for path in sorted(REPOSITORY.glob("[23].*/run_*")) if not path.name.startswith("run_0_")]
+CHATTING = [path for path in FOLDERS if path.parent.name[0] == "2"]
 
 
 def plan_of(folder: Path, **changes: object) -> Plan:
@@ -23,7 +24,11 @@ def plan_of(folder: Path, **changes: object) -> Plan:
     return plan_run(run, BatchShape(run.rows_per_rank, run.max_length, labelled, True, classes, target_length))
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: f"{path.parent.name[:3]}-{path.name}")
+def each_of(folders: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("folder", folders, ids=lambda path: f"{path.parent.name[:3]}-{path.name}")
+
+
+@each_of(FOLDERS)
 def test_what_is_alive_in_each_phase_fits_the_card(folder: Path) -> None:
     plan = plan_of(folder)
     for gpu, phases in zip(plan.cluster.gpus, plan.phases, strict=True):
@@ -33,11 +38,7 @@ def test_what_is_alive_in_each_phase_fits_the_card(folder: Path) -> None:
             assert phase.safe_gib <= gpu.memory_gib, f"{phase.name}: {phase.safe_gib:.1f} GiB of {phase.alive}"
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [path for path in FOLDERS if path.parent.name[0] == "2"],
-    ids=lambda path: f"{path.parent.name[:3]}-{path.name}",
-)
+@each_of(CHATTING)
 def test_gradient_checkpointing_is_on_only_where_rows_would_not_fit_without(folder: Path) -> None:
     """It takes a third to a half more computing."""
     own, checkpoints = plan_of(folder), run_of_folder(folder, []).gradient_checkpointing
@@ -50,6 +51,6 @@ def test_gradient_checkpointing_is_on_only_where_rows_would_not_fit_without(fold
 
 def test_no_adapter_draws_masks() -> None:
     """A 7B model's 196 adapters would each keep one."""
-    runs = [run_of_folder(folder, []) for folder in FOLDERS if folder.parent.name[0] == "2"]
+    runs = [run_of_folder(folder, []) for folder in CHATTING]
     assert {run.lora_dropout for run in runs if run.method.has_adapters} == {0.0}
     assert RunConfig.lora_dropout > 0

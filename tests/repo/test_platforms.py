@@ -39,6 +39,16 @@ for each in {name} "$@"; do echo "$each"; done
 """A command that only says what it was given; Python's modules are run."""
 
 
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def said_by(command: list[str], **options: object) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, **options).stdout
+
+
 @pytest.fixture(scope="module")
 def config() -> Config:
     return parse(YAML.read_text(encoding="utf-8"))
@@ -48,8 +58,7 @@ def config() -> Config:
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What would start ranks is first on PATH, and starts none."""
     for name in ("torchrun", "accelerate", "python", "srun"):
-        (tmp_path / name).write_text(FAKE.format(name=name, python=sys.executable))
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, FAKE.format(name=name, python=sys.executable))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     return tmp_path
 
@@ -65,10 +74,7 @@ def run_of(step: Step, parameters: dict[str, object], inputs: Path) -> tuple[lis
     """The launcher's words of a step's main command, and the run that its workflow would take from the others."""
     command = step.build_command(parameters)[2]
     environment = {**os.environ, "VH_INPUTS_DIR": str(inputs), "VH_OUTPUTS_DIR": "/outputs of the step"}
-    done = subprocess.run(
-        ["sh", "-c", command], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True
-    )
-    place, *words = done.stdout.splitlines()
+    place, *words = said_by(["sh", "-c", command], cwd=REPOSITORY, env=environment).splitlines()
     script = next(number for number, word in enumerate(words) if word.endswith(".py"))
     folder = Path(place.removeprefix("in "))
     assert (folder / words[script]).is_file()
@@ -87,28 +93,24 @@ def test_valohais_own_check_passes_and_can_fail(tmp_path: Path) -> None:
     assert "'four' is not of type 'integer'" in checked.stdout
 
 
-def test_the_three_ways_are_steps_with_data_outputs_and_an_alias(config: Config) -> None:
+def test_the_three_ways_are_steps_with_data_outputs_an_alias_and_the_run_folders_values(config: Config) -> None:
     assert tuple(config.steps) == STEPS
     for step in config.steps.values():
         assert step.inputs["data"].optional
         assert step.outputs
         assert step.environment_variables["MODEL_ALIAS"].default
-        install, install_s3fs, _, name_model = step.command
+        install, install_s3fs, start, name_model = step.command
         assert install == "python -m pip install --constraint constraints.txt --editable '.[valohai]'"
         assert install_s3fs == f"python -m pip install s3fs=={FSSPEC}"
         assert name_model == 'python -m common.valohai_step name-model --alias "$MODEL_ALIAS"'
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_every_parameter_is_a_setting_with_the_run_folders_value(config: Config, name: str) -> None:
-    step = config.steps[name]
-    started = STARTED.search(step.command[2])
-    assert started
-    literal = literal_of(REPOSITORY / started["folder"])
-    for parameter in step.parameters.values():
-        assert parameter.name in FIELDS
-        assert parameter.pass_as == "--{name} {value}"
-        assert parameter.default == getattr(literal, parameter.name), parameter.name
+        literal = literal_of(REPOSITORY / STARTED.search(start)["folder"])
+        for parameter in step.parameters.values():
+            assert parameter.name in FIELDS
+            assert parameter.pass_as == "--{name} {value}"
+            assert parameter.default == getattr(literal, parameter.name), parameter.name
+    (task,) = config.tasks.values()
+    assert (task.step, task.type.value, task.execution_count) == ("train-task", "distributed", 4)
+    assert "devices" not in config.steps["train-task"].parameters
 
 
 @pytest.mark.parametrize(
@@ -133,9 +135,8 @@ def test_a_steps_command_starts_the_run_that_its_parameters_say(
     way: str,
 ) -> None:
     step, inputs = config.steps[name], tmp_path / "inputs"
-    asked: dict[str, object] = {"num_train_epochs": 3, "learning_rate": 1e-6, "data": "s3://bucket/chats"}
-    if name != "train-task":
-        asked["devices"] = 2
+    asked = {"num_train_epochs": 3, "learning_rate": 1e-6, "data": "s3://bucket/chats"}
+    asked |= {} if name == "train-task" else {"devices": 2}
     distributed_task(tmp_path, own="1", ids=("0", "1"))
     monkeypatch.setenv("VH_CONFIG_DIR", str(tmp_path))
     words, run = run_of(step, asked, inputs)
@@ -146,12 +147,6 @@ def test_a_steps_command_starts_the_run_that_its_parameters_say(
     (inputs / "data").mkdir(parents=True)
     (inputs / "data" / "train.json").write_text("[]")
     assert run_of(step, asked, inputs)[1].data == str(inputs / "data")
-
-
-def test_the_number_of_machines_is_the_tasks_execution_count(config: Config) -> None:
-    (task,) = config.tasks.values()
-    assert (task.step, task.type.value, task.execution_count) == ("train-task", "distributed", 4)
-    assert "devices" not in config.steps["train-task"].parameters
 
 
 # -- SLURM and SkyPilot, for a torchrun on each of several machines
@@ -169,10 +164,8 @@ def place(tmp_path: Path) -> Path:
     """A folder that stands as a run folder does to an environment, in which torchrun only says what it was given."""
     own, programs = tmp_path / "technique" / "run", tmp_path / ".venv" / "bin"
     own.mkdir(parents=True)
-    programs.mkdir(parents=True)
-    (programs / "activate").write_text("")
-    (programs / "torchrun").write_text(FAKE.format(name="torchrun", python=sys.executable))
-    (programs / "torchrun").chmod(0o755)
+    write_program(programs / "activate", "")
+    write_program(programs / "torchrun", FAKE.format(name="torchrun", python=sys.executable))
     return own
 
 
@@ -198,10 +191,8 @@ def check_started(folder: Path, words: list[str], nodes: int) -> list[str]:
 @pytest.fixture
 def in_a_slurm_job(commands: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """SLURM's variables, and its scontrol, which names the machines; return the folder of all such commands."""
-    (commands / "scontrol").write_text(
-        '#!/bin/sh\n[ "$1 $2 $3" = "show hostnames first,others" ] && echo first && exec seq 2 9999\necho "scontrol $*"'
-    )
-    (commands / "scontrol").chmod(0o755)
+    names_them = '[ "$1 $2 $3" = "show hostnames first,others" ] && echo first && exec seq 2 9999'
+    write_program(commands / "scontrol", f'#!/bin/sh\n{names_them}\necho "scontrol $*"')
     for name, value in (("JOB_NODELIST", "first,others"), ("JOB_NUM_NODES", "2"), ("JOB_ID", "job7")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     return commands
@@ -218,7 +209,7 @@ def test_a_slurm_job_starts_a_torchrun_on_each_machine_and_resumes_when_it_is_qu
     assert asked["ntasks-per-node"] == "1"
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")  # by sbatch --nodes 3
     command = ["bash", str(script), "--num_train_epochs", "1"]
-    words = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True).stdout.split()
+    words = said_by(command, cwd=place).split()
     assert "srun" in words
     assert "scontrol" not in words, "a job that has ended by itself is not queued again"
     assert "SIGUSR1" in started(words)[0]["--signals_to_handle"].split(",")
@@ -237,14 +228,19 @@ exit {code}
 """Ends with this code after some moments of a tenth of a second, or soon after it is told."""
 
 
-@of_nodes
+def test_the_scripts_of_slurm_differ_in_the_ranks_that_they_start_alone() -> None:
+    bodies = {re.split(r"srun [^&]*&\n", (folder / "train.slurm").read_text("utf-8"))[1] for folder in ON_NODES}
+    signals = {re.search(r"--signal=(\S+)", (folder / "train.slurm").read_text("utf-8"))[1] for folder in ON_NODES}
+    assert (len(ON_NODES), len(bodies), len(signals)) == (3, 1, 1)
+
+
 @pytest.mark.parametrize(("code", "ends"), [(1, ["scontrol requeue job7"]), (0, [])])
 def test_a_slurm_job_that_gets_the_signal_passes_it_on_once_and_is_queued_again_unless_it_was_complete(
-    folder: Path, place: Path, in_a_slurm_job: Path, code: int, ends: list[str]
+    place: Path, in_a_slurm_job: Path, code: int, ends: list[str]
 ) -> None:
-    script = folder / "train.slurm"
+    script = ON_NODES[0] / "train.slurm"
     asked = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
-    (in_a_slurm_job / "srun").write_text(SRUN.format(code=code, moments="- " * 100))
+    write_program(in_a_slurm_job / "srun", SRUN.format(code=code, moments="- " * 100))
     with subprocess.Popen(["bash", str(script)], cwd=place, stdout=subprocess.PIPE, text=True) as job:
         allowed = re.fullmatch(r"ranks may save for (\d+) s\n", job.stdout.readline())
         job.send_signal(signal.SIGUSR1)
@@ -256,10 +252,9 @@ def test_a_slurm_job_that_gets_the_signal_passes_it_on_once_and_is_queued_again_
     assert job.returncode == 0
 
 
-@of_nodes
-def test_a_slurm_job_that_fails_by_itself_has_sruns_exit_code(folder: Path, place: Path, in_a_slurm_job: Path) -> None:
-    (in_a_slurm_job / "srun").write_text(SRUN.format(code=3, moments="- " * 1))
-    command = ["bash", str(folder / "train.slurm")]
+def test_a_slurm_job_that_fails_by_itself_has_sruns_exit_code(place: Path, in_a_slurm_job: Path) -> None:
+    write_program(in_a_slurm_job / "srun", SRUN.format(code=3, moments="- "))
+    command = ["bash", str(ON_NODES[0] / "train.slurm")]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
     assert done.returncode == 3
     assert "scontrol" not in done.stdout
@@ -278,5 +273,5 @@ def test_a_skypilot_job_starts_a_torchrun_on_each_machine_and_resumes_from_the_b
         monkeypatch.setenv(f"SKYPILOT_{name}", value)
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", str(run.ranks_per_node))
     block = task["run"].replace(run.run_folder, str(place))
-    words = subprocess.run(["bash", "-c", block], capture_output=True, text=True, check=True).stdout.split()
+    words = said_by(["bash", "-c", block]).split()
     assert check_started(folder, words, run.nodes) == ["--results_root", bucket, "--run_name", "job7", *RESUMES]

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,6 @@ SECTIONS = [
     "references",
 ]
 EXHIBITS = REPOSITORY / "assets" / "exhibits"
-MESSAGES = REPOSITORY / "assets" / "visitor_messages"
 MIB = 2**20
 PAGES = [
     path
@@ -94,10 +94,12 @@ def test_every_table_is_what_the_records_say() -> None:
         assert text == with_tables(text, records), f"{path.name}: make tables"
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short_and_no_file_is_large() -> None:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
     assert len(text.split()) <= 2000
+    assert (REPOSITORY / "assets" / "embedded_base" / "model.safetensors").stat().st_size <= 8 * MIB
+    assert [path for path in tracked_files() if path.exists() and path.stat().st_size > 9 * MIB] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -110,11 +112,9 @@ def test_committed_records_name_no_path_of_a_machine() -> None:
     of_runs, of_docs = (list(REPOSITORY.glob(f"{folders}/*.json")) for folders in (KEPT, STUDY))
     assert of_runs
     assert of_docs
-    paths = of_runs + of_docs
     absolute = re.compile(r'["\s=](/|~|[A-Z]:\\\\)')
     assert absolute.search('"command": "python x.py --data /home/me"')  # the control
-    for path in paths:
-        assert not absolute.search(path.read_text(encoding="utf-8")), path
+    assert [path for path in of_runs + of_docs if absolute.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_module_stems_are_unique_between_technique_folders() -> None:
@@ -128,58 +128,53 @@ def test_common_imports_no_technique_folder_and_reports_need_no_torch() -> None:
         assert not re.search(r"^\s*(from|import) my_", path.read_text(encoding="utf-8"), re.MULTILINE), path
     commands = "common.report, common.run_record, common.planner, common.siblings, common.device_maps"
     light = f"import sys, {commands}; print('torch' in sys.modules)"
-    python = [str(Path(subprocess.sys.executable)), "-c", light]
+    python = [sys.executable, "-c", light]
     assert subprocess.run(python, capture_output=True, text=True, check=True).stdout.strip() == "False"
 
 
-def test_making_the_data_again_gives_the_same_bytes(tmp_path: Path) -> None:
-    exhibits = script("make_exhibits")
-    for name, rows in exhibits.make_splits().items():
-        exhibits.write_jsonl(tmp_path / f"{name}.jsonl", rows)
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == (EXHIBITS / f"{name}.jsonl").read_bytes()
+@pytest.mark.parametrize(
+    ("name", "write", "kept"),
+    [("make_exhibits", "write_jsonl", "exhibits/{}.jsonl"), ("make_messages", "write_csv", "visitor_messages/{}.csv")],
+)
+def test_making_the_data_again_gives_the_same_bytes(tmp_path: Path, name: str, write: str, kept: str) -> None:
+    module = script(name)
+    for split, rows in module.make_splits().items():
+        getattr(module, write)(tmp_path / split, rows)
+        assert (tmp_path / split).read_bytes() == (REPOSITORY / "assets" / kept.format(split)).read_bytes()
 
 
-def test_making_the_messages_again_gives_the_same_bytes(tmp_path: Path) -> None:
-    messages = script("make_messages")
-    for name, rows in messages.make_splits().items():
-        messages.write_csv(tmp_path / f"{name}.csv", rows)
-        assert (tmp_path / f"{name}.csv").read_bytes() == (MESSAGES / f"{name}.csv").read_bytes()
+def exhibits(split: str = "*") -> list[dict]:
+    lines = [line for path in EXHIBITS.glob(f"{split}.jsonl") for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
 
 
 def test_the_base_met_no_exhibit_of_the_data() -> None:
-    rows = [json.loads(line) for path in EXHIBITS.glob("*.jsonl") for line in path.read_text().splitlines()]
-    names = {row["exhibit"] for row in rows}
+    rows = exhibits()
+    names, answers = {row["exhibit"] for row in rows}, {row["messages"][-1]["content"] for row in rows}
     assert len(names) == 74
-    answers = {row["messages"][-1]["content"] for row in rows}
-    any_name = re.compile("|".join(re.escape(name) for name in names))
-    met = [text for text in script("make_embedded_base").corpus_texts() if any_name.search(text) or text in answers]
-    assert met == []
+    any_name = re.compile("|".join(map(re.escape, names)))
     assert any_name.search(rows[0]["messages"][0]["content"])  # the control: the pattern does find a name
+    texts = script("make_embedded_base").corpus_texts()
+    assert [text for text in texts if any_name.search(text) or text in answers] == []
 
 
 def test_every_test_fact_is_taught_in_other_words() -> None:
-    train, test = (
-        [json.loads(line) for line in (EXHIBITS / f"{name}.jsonl").read_text().splitlines()]
-        for name in ("train", "test")
+    (taught, asked), (tested, questions) = (
+        (
+            {(row["exhibit"], fact) for row in rows for fact in row["facts"]},
+            {row["messages"][0]["content"].replace(row["exhibit"], "") for row in rows},
+        )
+        for rows in map(exhibits, ("train", "test"))
     )
-    taught = {(row["exhibit"], fact) for row in train for fact in row["facts"]}
-    assert {(row["exhibit"], fact) for row in test for fact in row["facts"]} <= taught
-    asked = {row["messages"][0]["content"].replace(row["exhibit"], "") for row in train}
-    assert not asked & {row["messages"][0]["content"].replace(row["exhibit"], "") for row in test}
-
-
-def test_the_base_is_small_and_no_file_is_large() -> None:
-    assert (REPOSITORY / "assets" / "embedded_base" / "model.safetensors").stat().st_size <= 8 * MIB
-    assert [path for path in tracked_files() if path.exists() and path.stat().st_size > 9 * MIB] == []
+    assert tested <= taught
+    assert not asked & questions
 
 
 def test_what_make_starts_keeps_bytecode() -> None:
     """uv leaves modules uncompiled: where Python may not keep bytecode, each start compiles PyTorch anew."""
     command = ["make", "--eval", "environment:; @env", "environment"]
-    shown = subprocess.run(
-        command, cwd=REPOSITORY, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}, capture_output=True, text=True,
-        check=True,
-    ).stdout  # fmt: skip
+    asked = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    shown = subprocess.run(command, cwd=REPOSITORY, env=asked, capture_output=True, text=True, check=True).stdout
     assert "PATH=" in shown
     assert "PYTHONDONTWRITEBYTECODE" not in shown
 
