@@ -498,7 +498,7 @@ CHECKPOINTS = (
         "common/training/checkpoints.py",
         '        if digest_of(path) != file["sha256"]:\n',
         '        if not file["sha256"]:\n',
-        _faults("checkpoints", "any_flipped_byte_is_caught"),
+        _faults("checkpoints", "any_flipped_byte_and_any_truncation_is_caught"),
     ),
     Fault(
         "a file that is missing from a checkpoint is not noticed",
