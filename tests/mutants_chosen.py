@@ -989,7 +989,7 @@ MODELS_AND_ROWS = (
         "common/data/files.py",
         "    if inner in ARCHIVES or (is_compressed and inner == PARQUET):\n",
         "    if False:\n",
-        _unit("labelled_data", "a_compressed_file_is_read_and_an_archive_refused"),
+        _unit("labelled_data", "an_archive_is_refused"),
     ),
     Fault(
         "a folder's own validation and test files are passed over",

@@ -236,7 +236,7 @@ def test_a_row_that_cannot_be_learnt_from_is_refused_by_file_and_line(
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("rows.jsonl", b'{"a": "\xff"}', "is not UTF-8"),
+        ("rows.jsonl", b'{"a": "b"}\n{"a": "\xff"}', "rows.jsonl is not UTF-8 (line 2, byte 18)"),
         ("rows.jsonl", "\n \n", "is empty"),
         (
             "rows.jsonl",
