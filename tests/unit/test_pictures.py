@@ -1,12 +1,8 @@
 """Pictures: found, checked, turned into tokens and numbers; and what is trained of a model that sees."""
 
-import csv
-import io
-import json
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,15 +19,16 @@ from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2I
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import TrainingRows
-from common.data.pictures import open_picture, picture_ids, pixels_of, reference_to, with_noise
+from common.data.pictures import open_picture, picture_ids, pixels_of, with_noise
 from common.data.row_checks import digest
-from common.data.rows import IGNORED_LABEL, NO_ROW
+from common.data.rows import IGNORED_LABEL, NO_ROW, Row, Splits, Tokens
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import any_shape_config, load_base_model, load_tokenizer
 from common.models.trained_weights import parameter_counts, vision_modules, with_trained_weights
 from common.tasks.objectives import objective_of
 from common.tasks.visual_questions import commonest_share, partners_of
 from common.training.export import rows_to_compare
+from tests.row_files import rows_in, sizes, write
 
 ASKED = [{"role": "user", "content": "What is this?"}, {"role": "assistant", "content": "A coin."}]
 TEXT, SAID = {"type": "text", "text": "What is this?"}, ASKED[1]
@@ -40,11 +37,13 @@ PARTS = [
     {"role": "user", "content": [{"type": "image"}, TEXT]},
     {"role": "assistant", "content": [{"type": "text", "text": "A coin."}]},
 ]
-RUN = RunConfig(task="visual_questions", model="assets/embedded_vision_base", data="assets/pictured_exhibits")
 
 
 def changed(**settings: Any) -> RunConfig:
-    return RunConfig(task="visual_questions", **{"model": RUN.model, **settings})
+    return RunConfig(task="visual_questions", **{"model": "assets/embedded_vision_base", **settings})
+
+
+RUN = changed(data="assets/pictured_exhibits")
 
 
 def draw(path: Path, mode: str = "RGB", size: tuple[int, int] = (40, 30), colour: object = None) -> Path:
@@ -52,18 +51,11 @@ def draw(path: Path, mode: str = "RGB", size: tuple[int, int] = (40, 30), colour
     return path
 
 
-def write(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> RunConfig:
-    if name.endswith(".csv"):
-        with (folder / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    else:
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return changed(data=str(folder / name))
+def read(path: Path, rows: list[Row]) -> Splits:
+    return load_splits(changed(data=write(path, rows)))
 
 
-def three_of(row: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+def three_of(row: Callable[[int], Row]) -> list[Row]:
     return [row(number) for number in range(3)]
 
 
@@ -84,14 +76,12 @@ def three_of(row: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
         lambda number: {"image": f"{number}.png", "conversations": LLAVA},
     ],
 )
-def test_rows_with_paths_are_read_whatever_their_format(row: Callable[[int], Any], tmp_path: Path) -> None:
+def test_rows_with_paths_are_read_whatever_their_format(row: Callable[[int], Row], tmp_path: Path) -> None:
     for number in range(3):
         draw(tmp_path / f"{number}.png", colour=(number, 0, 0))
-    run = write(tmp_path, three_of(row))
-    splits = load_splits(run)
-    read = [*splits.train, *splits.validation, *splits.test]
-    assert all(each["messages"] == ASKED for each in read)
-    assert sorted(open_picture(each["picture"]).getpixel((0, 0))[0] for each in read) == [0, 1, 2]
+    found = rows_in(read(tmp_path / "rows.jsonl", three_of(row)))
+    assert all(each["messages"] == ASKED for each in found)
+    assert sorted(open_picture(each["picture"]).getpixel((0, 0))[0] for each in found) == [0, 1, 2]
 
 
 def test_a_table_and_a_folder_of_pictures_are_read(tmp_path: Path) -> None:
@@ -99,17 +89,14 @@ def test_a_table_and_a_folder_of_pictures_are_read(tmp_path: Path) -> None:
     for number in range(3):
         draw(tmp_path / "train" / f"{number}.jpg")
     rows = three_of(lambda number: {"file_name": f"{number}.jpg", "question": f"{number}?", "answer": "A coin."})
-    assert load_splits(write(tmp_path / "train", rows, "metadata.csv")).train
-    splits = load_splits(changed(data=str(tmp_path)))
-    assert len(splits.train) + len(splits.validation) + len(splits.test) == 3
+    of_table = read(tmp_path / "train" / "metadata.csv", rows)
+    assert sizes(of_table) == sizes(load_splits(changed(data=str(tmp_path)))) == (1, 1, 1)
 
 
 def test_questions_about_one_picture_come_into_one_split(tmp_path: Path) -> None:
-    rows = []
-    for number in range(20):
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
-        rows += [{"image": f"{number}.png", "question": f"{each}?", "answer": "A"} for each in range(3)]
-    splits = load_splits(write(tmp_path, rows))
+    pictures = [draw(tmp_path / f"{number}.png", size=(8, 8), colour=(number, 0, 0)) for number in range(20)]
+    rows = [{"image": each.name, "question": f"{n}?", "answer": "A"} for each in pictures for n in range(3)]
+    splits = read(tmp_path / "rows.jsonl", rows)
     shown = [{row["picture"] for row in split} for split in (splits.train, splits.validation, splits.test)]
     assert [len(each) for each in shown] == [16, 2, 2]
     assert len(set.union(*shown)) == 20
@@ -120,46 +107,22 @@ def test_rows_about_too_few_pictures_are_divided_all_the_same(
 ) -> None:
     draw(tmp_path / "0.png")
     rows = [{"image": "0.png", "question": f"{each}?", "answer": "A"} for each in range(30)]
-    splits = load_splits(write(tmp_path, rows))
-    assert (len(splits.train), len(splits.validation), len(splits.test)) == (24, 3, 3)
+    assert sizes(read(tmp_path / "rows.jsonl", rows)) == (24, 3, 3)
     assert "too few different pictures (1)" in capsys.readouterr().out
 
 
 def test_pictures_within_a_parquet_file_stay_as_they_are(tmp_path: Path) -> None:
-    stream = io.BytesIO()
-    Image.new("RGB", (8, 8), (1, 2, 3)).save(stream, "PNG")
+    picture = {"bytes": draw(tmp_path / "0.png", colour=(1, 2, 3)).read_bytes(), "path": None}
     features = Features({"images": List(ImageFeature()), "question": Value("string"), "answer": Value("string")})
-    rows = three_of(
-        lambda number: {"images": [{"bytes": stream.getvalue(), "path": None}], "question": f"{number}?", "answer": "A"}
-    )
+    rows = three_of(lambda number: {"images": [picture], "question": f"{number}?", "answer": "A"})
     Dataset.from_list(rows, features=features).to_parquet(tmp_path / "rows.parquet")
     splits = load_splits(changed(data=str(tmp_path / "rows.parquet")))
     assert open_picture(splits.train[0]["picture"]).getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_the_same_question_about_another_picture_is_another_row() -> None:
-    rows = [
-        {"messages": ASKED, "picture": name, "picture_digest": of} for name, of in (("a", "1"), ("b", "2"), ("c", "1"))
-    ]
-    assert digest(rows[0]) != digest(rows[1])
-    assert digest(rows[0]) == digest(rows[2])
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"file_name": "0.png", "text": "A coin."}, "has a picture and a `text`, but no question"),
-        ({"image": "https://host/a.png", "messages": ASKED}, "only paths beside a data file"),
-        ({"image": "A" * 6000, "messages": ASKED}, "does not exist"),
-        ({"image": "~nobody/a.png", "messages": ASKED}, "does not exist"),
-    ],
-)
-def test_what_cannot_be_learnt_from_is_refused_in_one_sentence(row: dict[str, Any], said: str, tmp_path: Path) -> None:
-    draw(tmp_path / "0.png")
-    run = write(tmp_path, [row, row])
-    with pytest.raises(BadInputError, match=rf"rows\.jsonl, line 1 .*{said}") as refused:
-        load_splits(run)
-    assert len(str(refused.value)) < 500
+    digests = [digest({"messages": ASKED, "picture": name, "picture_digest": of}) for name, of in ("a1", "b2", "c1")]
+    assert digests[0] == digests[2] != digests[1]
 
 
 # -- pictures that cannot be read
@@ -184,40 +147,45 @@ def cut_off(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda path: None, "names the picture 1.png, which does not exist"),
-        (lambda path: path.write_text("no picture"), "cannot be read"),
-        (cut_off, "is damaged"),
-        (bomb, "scale it down"),
-        (lambda path: draw(path, "I;16"), "in mode I;16"),
-    ],
-)
-def test_a_picture_that_cannot_be_read_is_refused_by_file_and_row(
-    make: Callable[[Path], None], said: str, tmp_path: Path
-) -> None:
-    for number in (0, 2):
-        draw(tmp_path / f"{number}.png")
-    make(tmp_path / "1.png")
-    run = write(tmp_path, three_of(lambda number: {"image": f"{number}.png", "messages": ASKED}))
-    with pytest.raises(BadInputError, match=rf"rows\.jsonl, line 2 .*{said}"):
-        load_splits(run)
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one good picture, and others that cannot be read."""
+    folder = tmp_path_factory.mktemp("pictures")
+    draw(folder / "0.png")
+    draw(folder / "deep.png", "I;16")
+    (folder / "text.png").write_text("no picture")
+    cut_off(folder / "cut.jpg")
+    bomb(folder / "bomb.png")
+    return folder
 
 
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ({"images": ["0.png", "0.png"]}, "2 pictures, but a row takes one"),
-        ({"images": []}, "no picture"),
-        ({"image": 5}, "'5' for a picture"),
+        ({"image": "gone.png"}, "names the picture gone.png, which does not exist"),
+        ({"image": "text.png"}, "text.png, that cannot be read"),
+        ({"image": "cut.jpg"}, "cut.jpg, that is damaged"),
+        ({"image": "bomb.png"}, "scale it down"),
+        ({"image": "deep.png"}, "in mode I;16"),
+        ({"image": "https://host/a.png"}, "only paths beside a data file"),
+        ({"image": "A" * 6000}, "does not exist"),
+        ({"image": "~nobody/a.png"}, "does not exist"),
+        ({"image": 5}, "has '5' for a picture"),
+        ({"image": {"bytes": None, "path": ""}}, "has '' for a picture"),
+        ({"images": []}, "has no picture"),
+        ({"images": ["0.png", "0.png"]}, "has 2 pictures, but a row takes one"),
     ],
 )
-def test_a_row_has_one_picture(columns: dict[str, Any], said: str, tmp_path: Path) -> None:
-    draw(tmp_path / "0.png")
-    run = write(tmp_path, [{"image": "0.png", "messages": ASKED}, {"messages": ASKED, **columns}])
-    with pytest.raises(BadInputError, match=rf"line 2 has {said}"):
-        load_splits(run)
+def test_a_picture_that_cannot_be_read_is_refused_by_file_and_row(columns: Row, said: str, pictures: Path) -> None:
+    good = {"image": "0.png", "messages": ASKED}
+    with pytest.raises(BadInputError, match=rf"rows\.jsonl, line 2 .*{said}") as refused:
+        read(pictures / "rows.jsonl", [good, {"messages": ASKED, **columns}])
+    assert len(str(refused.value)) < 500
+
+
+def test_a_picture_without_a_question_is_refused(pictures: Path) -> None:
+    with pytest.raises(BadInputError, match=r"rows\.jsonl, line 1 has a picture and a `text`, but no question"):
+        read(pictures / "rows.jsonl", [{"file_name": "0.png", "text": "A coin."}] * 2)
 
 
 @pytest.mark.parametrize(
@@ -235,9 +203,8 @@ def test_other_modes_become_rgb_and_what_is_transparent_white(
     suffix = "tiff" if mode == "CMYK" else "png"
     for number in range(3):
         draw(tmp_path / f"{number}.{suffix}", mode, colour=colour)
-    run = write(tmp_path, three_of(lambda number: {"image": f"{number}.{suffix}", "messages": ASKED}))
-    splits = load_splits(run)
-    assert open_picture(splits.train[0]["picture"]).getpixel((0, 0)) == seen
+    rows = three_of(lambda number: {"image": f"{number}.{suffix}", "messages": ASKED})
+    assert open_picture(read(tmp_path / "rows.jsonl", rows).train[0]["picture"]).getpixel((0, 0)) == seen
     said = [line for line in capsys.readouterr().out.splitlines() if "transparent in places" in line]
     assert len(said) == (mode == "RGBA")
     assert all("3 pictures" in line and "rows.jsonl, line 1" in line for line in said)
@@ -258,23 +225,30 @@ def tokenizer() -> Any:
     return load_tokenizer(RUN)
 
 
-def test_a_picture_has_its_tokens_before_the_question_and_none_is_learnt(tokenizer: Any) -> None:
-    run = changed(data="assets/pictured_exhibits", train_on="all")
-    row = tokens_of(load_splits(run).validation[:1], tokenizer, run)[0]
+@pytest.fixture(scope="module")
+def shipped() -> Splits:
+    """Read once, as all its pictures are looked at."""
+    return load_splits(RUN)
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer: Any, shipped: Splits) -> list[Tokens]:
+    return tokens_of(shipped.validation[:4], tokenizer, RUN)
+
+
+def test_a_picture_has_its_tokens_before_the_question_and_none_is_learnt(
+    tokenizer: Any, shipped: Splits, rows: list[Tokens]
+) -> None:
+    (whole,) = tokens_of(shipped.validation[:1], tokenizer, changed(train_on="all"))
     image = tokenizer.processor.image_token_id
-    assert row["input_ids"].count(image) == 16
-    assert {label for token, label in zip(row["input_ids"], row["labels"], strict=True) if token == image} == {
-        IGNORED_LABEL
-    }
-    answers = tokens_of(load_splits(run).validation[:1], tokenizer, RUN)[0]
-    learnt = [label for label in answers["labels"] if label != IGNORED_LABEL]
-    assert tokenizer.decode(learnt) == load_splits(run).validation[0]["messages"][-1]["content"] + "<|end|>"
+    of_picture = [label for token, label in zip(whole["input_ids"], whole["labels"], strict=True) if token == image]
+    assert of_picture == [IGNORED_LABEL] * 16
+    learnt = [label for label in rows[0]["labels"] if label != IGNORED_LABEL]
+    assert tokenizer.decode(learnt) == shipped.validation[0]["messages"][-1]["content"] + "<|end|>"
 
 
-def test_the_tokens_are_those_of_the_processor_itself(tokenizer: Any) -> None:
-    rows = load_splits(RUN).test[:3]
-    ours = tokens_of(rows, tokenizer, RUN)
-    for row, tokens in zip(rows, ours, strict=True):
+def test_the_tokens_are_those_of_the_processor_itself(tokenizer: Any, shipped: Splits, rows: list[Tokens]) -> None:
+    for row, tokens in zip(shipped.validation[:4], rows, strict=True):
         messages = [
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row["messages"][0]["content"]}]},
             {"role": "assistant", "content": [{"type": "text", "text": row["messages"][1]["content"]}]},
@@ -304,27 +278,19 @@ def test_the_tokens_of_a_large_picture_are_the_processor_s_also_where_the_camera
     assert found["wide"] != found["turned"]
 
 
-def test_a_picture_s_own_token_in_a_text_is_refused(tokenizer: Any) -> None:
-    row = {**load_splits(RUN).train[0], "messages": [*ASKED, {"role": "user", "content": "And <image>?"}, ASKED[1]]}
-    with pytest.raises(BadInputError, match=r"row 1 .* has <image> in its texts"):
-        tokens_of([row], tokenizer, RUN)
-
-
 @pytest.mark.parametrize("said", [("<image> What? <image>", "A coin."), ("What?", "A coin. <image>")])
-def test_a_place_of_a_picture_that_has_none_is_refused(said: tuple[str, str], tokenizer: Any, tmp_path: Path) -> None:
-    draw(tmp_path / "0.png")
+def test_a_place_of_a_picture_that_has_none_is_refused(said: tuple[str, str], tokenizer: Any, pictures: Path) -> None:
     messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)]
-    run = write(tmp_path, three_of(lambda number: {"image": "0.png", "id": str(number), "messages": messages}))
-    with pytest.raises(BadInputError, match="has <image> in its texts"):
-        tokens_of(load_splits(replace(run, shared_rows="skip")).test, tokenizer, run)
+    found = read(pictures / "rows.jsonl", three_of(lambda number: {"image": "0.png", "messages": messages}))
+    with pytest.raises(BadInputError, match=r"rows\.jsonl, line \d has <image> in its texts"):
+        tokens_of(found.test, tokenizer, RUN)
 
 
-def test_a_picture_is_never_cut(tokenizer: Any) -> None:
-    run = changed(data="assets/pictured_exhibits", max_length=15)
+def test_a_picture_is_never_cut(tokenizer: Any, shipped: Splits) -> None:
     with pytest.raises(
         BadInputError, match=r"train\.parquet, row 1 .*image tokens end at position 19, beyond max_length, 15"
     ):
-        tokens_of(load_splits(run).train[:2], tokenizer, run)
+        tokens_of(shipped.train[:2], tokenizer, changed(max_length=15))
 
 
 def test_noise_is_the_same_each_time_and_another_for_another_picture() -> None:
@@ -336,28 +302,20 @@ def test_noise_is_the_same_each_time_and_another_for_another_picture() -> None:
     assert with_noise(picture, 0.0) is picture
 
 
-def test_a_batch_has_the_pictures_of_its_rows_also_of_a_row_that_does_not_count(tokenizer: Any) -> None:
-    rows = TrainingRows(tokens_of(load_splits(RUN).train[:3], tokenizer, RUN))
-    collate = objective_of(RUN).collator(tokenizer, None, RUN)
-    batch = collate([rows[0], rows[2]])
-    assert batch["pixel_values"].shape == (2, 1, 3, 64, 64)
-    alone = collate([rows[NO_ROW]])
+def test_a_batch_has_the_pictures_of_its_rows_also_of_a_row_that_does_not_count(
+    tokenizer: Any, rows: list[Tokens]
+) -> None:
+    collate, numbered = objective_of(RUN).collator(tokenizer, None, RUN), TrainingRows(rows)
+    assert collate([numbered[0], numbered[2]])["pixel_values"].shape == (2, 1, 3, 64, 64)
+    alone = collate([numbered[NO_ROW]])
     assert (alone["input_ids"] == tokenizer.processor.image_token_id).sum() == 16
     assert (alone["labels"] == IGNORED_LABEL).all()
 
 
-@pytest.mark.parametrize("picture", [b"bytes", {"bytes": None, "path": ""}, ""])
-def test_what_is_no_picture_is_refused(picture: object, tmp_path: Path) -> None:
-    if picture == b"bytes":
-        assert reference_to(picture, tmp_path, "a row").startswith("data:image/")
-        return
-    with pytest.raises(BadInputError, match="for a picture"):
-        reference_to(picture, tmp_path, "a row")
-
-
-def test_rows_whose_logits_are_compared_keep_their_pictures(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_whose_logits_are_compared_keep_their_pictures(
+    tokenizer: Any, rows: list[Tokens], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("common.training.export.LOGITS_AT_ONCE", 10 * len(tokenizer))
-    rows = tokens_of(load_splits(RUN).validation[:4], tokenizer, RUN)
     trainer = SimpleNamespace(
         strategy=SimpleNamespace(run=RUN),
         model=SimpleNamespace(config=any_shape_config(RUN.model)),
@@ -370,58 +328,58 @@ def test_rows_whose_logits_are_compared_keep_their_pictures(tokenizer: Any, monk
 # -- what is trained
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj"])
-def test_adapters_stand_in_the_language_layers_alone(targets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run = changed(target_modules=targets, lora_dropout=0.0)
-    model = with_trained_weights(load_base_model(run, {"": "cpu"}), run)
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
-    assert trained
+def model_of(run: RunConfig) -> torch.nn.Module:
+    return with_trained_weights(load_base_model(run, {"": "cpu"}), run)
+
+
+def trained_names(model: torch.nn.Module) -> list[str]:
+    return [name for name, weight in model.named_parameters() if weight.requires_grad]
+
+
+def learn(model: torch.nn.Module, rows: list[Tokens], tokenizer: Any) -> list[str]:
+    """Return the names of the weights that rows have gradients for."""
+    model(**objective_of(RUN).collator(tokenizer, None, RUN)(rows)).loss.backward()
+    return [name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()]
+
+
+@pytest.mark.parametrize(("targets", "layers"), [("all-linear", 7), ("q_proj,v_proj", 2)])
+def test_adapters_stand_in_the_language_layers_alone(targets: str, layers: int) -> None:
+    model = model_of(changed(target_modules=targets, lora_dropout=0.0))
+    trained = trained_names(model)
     assert all(".text_model.layers." in name and "lora_" in name for name in trained)
-    layers = model.config.get_text_config().num_hidden_layers
-    assert len(trained) == 2 * layers * (7 if targets == "all-linear" else 2)
+    assert len(trained) == 2 * model.config.get_text_config().num_hidden_layers * layers
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "all"])
-def test_full_fine_tuning_leaves_the_tower_as_it_is(targets: str) -> None:
-    run = changed(technique="full", target_modules=targets)
-    model = with_trained_weights(load_base_model(run, {"": "cpu"}), run)
-    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    assert not any(name.startswith(tuple(vision_modules(model))) for name in trained)
+def test_full_fine_tuning_leaves_the_tower_as_it_is_and_it_counts_in_no_token_s_operations(targets: str) -> None:
+    model = model_of(changed(technique="full", target_modules=targets))
+    trained, seeing = trained_names(model), tuple(vision_modules(model))
+    assert not any(name.startswith(seeing) for name in trained)
     assert ("model.text_model.embed_tokens.weight" in trained) == (targets == "all")
+    language = sum(weight.numel() for name, weight in model.named_parameters() if not name.startswith(seeing))
+    assert parameter_counts(model)[1] == language
 
 
 @pytest.mark.parametrize("technique", ["lora", "full"])
-def test_tower_and_connector_are_trained_where_that_is_asked_for(technique: str) -> None:
-    run = changed(technique=technique, freeze_vision_tower=False)
-    model = with_trained_weights(load_base_model(run, {"": "cpu"}), run)
-    tokenizer = load_tokenizer(run)
-    rows = tokens_of(load_splits(RUN).validation[:2], tokenizer, RUN)
-    model(**objective_of(run).collator(tokenizer, None, run)(rows)).loss.backward()
-    moved = [name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()]
+def test_tower_and_connector_are_trained_where_that_is_asked_for(
+    technique: str, tokenizer: Any, rows: list[Tokens]
+) -> None:
+    moved = learn(model_of(changed(technique=technique, freeze_vision_tower=False)), rows[:2], tokenizer)
     assert any("vision_model" in name and "encoder.layers.0.mlp.fc1" in name for name in moved)
     assert any("connector" in name for name in moved)
     assert any("text_model" in name for name in moved)
 
 
-def test_the_tower_counts_in_no_token_s_operations() -> None:
-    run = changed(technique="full")
-    model = with_trained_weights(load_base_model(run, {"": "cpu"}), run)
-    seeing = sum(weight.numel() for name in vision_modules(model) for weight in model.get_submodule(name).parameters())
-    _, multiplied = parameter_counts(model)
-    assert multiplied == sum(weight.numel() for weight in model.parameters()) - seeing
-
-
 def test_a_name_that_no_language_layer_has_is_refused() -> None:
-    run = changed(target_modules="q_proj, fc1")
     with pytest.raises(BadInputError, match=r"target_modules has 'fc1', but no linear layer of model\.text_model"):
-        with_trained_weights(load_base_model(run, {"": "cpu"}), run)
+        model_of(changed(target_modules="q_proj, fc1"))
 
 
 # -- whether it looked
 
 
-def test_another_picture_has_another_right_answer_to_the_same_kind_of_question() -> None:
-    rows = load_splits(RUN).test
+def test_another_picture_has_another_right_answer_to_the_same_kind_of_question(shipped: Splits) -> None:
+    rows = shipped.test
     partners = partners_of(rows)
     assert partners == partners_of(rows)
     assert None not in partners
@@ -430,20 +388,17 @@ def test_another_picture_has_another_right_answer_to_the_same_kind_of_question()
         assert not set(row["facts"]) & set(rows[partner]["facts"])
 
 
-def test_a_row_without_a_partner_is_left_out() -> None:
-    def row(fact: str, kind: str) -> dict[str, Any]:
-        return {"messages": ASKED, "facts": [fact], "kind": kind}
+def fact(says: str, kind: str = "colour") -> Row:
+    return {"messages": [ASKED[0], {"role": "assistant", "content": says}], "facts": [says], "kind": kind}
 
-    assert partners_of([row("red", "colour"), row("red", "colour"), row("blue", "shape")]) == [None, None, None]
-    plain = [{"messages": [*ASKED[:1], {"role": "assistant", "content": answer}]} for answer in ("A.", "B.")]
-    assert partners_of(plain) == [1, 0]
+
+def test_a_row_without_a_partner_is_left_out() -> None:
+    assert partners_of([fact("red"), fact("red"), fact("blue", kind="shape")]) == [None, None, None]
+    assert partners_of([{"messages": fact(answer)["messages"]} for answer in ("A.", "B.")]) == [1, 0]
 
 
 def test_the_commonest_answer_is_that_of_the_training_rows() -> None:
-    def row(fact: str) -> dict[str, Any]:
-        return {"messages": [*ASKED[:1], {"role": "assistant", "content": fact}], "facts": [fact], "kind": "colour"}
-
-    train, test = [row("red"), row("red"), row("blue")], [row("red"), row("blue"), row("blue"), row("blue")]
+    train, test = [fact("red"), fact("red"), fact("blue")], [fact("red"), *[fact("blue")] * 3]
     assert commonest_share(train, test) == 0.25
     assert commonest_share(train, [{"messages": ASKED}]) is None
 
@@ -451,7 +406,7 @@ def test_the_commonest_answer_is_that_of_the_training_rows() -> None:
 # -- the kinds that see
 
 
-def test_a_tiny_idefics2_reads_rows_and_takes_adapters(tmp_path: Path) -> None:
+def test_a_tiny_idefics2_reads_rows_and_takes_adapters(shipped: Splits, tmp_path: Path) -> None:
     """Its connector is another (a perceiver), and its pictures all have as many tokens."""
     tokenizer = load_tokenizer(RUN)
     pictures = Idefics2ImageProcessorPil(do_image_splitting=False, size={"longest_edge": 64, "shortest_edge": 48})
@@ -472,10 +427,9 @@ def test_a_tiny_idefics2_reads_rows_and_takes_adapters(tmp_path: Path) -> None:
     Idefics2ForConditionalGeneration(config).save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
     run = changed(model=str(tmp_path), lora_dropout=0.0)
-    model, tokenizer = with_trained_weights(load_base_model(run, {"": "cpu"}), run), load_tokenizer(run)
-    rows = tokens_of(load_splits(RUN).validation[:2], tokenizer, run)
+    model, tokenizer = model_of(run), load_tokenizer(run)
+    rows = tokens_of(shipped.validation[:2], tokenizer, run)
     assert rows[0]["input_ids"].count(tokenizer.processor.image_token_id) == 8
-    model(**objective_of(run).collator(tokenizer, None, run)(rows)).loss.backward()
-    trained = [name for name, weight in model.named_parameters() if weight.grad is not None]
+    trained = learn(model, rows, tokenizer)
     assert trained
     assert all("text_model.layers" in name for name in trained)
