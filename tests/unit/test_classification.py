@@ -46,9 +46,8 @@ def test_a_row_without_a_label_counts_nowhere() -> None:
     logits, labels = torch.tensor([[9.0, 0, 0], [0, 9, 0], [0, 0, 9]]), torch.tensor([0, 2, IGNORED_LABEL])
     results = class_results(logits, labels)
     assert results[2].tolist() == [0, 0, 0]
-    metrics = class_metrics(results.sum(0))
-    assert metrics[ACCURACY] == 0.5
-    assert metrics[VALIDATION_LOSS] == pytest.approx(cross_entropy(logits[:2], labels[:2]).item())
+    loss = cross_entropy(logits[:2], labels[:2]).item()
+    assert class_metrics(results.sum(0)) == pytest.approx({ACCURACY: 0.5, VALIDATION_LOSS: loss})
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.lists(st.integers(0, 40), max_size=5), st.integers(0, 999))
@@ -57,31 +56,27 @@ def test_any_division_of_the_rows_gives_the_same_metrics(rows: int, ignored: int
     logits, labels = logits_and_labels(rows + ignored, seed, ignored)
     order = torch.randperm(rows + ignored, generator=torch.Generator().manual_seed(seed))
     shares = torch.tensor_split(order, sorted(cuts))
-    sums = sum(class_results(logits[share], labels[share]).sum(0) for share in shares)
-    found = class_metrics(sums)
-    assert found[ACCURACY] == pytest.approx((logits.argmax(-1) == labels)[:rows].float().mean().item())
-    assert found[VALIDATION_LOSS] == pytest.approx(cross_entropy(logits[:rows], labels[:rows]).item(), rel=1e-5)
+    found = class_metrics(sum(class_results(logits[share], labels[share]).sum(0) for share in shares))
+    accuracy = (logits.argmax(-1) == labels)[:rows].float().mean().item()
+    loss = cross_entropy(logits[:rows], labels[:rows]).item()
+    assert found == pytest.approx({ACCURACY: accuracy, VALIDATION_LOSS: loss}, rel=1e-5)
 
 
 def test_losses_of_uneven_shares_add_up_to_the_mean_of_the_whole() -> None:
     logits, labels = logits_and_labels(9, seed=1, ignored=1)
-    whole = cross_entropy(logits, labels)  # over the eight labels
-    shares = [
+    whole = pytest.approx(cross_entropy(logits, labels).item())  # over the eight labels
+    *shares, no_row = (
         step_loss(SequenceClassifierOutput(logits=logits[part]), labels[part], num_items_in_batch=8)
-        for part in (slice(0, 5), slice(5, 6), slice(6, 9))
-    ]
-    assert sum(shares) == pytest.approx(whole.item())
-    assert step_loss(SequenceClassifierOutput(logits=logits), labels) == pytest.approx(whole.item())
-    no_row = step_loss(SequenceClassifierOutput(logits=logits[8:]), labels[8:], num_items_in_batch=8)
-    assert no_row == 0
+        for part in (slice(0, 5), slice(5, 6), slice(6, 9), slice(8, 9))
+    )
+    assert (sum(shares), no_row) == (whole, 0)
+    assert step_loss(SequenceClassifierOutput(logits=logits), labels) == whole
 
 
 def test_the_interval_of_accuracy_is_wilsons() -> None:
-    """8 of 10, z = 1.96: (0.8 + z^2/20 -+ z sqrt(0.016 + z^2/400)) / (1 + z^2/10)."""
+    """8 of 10, z = 1.96: (0.8 + z^2/20 -+ z sqrt(0.016 + z^2/400)) / (1 + z^2/10); 10 of 10: from 10 / (10 + z^2)."""
     assert accuracy_interval((1,) * 8 + (0, 2), (1,) * 10) == pytest.approx((0.49016, 0.94332), abs=1e-5)
-    low, high = accuracy_interval((1,) * 10, (1,) * 10)
-    assert low == pytest.approx(0.72247, abs=1e-5)  # 10 / (10 + z^2)
-    assert high == 1
+    assert accuracy_interval((1,) * 10, (1,) * 10) == (pytest.approx(0.72247, abs=1e-5), 1)
 
 
 def test_macro_f1_is_the_mean_of_the_classes() -> None:
@@ -92,35 +87,26 @@ def test_macro_f1_is_the_mean_of_the_classes() -> None:
 
 @pytest.mark.usefixtures("few_samples")
 def test_the_interval_of_macro_f1_brackets_it_and_narrows_with_rows() -> None:
-    widths = []
-    for times in (10, 50):
-        low, high = macro_f1_interval(FOUND * times, MEANT * times)
-        assert low < macro_f1(FOUND, MEANT) < high
-        widths.append(high - low)
-    assert widths[1] < widths[0] / 1.5
-    assert macro_f1_interval(FOUND * 10, MEANT * 10) == macro_f1_interval(FOUND * 10, MEANT * 10)
-
-
-def test_of_one_row_macro_f1_is_not_known() -> None:
-    assert macro_f1_interval((1,), (1,)) == (0.0, 1.0)
-
-
-@pytest.mark.usefixtures("few_samples")
-def test_the_classes_meant_are_lines_and_those_found_columns() -> None:
-    assert Classified(LABELS, FOUND, MEANT).summary()["confusion"] == [[2, 1, 0], [0, 1, 1], [0, 0, 1]]
-    assert Classified(LABELS, (0,), (0,)).summary()["confusion"] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    (low, high), (later_low, later_high), again = (
+        macro_f1_interval(FOUND * times, MEANT * times) for times in (10, 50, 10)
+    )
+    assert low < later_low < macro_f1(FOUND, MEANT) < later_high < high
+    assert later_high - later_low < (high - low) / 1.5
+    assert (again, macro_f1_interval((1,), (1,))) == ((low, high), (0.0, 1.0)), "of one row it is not known"
 
 
 @pytest.mark.usefixtures("few_samples")
 def test_what_was_found_is_summed_up_and_written_line_by_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In the matrix, the classes meant are lines and those found columns, also those that no row has."""
     classified = Classified(LABELS, FOUND, MEANT)
     summary = classified.summary()
-    assert (summary["accuracy"], summary["rows"], summary["labels"]) == (pytest.approx(4 / 6), 6, list(LABELS))
+    assert [summary[name] for name in ("accuracy", "rows", "labels")] == [pytest.approx(4 / 6), 6, list(LABELS)]
+    assert summary["confusion"] == [[2, 1, 0], [0, 1, 1], [0, 0, 1]]
+    assert Classified(LABELS, (0,), (0,)).summary()["confusion"] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert str(classified).startswith("accuracy 0.6667 (0.300 to 0.903), macro-F1 0.656")
-    rows = [{"text": f'"{number}",\n', "label": LABELS[label]} for number, label in enumerate(MEANT)]
-    lines = classified.lines(rows)
+    lines = classified.lines([{"text": f'"{n}",\n', "label": LABELS[label]} for n, label in enumerate(MEANT)])
     assert lines[2] == {"row": 3, "text": '"2",\n', "label": "events", "found": "prices"}
     log = SimpleNamespace(rank=Rank(0, 1, "cpu", "python"), folder=tmp_path)
     report_predictions(log, "after_original_base", lines, classified)
