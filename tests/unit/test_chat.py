@@ -1,6 +1,7 @@
 """Base and tuned model answer beside each other, as the run trained them; runs that cannot are refused."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -24,41 +25,40 @@ QUESTION = "Who made the Winged Bowl of Kelmor?"
 ROW = {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "?"}]}
 
 
-def write_record(folder: Path, run: RunConfig, status: str = "completed") -> Path:
+def write_record(folder: Path, run: RunConfig, **changes: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    record = {
-        "schema_version": SCHEMA_VERSION,
-        "status": status,
-        "config": settings_anywhere(run),
-        "command": "python x",
-    }
+    record = {"schema_version": SCHEMA_VERSION, "status": "completed", "config": settings_anywhere(run),
+              "command": "python x", **changes}  # fmt: skip
     (folder / RECORD_NAME).write_text(json.dumps(record))
     return folder
 
 
-def changed(model: PeftModel) -> PeftModel:
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that changes what the base says."""
+    run, folder = RunConfig(lora_dropout=0.0), tmp_path_factory.mktemp("adapter")
+    model = add_lora(load_base_model(run, {"": "cpu"}), run)
     torch.manual_seed(1)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.5)
-    return model
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
-def with_adapter(tmp_path: Path) -> Path:
-    run = RunConfig(lora_dropout=0.0)
-    changed(add_lora(load_base_model(run, {"": "cpu"}), run)).save_pretrained(tmp_path / "results" / "one" / "adapter")
-    return write_record(tmp_path / "results" / "one", run)
+def with_adapter(adapter: Path, tmp_path: Path) -> Path:
+    """The results of a run with this adapter."""
+    shutil.copytree(adapter, tmp_path / "results" / "one" / "adapter")
+    return write_record(tmp_path / "results" / "one", RunConfig(lora_dropout=0.0))
 
 
 def test_the_base_is_the_commit_that_was_trained(tmp_path: Path) -> None:
-    folder = write_record(tmp_path, RunConfig(model="someone/theirs", model_revision="v1"))
-    assert find_run(str(folder)).run.model_revision == "v1"
-    record = json.loads((folder / RECORD_NAME).read_text())
-    (folder / RECORD_NAME).write_text(json.dumps(record | {"model_commit": "a1"}))
-    assert find_run(str(folder)).run.model_revision == "a1", "v1 may be another commit today"
-    assert find_run(str(folder), base="assets/embedded_base").run.model_revision == ""
+    run = RunConfig(model="someone/theirs", model_revision="v1")
+    assert find_run(str(write_record(tmp_path, run))).run.model_revision == "v1"
+    folder = str(write_record(tmp_path, run, model_commit="a1"))
+    assert find_run(folder).run.model_revision == "a1", "v1 may be another commit today"
+    assert find_run(folder, base="assets/embedded_base").run.model_revision == ""
 
 
 def answer_of(model: torch.nn.Module) -> str:
@@ -70,12 +70,12 @@ def test_base_and_adapter_answer_beside_each_other(with_adapter: Path, capsys: p
     conversation = chat.Conversation(models, max_new_tokens=20, temperature=0.0)
     answers = conversation.ask(QUESTION)
     base = load_base_model(RunConfig(), {"": "cpu"})
-    assert answers["base"] == answer_of(base)
-    assert answers["tuned"] == answer_of(PeftModel.from_pretrained(base, with_adapter / "adapter"))
-    assert answers["base"] != answers["tuned"]
+    of_base, of_tuned = answer_of(base), answer_of(PeftModel.from_pretrained(base, with_adapter / "adapter"))
+    assert of_base != of_tuned
+    assert answers == {"base": of_base, "tuned": of_tuned}
     out = capsys.readouterr().out
-    assert f" base > {answers['base']}" in out
-    assert f"tuned > {answers['tuned']}" in out
+    assert f" base > {of_base}" in out
+    assert f"tuned > {of_tuned}" in out
     assert [turn["role"] for turn in conversation.turns["tuned"]] == ["user", "assistant"]
     conversation.reset()
     assert conversation.turns == {"base": [], "tuned": []}
@@ -87,9 +87,9 @@ def test_a_whole_model_is_asked_beside_its_base(tmp_path: Path) -> None:
         model.lm_head.weight[load_tokenizer(RunConfig()).eos_token_id] += 9
     model.save_pretrained(tmp_path / "one" / "model")
     models = load_models(find_run(str(write_record(tmp_path / "one", RunConfig(technique="full")))))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "model")
     answers = chat.Conversation(models, 20, 0.0).ask(QUESTION)
-    assert answers["tuned"] == answer_of(AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "model"))
-    assert answers["base"] == answer_of(models.base)
+    assert answers == {"base": answer_of(models.base), "tuned": answer_of(again)}
 
 
 def test_a_run_is_found_by_path_or_name_and_others_are_refused(
@@ -97,17 +97,17 @@ def test_a_run_is_found_by_path_or_name_and_others_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_run("one").folder == with_adapter.resolve()
-    with pytest.raises(BadInputError, match="There is no run two"):
-        find_run("two")
-    write_record(tmp_path / "results" / "failed", RunConfig(), status="failed")
-    with pytest.raises(BadInputError, match="failed is failed: resume or repeat"):
-        find_run("failed")
     pairs = RunConfig(task="preferences", lora_dropout=0.0)
     assert find_run(str(write_record(tmp_path / "results" / "pairs", pairs))).run.task == "preferences"
+    write_record(tmp_path / "results" / "failed", RunConfig(), status="failed")
     classifier = RunConfig(technique="full", task="classification", model="roberta-large")
     write_record(tmp_path / "results" / "labels", classifier)
-    with pytest.raises(BadInputError, match="for classification, and does not chat"):
-        find_run("labels")
+    for name, said in (
+        ("two", "There is no run two"), ("failed", "failed is failed: resume or repeat"),
+        ("labels", "for classification, and does not chat"),
+    ):  # fmt: skip
+        with pytest.raises(BadInputError, match=said):
+            find_run(name)
 
 
 def test_an_adapter_of_another_base_is_refused(with_adapter: Path, tmp_path: Path) -> None:
@@ -135,41 +135,43 @@ def test_an_adapter_is_no_model_to_tune(with_adapter: Path) -> None:
 def test_one_question_by_argument_or_many_from_the_input(
     with_adapter: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["chat", str(with_adapter), QUESTION, "--max_new_tokens", "3"])
-    chat.main()
-    assert capsys.readouterr().out.count(" > ") == 2
-    said = iter(["Who?", "/reset", "", "When?", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda _: next(said))
-    monkeypatch.setattr(sys, "argv", ["chat", str(with_adapter), "--max_new_tokens", "3"])
-    chat.main()
-    assert capsys.readouterr().out.count("tuned > ") == 2
-    monkeypatch.setattr(sys, "argv", ["chat", str(with_adapter), "--max_new_tokens", "0"])
-    with pytest.raises(SystemExit, match="2"):
+    def said(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["chat", str(with_adapter), *words])
         chat.main()
+        return capsys.readouterr().out
+
+    assert said(QUESTION, "--max_new_tokens", "3").count(" > ") == 2
+    asked = iter(["Who?", "/reset", "", "When?", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(asked))
+    assert said("--max_new_tokens", "3").count("tuned > ") == 2
+    with pytest.raises(SystemExit, match="2"):
+        said("--max_new_tokens", "0")
 
 
 def test_samples_stand_beside_each_other(tmp_path: Path) -> None:
-    questions = ("Who?", "When?", "Why?", "How?")
-    before = dict(zip(questions, ("Nobody", "", "x", "y"), strict=True))
-    for when, answers in (("before", before), ("after", dict.fromkeys(questions, "long " * 60))):
-        lines = [f"{question},r,{answers[question]}" for question in questions]
+    before, long = {"Who?": "Nobody", "When?": "", "Why?": "x", "How?": "y"}, "long " * 60
+    for when, answers in (("before", before), ("after", dict.fromkeys(before, long))):
+        lines = [f"{question},r,{answer}" for question, answer in answers.items()]
         (tmp_path / f"predictions_{when}.csv").write_text("\n".join(["question,reference,answer", *lines]))
     lines = samples(tmp_path).splitlines()
     assert len(lines) == 3 * 4
-    assert lines[:3] == ["question: Who?", "expected: r", "  before: Nobody"]
-    assert lines[6] == "  before: (nothing)"
+    assert (lines[:3], lines[6]) == (["question: Who?", "expected: r", "  before: Nobody"], "  before: (nothing)")
     assert all(len(line) <= 110 for line in lines)
     assert samples(tmp_path, "begins").startswith("  begins: Who?\nexpected: r\n")
-    table = before_and_after(tmp_path, rows=2)
-    assert table.columns.tolist() == ["question", "expected", "before", "after"]
-    assert table["before"].tolist() == ["Nobody", ""]
-    assert table["after"].tolist() == ["long " * 60] * 2  # whole
+    assert before_and_after(tmp_path, rows=2).to_dict("list") == {
+        "question": ["Who?", "When?"], "expected": ["r"] * 2, "before": ["Nobody", ""], "after": [long] * 2  # whole
+    }  # fmt: skip
 
 
-def test_labels_and_summaries_stand_beside_each_other_too(tmp_path: Path) -> None:
-    for when, label in (("before", "hours"), ("after", "tickets")):
-        (tmp_path / f"predictions_{when}.csv").write_text(f"row,text,label,found\n1,How much?,tickets,{label}\n")
-    assert before_and_after(tmp_path).loc[0].tolist() == ["How much?", "tickets", "hours", "tickets"]
-    for when, said in (("before", "Hi"), ("after", "They meet.")):
-        (tmp_path / f"predictions_{when}.csv").write_text(f"row,text,summary,written\n1,Hi,We meet.,{said}\n")
-    assert before_and_after(tmp_path).loc[0].tolist() == ["Hi", "We meet.", "Hi", "They meet."]
+@pytest.mark.parametrize(
+    ("columns", "row", "before", "after"),
+    [("row,text,label,found", "1,How much?,tickets", "hours", "tickets"),
+     ("row,text,summary,written", "1,Hi,We meet.", "Hi", "They meet.")],
+    ids=["labels", "summaries"],
+)  # fmt: skip
+def test_labels_and_summaries_stand_beside_each_other_too(
+    tmp_path: Path, columns: str, row: str, before: str, after: str
+) -> None:
+    for when, said in (("before", before), ("after", after)):
+        (tmp_path / f"predictions_{when}.csv").write_text(f"{columns}\n{row},{said}\n")
+    assert before_and_after(tmp_path).loc[0].tolist() == [*row.split(",")[1:], before, after]

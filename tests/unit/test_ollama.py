@@ -29,6 +29,11 @@ CHAT = [
 ]
 
 
+def published(name: str) -> str:
+    """A template that TRL has a copy of."""
+    return (TEMPLATES / f"{name}.jinja").read_text()
+
+
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(EMBEDDED_BASE)
@@ -71,33 +76,21 @@ def test_the_template_writes_what_the_tokenizers_writes(
         ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}" + LOOP, "none"),
         ("{% set messages = messages[1:] %}" + LOOP, "leaves out"),
         ("{{ strftime_now('%d') }}" + LOOP, "the day"),
+        pytest.param(published("qwen3"), "thoughts", id="qwen3"),
+        pytest.param(published("llama3_1"), "white space", id="llama3_1"),
+        pytest.param(published("llama3_2"), "day", id="llama3_2"),
     ],
 )
 def test_a_template_that_does_more_is_refused(tokenizer: PreTrainedTokenizerBase, template: str, said: str) -> None:
-    tokenizer.chat_template = template
-    with pytest.raises(BadInputError, match=said) as refused:
+    tokenizer.chat_template, tokenizer.bos_token = template, "<|system|>"
+    with pytest.raises(BadInputError, match=f"{said}(?s:.*)llama-server --jinja"):
         affixes_of(tokenizer)
-    assert "llama-server --jinja" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("qwen2_5", ""),
-        ("qwen3_instruct_2507", ""),
-        ("qwen3", "thoughts"),
-        ("llama3_1", "white space"),
-        ("llama3_2", "day"),
-    ],
-)
-def test_published_templates(tokenizer: PreTrainedTokenizerBase, name: str, said: str) -> None:
-    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
-    tokenizer.bos_token = "<|system|>"
-    if said:
-        with pytest.raises(BadInputError, match=said):
-            affixes_of(tokenizer)
-    else:
-        assert '{{- "<|im_start|>user\\n" -}}' in affixes_of(tokenizer).go_template()
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_instruct_2507"])
+def test_a_published_template_that_does_no_more_is_written(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    tokenizer.chat_template = published(name)
+    assert '{{- "<|im_start|>user\\n" -}}' in affixes_of(tokenizer).go_template()
 
 
 def test_the_begin_token_is_left_to_llama_cpp(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -121,8 +114,7 @@ def test_texts_are_go_strings_of_characters_that_a_modelfile_keeps() -> None:
 
 def test_the_folder_has_the_model_and_a_modelfile_that_names_it(tmp_path: Path) -> None:
     folder = export_ollama(EMBEDDED_BASE, tmp_path / "it", "q8_0")
-    said = (folder / MODELFILE).read_text()
-    (file,) = folder.glob("*.gguf")
+    said, (file,) = (folder / MODELFILE).read_text(), folder.glob("*.gguf")
     assert said.startswith(f"FROM ./{file.name}\n")
     assert 'PARAMETER stop """<|end|>"""\n' in said
     assert '{{- "<|user|>" -}}{{- .Content -}}{{- "<|end|>" -}}' in said.partition('TEMPLATE """')[2]

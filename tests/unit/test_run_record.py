@@ -23,111 +23,99 @@ from common.training.placement import place_stages
 RANK = Rank(rank=0, world_size=1, device="cpu", launcher="python")
 
 
+@pytest.fixture
+def run(run_config: RunConfig, tmp_path: Path) -> RunConfig:
+    """A run that writes below `tmp_path`."""
+    return replace(run_config, results_root=str(tmp_path))
+
+
+@pytest.fixture
+def log(run: RunConfig) -> RunRecorder:
+    return RunRecorder(run, RANK)
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [(RuntimeError("x"), "failed"), (KeyboardInterrupt(), "interrupted"), (torch.OutOfMemoryError("x"), "oom")],
 )
 def test_a_failed_phase_leaves_a_record_with_its_status(
-    run_config: RunConfig, tmp_path: Path, error: BaseException, status: str
+    log: RunRecorder, tmp_path: Path, error: BaseException, status: str
 ) -> None:
-    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
-    ends_with = RunStoppedError if status == "oom" else type(error)
-    with pytest.raises(ends_with), log.phase("training"):
+    with pytest.raises(RunStoppedError if status == "oom" else type(error)), log.phase("training"):
         raise error
     record = load_record(log.folder / RECORD_NAME)
     assert (record["status"], record["failed_phase"]) == (status, "training")
-    assert str(tmp_path) not in json.dumps(
-        {**record, "config": {**record["config"], "results_root": ""}, "command": ""}
-    )
+    assert str(tmp_path) not in json.dumps(record | {"config": {**record["config"], "results_root": ""}, "command": ""})
 
 
-def test_a_disk_that_fills_in_a_phase_ends_it_with_a_next_step(run_config: RunConfig, tmp_path: Path) -> None:
-    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
-    with (
-        pytest.raises(RunStoppedError, match=r"is full .*--results_root; --resume_from_checkpoint last"),
-        log.phase("merge"),
-    ):
+def test_a_disk_that_fills_in_a_phase_ends_it_with_a_next_step(log: RunRecorder) -> None:
+    said = r"is full .*--results_root; --resume_from_checkpoint last"
+    with pytest.raises(RunStoppedError, match=said), log.phase("merge"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert load_record(log.folder / RECORD_NAME)["status"] == "failed"
 
 
-def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(
-    run_config: RunConfig, tmp_path: Path
-) -> None:
-    run = replace(run_config, results_root=str(tmp_path))
+def test_a_second_run_of_the_same_name_starts_empty_and_keeps_the_one_before(run: RunConfig) -> None:
     for text in ("first", "second"):
         log = RunRecorder(run, RANK)
         (log.folder / "model.txt").write_text(text)
         log.complete()
-    third = RunRecorder(run, RANK).folder
-    previous = third.with_name(third.name + ".previous")
-    assert list(third.iterdir()) == []
-    assert (previous / "model.txt").read_text() == "second"
-    (third / "model.txt").write_text("third, which fails")
-    assert list(RunRecorder(run, RANK).folder.iterdir()) == []
-    assert (previous / "model.txt").read_text() == "second"
-    assert not third.with_name(third.name + ".unfinished").exists()
+    for _ in range(2):  # the third one, and one after it has failed
+        folder = RunRecorder(run, RANK).folder
+        assert list(folder.iterdir()) == []
+        assert (folder.with_name(f"{folder.name}.previous") / "model.txt").read_text() == "second"
+        (folder / "model.txt").write_text("third, which fails")
+    assert not folder.with_name(f"{folder.name}.unfinished").exists()
 
 
-def test_a_run_that_is_refused_while_it_is_prepared_leaves_the_run_before(
-    run_config: RunConfig, tmp_path: Path
-) -> None:
-    run = replace(run_config, results_root=str(tmp_path), run_name="mine")
-    for before in ([], ["mine"]):
-        log = RunRecorder(run, RANK)
-        with pytest.raises(BadInputError), log.phase("build trainer"):
+def test_a_run_that_is_refused_while_it_is_prepared_leaves_the_run_before(run: RunConfig, tmp_path: Path) -> None:
+    for before in ([], [default_run_name(run, "python")]):
+        with pytest.raises(BadInputError), RunRecorder(run, RANK).phase("build trainer"):
             raise BadInputError("no such thing")
-        left = [path.name for path in (tmp_path / "results").iterdir() if not path.name.startswith(".")]
-        assert left == before
+        assert [path.name for path in (tmp_path / "results").iterdir() if not path.name.startswith(".")] == before
         if not before:
             RunRecorder(run, RANK).complete()
-    assert load_record(tmp_path / "results" / "mine" / RECORD_NAME)["status"] == "completed"
+    assert load_record(tmp_path / "results" / before[0] / RECORD_NAME)["status"] == "completed"
 
 
 def test_checkpoints_of_an_unfinished_run_are_kept_and_it_is_said(
-    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = replace(run_config, results_root=str(tmp_path), run_name="mine")
+    run = replace(run, run_name="mine")
     RunRecorder(run, RANK).complete()
-    checkpoint = RunRecorder(run, RANK).folder / "checkpoints" / "checkpoint-7"
-    checkpoint.mkdir(parents=True)
+    folder = RunRecorder(run, RANK).folder
+    (folder / "checkpoints" / "checkpoint-7").mkdir(parents=True)
     assert list(RunRecorder(run, RANK).folder.iterdir()) == []
     assert "an unfinished run of this name (checkpoint-7) is kept as mine.unfinished" in capsys.readouterr().out
-    assert (tmp_path / "results" / "mine.unfinished" / "checkpoints" / "checkpoint-7").is_dir()
-    assert (tmp_path / "results" / "mine.previous" / RECORD_NAME).is_file()
+    assert (folder.with_name("mine.unfinished") / "checkpoints" / "checkpoint-7").is_dir()
+    assert (folder.with_name("mine.previous") / RECORD_NAME).is_file()
 
 
 def test_a_record_names_what_it_read_so_that_it_is_found_again_and_a_kept_one_without_its_path(
     run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "my_data").mkdir()
+    data = tmp_path / "my_data"
+    data.mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # of another test: here nothing is a notebook
     run = replace(run_config, data="my_data", model="assets/embedded_base", results_root="here", run_name="mine")
     log = RunRecorder(run, RANK)
     log.complete()
-    written = load_record(log.folder / RECORD_NAME)
-    assert written["config"]["data"] == str(tmp_path / "my_data")
-    assert written["config"]["model"] == "assets/embedded_base"
-    assert written["config"]["results_root"] == str(tmp_path / "here")
-    assert f"--data {tmp_path / 'my_data'}" in command_of(run, RANK)
-    kept = keep_record(log.folder)
-    assert str(tmp_path) not in kept.read_text()
-    assert load_record(kept)["config"]["data"] == "my_data"
-    assert load_record(kept)["command"].endswith("--data my_data")
+    read = {"data": str(data), "model": "assets/embedded_base", "results_root": str(tmp_path / "here")}
+    assert read.items() <= load_record(log.folder / RECORD_NAME)["config"].items()
+    assert f"--data {data}" in command_of(run, RANK)
+    file = keep_record(log.folder)
+    kept = load_record(file)
+    assert str(tmp_path) not in file.read_text()
+    assert kept["config"]["data"] == "my_data"
+    assert kept["command"].endswith("--data my_data")
 
 
-def test_a_run_of_several_threads_is_not_kept(run_config: RunConfig, tmp_path: Path) -> None:
-    log = RunRecorder(replace(run_config, threads=2, results_root=str(tmp_path)), RANK)
+def test_a_run_of_several_threads_is_not_kept(run: RunConfig) -> None:
+    log = RunRecorder(replace(run, threads=2), RANK)
     log.complete()
     with pytest.raises(BadInputError, match="2 threads"):
         keep_record(log.folder)
-
-
-def test_the_run_name_tells_launcher_batch_and_seed(run_config: RunConfig, tmp_path: Path) -> None:
-    run = replace(run_config, results_root=str(tmp_path))
-    assert RunRecorder(run, RANK).folder == tmp_path / "results" / "python-batch16-seed42"
-    assert RunRecorder(replace(run, run_name="mine"), RANK).run_name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -146,22 +134,19 @@ def test_a_run_name_has_what_its_task_says(settings: dict[str, object], name: st
     assert default_run_name(RunConfig().changed_to(**settings), "torchrun") == name
 
 
-def test_a_record_is_kept_under_its_run_name(run_config: RunConfig, tmp_path: Path) -> None:
-    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
+def test_a_record_is_kept_under_its_run_name(log: RunRecorder, tmp_path: Path) -> None:
     log.complete(steps=1)
+    of_docs = keep_record(log.folder, tmp_path / "docs" / "records")
+    assert (of_docs.parent, (tmp_path / "records").exists()) == (tmp_path / "docs" / "records", False)
     kept = keep_record(log.folder)
     assert kept == tmp_path / "records" / "python-batch16-seed42.json"
     assert load_record(kept)["memory"][0]["peak_rss_gib"] > 0
 
 
-def test_a_record_of_the_docs_is_no_run_folders_record(run_config: RunConfig, tmp_path: Path) -> None:
-    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
-    log.complete()
-    assert keep_record(log.folder, tmp_path / "docs" / "records").parent == tmp_path / "docs" / "records"
-    assert not (tmp_path / "records").exists()
-    studied = {(run["run_name"], run["run_folder"]) for run in kept_records(STUDY)}
+def test_a_record_of_the_docs_is_no_run_folders_record() -> None:
+    studied, own = ({(run["run_name"], run["run_folder"]) for run in kept_records(*where)} for where in ([STUDY], []))
     assert studied
-    assert not studied & {(run["run_name"], run["run_folder"]) for run in kept_records()}
+    assert not studied & own
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
@@ -179,8 +164,8 @@ def entry(rank: int, device: str, planned_gib: float | None, peak_gib: float | N
 @pytest.mark.parametrize(
     ("planned_gib", "peak_gib", "said"),
     [
-        (10.0, 11.2, "+12% of the 10.00 GiB planned"),
-        (10.0, 8.5, "-15% of the 10.00 GiB planned"),
+        (10.0, 11.2, "peaked at 11.20 GiB, +12% of the 10.00 GiB planned"),
+        (10.0, 8.5, "peaked at 8.50 GiB, -15% of the 10.00 GiB planned"),
         (10.0, 10.9, None),
         (10.0, 9.1, None),
         (None, 20.0, None),
@@ -191,14 +176,13 @@ def test_a_peak_beyond_its_plan_is_said_aloud(
     planned_gib: float | None, peak_gib: float | None, said: str | None
 ) -> None:
     lines = beyond_plan([entry(0, "cuda:0", 10.0, 10.0), entry(1, "cuda:1", planned_gib, peak_gib)])
-    assert len(lines) == (said is not None)
-    if said:
-        assert lines[0].startswith(f"WARNING: rank 1, cuda:1: training peaked at {peak_gib:.2f} GiB, ")
-        assert said in lines[0]
+    assert [line.partition(": `")[0] for line in lines] == (
+        [f"WARNING: rank 1, cuda:1: training {said}"] if said else []
+    )
 
 
 def test_every_device_of_a_rank_has_its_memory_and_its_plan(
-    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """Model parallel: one rank, several devices."""
     names = ("cuda:0", "cuda:1", "cuda:2")
@@ -209,11 +193,10 @@ def test_every_device_of_a_rank_has_its_memory_and_its_plan(
         lambda device: MemoryReading(now_gib=1.0, peak_gib=peaks_gib[device], peak_reserved_gib=2.0, total_gib=24.0),
     )
     monkeypatch.setattr("common.runtime.recorder.devices.forget_peak", forgotten.append)
-    rank = replace(RANK, device=names[0], further_devices=names[1:])
-    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), rank)
-    run = RunConfig(technique="full", parallel="mp", stages=3)
+    log = RunRecorder(run, replace(RANK, device=names[0], further_devices=names[1:]))
+    divided = RunConfig(technique="full", parallel="mp", stages=3)
     log.memory.enter("baseline evaluation")
-    log.training_starts(place_stages(run, BatchShape(16, 40, 20)).divided)
+    log.training_starts(place_stages(divided, BatchShape(16, 40, 20)).divided)
     planned = [memory.allocated_gib for memory in log.plan.devices]
     peaks_gib |= {"cuda:0": planned[0], "cuda:1": planned[1], "cuda:2": 1.2 * planned[2]}
     with log.memory.phase("validation"):
@@ -221,22 +204,25 @@ def test_every_device_of_a_rank_has_its_memory_and_its_plan(
     log.memory.training_ended()
     memory = log.complete()["memory"]
     assert forgotten[: len(names)] == list(names)
-    assert [each["device"] for each in memory] == list(names)
-    assert [each["rank"] for each in memory] == [0, 0, 0]
-    assert [each["planned_gib"] for each in memory] == planned
-    assert [each["peak_gib_by_phase"]["baseline evaluation"] for each in memory] == [4.0, 5.0, 9.0]
-    assert [each["peak_gib_by_phase"]["validation"] for each in memory] == [1e-3] * 3
-    assert [each["planned_gib_by_phase"]["training"] for each in memory] == planned
-    assert [each["peak_allocated_gib"] for each in memory] == [4.0, 5.0, 9.0]  # before training
-    assert [each["peak_training_gib"] for each in memory] == [planned[0], planned[1], 1.2 * planned[2]]
+    found = [
+        (
+            each["rank"], each["device"], each["planned_gib"], each["planned_gib_by_phase"]["training"],
+            each["peak_gib_by_phase"]["baseline evaluation"], each["peak_gib_by_phase"]["validation"],
+            each["peak_allocated_gib"], each["peak_training_gib"],
+        )
+        for each in memory
+    ]  # fmt: skip
+    assert found == [
+        (0, name, own, own, before, 1e-3, before, factor * own)  # the highest peak was before training
+        for name, own, before, factor in zip(names, planned, (4.0, 5.0, 9.0), (1, 1, 1.2), strict=True)
+    ]
     warnings = [line for line in capsys.readouterr().out.splitlines() if "WARNING" in line]
     assert ["cuda:2" in line and "+20%" in line for line in warnings] == [True]
 
 
 def test_a_sigterm_while_a_failure_is_written_down_waits_until_it_is(
-    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    log: RunRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
     stop = log.stop
     monkeypatch.setattr(log, "stop", lambda: (signal.raise_signal(signal.SIGTERM), stop()))
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
@@ -249,9 +235,8 @@ def test_a_sigterm_while_a_failure_is_written_down_waits_until_it_is(
     assert (record["status"], record["error"]) == ("failed", "ValueError: the first failure")
 
 
-def test_a_signal_between_a_phase_and_its_bookkeeping_is_an_interruption(run_config: RunConfig, tmp_path: Path) -> None:
+def test_a_signal_between_a_phase_and_its_bookkeeping_is_an_interruption(log: RunRecorder) -> None:
     """Python then closes the phase that nobody leaves any more: that says nothing about what went wrong."""
-    log = RunRecorder(replace(run_config, results_root=str(tmp_path)), RANK)
     entered = log.phase("training")
     entered.__enter__()
     del entered
@@ -262,21 +247,20 @@ def test_a_signal_between_a_phase_and_its_bookkeeping_is_an_interruption(run_con
 def test_every_kept_record_is_a_run_of_today() -> None:
     records = kept_records() + kept_records(STUDY)
     assert len(records) > 50
-    for record in records:
-        run = RunConfig.of_record(record["config"])
-        assert (run.technique, run.parallel) == (record["technique"], record["parallel"])
+    runs = [RunConfig.of_record(record["config"]) for record in records]
+    assert [(run.technique, run.parallel) for run in runs] == [(run["technique"], run["parallel"]) for run in records]
 
 
+@pytest.mark.parametrize(
+    ("task", "last"),
+    [
+        ({}, "talk to it: python -m common.chat '{folder}'"),
+        ({"task": "classification", "technique": "full"}, f"record: {RECORD_NAME} in results/mine"),
+    ],
+)
 def test_the_last_line_of_a_run_that_chats_is_the_command_that_talks_to_it(
-    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: dict[str, str], last: str
 ) -> None:
-    for task in ({}, {"task": "classification", "technique": "full"}):
-        run = run_config.changed_to(results_root=str(tmp_path / "my place"), run_name=f"mine{len(task)}", **task)
-        log = RunRecorder(run, RANK)
-        log.complete()
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert last == (
-            f"talk to it: python -m common.chat '{log.folder}'"
-            if run.goal.chats
-            else f"record: {RECORD_NAME} in results/mine2"
-        )
+    log = RunRecorder(run_config.changed_to(results_root=str(tmp_path / "my place"), run_name="mine", **task), RANK)
+    log.complete()
+    assert capsys.readouterr().out.splitlines()[-1] == last.format(folder=log.folder)
