@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.forked import CUT_SHORT, Forked
+from tests.pace import patient
 
 KERNEL = Path(__file__).with_name("forked_kernel.py")
-SESSION_WITHIN_S = 60
 
 
 class ForkedKernel(Forked):
@@ -23,7 +23,7 @@ class ForkedKernel(Forked):
     def __init__(self, arguments: list[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
         """Start it, and wait until it leads a session: its process group is the one that Jupyter will kill."""
         super().__init__([sys.executable, str(KERNEL), *arguments], cwd, env, log)
-        latest = time.monotonic() + SESSION_WITHIN_S
+        latest = time.monotonic() + patient(60)
         while os.getpgid(self.pid) != self.pid:
             assert time.monotonic() < latest, log.read_text(errors="replace")
             time.sleep(0.01)

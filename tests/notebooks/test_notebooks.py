@@ -4,6 +4,7 @@ import ast
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import papermill
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from common.base.paths import REPOSITORY
+from common.base.run_folders import literal_of
 from common.records.store import RECORD_NAME, Record, load_record
 from common.reporting.rows import data_parallel_ranks
 
@@ -19,42 +21,136 @@ SOURCES = list({(path.parts[-3], path.name): path for path in reversed(NOTEBOOKS
 """Each technique's first ones; that the rest have the same cells is proved in tests/unit/test_siblings.py."""
 LONGEST_CELL_LINES = 25
 ROWS = 33
-SMALL = {"train_rows": ROWS, "test_rows": 5, "num_train_epochs": 1}
+SMALL = {"train_rows": ROWS, "test_rows": 5, "num_train_epochs": 1, "max_new_tokens": 12, "steps": -1}
+"""Of these, a notebook is told what it, or its task, has; `steps` are ZeRO's, -1 = all of the epoch's."""
 PLANNING = [path for path in NOTEBOOKS if path.parts[-3].startswith("1.1_")]  # they train nothing; they have own tests
-ACROSS = [path for path in NOTEBOOKS if path.parts[-3].startswith("3.2_") and path.parent.name[:5] != "run_0"]
-"""Copies of a notebook that starts three worlds, and takes minutes; only the copy for the CPU is run."""
-ZERO_COPIES = [path for path in NOTEBOOKS if "zero" in path.stem and path.parent.name[:5] != "run_0"]
-"""Likewise, one for each stage; `make soak` runs them."""
 COMPARING = [path for path in NOTEBOOKS if path.stem.endswith("_compare")]  # they show what was run before
-FOR_CPU = [path for path in NOTEBOOKS if path.parent.name.startswith("run_0_") and path not in (*PLANNING, *COMPARING)]
+TRAINING = [path for path in SOURCES if path not in (*PLANNING, *COMPARING)]
+ACROSS = [path for path in NOTEBOOKS if path.parts[-3].startswith("3.2_") and path not in SOURCES]
+"""Copies of a notebook that starts three worlds, and takes minutes; only the copy for the CPU is run."""
+COPIES = [path for path in NOTEBOOKS if path not in (*PLANNING, *COMPARING, *TRAINING, *ACROSS)]
+DIFFERENT_COPIES = (
+    "2.1_lora_finetuning/run_2_h200_141g_x1/lora_finetuning_complete.ipynb",  # no gradient checkpointing
+    "2.2_lora_finetuning_with_ddp/run_1_a6000_48g_x2/lora_finetuning_with_ddp_nblaunch.ipynb",
+    "2.3_qlora_finetuning/run_1_a5000_24g_x1/qlora_finetuning.ipynb",  # nf4-double, paged_adamw_8bit
+    "2.4_full_finetuning/run_2_h200_141g_x1/full_finetuning.ipynb",  # accumulation, adamw_8bit
+    "2.5_full_finetuning_with_mp/run_1_a6000_48g_x2/full_finetuning_with_mp.ipynb",  # reentrant checkpointing
+    "2.6_full_finetuning_with_fsdp/run_1_a100_80g_x2/full_finetuning_with_fsdp_nblaunch.ipynb",
+    "2.6_full_finetuning_with_fsdp/run_3_a100_80g_x2_zero/full_finetuning_with_fsdp_nblaunch.ipynb",  # ZeRO-3
+    "2.7_full_finetuning_with_pp/run_1_a6000_48g_x2/full_finetuning_with_pp_torchrun.ipynb",  # padding to 64
+    "3.1_text_classification/run_1_a100_80g_x2/text_classification_nblaunch.ipynb",
+    "3.3_visual_question_answering/run_1_a6000_48g_x1/visual_question_answering.ipynb",  # accumulation, workers
+    "3.4_preference_tuning/run_1_a6000_48g_x1/preference_tuning.ipynb",  # checkpointing
+)
+"""Of each technique, the copy for a GPU with most settings of its own; `make soak` runs the others."""
 FIRST = ("lora_finetuning_complete.ipynb", "lora_finetuning_with_ddp_nblaunch.ipynb")
-"""One notebook that runs here, and one that starts ranks."""
-EMBEDDED_DEFAULT = {"device": "cpu", "gpu": "", "model": "assets/embedded_base", "precision": "fp32"}
-"""What makes a GPU folder's notebook run here: another device and model, and nothing else."""
+"""One notebook that runs here, and one that starts ranks: those of `make test`."""
+REFUSING = (
+    "lora_finetuning_complete", "lora_finetuning_with_ddp_acclaunch", "full_finetuning_with_pp_torchrun",
+    "text_classification_nblaunch", "visual_question_answering",
+)  # fmt: skip
+"""One for each way to start, and to be told: a parameter, `settings`, or a recipe's."""
 CELL_BY_CELL = ("complete", "finetuning", "mp", "compare", "answering", "tuning")
 """Last words of the notebooks that start no ranks."""
+OWN_DATA = {
+    "visual": ({"image": "{n}.png", "question": "Is it red? {n}", "answer": "A little."}, {}),
+    "preference": ({"prompt": "Is {n} even?", "chosen": "It is {parity}.", "rejected": "Who knows?"}, {}),
+    "classification": (
+        {"claim": "The number {n} is here.", "kind": "{parity}"},
+        {"text_column": "claim", "label_column": "kind"},
+    ),
+    "summarization": (
+        {"talk": "A: Take {n}.\nB: It is {parity}.", "gist": "{parity}"},
+        {"text_column": "talk", "summary_column": "gist"},
+    ),
+    "finetuning": ({"instruction": "Even or odd?", "input": "{n}", "output": "{n} is {parity}."}, {}),
+}
+"""By a word of the notebook's name, a row of somebody else (Alpaca's columns for chats), and settings that name its
+columns."""
+PICTURES = {
+    "zero": {"losses.png", "held.png"},
+    "summarization": {"losses.png"},
+    "classification": {"accuracy.png", "confusion.png", "memory.png"},
+    "visual": {"losses.png", "memory.png", "gallery.png"},
+    "preference": {"losses.png", "memory.png", "log_probs.png"},
+    "pp": {"losses.png", "scores.png", "memory.png", "timeline.png"},
+    "qlora": {"losses.png", "scores.png", "memory.png", "levels.png"},
+    "fsdp": {"losses.png", "scores.png", "memory.png", "held.png"},
+    "finetuning": {"losses.png", "scores.png", "memory.png"},
+}
+"""By the first such word of its name, what a notebook draws."""
 
 
 def id_of(path: Path) -> str:
     return f"{path.parent.name}-{path.stem}"
 
 
-def marks_of(slow: bool, path: Path | None = None) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] * slow + [pytest.mark.soak] * (path in ZERO_COPIES)
+def of_name(path: Path, by_word: dict[str, Any]) -> Any:
+    return next(value for word, value in by_word.items() if word in path.stem.split("_"))
+
+
+def in_make_test(path: Path) -> object:
+    return pytest.param(path, id=id_of(path), marks=[] if path.name in FIRST else pytest.mark.slow)
+
+
+def copy_of(path: Path) -> object:
+    is_different = str(path.relative_to(REPOSITORY)) in DIFFERENT_COPIES
+    return pytest.param(path, id=id_of(path), marks=[pytest.mark.slow, *([] if is_different else [pytest.mark.soak])])
 
 
 @pytest.fixture
 def what_it_needs(path: Path, request: pytest.FixtureRequest) -> None:
+    """DeepSpeed; and forks of kernel and ranks but for the first `notebook_launcher`, which starts as for a user."""
     if "zero" in id_of(path):  # of a notebook, or of its folder
         request.getfixturevalue("needs_deepspeed")
+    if path.name != FIRST[1] or path not in SOURCES:
+        request.getfixturevalue("forked_kernels")
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
+def execute(path: Path, folder: Path, asked: dict[str, object]) -> None:
+    """Run it with these settings: those that it has a parameter for, and the others among `settings`."""
+    cell = next(cell.source for cell in code_cells(path) if "parameters" in cell.metadata.get("tags", []))
+    own = {name: value for name, value in asked.items() if re.search(rf"^{name} = ", cell, re.MULTILINE)}
+    more = {name: value for name, value in asked.items() if name not in own and name != "steps"}
+    parameters = {**own, "settings": more, "results_root": str(folder)}
+    papermill.execute_notebook(path, folder / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
+
+
+def small_run(path: Path) -> dict[str, object]:
+    classifies = "classification" in path.stem
+    return {name: value for name, value in SMALL.items() if not (classifies and name == "max_new_tokens")}
+
+
+def own_data(path: Path, folder: Path) -> dict[str, object]:
+    """Settings with 60 rows in another format and with other names than the repository's."""
+    (row, columns), rows = of_name(path, OWN_DATA), []
+    for n in range(60):
+        rows.append({name: text.format(n=n, parity=("even", "odd")[n % 2]) for name, text in row.items()})
+        if "image" in row:
+            Image.new("RGB", (48, 32), (4 * n, 0, 0)).save(folder / f"{n}.png")
+    (folder / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return {"data": str(folder / "own.jsonl"), **columns}
+
+
+def on_this_machine(path: Path) -> dict[str, object]:
+    """Settings that put a copy for a GPU on CPU devices, with the model of the first folder in place of its own."""
+    (source,) = (each for each in SOURCES if (each.parts[-3], each.name) == (path.parts[-3], path.name))
+    here = literal_of(source.parent)
+    asked = {name: getattr(here, name) for name in ("device", "gpu", "model", "precision", "devices")}
+    asked |= {"validation_rows": 9, "per_device_train_batch_size": 8}
+    if "mp" in path.stem.split("_"):
+        asked["stages"] = 2
+    if "acclaunch" in path.stem:
+        asked["config_file"] = f"../{source.parent.name}/my_accelerate_config.yaml"
+    return asked
+
+
 def test_there_are_notebooks() -> None:
-    assert {path.name for path in NOTEBOOKS} >= {
+    assert {path.name for path in TRAINING} >= {
         "lora_finetuning_complete.ipynb",
         "lora_finetuning_with_ddp_nblaunch.ipynb",
         "lora_finetuning_with_ddp_acclaunch.ipynb",
@@ -63,137 +159,29 @@ def test_there_are_notebooks() -> None:
         "qlora_finetuning.ipynb",
         "full_finetuning_with_fsdp_nblaunch.ipynb",
         "full_finetuning_with_zero_torchrun.ipynb",
+        "full_finetuning_with_pp_nblaunch.ipynb",
         "text_classification_nblaunch.ipynb",
-        "text_classification_compare.ipynb",
         "summarization_torchrun.ipynb",
         "visual_question_answering.ipynb",
         "preference_tuning.ipynb",
     }
-
-
-def with_most_slow() -> list:
-    """Every notebook; all but the first technique's only in `make test-all`, or in `make soak`."""
-    return [
-        pytest.param(path, id=id_of(path), marks=marks_of(path.name not in FIRST or path not in FOR_CPU, path))
-        for path in NOTEBOOKS
-        if path not in (*PLANNING, *COMPARING, *ACROSS)
-    ]
-
-
-def parameters_cell(path: Path) -> str:
-    return next(cell.source for cell in code_cells(path) if "parameters" in cell.metadata.get("tags", []))
-
-
-def parameters_for(path: Path, tmp_path: Path, encoder: str) -> dict:
-    """A small run; a GPU folder's on two CPU devices, with the embedded default in place of its model."""
-    parameters = {**SMALL, "results_root": str(tmp_path)}
-    if "classification" in path.stem:
-        parameters = {"train_rows": ROWS, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
-        parameters["settings"] = {"num_train_epochs": 1}
-    if "summarization" in path.stem:
-        parameters = {"train_rows": ROWS, "validation_rows": 9, "test_rows": 9, "results_root": str(tmp_path)}
-        parameters["settings"] = {"num_train_epochs": 1, "max_new_tokens": 12}
-    if "visual" in path.stem or "preference" in path.stem:
-        parameters = {"train_rows": ROWS, "test_rows": 5, "results_root": str(tmp_path)}
-        parameters["settings"] = {"num_train_epochs": 1, "validation_rows": 9}
-    if "zero" in path.stem:
-        parameters["steps"] = -1  # all of the epoch's
-    if path not in FOR_CPU:
-        parameters |= {
-            "settings": {**parameters.get("settings", {}), **EMBEDDED_DEFAULT},
-            "per_device_train_batch_size": 8,
-        }
-        if {"ddp", "pp", "fsdp", "zero", "classification"} & set(path.stem.split("_")):
-            parameters["devices"] = 2
-        if "mp" in path.stem.split("_"):
-            parameters |= {"settings": {**EMBEDDED_DEFAULT, "devices": 1}, "stages": 2}
-        if "precision" in parameters_cell(path):  # there the notebook's own word counts
-            parameters["precision"] = parameters["settings"]["precision"]
-            parameters["settings"] = {k: v for k, v in EMBEDDED_DEFAULT.items() if k != "precision"}
-        if "classification" in path.stem:
-            parameters["settings"] |= {"model": encoder, "per_device_train_batch_size": 8}
-        if "visual" in path.stem:
-            parameters["settings"] |= {"model": "assets/embedded_vision_base", "devices": 1}
-        if "preference" in path.stem:
-            parameters["settings"] |= {"model": "assets/embedded_labeller", "devices": 1}
-        if "acclaunch" in path.stem:
-            parameters["config_file"] = "../run_0_cpu_x2/my_accelerate_config.yaml"
-    return parameters
+    assert {str(path.relative_to(REPOSITORY)) for path in COPIES} >= set(DIFFERENT_COPIES)
+    assert len(COMPARING) == 2
 
 
 @pytest.mark.usefixtures("what_it_needs")
-@pytest.mark.parametrize("path", with_most_slow())
-def test_the_notebook_runs(
-    path: Path, tmp_path: Path, encoders: dict[str, str], request: pytest.FixtureRequest
-) -> None:
-    """Kernel and ranks are forks, but for the first `notebook_launcher`, which has processes as users do."""
-    if path.name != FIRST[1] or path not in FOR_CPU:
-        request.getfixturevalue("forked_kernels")
-    parameters = parameters_for(path, tmp_path, encoders["bert"])
-    papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
+@pytest.mark.parametrize("path", [*map(in_make_test, TRAINING), *map(copy_of, COPIES)])
+def test_the_notebook_runs(path: Path, tmp_path: Path) -> None:
+    """Each technique's first ones with somebody else's rows, and copies with the repository's."""
+    asked = small_run(path) | (on_this_machine(path) if path in COPIES else own_data(path, tmp_path))
+    execute(path, tmp_path, asked)
     records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
     assert len(records) == (3 if {"zero", "summarization"} & set(path.stem.split("_")) else 1)  # of a stage, a loop
     for record in records:
         check_record(record, path)
+        assert record["config"]["data"] == asked.get("data", literal_of(path.parent).data)
     drawn = {picture.relative_to(tmp_path / "results").parts[1] for picture in tmp_path.glob("results/*/*.png")}
-    assert drawn == pictures_of(path)
-
-
-def own_data(path: Path, folder: Path) -> dict:
-    """Settings with 60 rows of somebody else, in another format and with other names than the repository's."""
-    numbers = [{"n": n, "parity": ("even", "odd")[n % 2]} for n in range(60)]
-    if "visual" in path.stem:
-        for each in numbers:
-            Image.new("RGB", (48, 32), (4 * each["n"], 0, 0)).save(folder / f"{each['n']}.png")
-        rows, columns = (
-            [{"image": f"{n}.png", "question": f"Is it red? {n}", "answer": "A little."} for n in range(60)],
-            {},
-        )
-    elif "preference" in path.stem:
-        rows = [
-            {"prompt": f"Is {each['n']} even?", "chosen": f"It is {each['parity']}.", "rejected": "Who knows?"}
-            for each in numbers
-        ]
-        columns = {}
-    elif "classification" in path.stem:
-        rows = [{"claim": f"The number {each['n']} is here.", "kind": each["parity"]} for each in numbers]
-        columns = {"text_column": "claim", "label_column": "kind"}
-    elif "summarization" in path.stem:
-        rows = [
-            {"talk": f"A: Take {each['n']}.\nB: It is {each['parity']}.", "gist": each["parity"]} for each in numbers
-        ]
-        columns = {"text_column": "talk", "summary_column": "gist"}
-    else:
-        rows, columns = (
-            [
-                {"instruction": "Even or odd?", "input": str(each["n"]), "output": f"{each['n']} is {each['parity']}."}
-                for each in numbers
-            ],
-            {},
-        )  # Alpaca's columns
-    file = folder / "own.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return {"data": str(file), **columns}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("what_it_needs", "forked_kernels")
-@pytest.mark.parametrize("path", FOR_CPU, ids=id_of)
-def test_the_notebook_runs_on_own_data(path: Path, tmp_path: Path) -> None:
-    settings = {"num_train_epochs": 1, "max_new_tokens": 12}
-    parameters = {"results_root": str(tmp_path), "settings": {**settings, **own_data(path, tmp_path)}}
-    if "num_train_epochs = " in parameters_cell(path):
-        parameters |= {"num_train_epochs": parameters["settings"].pop("num_train_epochs")}
-    if "classification" in path.stem:
-        del parameters["settings"]["max_new_tokens"]
-    if "zero" in path.stem:
-        parameters["steps"] = -1
-    papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
-    records = [load_record(found) for found in tmp_path.glob(f"results/*/{RECORD_NAME}")]
-    assert records
-    for record in records:
-        assert record["status"] == "completed"
-        assert record["config"]["data"] == str(tmp_path / "own.jsonl")
+    assert drawn == of_name(path, PICTURES)
 
 
 def check_record(record: Record, path: Path) -> None:
@@ -204,81 +192,43 @@ def check_record(record: Record, path: Path) -> None:
     assert record["run_folder"] == str(path.parent.relative_to(REPOSITORY))
 
 
-def pictures_of(path: Path) -> set[str]:
-    """What a notebook draws."""
-    words = set(path.stem.split("_"))
-    if "zero" in words:
-        return {"losses.png", "held.png"}
-    if "summarization" in words:
-        return {"losses.png"}
-    if "classification" in words:
-        return {"accuracy.png", "confusion.png", "memory.png"}
-    if "visual" in words:
-        return {"losses.png", "memory.png", "gallery.png"}
-    if "preference" in words:
-        return {"losses.png", "memory.png", "log_probs.png"}
-    more = {"pp": "timeline.png", "qlora": "levels.png", "fsdp": "held.png"}
-    return {"losses.png", "scores.png", "memory.png", *(more[word] for word in words & more.keys())}
-
-
 @pytest.mark.usefixtures("forked_kernels")
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.parent.name, marks=marks_of(slow=path not in SOURCES)) for path in COMPARING],
-)
-def test_what_was_run_is_compared(path: Path, tmp_path: Path) -> None:
+def test_what_was_run_is_compared(tmp_path: Path) -> None:
+    path = COMPARING[0]
     papermill.execute_notebook(path, tmp_path / "out.ipynb", cwd=path.parent, progress_bar=False)
     said = (tmp_path / "out.ipynb").read_text()
     assert "LoRA with TP" in said
     assert said.count("image/png") == 2  # curves, confusion
 
 
-@pytest.mark.usefixtures("what_it_needs", "forked_kernels")
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, id=path.stem, marks=marks_of(slow=path.name != FIRST[0])) for path in FOR_CPU]
-)
+@pytest.mark.usefixtures("forked_kernels")
+@pytest.mark.parametrize("path", [in_make_test(path) for path in TRAINING if path.stem in REFUSING])
 def test_bad_input_ends_the_notebook_with_the_sentence(path: Path, tmp_path: Path) -> None:
-    wrong = {"per_device_train_batch_size": 0}
-    parameters = {
-        **SMALL,
-        **(wrong if "per_device_train_batch_size = " in parameters_cell(path) else {"settings": wrong}),
-    }
-    parameters["results_root"] = str(tmp_path)
     with pytest.raises(papermill.PapermillExecutionError) as failed:
-        papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=path.parent, progress_bar=False)
+        execute(path, tmp_path, {"per_device_train_batch_size": 0})
     partial = (tmp_path / "out.ipynb").read_text()
     assert "per_device_train_batch_size is 0, but must be at least 1" in str(failed.value) + partial
     assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=id_of)
-def test_the_first_cell_tells_versions_without_cuda_and_parameters_follow(path: Path) -> None:
-    cells = code_cells(path)
-    assert "version(" in cells[0].source
-    assert not re.search(r"^\s*(import|from) torch", cells[0].source, re.MULTILINE)
-    assert cells[1].metadata.get("tags") == ["parameters"]
+def test_a_notebook_is_fit_to_be_read(path: Path) -> None:
+    """It says what for, for how long and what next; versions come first, without CUDA, and then the parameters."""
+    cells, code = nbformat.read(path, as_version=4).cells, code_cells(path)
+    assert "You will learn" in cells[0].source
+    assert re.search(r"\*\*Time:\*\* (about|half|seconds)", cells[0].source)
+    assert "What to try next" in cells[-1].source
+    assert "version(" in code[0].source
+    assert not re.search(r"^\s*(import|from) torch", code[0].source, re.MULTILINE)
+    assert code[1].metadata.get("tags") == ["parameters"]
+    assert len(cells) - len(code) >= len(cells) // 3
+    for cell in code:
+        assert len(cell.source.splitlines()) <= LONGEST_CELL_LINES
+        functions = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.FunctionDef)]
+        assert all(each.end_lineno - each.lineno < 10 for each in functions)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=id_of)
-def test_the_reader_knows_what_for_how_long_and_what_next(path: Path) -> None:
-    first, *_, last = nbformat.read(path, as_version=4).cells
-    assert "You will learn" in first.source
-    assert re.search(r"\*\*Time:\*\* (about|half|seconds)", first.source)
-    assert "What to try next" in last.source
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=id_of)
-def test_cells_are_short_and_explained(path: Path) -> None:
-    cells = nbformat.read(path, as_version=4).cells
-    for cell in cells:
-        if cell.cell_type == "code":
-            assert len(cell.source.splitlines()) <= LONGEST_CELL_LINES
-            for node in ast.walk(ast.parse(cell.source)):
-                assert not (isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 10)
-    assert sum(cell.cell_type == "markdown" for cell in cells) >= len(cells) // 3
-
-
-@pytest.mark.parametrize("path", [path for path in FOR_CPU if path.stem.split("_")[-1] in CELL_BY_CELL], ids=id_of)
+@pytest.mark.parametrize("path", [path for path in TRAINING if path.stem.split("_")[-1] in CELL_BY_CELL], ids=id_of)
 def test_a_cell_calls_a_step_as_the_workflow_does(path: Path) -> None:
     """What only a slow test saw: a step whose arguments changed in the workflow, and not in the notebook."""
     (workflow,) = path.parent.glob("my_workflow_*.py")

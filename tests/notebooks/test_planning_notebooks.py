@@ -1,10 +1,8 @@
 """The planning notebooks, run with other parameters, show what the planner says; so does their readme."""
 
 import json
-import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import nbformat
@@ -14,7 +12,7 @@ import pytest
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
-from common.checks.planner_command import cluster_of, job_of, read_options
+from common.checks.planner_command import answer, cluster_of, job_of, read_options
 from common.hardware.devices import find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import memory_with_overhead
@@ -24,7 +22,6 @@ from common.planning.shares import whole_model
 from common.planning.time_plan import calibration_from, parse_link
 from common.records.store import kept_records
 from common.reporting.tables import PLANNER_QUESTION
-from tests.forked import run_forked
 
 FOLDER = REPOSITORY / "1.1_gpu_planning"
 NOTEBOOKS = FOLDER / "run_0_cpu_x1"
@@ -36,20 +33,24 @@ def executed(name: str, tmp_path: Path, **parameters: object) -> nbformat.Notebo
     return papermill.execute_notebook(path, tmp_path / "out.ipynb", parameters, cwd=NOTEBOOKS, progress_bar=False)
 
 
-def shown(notebook: nbformat.NotebookNode) -> str:
+def outputs_of(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
+    """Of that kind, such as text/html; what was printed counts as text/plain."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return "\n".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs)
+    kept = [{"text/plain": output.get("text", ""), **output.get("data", {})} for output in outputs]
+    return [each[kind] for each in kept if kind in each]
+
+
+def shown(notebook: nbformat.NotebookNode) -> str:
+    return "\n".join(outputs_of(notebook, "text/plain"))
 
 
 def pictures(notebook: nbformat.NotebookNode) -> int:
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return sum("image/png" in output.get("data", {}) for output in outputs)
+    return len(outputs_of(notebook, "image/png"))
 
 
-def figure(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    assert found, f"{pattern} is not in the notebook's output"
-    return found[1]
+def figures(pattern: str, text: str) -> list[str]:
+    """The numbers after the words of the pattern, in the order of the text."""
+    return re.findall(rf"(?:{pattern}) ([\d.]+) GiB", text)
 
 
 pytestmark = pytest.mark.usefixtures("forked_kernels")
@@ -60,9 +61,9 @@ def test_the_sum_by_hand_is_the_planners(tmp_path: Path) -> None:
     text, architecture = shown(notebook), read_architecture("qwen2.5-7b")
     job = Job("lora", "single", BatchShape(2, 1024, 1024))
     memory = memory_with_overhead(architecture, job, whole_model(architecture), find_gpu("a6000"))
-    assert figure(r"by hand ([\d.]+) GiB", text) == f"{memory.allocated_gib:.3f}"
-    assert figure(r"planner ([\d.]+) GiB", text) == f"{memory.allocated_gib:.3f}"
-    assert figure(r"with overhead ([\d.]+) GiB", text) == f"{memory.peak_gib:.3f}"
+    found = {name: figures(name, text)[0] for name in ("by hand", "planner", "with overhead")}
+    allocated, peak = f"{memory.allocated_gib:.3f}", f"{memory.peak_gib:.3f}"
+    assert found == {"by hand": allocated, "planner": allocated, "with overhead": peak}
     assert "trained: 1/64" in text
     assert pictures(notebook) == 5
 
@@ -78,17 +79,11 @@ def test_the_strategies_are_the_planners_in_its_order(tmp_path: Path) -> None:
         read_architecture(asked["model"]), job_of(options), cluster, TECHNIQUES, None, None,
         calibration_from(kept_records()),
     )  # fmt: skip
-    table = next(
-        output.data["text/html"]
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if "text/html" in output.get("data", {})
-    )
-    cells = re.findall(r"<td>(.*?)</td>", table)
+    cells = re.findall(r"<td>(.*?)</td>", outputs_of(notebook, "text/html")[0])
     columns = len(cells) // len(plans)
-    assert cells[::columns] == [plan.name for plan in plans]
-    assert cells[2::columns] == [f"{plan.devices[plan.tightest].peak_gib:.1f}" for plan in plans]
-    assert cells[3::columns] == [str(plan.max_batch_size) for plan in plans]
+    assert list(zip(cells[::columns], cells[2::columns], cells[3::columns], strict=True)) == [
+        (plan.name, f"{plan.devices[plan.tightest].peak_gib:.1f}", str(plan.max_batch_size)) for plan in plans
+    ]
     assert pictures(notebook) == 3
 
 
@@ -101,8 +96,8 @@ def test_the_closed_form_is_near_the_dry_run_and_the_preflight_passes(tmp_path: 
         device="cuda", gpu=gpu, model="llama-3.2-1b", weights="random", precision="bf16", per_device_train_batch_size=2
     )
     closed_gib = plan_run(run, BatchShape(2, 512, 512)).devices[0].allocated_gib
-    assert figure(r"closed form: ([\d.]+) GiB", text) == f"{closed_gib:.3f}"
-    assert float(figure(r"dry run: ([\d.]+) GiB", text)) == pytest.approx(closed_gib, rel=0.02)
+    assert figures("closed form:", text)[0] == f"{closed_gib:.3f}"
+    assert float(figures("dry run:", text)[0]) == pytest.approx(closed_gib, rel=0.02)
     assert re.search(r"^passed: ", text, re.MULTILINE)
     assert text.count("batch16-seed42") >= 2, "a row for each kept record"
     assert pictures(notebook) == 1
@@ -112,7 +107,6 @@ def test_the_closed_form_is_near_the_dry_run_and_the_preflight_passes(tmp_path: 
     ("name", "sentence"),
     [
         ("vram_arithmetic", "--batch-size is 0, but must be above 0"),
-        ("choosing_a_strategy", "--batch-size is 0, but must be above 0"),
         ("dry_run_and_preflight", "per_device_train_batch_size is 0, but must be at least 1"),
     ],
 )
@@ -122,24 +116,15 @@ def test_bad_input_ends_the_notebook_with_the_planners_sentence(name: str, sente
     assert sentence in str(failed.value) + (tmp_path / "out.ipynb").read_text()
 
 
-def planner(tmp_path: Path, *words: str) -> str:
-    log = tmp_path / "planner.log"
-    log.unlink(missing_ok=True)
-    exit_code = run_forked([sys.executable, *words], REPOSITORY, os.environ, log, timeout=300)
-    assert exit_code in (0, 1), log.read_text()
-    return log.read_text(encoding="utf-8")
-
-
-def test_the_readme_shows_what_its_command_answers(tmp_path: Path) -> None:
+def test_the_readme_shows_what_its_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
     text = README.read_text(encoding="utf-8")
     (command,) = re.findall(r"```\n\.venv/bin/python -m common\.planner (--model .*?)\n```", text)
     assert command == PLANNER_QUESTION, "`make tables` renders the answer to another question"
-    words = ("-m", "common.planner", *shlex.split(command))
-    assert planner(tmp_path, *words).strip() in text
-    usual, pure = (
-        json.loads(planner(tmp_path, *words, *precision, "--json"))["ranked"]
-        for precision in ((), ("--precision", "bf16"))
-    )
-    assert usual[0]["technique"] == "lora"
+    said = []
+    for more in ((), ("--json",), ("--json", "--precision", "bf16")):
+        answer(read_options([*shlex.split(command), *more]))
+        said.append(capsys.readouterr().out)
+    assert said[0].strip() in text
+    usual, pure = (json.loads(each)["ranked"] for each in said[1:])
+    assert (usual[0]["technique"], pure[0]["technique"]) == ("lora", "full")
     assert not any(entry["per_device"][0]["fits"] for entry in usual if entry["technique"] == "full")
-    assert pure[0]["technique"] == "full"
