@@ -68,7 +68,7 @@ DATA = (
         "common/training/results.py",
         "    if times_used.total() != row_uses:\n",
         "    if times_used.total() < 0:\n",
-        _unit("training", "rows_skipped_or_repeated_are_refused", "pytorchs_sampler_would_be_refused"),
+        _unit("training", "rows_skipped_or_repeated_are_refused"),
     ),
     Fault(
         "the order of the rows is the same in every epoch",
