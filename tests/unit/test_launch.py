@@ -1,7 +1,9 @@
 """A world of another size is refused; device maps are each rank's own."""
 
 import os
+import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,72 +22,68 @@ from common.runtime.rank import check_gpus, check_world, leave_deepspeed_to_the_
 from tests.forked import run_forked
 
 
-def test_two_ranks_asked_and_one_started_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(BadInputError, match=r"asks for 2 rank.*1 started.*torchrun --nproc_per_node 2"):
-        check_world(replace(run_config, parallel="ddp", devices=2))
-
-
-def test_more_ranks_than_devices_asked_for_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(BadInputError, match=r"asks for 2 rank.*3 started"):
-        check_world(replace(run_config, parallel="ddp", devices=2))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    check_world(replace(run_config, parallel="ddp", devices=2))
-
-
-def test_another_number_of_machines_is_refused_with_the_command_of_each(
-    run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "started", "said"),
+    [
+        ({"devices": 2}, {}, r"asks for 2 rank.*1 started.*torchrun --nproc_per_node 2"),
+        ({"devices": 2}, {"WORLD_SIZE": "3"}, r"asks for 2 rank.*3 started"),
+        ({"devices": 4, "nodes": 2}, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+         r"2 machine.*on 1: pass --nodes 1 .*--nnodes 2 --nproc_per_node 2 "),
+        ({"devices": 2}, {"WORLD_SIZE": "2"}, ""),
+        ({"devices": 4, "nodes": 2}, {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ""),
+    ],
+    ids=["fewer", "more", "one machine", "as asked", "two machines"],
+)  # fmt: skip
+def test_a_world_of_another_size_is_refused_with_the_command_for_it(
+    settings: dict[str, int], started: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = replace(run_config, parallel="ddp", devices=4, nodes=2)
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(BadInputError, match=r"2 machine.*on 1: pass --nodes 1 .*--nnodes 2 --nproc_per_node 2 "):
-        check_world(run)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    check_world(run)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInputError, match=said) if said else nullcontext():
+        check_world(RunConfig(parallel="ddp", **settings))
+
+
+def test_a_run_of_several_machines_is_started_on_each_of_them() -> None:
     with pytest.raises(BadInputError, match=r"each of them run `torchrun --nnodes 2 .* script.py --a 1`"):
-        ranks_command(run, "script.py", ["--a", "1"])
+        ranks_command(RunConfig(parallel="ddp", devices=4, nodes=2), "script.py", ["--a", "1"])
+
+
+A6000 = "NVIDIA RTX A6000"
+
+
+def these_gpus(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", [*names]))
 
 
 @pytest.mark.parametrize(
     ("seen", "asked", "said"),
     [
         ([], 1, "none can be seen"),
-        (["NVIDIA RTX A6000"], 2, r"2 GPU.*1 can be seen: use `python my_workflow_<technique>.py --devices 1`"),
-        (
-            ["NVIDIA RTX A6000"] * 3,
-            4,
-            r"3 can be seen: use `torchrun --nproc_per_node 3 .* --devices 3` \(\d+\.\d of 47",
-        ),
+        ([A6000], 2, r"2 GPU.*1 can be seen: use `python my_workflow_<technique>.py --devices 1`"),
+        ([A6000] * 3, 4, r"3 can be seen: use `torchrun --nproc_per_node 3 .* --devices 3` \(\d+\.\d of 47"),
     ],
 )
 def test_missing_gpus_are_refused_with_the_command_for_those_there_are(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch, seen: list[str], asked: int, said: str
 ) -> None:
-    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", seen))
+    these_gpus(monkeypatch, *seen)
     run = replace(run_config, device="cuda", parallel="single" if asked == 1 else "ddp", devices=asked)
     with pytest.raises(BadInputError, match=said):
         check_gpus(run)
-    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", ["NVIDIA RTX A6000"] * asked))
+    these_gpus(monkeypatch, *[A6000] * asked)
     check_gpus(run)
 
 
 def test_a_precision_that_the_gpu_lacks_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", ["Tesla T4"]))
+    these_gpus(monkeypatch, "Tesla T4")
     with pytest.raises(BadInputError, match="precision is bf16, which T4 16GB does not compute"):
         check_gpus(replace(run_config, device="cuda", precision="bf16"))
     check_gpus(replace(run_config, device="cuda"))
 
 
-def test_an_unknown_gpu_is_refused(run_config: RunConfig) -> None:
-    with pytest.raises(BadInputError, match="RTX A6001"):
-        check_inputs(replace(run_config, gpu="RTX A6001"))
-
-
 def test_each_rank_holds_the_whole_model_on_its_own_device() -> None:
-    assert whole_model_on(device_name("cuda", 1)) == {"": "cuda:1"}
-    assert whole_model_on(device_name("cpu", 1)) == {"": "cpu"}
+    assert [whole_model_on(device_name(kind, 1)) for kind in ("cuda", "cpu")] == [{"": "cuda:1"}, {"": "cpu"}]
 
 
 def test_a_failing_command_is_not_hidden(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,31 +113,29 @@ def test_a_wrong_folder_names_its_technique_s_own_or_the_closest(name: str, mean
     assert said.count("/run_") == folders_named
 
 
+FLASH = {"device": "cuda", "precision": "bf16"}
+
+
 @pytest.mark.parametrize(
-    ("setting", "value", "said"),
+    ("settings", "said"),
     [
-        ("lr_scheduler_type", "foo", "lr_scheduler_type is 'foo': choose one of 'linear'"),
-        ("optim", "foo", "optim is 'foo'"),
-        ("report_to", "foo", "A tracker in report_to is 'foo': choose one of 'none', 'all', "),
-        ("report_to", "tensorboard,wandb", "report_to names wandb, which is not installed: `pip install wandb`"),
+        ({"lr_scheduler_type": "foo"}, "lr_scheduler_type is 'foo': choose one of 'linear'"),
+        ({"optim": "foo"}, "optim is 'foo'"),
+        ({"report_to": "foo"}, "A tracker in report_to is 'foo': choose one of 'none', 'all', "),
+        ({"report_to": "tensorboard,wandb"}, "report_to names wandb, which is not installed: `pip install wandb`"),
+        ({"gpu": "RTX A6001"}, "RTX A6001"),
+        ({**FLASH, "attention": "flash"}, "pip install flash-attn"),
+        ({**FLASH, "attention": "flash3"}, "flash_attn_interface is not installed"),
+        ({"parallel": "ddp", "devices": 2, "train_rows": 1, "run_folder": ""}, "1 training rows for 2 ranks"),
     ],
 )
-def test_unknown_names_are_refused_with_those_that_are_known(
-    run_config: RunConfig, setting: str, value: str, said: str
+def test_what_is_unknown_or_missing_is_refused_before_anything_starts(
+    run_config: RunConfig, settings: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    these_gpus(monkeypatch, A6000)
     check_inputs(run_config)
     with pytest.raises(BadInputError, match=said):
-        check_inputs(replace(run_config, **{setting: value}))
-
-
-def test_heads_that_ranks_cannot_share_are_refused_before_anything_starts() -> None:
-    run = RunConfig(
-        task="classification", technique="full", parallel="tp", devices=5, model="all-minilm-l6-v2",
-        data="assets/visitor_messages", target_modules="all", per_device_train_batch_size=160, weights="random",
-        run_folder="3.1_text_classification/run_0_cpu_x2",
-    )  # fmt: skip
-    with pytest.raises(BadInputError, match=r"num_attention_heads is 12 .* which 5 ranks .* pass --devices 2 or"):
-        check_inputs(run)
+        check_inputs(replace(run_config, **settings))
 
 
 def test_a_judge_that_is_not_installed_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,52 +145,38 @@ def test_a_judge_that_is_not_installed_is_refused(run_config: RunConfig, monkeyp
     check_inputs(replace(run_config, independent_judge="none"))
 
 
-def test_flash_attention_without_its_package_is_refused(run_config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", ["NVIDIA RTX A6000"]))
-    run = replace(run_config, device="cuda", precision="bf16", attention="flash")
-    with pytest.raises(BadInputError, match="pip install flash-attn"):
-        check_inputs(run)
-    with pytest.raises(BadInputError, match="flash_attn_interface is not installed"):
-        check_inputs(replace(run, attention="flash3"))
-
-
-def test_fewer_rows_than_ranks_are_refused(run_config: RunConfig) -> None:
-    with pytest.raises(BadInputError, match="1 training rows for 2 ranks"):
-        check_inputs(RunConfig(parallel="ddp", devices=2, train_rows=1))
-
-
 def test_a_folder_trains_its_own_technique_or_nothing(run_config: RunConfig, tmp_path: Path) -> None:
     """`--technique full` trained adapters in 2.1, and its record said full."""
-    folder = "2.1_lora_finetuning/run_0_cpu_x1"
-    check_folder(replace(run_config, run_folder=folder))
-    with pytest.raises(
-        BadInputError, match=r"technique is full, but the workflow of 2.1_lora_finetuning.* is for lora with single"
+    check_folder(run_config)
+    for settings, said in (
+        (
+            {"technique": "full"},
+            r"technique is full, but the workflow of 2\.1_lora_finetuning.* is for lora with single",
+        ),
+        ({"parallel": "mp", "stages": 2}, r"parallel is mp, but the workflow of 2\.1.* is for lora with single"),
     ):
-        check_folder(replace(run_config, run_folder=folder, technique="full"))
-    with pytest.raises(BadInputError, match=r"parallel is mp, but the workflow of 2\.1.* is for lora with single"):
-        check_folder(replace(run_config, run_folder=folder, parallel="mp", stages=2))
-    command = [sys.executable, "my_workflow_lora_finetuning.py", "--technique", "full"]
-    log = tmp_path / "workflow.log"
-    assert run_forked(command, REPOSITORY / folder, os.environ, log, timeout=300) == 2
+        with pytest.raises(BadInputError, match=said):
+            check_folder(replace(run_config, **settings))
+    command, log = [sys.executable, "my_workflow_lora_finetuning.py", "--technique", "full"], tmp_path / "workflow.log"
+    assert run_forked(command, REPOSITORY / run_config.run_folder, os.environ, log, timeout=300) == 2
     assert log.read_text().startswith("error: technique is full")
 
 
 def test_a_folder_with_several_workflows_runs_each_and_prints_their_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"
+    folder, kept = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2", tmp_path / "results" / "kept"
     started: list[list[str]] = []
     monkeypatch.setattr(launch, "stream_command", started.append)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setattr(sys, "argv", ["launch", "--results_root", str(tmp_path), "--num_train_epochs", "1"])
-    (tmp_path / "results" / "kept").mkdir(parents=True)
-    kept = folder / "records" / "torchrun-machines-x2-seed42.json"
-    (tmp_path / "results" / "kept" / "run_record.json").write_text(kept.read_text())
+    kept.mkdir(parents=True)
+    shutil.copy(folder / "records" / "torchrun-machines-x2-seed42.json", kept / "run_record.json")
+    options = ["--results_root", str(tmp_path), "--num_train_epochs", "1"]
+    monkeypatch.setattr(sys, "argv", ["launch", *options])
     launch.main()
     names = [f"my_workflow_summarization_{way}.py" for way in ("accelerate", "machines", "torchrun")]
-    assert [next(word for word in command if word.startswith("my_")) for command in started] == names
-    assert all(command[-4:] == ["--results_root", str(tmp_path), "--num_train_epochs", "1"] for command in started)
+    assert [command[-5:] for command in started] == [[name, *options] for name in names]
     assert all("--nproc_per_node" in command for command in started)
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("== workflow")] == [
@@ -236,7 +218,7 @@ def test_an_optimizer_on_the_host_has_the_machines_threads(
 def test_a_pytorch_without_cuda_is_refused_where_there_are_gpus(
     run_config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.runtime.rank.gpus", lambda: ("", ["NVIDIA RTX A6000"]))
+    these_gpus(monkeypatch, A6000)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: None)
     with pytest.raises(BadInputError, match=r"lists 1 GPU.*is built without CUDA"):
         start_rank(replace(run_config, device="cuda"))
