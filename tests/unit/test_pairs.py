@@ -1,7 +1,5 @@
 """Pairs of answers: read in the formats that TRL knows, refused in one sentence, and turned into tokens."""
 
-import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ from common.data.row_checks import digest
 from common.data.rows import IGNORED_LABEL, Row, tokens_in
 from common.data.splits import load_splits, row_kind, tokens_of
 from common.models.loading import load_tokenizer
+from tests.row_files import refusal_of, rows_in, sizes, write
 
-MODEL = "assets/embedded_base"
 ASKED = {"role": "user", "content": "What is this?"}
 GOOD, BAD = ({"role": "assistant", "content": text} for text in ("A coin.", "A coin of 1503, I believe."))
 TEXTS = {"prompt": "What is this?", "chosen": "A coin.", "rejected": "A coin of 1503, I believe."}
@@ -25,7 +23,7 @@ SYSTEM = {"role": "system", "content": "Be short."}
 
 
 def run_of(**settings: Any) -> RunConfig:
-    return RunConfig(task="preferences", technique="lora", lora_dropout=0.0, **{"model": MODEL, **settings})
+    return RunConfig(task="preferences", technique="lora", lora_dropout=0.0, model="assets/embedded_base", **settings)
 
 
 RUN = run_of()
@@ -76,24 +74,19 @@ def test_pairs_are_read_whatever_their_format(row: Row, prompt: list[Row]) -> No
 
 
 def test_a_table_is_read(tmp_path: Path) -> None:
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["id", *TEXTS, "facts", "tools"])
-        writer.writeheader()
-        for number in range(3):
-            prompt = f"What is number {number}?"
-            writer.writerow({**TEXTS, "id": number, "prompt": prompt, "facts": '["coin"]', "tools": ""})
-    splits = load_splits(run_of(data=str(tmp_path / "rows.csv")))
-    rows = [*splits.train, *splits.validation, *splits.test]
-    assert sorted(row["id"] for row in rows) == ["0", "1", "2"]
-    assert all((row["messages"][1], row["rejected"], row["facts"]) == (GOOD, [BAD], ["coin"]) for row in rows)
+    rows = [
+        {**TEXTS, "id": f"{n}", "prompt": f"What is number {n}?", "facts": '["coin"]', "tools": ""} for n in range(3)
+    ]
+    found = rows_in(load_splits(run_of(data=write(tmp_path / "rows.csv", rows))))
+    assert sorted(row["id"] for row in found) == ["0", "1", "2"]
+    assert all((row["messages"][1], row["rejected"], row["facts"]) == (GOOD, [BAD], ["coin"]) for row in found)
 
 
 def test_what_is_used_besides_is_kept_and_other_columns_are_not() -> None:
     tools = [{"type": "function", "function": {"name": "open", "parameters": {}}}]
-    (found,) = read({**TEXTS, "id": "a", "facts": ["coin"], "tools": tools, "source": "web"})
-    assert {name: found[name] for name in found if name not in ("messages", "rejected", "where")} == {
-        "id": "a", "facts": ["coin"], "tools": tools,
-    }  # fmt: skip
+    kept = {"id": "a", "facts": ["coin"], "tools": tools}
+    usual, found = (read(row)[0] for row in (TEXTS, {**TEXTS, **kept, "source": "web"}))
+    assert found == usual | kept
 
 
 # -- refusals
@@ -118,6 +111,7 @@ def test_what_is_used_besides_is_kept_and_other_columns_are_not() -> None:
         ({"chosen": [ASKED, GOOD, ASKED], "rejected": [ASKED, GOOD, ASKED]}, "assistant's answer must be last"),
         ("A coin.", "should have the columns prompt, chosen and rejected"),
         (["A coin.", "A bowl."], "should have the columns"),
+        ({**TEXTS, "id": 17, "rejected": "A coin."}, r" \(id '17'\) has the same chosen and rejected answer"),
     ],
 )
 def test_what_is_no_pair_is_refused_in_one_sentence(row: Any, said: str) -> None:
@@ -126,33 +120,27 @@ def test_what_is_no_pair_is_refused_in_one_sentence(row: Any, said: str) -> None
     assert "\n" not in str(refused.value)
 
 
-def test_the_place_of_a_refused_row_has_its_id() -> None:
-    with pytest.raises(BadInputError, match=r"line 1 .*17"):
-        read({**TEXTS, "id": 17, "rejected": "A coin."})
-
-
 # -- tokens
 
 
 def test_labels_stand_on_the_chosen_answer_and_its_end_alone(tokenizer: PreTrainedTokenizerBase) -> None:
     row = {"messages": [ASKED, BAD, ASKED, GOOD], "rejected": [BAD]}
     (tokens,) = encode_pairs([row], tokenizer)
-    learnt = [label for label in tokens["labels"] if label != IGNORED_LABEL]
-    assert tokenizer.decode(learnt) == "A coin.<|end|>"
     begin = prompt_length(tokens)
-    assert tokens["labels"][begin:] == tokens["input_ids"][begin:] == learnt
-    assert tokens["rejected_ids"][:begin] == tokens["input_ids"][:begin]
+    prompt, chosen = tokens["input_ids"][:begin], tokens["input_ids"][begin:]
+    assert tokens["labels"] == [IGNORED_LABEL] * begin + chosen
+    assert tokens["rejected_ids"][:begin] == prompt
+    assert tokenizer.decode(chosen) == "A coin.<|end|>"
     assert tokenizer.decode(tokens["rejected_ids"][begin:]) == f"{BAD['content']}<|end|>"
-    assert tokenizer.decode(tokens["input_ids"][:begin]).endswith("<|user|>What is this?<|end|><|assistant|>")
+    assert tokenizer.decode(prompt).endswith("<|user|>What is this?<|end|><|assistant|>")
 
 
 def test_exchanged_answers_are_learnt_instead(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = read(TEXTS)
     (usual,), (exchanged,) = (tokens_of(rows, tokenizer, run_of(exchange_answers=is_so)) for is_so in (False, True))
-    assert exchanged["input_ids"] == usual["rejected_ids"]
-    assert exchanged["rejected_ids"] == usual["input_ids"]
-    learnt = [label for label in exchanged["labels"] if label != IGNORED_LABEL]
-    assert tokenizer.decode(learnt) == f"{BAD['content']}<|end|>"
+    both = ("input_ids", "rejected_ids")
+    assert [exchanged[name] for name in both] == [usual[name] for name in reversed(both)]
+    assert tokenizer.decode(exchanged["labels"][prompt_length(exchanged) :]) == f"{BAD['content']}<|end|>"
     assert rows == read(TEXTS)
 
 
@@ -194,13 +182,11 @@ def test_pairs_that_are_equal_within_max_length_are_refused_or_left_out(tokenize
     alike = next(place for place, (one, other) in enumerate(together) if one != other)
     assert alike > prompt_length(whole)
     assert len(cut(tokenizer, alike + 1, begins_alike)) == 1
-    other = {**TEXTS, "chosen": "Gold.", "rejected": "Copper."}
-    with pytest.raises(BadInputError, match="line 1"):
-        cut(tokenizer, alike, begins_alike, other)
-    kept = cut(tokenizer, alike, begins_alike, other, max_truncated_fraction=0.5)
-    assert len(kept) == 1
-    with pytest.raises(BadInputError):
-        cut(tokenizer, alike, begins_alike, other, max_truncated_fraction=0.49)
+    rows = (begins_alike, {**TEXTS, "chosen": "Gold.", "rejected": "Copper."})
+    assert len(cut(tokenizer, alike, *rows, max_truncated_fraction=0.5)) == 1
+    for fraction in (0.0, 0.49):
+        with pytest.raises(BadInputError, match="line 1"):
+            cut(tokenizer, alike, *rows, max_truncated_fraction=fraction)
 
 
 def test_a_pair_whose_answers_lie_beyond_max_length_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -212,24 +198,16 @@ def test_a_pair_whose_answers_lie_beyond_max_length_is_refused(tokenizer: PreTra
 # -- beside other rows
 
 
-def test_pairs_that_are_given_to_the_chat_are_sent_to_their_folder(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(TEXTS) + "\n")
-    with pytest.raises(BadInputError, match=r"go to 3\.4"):
-        load_splits(RunConfig(data=str(tmp_path / "rows.jsonl")))
-
-
 def test_training_rows_that_are_test_rows_are_found(tmp_path: Path) -> None:
-    rows = {
-        "validation": {**TEXTS, "prompt": "And this?"},
-        "test": {**TEXTS, "rejected": " a COIN of 1503, I believe."},
-    }
-    for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (TEXTS, rows["validation"])))
-    run = run_of(data=str(tmp_path))
-    with pytest.raises(BadInputError, match="1 of 2 training rows are also test rows"):
-        load_splits(run)
-    assert len(load_splits(run_of(data=str(tmp_path), shared_rows="skip")).train) == 1
+    other = {**TEXTS, "prompt": "And this?"}
+    for name, rows in {
+        "train": [TEXTS, other],
+        "validation": [other],
+        "test": [{**TEXTS, "rejected": " a COIN of 1503, I believe."}],
+    }.items():
+        write(tmp_path / f"{name}.jsonl", rows)
+    assert "1 of 2 training rows are also test rows" in refusal_of(run_of(data=str(tmp_path)))
+    assert sizes(load_splits(run_of(data=str(tmp_path), shared_rows="skip"))) == (1, 1, 1)
 
 
 def test_the_same_question_with_another_rejected_answer_is_another_row() -> None:

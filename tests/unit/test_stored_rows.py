@@ -1,9 +1,7 @@
 """Rows that fill memory are kept on disk, and are the same rows; what is refused is refused as before."""
 
 import errno
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from common.data import stored_rows
 from common.data.splits import load_splits, read_splits, tokens_of
 from common.data.stored_rows import RowsOnDisk, stored, take
 from common.models.loading import load_tokenizer
+from tests.row_files import refusal_of, rows_in, write
 
 ROWS = [
     {"id": str(number), "messages": [
@@ -41,12 +40,8 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_rows_on_disk_are_those_that_were_stored(on_disk: Path) -> None:
     rows = stored(iter(ROWS))
     assert isinstance(rows, RowsOnDisk)
-    assert list(rows) == ROWS
-    assert len(rows) == 60
-    assert rows[7] == ROWS[7]
-    assert rows[-1] == ROWS[-1]
-    assert list(rows[50:]) == ROWS[50:]
-    assert list(take(rows, [5, 3, 59])) == [ROWS[5], ROWS[3], ROWS[59]]
+    assert (len(rows), list(rows), list(rows[50:])) == (60, ROWS, ROWS[50:])
+    assert [rows[7], rows[-1], *take(rows, [5, 3, 59])] == [ROWS[place] for place in (7, -1, 5, 3, 59)]
     assert not list(on_disk.iterdir()), "the file goes with the process"
 
 
@@ -65,25 +60,24 @@ def test_a_refused_row_is_refused_on_the_way_to_the_disk(on_disk: Path) -> None:
 
 
 def test_splits_and_tokens_are_the_same_on_disk_and_in_memory(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    run = RunConfig(data=str(path), train_rows=40)
+    run = RunConfig(data=write(tmp_path / "rows.jsonl", ROWS), train_rows=40)
     tokenizer = load_tokenizer(run)
 
     def read() -> list[list[dict[str, Any]]]:
         splits = load_splits(run)
-        parts = (splits.train, splits.validation, splits.test)
-        return [list(part) for part in (*parts, tokens_of(splits.train, tokenizer, run))]
+        return list(map(list, (splits.train, rows_in(splits), tokens_of(splits.train, tokenizer, run))))
 
     in_memory = read()
     request.getfixturevalue("on_disk")
     assert isinstance(load_splits(run).train, RowsOnDisk)
     assert read() == in_memory
-    twice = [*ROWS, {**ROWS[3], "id": "again"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in twice))
-    (tmp_path / "test.jsonl").write_text(json.dumps({**ROWS[3], "id": "asked"}) + "\n")
-    path.rename(tmp_path / "train.jsonl")
-    kept = load_splits(replace(run, data=str(tmp_path), shared_rows="skip", train_rows=-1))
+
+
+def test_shared_rows_are_left_out_on_disk(tmp_path: Path, on_disk: Path) -> None:
+    write(tmp_path / "train.jsonl", [*ROWS, {**ROWS[3], "id": "again"}])
+    write(tmp_path / "test.jsonl", [{**ROWS[3], "id": "asked"}])
+    kept = load_splits(RunConfig(data=str(tmp_path), shared_rows="skip"))
+    assert isinstance(kept.train, RowsOnDisk)
     assert "What is 3?" not in {row["messages"][0]["content"] for row in (*kept.train, *kept.validation)}
 
 
@@ -92,8 +86,7 @@ def test_texts_with_labels_or_summaries_are_the_same_on_disk(
     task: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     rows = [{"text": f"Text {number}", "label": "ab"[number % 2], "summary": f"Sum {number}"} for number in range(60)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = RunConfig(task=task, technique="full", data=str(tmp_path / "rows.jsonl"))
+    run = RunConfig(task=task, technique="full", data=write(tmp_path / "rows.jsonl", rows))
     in_memory = load_splits(run)
     request.getfixturevalue("on_disk")
     on_disk = load_splits(run).train
@@ -119,15 +112,14 @@ def test_tools_count_towards_memory(on_disk: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_named_and_not_the_data(
     full: str, tmp_path: Path, on_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    run = RunConfig(data=write(tmp_path / "rows.jsonl", ROWS))
     if full == "folder":
         on_disk.write_text("no folder")
     else:
         no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
         monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write", no_room)
         monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_batch", no_room)
-    with pytest.raises(BadInputError, match="HF_DATASETS_CACHE") as refused:
-        load_splits(RunConfig(data=str(path)))
-    assert str(on_disk) in str(refused.value)
-    assert str(path) not in str(refused.value)
+    refused = refusal_of(run)
+    assert f"cannot be written into the cache {on_disk} " in refused
+    assert "HF_DATASETS_CACHE" in refused
+    assert run.data not in refused
