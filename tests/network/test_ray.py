@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from tests.fixtures import Finished
-from tests.network.test_nodes import GLOBAL_BATCH, LORA, NO_DROPOUT, SAME, check_equal, one_device
-from tests.network.workers import END_S
+from tests.network.test_nodes import LONGER, LONGER_STEPS, LORA, NO_DROPOUT, check_equal
+from tests.network.workers import END_S, GLOBAL_BATCH, SAME
+from tests.pace import patient
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow  # a Ray cluster takes a minute of two cores to start
@@ -40,7 +41,7 @@ def on_ray(run_workflow: Callable[..., Finished], tmp_path: Path) -> Iterator[Ca
             return run_workflow("ray", *TWO, *settings, is_forked=False, within_s=RUN_S)
 
     yield run
-    deadline_s = time.monotonic() + END_S
+    deadline_s = time.monotonic() + patient(END_S)
     while left := [process.cmdline() for process in psutil.process_iter() if started_in(process, ray_folder)]:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.1)
@@ -55,19 +56,19 @@ def started_in(process: psutil.Process, ray_folder: str) -> bool:
 
 
 def test_two_workers_of_which_one_is_killed_and_started_again_are_one_device(
-    on_ray: Callable[..., Finished], tmp_path: Path
+    on_ray: Callable[..., Finished], one_device: Callable, tmp_path: Path
 ) -> None:
-    steps = ("--eval_steps", "1", "--max_steps", "12")
-    fault = f"kill rank=1 step=7 point=batch once={tmp_path / 'once'}"
-    done = on_ray(*steps, "--max_failures", "1", FAULT=fault)
+    fault = f"kill rank=1 step=5 point=batch once={tmp_path / 'once'}"
+    done = on_ray(*LONGER, "--max_failures", "1", FAULT=fault)
     assert done.exit_code == 0, done.output
-    assert "resumes after step 6, from checkpoint-6" in done.output
-    check_equal(done.results, done.record, one_device(tmp_path / "one", LORA, *NO_DROPOUT, *steps), range(7, 13))
+    assert "resumes after step 4, from checkpoint-4" in done.output
+    one = one_device(LORA, *NO_DROPOUT, *LONGER)
+    check_equal(done.results, done.record, one, range(5, LONGER_STEPS + 1))
     assert done.record["launcher"] == "ray"
     assert [share["rank"] for share in done.record["world"]] == [0, 1]
     command = "python -m common.ray_train my_workflow_lora_finetuning_with_ddp.py --train_rows 33 "
     assert done.record["command"].startswith(command)
-    assert "--max_steps 12" in done.record["command"]
+    assert f"--max_steps {LONGER_STEPS}" in done.record["command"]
     for rank in (0, 1):
         assert f"[RANK{rank}:CPU] mini-batch:" in done.output
 

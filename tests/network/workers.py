@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +15,7 @@ from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.virtual_hosts import VirtualHost, VirtualNetwork
 from tests.forked import Forked
 from tests.network.virtual_links import namespaces_refused
+from tests.pace import patient
 
 START_S = 60
 """How long a process may take to come so far that it joins, on a busy machine."""
@@ -22,6 +23,14 @@ RUN_S = 120
 """How long the rest of a whole run may take."""
 END_S = 10
 """How long everyone may take to end after one has gone."""
+
+GLOBAL_BATCH = 8
+STEPS = 5
+SAME = ("--train_rows", "33", "--validation_rows", "9", "--test_rows", "1", "--independent_judge", "none",
+        "--max_new_tokens", "1", "--report_to", "none", "--learning_rate_scaling", "none", "--optimizer", "sgd",
+        "--learning_rate", "0.003", "--warmup_steps", "0", "--max_steps", f"{STEPS}", "--eval_steps", "0.2",
+        "--save_steps", "1", "--run_name", "test")  # fmt: skip
+"""With which several ranks take the steps of one device."""
 
 MASTER = "10.77.0.1:29400"
 """Where the hosts meet: at the first one."""
@@ -33,20 +42,12 @@ needs_hosts = pytest.mark.skipif(bool(refusal), reason=f"no virtual hosts here: 
 class Worker:
     """A process of the workflow, or of what starts it."""
 
-    process: Forked | subprocess.Popen[bytes]
+    process: Forked
     disk: Path
 
     @property
     def output(self) -> str:
         return (self.disk / "log").read_text(errors="replace")
-
-    @property
-    def error(self) -> str:
-        """The one sentence that it ended with."""
-        errors = [line for line in self.output.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1, self.output
-        assert "Traceback" not in self.output
-        return errors[0]
 
     @property
     def results(self) -> Path:
@@ -73,38 +74,54 @@ class Place:
     script: Path
     settings: tuple[str, ...]
     network: VirtualNetwork | None = None
+    ranks: int = 1
+    """On each host."""
+    disk: Path | None = None
+    """That all share; else each has one of its own."""
     workers: list[Worker] = field(default_factory=list)
 
-    def start(
+    def start(self, host: int, *overrides: str, launcher: Sequence[str] = (sys.executable,), **env: str) -> Worker:
+        """Start a worker as a fork."""
+        disk = self.folder / f"disk{len(self.workers)}"
+        disk.mkdir(parents=True, exist_ok=True)
+        root = ("--results_root", str(self.disk or disk))
+        command = [*launcher, self.script.name, *self.settings, *root, *overrides]
+        around = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **env}
+        on = self.network.hosts[host] if self.network else None
+        (disk / "log").touch()
+        self.workers.append(Worker(Forked(command, self.script.parent, around, disk / "log", on), disk))
+        return self.workers[-1]
+
+    def start_ranks(
         self,
         host: int,
         *overrides: str,
-        launcher: Sequence[str] = (sys.executable,),
-        is_forked: bool = True,
-        **environment: str,
+        env: Mapping[str, str] | None = None,
+        by: Sequence[str] = (),
+        **options: object,
     ) -> Worker:
-        """Start a worker as a fork; or as a process that begins anew, with this environment from its first line."""
-        disk = self.folder / f"disk{len(self.workers)}"
-        disk.mkdir(parents=True, exist_ok=True)
-        command = [*launcher, self.script.name, *self.settings, "--results_root", str(disk), *overrides]
-        around = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
-        on = self.network.hosts[host] if self.network else None
-        (disk / "log").touch()
-        process = (
-            Forked(command, self.script.parent, around, disk / "log", on)
-            if is_forked
-            else on.start(command, disk / "log", around, self.script.parent)
-        )
-        self.workers.append(Worker(process, disk))
-        return self.workers[-1]
+        """Start the ranks of one host; `options` are those of `torchrun`, `by` stands before the workflow's name."""
+        count = len(self.network.hosts)
+        launcher = torchrun(self.network.hosts[host], **{"nodes": count, "ranks": self.ranks, **options})
+        size = ("--devices", f"{count * self.ranks}", "--nodes", f"{count}")
+        return self.start(host, *size, *overrides, launcher=[*launcher, *by], **(env or {}))
 
-    def finish(self, within_s: float) -> list[int]:
+    def start_all(self, *overrides: str, **options: Any) -> list[Worker]:
+        """Start the ranks of each host."""
+        return [self.start_ranks(host.number, *overrides, **options) for host in self.network.hosts]
+
+    def finish(self, within_s: float = START_S + RUN_S) -> list[int]:
         """Every worker's exit code; all end in time, and leave no process behind."""
         wait_until(lambda: all(worker.process.poll() is not None for worker in self.workers), within_s, self.workers)
         if self.network:
             hosts = self.network.hosts
             wait_until(lambda: not any(host.processes() for host in hosts), END_S, self.workers)
         return [worker.process.returncode for worker in self.workers]
+
+    def finish_well(self, within_s: float = START_S + RUN_S) -> list[Worker]:
+        """The workers, when all have ended without an error."""
+        assert not any(self.finish(within_s)), [worker.output for worker in self.workers]
+        return self.workers
 
 
 def torchrun(
@@ -128,7 +145,7 @@ def torchrun(
 
 
 def wait_until(is_so: Callable[[], bool], within_s: float, workers: Sequence[Worker]) -> None:
-    deadline_s = time.monotonic() + within_s
+    deadline_s = time.monotonic() + patient(within_s)
     while not is_so():
         assert time.monotonic() < deadline_s, "\n\n".join(worker.output for worker in workers)
         time.sleep(0.05)
