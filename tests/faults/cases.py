@@ -1,7 +1,9 @@
-"""The runs that the fault tests start, and which of a test's cases run where."""
+"""The runs and notebooks that the fault tests start, and which of a test's cases run where."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
+import nbformat
 import pytest
 
 STEPS = 6
@@ -45,3 +47,12 @@ def cases(fast: Iterable = (), slow: Iterable = (), soak: Iterable = ()) -> list
         for group, marks in groups
         for case in group
     ]
+
+
+def write_notebook(path: Path, *cells: str) -> Path:
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell) for cell in cells],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    )
+    nbformat.write(notebook, path)
+    return path

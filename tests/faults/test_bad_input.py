@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
 from common.planning.device_maps import read_device_map
 from common.records.store import load_record
 from common.training.checkpoints import MANIFEST_FILE, DamagedCheckpointError, read_manifest
+from tests.faults.cases import write_notebook
 
 INPUTS = int(os.environ.get("FUZZED_INPUTS", "100"))
 """For each reader; `make soak` takes more."""
@@ -49,7 +51,7 @@ def write(tmp_path: Path) -> Callable[..., RunConfig]:
         others = {"validation": validation or [row("Which?")], "test": test or [row("Where to?")]}
         for name, rows in {"train": train, **others}.items():
             lines = [each if isinstance(each, str) else json.dumps(each) for each in rows]
-            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n", "utf-8", errors="surrogateescape")
         return replace(RUN, data=str(tmp_path))
 
     return write_files
@@ -67,6 +69,7 @@ def write(tmp_path: Path) -> Callable[..., RunConfig]:
         ({"messages": [{"role": "user", "content": "x"}] * 2}, "line 2 has messages of the roles 'user', 'user'"),
         (row("Where?", " "), "line 2 has an empty assistant message"),
         ('{"messages": [{"role": "user", "con', r"train\.jsonl, line 2 is no JSON"),
+        ('{"id": "caf\udce9"}', r"train\.jsonl is not UTF-8 \(line 2, byte \d+\)"),  # the byte E9
     ],
 )
 def test_a_bad_row_is_refused_by_file_line_and_id(write: Callable, bad: object, said: str, outcomes: object) -> None:
@@ -74,13 +77,6 @@ def test_a_bad_row_is_refused_by_file_line_and_id(write: Callable, bad: object, 
         load_splits(write([row("Who?"), bad]))
     for fault in (17, 18, 20):
         outcomes.keep(fault, "all", "refused by file, line and id")
-
-
-def test_what_is_not_utf_8_is_refused_by_its_line(write: Callable, tmp_path: Path) -> None:
-    run = write([row("Who?")])
-    (tmp_path / "train.jsonl").write_bytes(json.dumps(row("Who?")).encode() + b'\n{"id": "caf\xe9"}\n')
-    with pytest.raises(BadInputError, match=r"train\.jsonl is not UTF-8 \(line 2, byte \d+\)"):
-        load_splits(run)
 
 
 def test_rows_without_an_answer_in_reach_are_counted_and_refused_above_a_limit(
@@ -125,14 +121,21 @@ def test_the_shipped_data_raise_no_alarm(folder: Path, capsys: pytest.CaptureFix
 # -- rows 16, 32 and 33
 
 
-def test_results_that_cannot_be_written_are_refused(tmp_path: Path, outcomes: object) -> None:
+def test_results_that_cannot_be_written_or_are_a_link_are_refused(tmp_path: Path, outcomes: object) -> None:
     check_results_folder(replace(RUN, results_root=str(tmp_path / "new" / "deep")))
     assert not (tmp_path / "new").exists(), "looking makes nothing"
-    with pytest.raises(BadInputError, match=r"Nothing can be written into /proc/1/results .*pass --results_root"):
-        check_results_folder(replace(RUN, results_root="/proc/1"))
     (tmp_path / "file").touch()
-    with pytest.raises(BadInputError, match="Nothing can be written"):
-        check_results_folder(replace(RUN, results_root=str(tmp_path / "file")))
+    for name in ("elsewhere", "results"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "results" / "run").symlink_to(tmp_path / "elsewhere")
+    refusals = {
+        "/proc/1": r"Nothing can be written into /proc/1/results .*pass --results_root",
+        f"{tmp_path / 'file'}": "Nothing can be written",
+        f"{tmp_path}": "The results folder run is a link to elsewhere",
+    }
+    for root, said in refusals.items():
+        with pytest.raises(BadInputError, match=said):
+            check_results_folder(replace(RUN, results_root=root, run_name="run"))
     outcomes.keep(16, "all", "refused before a model is loaded")
 
 
@@ -143,20 +146,9 @@ def test_a_run_name_that_leads_elsewhere_is_refused(name: str, outcomes: object)
     outcomes.keep(33, "all", "refused; nothing is written")
 
 
-def test_a_results_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "run").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(BadInputError, match="The results folder run is a link to elsewhere"):
-        check_results_folder(replace(RUN, results_root=str(tmp_path), run_name="run"))
-
-
 def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path: Path, outcomes: object) -> None:
-    canary = tmp_path / "canary"
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for path in EMBEDDED_BASE.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    canary, folder = tmp_path / "canary", tmp_path / "model"
+    shutil.copytree(EMBEDDED_BASE, folder, copy_function=shutil.copyfile)
     config = json.loads((folder / "config.json").read_text())
     code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "of-its-own", "auto_map": code}))
@@ -172,15 +164,6 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(tmp_path: Pa
 # -- row 30
 
 
-def _notebook(path: Path, cell: str) -> Path:
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell("print('before')"), nbformat.v4.new_code_cell(cell)],
-        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
-    )
-    nbformat.write(notebook, path)
-    return path
-
-
 @pytest.mark.parametrize(
     ("cell", "ends_with"),
     [("import os; os.kill(os.getpid(), 9)", DeadKernelError), ("import time; time.sleep(600)", CellTimeoutError)],
@@ -191,7 +174,11 @@ def test_a_kernel_that_dies_or_hangs_ends_papermill_and_keeps_the_notebook(
     out = tmp_path / "out.ipynb"
     with pytest.raises(ends_with):
         papermill.execute_notebook(
-            _notebook(tmp_path / "in.ipynb", cell), out, execution_timeout=2, progress_bar=False, autosave_cell_every=0
+            write_notebook(tmp_path / "in.ipynb", "print('before')", cell),
+            out,
+            execution_timeout=2,
+            progress_bar=False,
+            autosave_cell_every=0,
         )
     assert "before" in str(nbformat.read(out, 4).cells[0].outputs)
     outcomes.keep(30, "notebooks", "ends with an error; what was done is kept")

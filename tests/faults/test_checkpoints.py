@@ -160,10 +160,10 @@ def truncated(content: bytes, place: int, _: int) -> bytes:
 @given(
     damage=st.sampled_from([flipped, truncated]),
     name=st.sampled_from([MANIFEST_FILE, *FILES]),
-    place=st.integers(0),
+    place=st.integers(0, 99_999),
     other=st.integers(1, 255),
 )
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_flipped_byte_and_any_truncation_is_caught(
     whole: Path, outcomes: object, damage: Callable, name: str, place: int, other: int
 ) -> None:

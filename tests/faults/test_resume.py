@@ -16,7 +16,6 @@ from common.training.checkpoints import MANIFEST_FILE, read_manifest, write_mani
 from tests.faults.cases import STEPS, WORKFLOWS, cases
 from tests.faults.compare import largest_difference
 from tests.forked import run_forked
-from tests.pace import patient
 
 EPOCHS_END, WITHIN_EPOCH, WITHIN_ACCUMULATION = "at an epoch's end", "within an epoch", "within an accumulation"
 STOPS = {
@@ -64,7 +63,7 @@ def _work(folder: Path, jobs: list[dict], ranks: int) -> None:
     places = [str(REPOSITORY / Path(job["place"]).parent) for job in jobs]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *places])}
     log = folder / "jobs.log"
-    code = run_forked([*command, str(folder / "jobs.json")], folder, env, log, timeout=patient(600))
+    code = run_forked([*command, str(folder / "jobs.json")], folder, env, log, timeout=600)
     assert code == 0, log.read_text(errors="replace")[-8000:]
 
 
@@ -133,6 +132,6 @@ def test_without_a_ranks_random_numbers_or_with_other_rows_a_run_does_not_go_on(
     place, _, own = WORKFLOWS["single"]
     settings = (*own, "--num_train_epochs", "3", *MORE["single"], "--resume_from_checkpoint", str(kept), *more)
     command, log = [sys.executable, Path(place).name, *settings, "--results_root", str(tmp_path)], tmp_path / "log"
-    assert run_forked(command, (REPOSITORY / place).parent, os.environ, log, timeout=patient(60)) == 2
+    assert run_forked(command, (REPOSITORY / place).parent, os.environ, log, timeout=60) == 2
     assert said in log.read_text()
     outcomes.keep(fault, "all", outcome)

@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import nbformat
 import papermill
 import pytest
 
@@ -15,6 +14,7 @@ from common.base.paths import REPOSITORY
 from common.base.print_prefix import printing_with_prefix
 from common.base.run_config import RunConfig
 from common.base.secrets import HIDDEN, hide_secrets, secrets_here, without_secrets
+from tests.faults.cases import write_notebook
 from tests.forked import run_forked
 
 SECRETS = {"HF_TOKEN": "hf_not-a-real-one-0123456789", "WANDB_API_KEY": "0123456789abcdef-not-real"}
@@ -111,13 +111,9 @@ def test_a_notebook_shows_it_neither(tmp_path: Path) -> None:
         "stream_command([sys.executable, '-c', 'import os; print(os.environ[\"HF_TOKEN\"]); raise ValueError("
         'os.environ["HF_TOKEN"])\'])'
     )
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(cell)],
-        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
-    )
-    nbformat.write(notebook, tmp_path / "in.ipynb")
+    notebook = write_notebook(tmp_path / "in.ipynb", cell)
     with pytest.raises(papermill.PapermillExecutionError, match="ended with exit code 1"):
-        papermill.execute_notebook(tmp_path / "in.ipynb", tmp_path / "out.ipynb", cwd=REPOSITORY, progress_bar=False)
+        papermill.execute_notebook(notebook, tmp_path / "out.ipynb", cwd=REPOSITORY, progress_bar=False)
     assert _files_with_secrets(tmp_path) == []
 
 
