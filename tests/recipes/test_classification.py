@@ -4,7 +4,6 @@ That it computes what one device computes is in test_equivalence.py.
 """
 
 import csv
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +13,15 @@ from peft import AutoPeftModelForSequenceClassification, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from common.base.paths import REPOSITORY
+from tests.fixtures import Trained
+from tests.recipes.folders import CLASSIFICATION
 
 pytestmark = pytest.mark.slow
-FOLDER = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
 QUICK = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "9", "--report_to", "none",
          "--learning_rate", "1e-3", "--max_steps", "5", "--eval_steps", "0.2")  # fmt: skip
 WAYS = {"ddp": "8", "pp": "16", "tp": "16"}
 """With the rows of a rank at once."""
-Runs = dict[str, Any]
+Runs = dict[str, Trained]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def divided(
 ) -> Runs:
     runs = {
         f"{technique}, {way}": (
-            FOLDER,
+            CLASSIFICATION,
             (*QUICK, "--technique", technique, "--parallel", way, "--batch_size", size, "--model", encoders["bert"]),
         )
         for technique in ("full", "lora")
@@ -51,32 +50,23 @@ def test_every_test_row_is_counted_once(divided: Runs) -> None:
         assert after["accuracy"] == sum(row["label"] == row["found"] for row in found) / 9
 
 
-def test_labels_are_in_the_saved_config_and_plain_transformers_loads_it(divided: Runs) -> None:
-    for name in ("full, pp", "full, tp", "full, ddp"):
-        folder = divided[name].results / "model"
-        config = json.loads((folder / "config.json").read_text())
-        assert config["architectures"] == ["BertForSequenceClassification"]
-        assert config["id2label"]["0"] == "accessibility"
-        model, about = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
-        assert not about["missing_keys"]
-        assert not about["unexpected_keys"]
-        assert model.config.label2id["accessibility"] == 0
-
-
-def test_the_head_is_trained_and_saved_with_the_adapter(divided: Runs) -> None:
-    for way in WAYS:
-        weights = load_file(divided[f"lora, {way}"].results / "adapter" / "adapter_model.safetensors")
-        assert {name.split(".")[-2] for name in weights if "lora" not in name} == {"classifier", "dense"}
-    loaded = AutoPeftModelForSequenceClassification.from_pretrained(
-        divided["lora, tp"].results / "adapter", num_labels=6
-    )
-    assert loaded.get_base_model().classifier.modules_to_save["default"].weight.abs().sum() > 0
+@pytest.mark.parametrize("way", WAYS)
+def test_labels_are_in_the_saved_config_and_plain_transformers_loads_it(divided: Runs, way: str) -> None:
+    folder = divided[f"full, {way}"].results / "model"
+    model, about = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not about["missing_keys"]
+    assert not about["unexpected_keys"]
+    assert model.config.architectures == ["BertForSequenceClassification"]
+    assert (model.config.id2label[0], model.config.label2id["accessibility"]) == ("accessibility", 0)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_adapter_has_its_labels_and_tokenizer_beside_it(divided: Runs, encoders: dict[str, str], way: str) -> None:
-    run = divided[f"lora, {way}"]
-    adapter, merged = run.results / "adapter", run.results / "merged"
+def test_an_adapter_has_its_head_labels_and_tokenizer_with_it(
+    divided: Runs, encoders: dict[str, str], way: str
+) -> None:
+    adapter, merged = (divided[f"lora, {way}"].results / name for name in ("adapter", "merged"))
+    weights = load_file(adapter / "adapter_model.safetensors")
+    assert {name.split(".")[-2] for name in weights if "lora" not in name} == {"classifier", "dense"}
     config = AutoConfig.from_pretrained(adapter)
     assert config.id2label == AutoConfig.from_pretrained(merged).id2label != {}
     base = AutoModelForSequenceClassification.from_pretrained(encoders["bert"], config=config)
@@ -87,6 +77,12 @@ def test_an_adapter_has_its_labels_and_tokenizer_beside_it(divided: Runs, encode
         torch.testing.assert_close(adapted.eval()(**batch).logits, whole.eval()(**batch).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_an_adapter_loads_without_its_base_being_named(divided: Runs) -> None:
+    adapter = divided["lora, tp"].results / "adapter"
+    loaded = AutoPeftModelForSequenceClassification.from_pretrained(adapter, num_labels=6)
+    assert loaded.get_base_model().classifier.modules_to_save["default"].weight.abs().sum() > 0
+
+
 def test_tensor_parallel_really_divides(divided: Runs) -> None:
     held = divided["full, tp"].record["held"]
     for rank in held["per_rank"]:
@@ -94,42 +90,15 @@ def test_tensor_parallel_really_divides(divided: Runs) -> None:
     assert divided["full, tp"].record["sent"]["bytes"] > 0
 
 
-# -- the ways to start it
-
-
-@pytest.mark.parametrize("launcher", ["python", "accelerate"])
+@pytest.mark.parametrize(("launcher", "named"), [("python", "torchrun"), ("accelerate", "acclaunch")])
 def test_ranks_are_started_as_the_setting_has_them(
-    run_workflow: Callable[..., Any], encoders: dict[str, str], launcher: str
+    completed: Callable[..., Any], encoders: dict[str, str], launcher: str, named: str
 ) -> None:
     setting = ("--technique", "lora", "--parallel", "ddp", "--validation_rows", "9", "--model", encoders["bert"])
-    done = run_workflow(launcher, *setting, folder=FOLDER)
-    assert done.exit_code == 0, done.output
-    assert done.record["launcher"] == {"python": "torchrun", "accelerate": "acclaunch"}[launcher]
-    assert [share["rank"] for share in done.record["world"]] == [0, 1]
-    ceiling = done.record["machine_ceiling"]
+    record = completed(launcher, *setting, folder=CLASSIFICATION).record
+    assert record["launcher"] == named
+    assert [share["rank"] for share in record["world"]] == [0, 1]
+    ceiling = record["machine_ceiling"]
     assert ceiling["strong"] > 0
     assert ceiling["reached"] == ceiling["all_ranks_share_step_s"] / ceiling["synchronised_share_step_s"] > 0
-    assert "--technique lora --parallel ddp" in done.record["command"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (("--label_column", "class"), "has no column 'class'"),
-        (("--parallel", "fsdp"), "task is classification, but technique is full and parallel fsdp"),
-        (
-            ("--parallel", "tp", "--devices", "5"),
-            "num_attention_heads is 12 and its intermediate_size 1536, which 5 ranks cannot share evenly",
-        ),
-        (("--model", "assets/embedded_base"), "is of the kind llama"),
-        (("--max_length", "2000"), "has positions for 512 tokens"),
-    ],
-)
-def test_bad_input_ends_in_one_sentence_before_a_rank_starts(
-    run_workflow: Callable[..., Any], overrides: tuple[str, ...], sentence: str
-) -> None:
-    done = run_workflow("python", *overrides, folder=FOLDER)
-    assert done.exit_code == 2, done.output
-    assert sentence in done.output
-    assert "Traceback" not in done.output
-    assert not done.results.exists()
+    assert "--technique lora --parallel ddp" in record["command"]

@@ -20,24 +20,26 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common.base.paths import REPOSITORY
 from common.reporting.outcomes import EQUIVALENCE
 from common.training.strategy import SHARDS
+from tests.fixtures import Trained
 from tests.outcomes import merged
+from tests.recipes.folders import (
+    CLASSIFICATION,
+    DDP,
+    FULL,
+    LORA,
+    MP,
+    PICTURES,
+    PP,
+    PREFERENCES,
+    QLORA,
+    SHARDED,
+    SUMMARIZATION,
+)
 
 KEEP = "KEEP_OUTCOMES"
 """Set by `make soak`: the differences are kept, for docs/results.md."""
-LORA = REPOSITORY / "2.1_lora_finetuning" / "run_0_cpu_x1"
-DDP = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_0_cpu_x2"
-QLORA = REPOSITORY / "2.3_qlora_finetuning" / "run_0_cpu_x1"
-MP = REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1"
-FULL = REPOSITORY / "2.4_full_finetuning" / "run_0_cpu_x1"
-SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
-PP = REPOSITORY / "2.7_full_finetuning_with_pp" / "run_0_cpu_x2"
-CLASSIFICATION = REPOSITORY / "3.1_text_classification" / "run_0_cpu_x2"
-PICTURES = REPOSITORY / "3.3_visual_question_answering" / "run_0_cpu_x1"
-PREFERENCES = REPOSITORY / "3.4_preference_tuning" / "run_0_cpu_x1"
-SUMMARIZATION = REPOSITORY / "3.2_summarization" / "run_0_cpu_x2"
 TORCHRUN, ACCELERATE, MACHINES = (
     SUMMARIZATION / f"my_workflow_summarization_{way}.py" for way in ("torchrun", "accelerate", "machines")
 )
@@ -259,16 +261,21 @@ MORE_CASES = [
 ]
 """Another model of a kind, and parts of the rows that ranks cannot share evenly."""
 CONTROL = chat("rows in another order", "full", FULL, *WHOLE_BATCH, "--seed", "7", launch="one_device")
-OVER_20_STEPS = [
-    case.with_adamw()
-    for case in CASES
-    if not (case.note or case.technique == "qlora" or "accumulated" in case.strategy or "GPipe" in case.strategy)
-    if case.launch != "fake_machine"  # where each operation goes through Python
-]
-Runs = dict[str, Any]
-"""What `run_several` of tests/fixtures.py returns."""
-Launch = Callable[..., Runs]
+STATES_ARE_SHARED_BY = (
+    "DDP, lora", "FSDP2, full", "FSDP2, lora", "FSDP2, hybrid, full", "ZeRO-1, full", "ZeRO-2, lora", "ZeRO-3, full",
+    "PP, 1F1B, full", "PP, 1F1B, lora", "classification, PP, full", "classification, TP, full",
+    "classification, DDP, lora", "visual_questions, DDP, lora", "preferences, DDP, lora",
+    "summarization, Seq2SeqTrainer, full", "summarization, plain loop, Accelerate, full",
+    "summarization, plain loop, torch.distributed, full",
+)  # fmt: skip
+"""Cases that each have the optimizer's states, and the schedule of its rate, in a way of their own: divided, wrapped by
+a library, or stepped in a loop of ours. The others differ in their gradients, which SGD shows as well."""
+BY_NAME = {str(case): case for case in CASES}
+OVER_20_STEPS = [BY_NAME[name].with_adamw() for name in STATES_ARE_SHARED_BY]
+Runs = dict[str, Trained]
+Weights = dict[str, torch.Tensor]
 Differences = dict[Case, tuple[float, float]]
+Launch = Callable[..., Runs]
 
 
 @pytest.fixture(scope="module")
@@ -323,9 +330,15 @@ def fake_machine(fake_gpus: None, launch: Launch) -> Runs:
 
 
 @pytest.fixture
-def both(case: Case, one_device: Runs, request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """The single-device reference, and the case."""
-    return one_device[str(case.reference)], request.getfixturevalue(case.launch)[str(case)]
+def one(case: Case, one_device: Runs) -> Trained:
+    """The single-device reference, or the case itself where it is one."""
+    return one_device[str(case.reference or case)]
+
+
+@pytest.fixture
+def other(case: Case, request: pytest.FixtureRequest) -> Trained:
+    """The case."""
+    return request.getfixturevalue(case.launch)[str(case)]
 
 
 @pytest.fixture(scope="module")
@@ -334,29 +347,22 @@ def differences() -> Iterator[Differences]:
     found: Differences = {}
     yield found
     if KEEP in os.environ:
-        nothing = (None, None)
-        measured = [
-            {
-                "task": case.task,
-                "strategy": case.strategy,
-                "technique": case.technique,
-                "note": case.note,
-                "loss_difference": found.get(case, nothing)[0],
-                "weight_difference": found.get(case, nothing)[1],
-            }
-            for case in CASES
-        ]
+        measured = []
+        for case in CASES:
+            about = {name: getattr(case, name) for name in ("task", "strategy", "technique", "note")}
+            losses, weights = found.get(case, (None, None))
+            measured.append({**about, "loss_difference": losses, "weight_difference": weights})
         EQUIVALENCE.write_text(json.dumps(merged(measured), indent=1) + "\n", encoding="utf-8")
 
 
-def saved_weights(run: Any) -> dict[str, torch.Tensor]:
+def saved_weights(run: Trained) -> Weights:
     """Of the best checkpoint, as it was saved for plain libraries: the adapter, or the model."""
     adapter = run.results / "adapter"
     files = (adapter if adapter.exists() else run.results / "model").glob("*.safetensors")
     return {name: weight for file in files for name, weight in load_file(file).items()}
 
 
-def last_weights(run: Any) -> dict[str, torch.Tensor]:
+def last_weights(run: Trained) -> Weights:
     """Of checkpoint-5; where ranks wrote their parts, made whole, by the names of plain libraries."""
     checkpoint = run.results / "checkpoints" / "checkpoint-5"
     if not (checkpoint / SHARDS).exists():
@@ -367,7 +373,7 @@ def last_weights(run: Any) -> dict[str, torch.Tensor]:
     return {name.replace(".modules_to_save", "").replace(".default", ""): weight for name, weight in weights.items()}
 
 
-def weight_difference(one: Any, other: Any) -> float:
+def weight_difference(one: Trained, other: Trained) -> float:
     """After five steps; where an earlier checkpoint was the best, what was saved of that is equal, too."""
     mine, theirs = saved_weights(one), saved_weights(other)
     assert mine.keys() == theirs.keys()
@@ -377,12 +383,12 @@ def weight_difference(one: Any, other: Any) -> float:
     return largest_difference(last_weights(one), last_weights(other))
 
 
-def largest_difference(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+def largest_difference(mine: Weights, theirs: Weights) -> float:
     """Of all that is `mine`: `theirs` may have frozen weights, too."""
     return torch.stack([(mine[name] - theirs[name]).abs().max() for name in mine]).max().item()
 
 
-def loss_difference(one: Any, other: Any, steps: int) -> float:
+def loss_difference(one: Trained, other: Trained, steps: int) -> float:
     """Relative, of the steps' losses and of the validations after each."""
     found = []
     for kind in ("training_losses", "validation_losses"):
@@ -392,22 +398,21 @@ def loss_difference(one: Any, other: Any, steps: int) -> float:
     return torch.tensor(found).max().item()  # Python's own would pass over what is no number
 
 
-def check_counted(one: Any, other: Any) -> None:
-    counted = ("effective_batch_size", "steps", "trained_parameters", "flops_per_token")
-    found = ("validation_accuracies", "best_accuracy") if "best_accuracy" in one.record else ()
-    classified = (
-        ("quality",) if one.record["config"]["task"] == "classification" else ()
-    )  # else it has what is measured
-    for key in (*counted, *found, *classified):
-        assert other.record[key] == one.record[key]
+def counted(run: Trained) -> dict[str, Any]:
+    """What is equal without rounding; of an evaluation, only what is no measured time."""
+    names = ["effective_batch_size", "steps", "trained_parameters", "flops_per_token"]
+    if "best_accuracy" in run.record:
+        names += ["validation_accuracies", "best_accuracy"]
+    if run.record["config"]["task"] == "classification":
+        names.append("quality")
+    return {name: run.record[name] for name in names}
 
 
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
 )
-def test_five_sgd_steps_are_one_devices(case: Case, both: tuple[Any, Any], differences: Differences) -> None:
-    one, other = both
-    check_counted(one, other)
+def test_five_sgd_steps_are_one_devices(case: Case, one: Trained, other: Trained, differences: Differences) -> None:
+    assert counted(other) == counted(one)
     assert other.record["checkpoints"] == one.record["checkpoints"]
     found = loss_difference(one, other, 5), weight_difference(one, other)
     assert all(difference < 1e-5 for difference in found)
@@ -415,47 +420,39 @@ def test_five_sgd_steps_are_one_devices(case: Case, both: tuple[Any, Any], diffe
 
 
 @pytest.mark.parametrize("case", ONE.values(), ids=str)
-def test_some_steps_are_clipped_and_some_are_not(case: Case, one_device: Runs) -> None:
-    run = one_device[str(case)]
-    state = json.loads((run.results / "checkpoints" / "checkpoint-5" / "trainer_state.json").read_text())
+def test_one_devices_steps_are_fit_to_compare_with(case: Case, one: Trained, tiny_models: dict[str, str]) -> None:
+    """Some are clipped and some are not, the best checkpoint is the best by validation, and the weights move."""
+    record, clip = one.record, one.record["config"]["max_grad_norm"]
+    state = json.loads((one.results / "checkpoints" / "checkpoint-5" / "trainer_state.json").read_text())
     norms = [entry["grad_norm"] for entry in state["log_history"] if "grad_norm" in entry][:4]  # the last rate is small
-    clip = run.record["config"]["max_grad_norm"]
     assert min(norms) < 0.95 * clip < 1.05 * clip < max(norms), norms
-
-
-@pytest.mark.parametrize("case", ONE.values(), ids=str)
-def test_the_best_checkpoint_is_the_best_by_validation(case: Case, one_device: Runs) -> None:
-    record = one_device[str(case)].record
     losses = [(loss, step) for step, loss in record["validation_losses"]]
     accuracies = [(-accuracy, step) for step, accuracy in record.get("validation_accuracies") or []]
-    _, step = min(accuracies if case.task == "classification" else losses)  # of equals the first
-    assert record["checkpoints"]["best"] == f"checkpoint-{step}"
+    _, best = min(accuracies if case.task == "classification" else losses)  # of equals the first
+    assert record["checkpoints"]["best"] == f"checkpoint-{best}"
     assert len({loss for loss, _ in losses}) == 5
+    assert largest_difference(*start_and_end(case, one, tiny_models)) > 1e-3
+
+
+def start_and_end(case: Case, one: Trained, tiny_models: dict[str, str]) -> tuple[Weights, Weights]:
+    """The last of five steps' weights, and what they were before; half of each adapter starts at 0."""
+    trained = {name.removeprefix("bert."): weight for name, weight in last_weights(one).items()}
+    zeros = {name: torch.zeros_like(weight) for name, weight in trained.items() if "lora_B" in name}
+    base = load_file(Path(tiny_models[case.task]) / "model.safetensors")
+    start = zeros or {name: weight for name, weight in base.items() if name in trained}
+    return start, trained
 
 
 @pytest.mark.parametrize("case", [CONTROL], ids=str)
-def test_rows_in_another_order_are_told_apart(both: tuple[Any, Any]) -> None:
-    assert loss_difference(*both, 5) > 1e-3
-    assert weight_difference(*both) > 1e-4
-
-
-@pytest.mark.parametrize("case", ONE.values(), ids=str)
-def test_five_steps_move_the_weights(case: Case, one_device: Runs, tiny_models: dict[str, str]) -> None:
-    """The last of five; half of each adapter starts at 0."""
-    saved = last_weights(one_device[str(case)])
-    trained = {name.removeprefix("bert."): weight for name, weight in saved.items()}
-    adapters = {name: weight for name, weight in trained.items() if "lora_B" in name}
-    base = load_file(Path(tiny_models[case.task]) / "model.safetensors")
-    zeros = {name: torch.zeros_like(weight) for name, weight in adapters.items()}
-    start = zeros or {name: weight for name, weight in base.items() if name in trained}
-    assert start
-    assert largest_difference(start, trained) > 1e-3
+def test_rows_in_another_order_are_told_apart(one: Trained, other: Trained) -> None:
+    assert loss_difference(one, other, 5) > 1e-3
+    assert weight_difference(one, other) > 1e-4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OVER_20_STEPS, ids=str)
-def test_losses_of_20_adamw_steps_are_one_devices(case: Case, both: tuple[Any, Any]) -> None:
-    check_counted(*both)
-    assert loss_difference(*both, 20) < 1e-5
-    first, *_, last = both[0].losses("training_losses")
+def test_losses_of_20_adamw_steps_are_one_devices(one: Trained, other: Trained) -> None:
+    assert counted(other) == counted(one)
+    assert loss_difference(one, other, 20) < 1e-5
+    first, *_, last = one.losses("training_losses")
     assert last < first

@@ -28,6 +28,7 @@ from common.planning.architectures import is_known_architecture
 from common.planning.job import BatchShape
 from common.reporting.outcomes import FAMILIES_FILE, read_outcomes
 from tests.families import DECODERS, ENCODER_DECODERS, ENCODERS, FAMILIES, TinyFamily, make_tiny
+from tests.fixtures import Trained
 
 KEEP = "KEEP_OUTCOMES"
 STEPS = 4
@@ -67,13 +68,23 @@ NOT_IN_4_BITS = {"mixtral": "MixtralExperts", "qwen3_moe": "Qwen3MoeExperts", "g
 """Families of which QLoRA is refused, and the class that holds most of their weights."""
 IN_SHORT = ("gpt2", "mixtral")
 """Those that `make test` sees: of each the most differs from the Llamas that all other tests use."""
+BY_ANOTHER = {
+    "2.1": [family for family in DECODERS if family not in (*IN_SHORT, *NOT_IN_4_BITS)],
+    "2.4": [family for family in DECODERS if family not in IN_SHORT],
+    "3.1 full": [family for family in ENCODERS if family not in ("bert", "deberta-v2", "distilbert")],
+}
+"""Left to `make soak`, as another workflow does as much with the family in `make test-all`: QLoRA adapts the layers
+that LoRA does, MP trains the weights that one device does, and LoRA the head for labels."""
 
-Runs = dict[str, Any]
+Runs = dict[str, Trained]
 
 
-def case(family: str, *more: str) -> Any:
+def case(family: str, workflow: str = "") -> Any:
     """The parameters of a test, which `make test` leaves out but of a few families."""
-    return pytest.param(family, *more, marks=[] if family in IN_SHORT else pytest.mark.slow)
+    marks = [] if family in IN_SHORT else [pytest.mark.slow]
+    if family in BY_ANOTHER.get(workflow, ()):
+        marks.append(pytest.mark.soak)
+    return pytest.param(*filter(None, (family, workflow)), marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -134,9 +145,8 @@ def test_a_family_is_trained_or_refused(
     outcomes: dict[str, dict[str, str]],
 ) -> None:
     if is_refused(family, workflow):
-        with pytest.raises(
-            BadInputError, match=rf"Only \d+% .* in 4 bits.* {NOT_IN_4_BITS[family]}: .*--technique lora"
-        ):
+        sentence = rf"Only \d+% .* in 4 bits.* {NOT_IN_4_BITS[family]}: .*--technique lora"
+        with pytest.raises(BadInputError, match=sentence):
             check_settings(RunConfig(technique="qlora", model=models(family)))
         outcomes[family][workflow] = "refused: not in 4 bits"
         return
@@ -154,15 +164,14 @@ def test_a_family_is_planned(
 ) -> None:
     model, known = models(family), is_known_architecture(models(family))
     batch, options = shape_of(family)
-    task = TASKS[batch.task]
-    dry = [name for name in task.techniques if not TECHNIQUES[name].quantizes]
+    dry = [name for name in TASKS[batch.task].techniques if not TECHNIQUES[name].quantizes]
     for technique in dry:
         targets = {"target_modules": "all"} if technique == "full" else {}
-        run = suited_to_model(RunConfig(task=task.name, technique=technique, model=model, **targets))
+        run = suited_to_model(RunConfig(task=batch.task, technique=technique, model=model, **targets))
         assert dry_run(run, batch).peak_gib > 0
     capsys.readouterr()
-    options = ["--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json", *options]
-    assert answer(read_options(options)) == 0
+    asked = ("--model", model, "--gpu", "a6000", "--batch-size", "2", "--seq-len", "32", "--json")
+    assert answer(read_options([*asked, *options])) == 0
     ranked = json.loads(capsys.readouterr().out)["ranked"]
     closed = [name for name, each in TECHNIQUES.items() if not (batch.classes and each.quantizes)]
     assert {entry["technique"] for entry in ranked} == set(closed if known else dry)

@@ -6,12 +6,10 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_lora_learns_form_and_facts(run_workflow: Callable, launcher: str) -> None:
+def test_lora_learns_form_and_facts(completed: Callable) -> None:
     rows = ("--train_rows", "-1", "--validation_rows", "-1", "--test_rows", "-1")
-    done = run_workflow(launcher, *rows, "--num_train_epochs", "6", "--max_new_tokens", "48")
-    assert done.exit_code == 0, done.output
-    before, after = done.record["quality"]["before"], done.record["quality"]["after"]
+    quality = completed("python", *rows, "--num_train_epochs", "6", "--max_new_tokens", "48").record["quality"]
+    before, after = quality["before"], quality["after"]
     assert before["questions"] == after["questions"] == 74
     assert before["similarity_score"] >= 0.5
     assert before["facts_said_share"] < 0.2

@@ -5,26 +5,23 @@ That they compute what one device computes is in test_equivalence.py.
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.base.paths import REPOSITORY
+from tests.fixtures import Trained
+from tests.recipes.folders import SHARDED
 from tests.recipes.phases import check_phases
 
 pytestmark = pytest.mark.slow
-SHARDED = REPOSITORY / "2.6_full_finetuning_with_fsdp" / "run_0_cpu_x2"
 
 QUICK = ("--train_rows", "65", "--validation_rows", "9", "--test_rows", "1", "--independent_judge", "none",
          "--max_new_tokens", "1", "--report_to", "none", "--learning_rate_scaling", "none",
          "--learning_rate", "1e-3")  # fmt: skip
 EIGHT_STEPS = ("--max_steps", "8", "--eval_steps", "0.25", "--save_steps", "0.5", "--warmup_steps", "0",
                "--batch_size", "6")  # fmt: skip
-CONSTANT = ("--lr_scheduler_type", "constant")
-HALF = ("--max_steps", "4", "--eval_steps", "0.5")
 FOUR_STEPS = ("--max_steps", "4", "--eval_steps", "0.5", "--batch_size", "8")
 FSDP = {
     "fsdp": EIGHT_STEPS,
@@ -33,42 +30,54 @@ FSDP = {
                           "--wrap", "LlamaMLP,LlamaAttention"),
     "mixed": (*FOUR_STEPS, "--precision", "bf16-mixed"),
     "lora": (*FOUR_STEPS, "--technique", "lora"),
-    "whole": (*EIGHT_STEPS, *CONSTANT),
-    "half": (*EIGHT_STEPS, *CONSTANT, *HALF),
 }  # fmt: skip
 ZERO = {
     **{f"zero{stage}": (*FOUR_STEPS, "--parallel", f"zero{stage}") for stage in (1, 2, 3)},
     "zero3, to be gone on with": (*EIGHT_STEPS, "--parallel", "zero3"),
 }
-Runs = dict[str, Any]
-"""What `run_several` of tests/fixtures.py returns."""
+Runs = dict[str, Trained]
 
 
 @pytest.fixture(scope="module")
-def fsdp(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Runs]) -> Runs:
-    runs = {name: (SHARDED, (*QUICK, *overrides)) for name, overrides in FSDP.items()}
-    return run_several(tmp_path_factory.mktemp("fsdp"), runs, 2)
+def start(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Runs]) -> Callable[..., Runs]:
+    """Run the folder with these overrides, by name, on so many ranks."""
+
+    def started(ranks: int, overrides: dict[str, tuple[str, ...]]) -> Runs:
+        runs = {name: (SHARDED, (*QUICK, *own)) for name, own in overrides.items()}
+        return run_several(tmp_path_factory.mktemp("runs"), runs, ranks)
+
+    return started
 
 
 @pytest.fixture(scope="module")
-def zero(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Runs]) -> Runs:
-    runs = {name: (SHARDED, (*QUICK, *overrides)) for name, overrides in ZERO.items()}
-    return run_several(tmp_path_factory.mktemp("zero"), runs, 2)
+def fsdp(start: Callable[..., Runs]) -> Runs:
+    return start(2, FSDP)
 
 
 @pytest.fixture(scope="module")
-def gone_on(tmp_path_factory: pytest.TempPathFactory, run_several: Callable[..., Runs], fsdp: Runs) -> Runs:
-    """Two ranks that go on from checkpoints of `fsdp`: from the last one, and half the way."""
-    runs = {
-        "two": (*EIGHT_STEPS, "--max_steps", "12", "--resume_from_checkpoint", checkpoint_of(fsdp["fsdp"], 8)),
-        "rest": (*EIGHT_STEPS, *CONSTANT, "--resume_from_checkpoint", checkpoint_of(fsdp["half"], 4)),
-    }
-    jobs = {name: (SHARDED, (*QUICK, *overrides)) for name, overrides in runs.items()}
-    return run_several(tmp_path_factory.mktemp("two"), jobs, 2)
+def zero(start: Callable[..., Runs]) -> Runs:
+    return start(2, ZERO)
 
 
-def checkpoint_of(run: Any, step: int) -> str:
-    return str(run.results / "checkpoints" / f"checkpoint-{step}")
+@pytest.fixture(scope="module")
+def two(start: Callable[..., Runs], fsdp: Runs) -> Any:
+    """Two ranks that go on from the last checkpoint of `fsdp`."""
+    return start(2, {"two": going_on_from(fsdp["fsdp"])})["two"]
+
+
+def going_on_from(run: Any) -> tuple[str, ...]:
+    return (
+        *EIGHT_STEPS,
+        "--max_steps",
+        "12",
+        "--resume_from_checkpoint",
+        str(run.results / "checkpoints/checkpoint-8"),
+    )
+
+
+def check_same_losses(run: Any, expected: Any, rel: float) -> None:
+    for kind in ("training_losses", "validation_losses"):
+        assert run.losses(kind) == pytest.approx(expected.losses(kind), rel=rel)
 
 
 def held(run: Any) -> list[dict[str, float]]:
@@ -93,9 +102,11 @@ def test_phases_take_what_is_planned(fsdp: Runs, name: str) -> None:
 
 
 @pytest.mark.usefixtures("needs_deepspeed")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_phases_with_zero_take_what_is_planned(zero: Runs, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "off"), [(1, 1e-3), (2, 1e-3), (3, 0.06)])  # stage 3 gathers some weights twice
+def test_zero_takes_and_sends_what_is_planned(zero: Runs, stage: int, off: float) -> None:
     check_phases(zero[f"zero{stage}"])
+    record = zero[f"zero{stage}"].record
+    assert record["sent"]["bytes"] == pytest.approx(record["planned"]["sent_bytes"], rel=off)
 
 
 @pytest.mark.usefixtures("needs_deepspeed")
@@ -113,13 +124,6 @@ def test_what_is_sent_is_what_the_formula_says(fsdp: Runs) -> None:
         assert record["sent"]["bytes"] == pytest.approx(record["planned"]["sent_bytes"], rel=root_is_wrapped_too - 1)
 
 
-@pytest.mark.usefixtures("needs_deepspeed")
-def test_what_deepspeed_sends_is_what_the_formula_says(zero: Runs) -> None:
-    for stage, off in ((1, 1e-3), (2, 1e-3), (3, 0.06)):  # stage 3 gathers some small weights twice
-        record = zero[f"zero{stage}"].record
-        assert record["sent"]["bytes"] == pytest.approx(record["planned"]["sent_bytes"], rel=off)
-
-
 def test_what_was_saved_is_one_model_of_all_ranks(fsdp: Runs) -> None:
     results = fsdp["all, checkpointed"].results
     config = json.loads((results / "model" / "config.json").read_text())
@@ -134,49 +138,30 @@ def test_what_was_saved_is_one_model_of_all_ranks(fsdp: Runs) -> None:
 # -- checkpoints
 
 
-def test_shards_of_two_ranks_go_on_with_three(
-    fsdp: Runs, gone_on: Runs, tmp_path: Path, run_several: Callable[..., Runs]
-) -> None:
+def test_shards_of_two_ranks_go_on_with_three(fsdp: Runs, two: Any, start: Callable[..., Runs]) -> None:
     assert fsdp["fsdp"].record["checkpoints"]["best"] == "checkpoint-8"
-    more = (*EIGHT_STEPS, "--max_steps", "12", "--resume_from_checkpoint", checkpoint_of(fsdp["fsdp"], 8))
-    three_ranks = (*QUICK, *more, "--batch_size", "4", "--devices", "3")
-    two, three = gone_on["two"], run_several(tmp_path, {"three": (SHARDED, three_ranks)}, 3)["three"]
+    three_ranks = (*going_on_from(fsdp["fsdp"]), "--batch_size", "4", "--devices", "3")
+    three = start(3, {"three": three_ranks})["three"]
     assert two.record["steps"] == three.record["steps"] == 12
     assert two.record["training_losses"][0][0] == 2  # the history goes on, from the first part's
-    for kind in ("training_losses", "validation_losses"):
-        assert three.losses(kind) == pytest.approx(two.losses(kind), rel=1e-5)
+    check_same_losses(three, two, rel=1e-5)
     assert two.losses("validation_losses")[-1] < two.losses("validation_losses")[3]
     assert sum(share["samples"] for share in three.record["world"]) < 4 * 12 + 1  # of the last four steps alone
 
 
 def test_two_copies_of_two_ranks_hold_halves_send_what_the_formula_says_and_resume(
-    fsdp: Runs, gone_on: Runs, tmp_path: Path, run_several: Callable[..., Runs]
+    fsdp: Runs, two: Any, start: Callable[..., Runs]
 ) -> None:
-    more = (*EIGHT_STEPS, "--max_steps", "12", "--resume_from_checkpoint", checkpoint_of(fsdp["fsdp"], 8))
-    copies = (*QUICK, *more, "--batch_size", "3", "--devices", "4", "--dp_replicate_size", "2")
-    hybrid = run_several(tmp_path, {"hybrid": (SHARDED, copies)}, 4)["hybrid"]
-    for kind in ("training_losses", "validation_losses"):
-        assert hybrid.losses(kind) == pytest.approx(gone_on["two"].losses(kind), rel=1e-5)
+    copies = (*going_on_from(fsdp["fsdp"]), "--batch_size", "3", "--devices", "4", "--dp_replicate_size", "2")
+    hybrid = start(4, {"hybrid": copies})["hybrid"]
+    check_same_losses(hybrid, two, rel=1e-5)
     for share in held(hybrid):
         assert share == pytest.approx({"weights": 0.5, "gradients": 0.5, "optimizer": 0.5}, abs=0.01)
     assert hybrid.record["sent"]["bytes"] == pytest.approx(hybrid.record["planned"]["sent_bytes"], rel=1e-3)
 
 
 @pytest.mark.usefixtures("needs_deepspeed")
-def test_deepspeed_goes_on_from_its_own_parts(
-    zero: Runs, gone_on: Runs, tmp_path: Path, run_several: Callable[..., Runs]
-) -> None:
+def test_deepspeed_goes_on_from_its_own_parts(zero: Runs, two: Any, start: Callable[..., Runs]) -> None:
     """What follows a checkpoint is what follows without one: optimizer states and schedule are taken along."""
-    checkpoint = checkpoint_of(zero["zero3, to be gone on with"], 8)
-    more = (*QUICK, *EIGHT_STEPS, "--max_steps", "12", "--parallel", "zero3", "--resume_from_checkpoint", checkpoint)
-    after = run_several(tmp_path, {"zero": (SHARDED, more)}, 2)["zero"]
-    for kind in ("training_losses", "validation_losses"):
-        assert after.losses(kind) == pytest.approx(gone_on["two"].losses(kind), rel=1e-4)
-
-
-def test_half_the_way_and_the_rest_is_the_whole_way(fsdp: Runs, gone_on: Runs) -> None:
-    """The first part stops early by what its folder keeps: the checkpoint of a whole run's half."""
-    by_step = dict(fsdp["whole"].record["validation_losses"])
-    for step, loss in gone_on["rest"].record["validation_losses"]:
-        assert loss == pytest.approx(by_step[step], rel=1e-5)
-    assert gone_on["rest"].record["validation_losses"][-1][0] == 8
+    more = (*going_on_from(zero["zero3, to be gone on with"]), "--parallel", "zero3")
+    check_same_losses(start(2, {"zero": more})["zero"], two, rel=1e-4)
