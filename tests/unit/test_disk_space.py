@@ -1,8 +1,8 @@
 """A run that its disk has no room for is refused before anything is loaded."""
 
-from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +14,6 @@ from common.checks.inputs import check_disk, check_inputs, check_room_to_save, d
 from common.hardware.devices import GIB
 from common.models.loading import EMBEDDED_BASE
 
-Usage = namedtuple("Usage", "total used free")
-
 
 @pytest.fixture
 def full(run_config: RunConfig, tmp_path: Path) -> RunConfig:
@@ -23,11 +21,7 @@ def full(run_config: RunConfig, tmp_path: Path) -> RunConfig:
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(inputs.shutil, "disk_usage", lambda _: Usage(free, 0, free))
-
-
-def saved_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    monkeypatch.setattr(inputs.shutil, "disk_usage", lambda _: SimpleNamespace(total=free, used=0, free=free))
 
 
 @pytest.mark.parametrize("technique", ["full", "lora"])
@@ -39,27 +33,30 @@ def test_target_modules_that_are_not_there_are_refused_before_anything_is_loaded
 
 
 def test_a_checkpoint_has_the_weights_and_both_of_adams_states(full: RunConfig) -> None:
-    need = disk_need(full)
+    need, bf16 = disk_need(full), disk_need(replace(full, precision="bf16"))
+    saved_bytes = sum(path.stat().st_size for path in EMBEDDED_BASE.glob("*.safetensors"))
+    assert need.models_bytes == pytest.approx(saved_bytes, rel=0.01)
     assert need.checkpoint.weights_bytes == need.models_bytes
     assert need.checkpoint.state_bytes == pytest.approx(3 * need.models_bytes)
-    assert need.models_bytes == pytest.approx(saved_bytes(EMBEDDED_BASE), rel=0.01)
     assert disk_need(replace(full, optim="sgd")).checkpoint.state_bytes == need.models_bytes
-    bf16 = disk_need(replace(full, precision="bf16"))
     assert bf16.total_bytes == need.total_bytes / 2
     assert disk_need(replace(full, precision="bf16", parallel="zero2", devices=2)).checkpoint.state_bytes == (
         bf16.models_bytes + 6 * bf16.models_bytes  # DeepSpeed keeps three numbers in fp32 for each weight
     )
 
 
-def test_how_many_checkpoints_there_are_at_the_same_time_follows_the_settings(full: RunConfig) -> None:
-    def states(**settings: float) -> int:
-        return disk_need(replace(full, **settings)).full_states
+CHECKPOINTS = [  # save_steps, max_steps, full states
+    (0.2, -1, 3), (0.5, -1, 2), (0.9, -1, 2), (10, -1, 3), (10, 20, 2), (10, 9, 1),
+]  # fmt: skip
 
+
+def test_how_many_checkpoints_there_are_at_the_same_time_follows_the_settings(full: RunConfig) -> None:
     need = disk_need(full)
     assert (need.full_states, need.best_weights) == (3, 2)  # two full states, and the one that is being written
     assert need.total_bytes == 3 * need.checkpoint.state_bytes + 3 * need.models_bytes
-    assert [states(save_steps=0.2), states(save_steps=0.5), states(save_steps=0.9)] == [3, 2, 2]
-    assert [states(save_steps=10), states(save_steps=10, max_steps=20), states(save_steps=10, max_steps=9)] == [3, 2, 1]
+    for save_steps, max_steps, states in CHECKPOINTS:
+        settings = {"save_steps": save_steps, "max_steps": max_steps}
+        assert disk_need(replace(full, **settings)).full_states == states, settings
     assert disk_need(replace(full, eval_steps=5, max_steps=5)).best_weights == 1
 
 
@@ -73,39 +70,39 @@ def test_adapters_need_room_for_checkpoints_of_their_own_and_for_merged_models(f
     assert in_4_bits.models_bytes == 2 * whole + adapter_bytes
 
 
-def test_the_shape_of_a_7b_model_is_counted_without_loading_it(full: RunConfig) -> None:
-    need = disk_need(replace(full, model="qwen2.5-7b", precision="bf16"))
+@pytest.fixture
+def of_7b(full: RunConfig) -> RunConfig:
+    return replace(full, model="qwen2.5-7b", precision="bf16")
+
+
+def test_the_shape_of_a_7b_model_is_counted_without_loading_it(of_7b: RunConfig) -> None:
+    need = disk_need(of_7b)
     assert need.models_bytes / GIB == pytest.approx(14.2, abs=0.1)
     assert need.total_bytes / GIB == pytest.approx(12 * 14.2, rel=0.01)
 
 
-def test_too_little_room_is_refused_with_both_sizes(full: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = replace(full, model="qwen2.5-7b", precision="bf16")
+def test_too_little_room_is_refused_with_both_sizes(of_7b: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, 100 * GIB)
     with pytest.raises(BadInputError, match=r"up to 170\.\d GiB .*but 100\.0 GiB are free in .*--results_root"):
-        check_disk(run)
+        check_disk(of_7b)
     with_free(monkeypatch, 200 * GIB)
-    check_disk(run)
-    check_disk(replace(run, model="nobody/no-such-model"))  # writing looks at the space again
+    check_disk(of_7b)
+    check_disk(replace(of_7b, model="nobody/no-such-model"))  # writing looks at the space again
 
 
-def test_a_preflight_that_cannot_save_its_model_is_refused(full: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = replace(full, model="qwen2.5-7b", precision="bf16")
+def test_a_preflight_that_cannot_save_its_model_is_refused(of_7b: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, 10 * GIB)
     with pytest.raises(BadInputError, match=r"14\.2 GiB, but 10\.0 GiB are free .* TMPDIR"):
-        check_room_to_save(run)
-    check_room_to_save(replace(run, technique="lora", target_modules="all-linear"))
+        check_room_to_save(of_7b)
+    check_room_to_save(replace(of_7b, technique="lora", target_modules="all-linear"))
 
 
 @pytest.mark.parametrize("technique", ["full", "lora"])
 def test_counting_draws_no_random_numbers(full: RunConfig, technique: str) -> None:
     """Adapters start from those that the run's seed gives."""
-    run = replace(full, technique=technique, target_modules="all-linear")
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    disk_need(run)
-    assert torch.rand(1) == expected
+    before = torch.get_rng_state()
+    disk_need(replace(full, technique=technique, target_modules="all-linear"))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_run_that_goes_on_counts_not_what_it_wrote_before(full: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

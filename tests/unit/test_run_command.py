@@ -1,7 +1,6 @@
 """The command that the planner's answer ends with is the plan's own, by the folder's own parser."""
 
 import json
-import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -65,58 +64,58 @@ def in_common(job: Job) -> Job:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_each_plan_s_command_is_the_plan_s_run(question: str) -> None:
-    asked = read_options(question.split())
-    commands = 0
-    for plan in plans_of(question):
+    model, plans = read_options(question.split()).model, plans_of(question)
+    assert run_command(plans[0], model), "the recommended one has a command"
+    for plan in plans:
         try:
-            command = run_command(plan, asked.model)
+            command = run_command(plan, model)
         except BadInputError:
             continue
-        run, gpu = run_of(command), plan.cluster.gpus[0].name
-        assert in_common(job_of_run(run, plan.job.batch)) == in_common(plan.job), command
-        assert (run.per_device_train_batch_size, run.max_length) == (plan.job.batch.rows, plan.job.batch.length)
+        run, job = run_of(command), plan.job
+        assert in_common(job_of_run(run, job.batch)) == in_common(job), command
+        rows = (run.per_device_train_batch_size, run.max_length, run.per_device_eval_batch_size)
+        assert rows == (job.batch.rows, job.batch.length, job.evaluation.rows)
         check_folder(run)  # its workflow does what is asked
-        assert run.gpu == gpu or run.device == "cpu"
-        assert run.per_device_eval_batch_size == plan.job.evaluation.rows
-        assert read_architecture(run.model).parameters == read_architecture(asked.model).parameters
-        commands += 1
-    assert commands > 0
-    assert run_command(plans_of(question)[0], asked.model), "the recommended one has a command"
-
-
-def test_a_plan_that_no_folder_takes_says_why() -> None:
-    (plan,) = plans_of("--model qwen2.5-7b --gpu v100-16gb --gpus 2 --technique lora --parallel pp --batch-size 4")
-    with pytest.raises(BadInputError, match="fp16-mixed, which pp does not scale losses for"):
-        run_command(plan, "qwen2.5-7b")
-    (plan,) = plans_of("--model qwen2.5-7b --gpu a6000 --gpus 2 --technique lora --parallel mp")
-    with pytest.raises(BadInputError, match="none does lora with mp"):
-        run_command(plan, "qwen2.5-7b")
-    headed = plans_of("--model roberta-large --gpu a6000 --seq-len 128 --technique full")[0]
-    with pytest.raises(BadInputError, match="with --classes it is a classifier"):
-        run_command(headed, "roberta-large")
+        assert run.gpu == plan.cluster.gpus[0].name or run.device == "cpu"
+        assert read_architecture(run.model).parameters == read_architecture(model).parameters
 
 
 @pytest.mark.parametrize(
-    ("question", "started"),
+    ("model", "question", "said"),
+    [
+        ("qwen2.5-7b", "--gpu v100-16gb --gpus 2 --technique lora --parallel pp --batch-size 4",
+         "fp16-mixed, which pp does not scale losses for"),
+        ("qwen2.5-7b", "--gpu a6000 --gpus 2 --technique lora --parallel mp", "none does lora with mp"),
+        ("roberta-large", "--gpu a6000 --seq-len 128 --technique full", "with --classes it is a classifier"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_no_folder_takes_says_why(model: str, question: str, said: str) -> None:
+    plan = plans_of(f"--model {model} {question}")[0]
+    with pytest.raises(BadInputError, match=said):
+        run_command(plan, model)
+
+
+@pytest.mark.parametrize(
+    ("question", "folder", "ranks"),
     [
         (
             "--gpu a6000 --gpus 8 --nodes 2 --technique lora --parallel ddp --batch-size 14",
-            "2.2_lora_finetuning_with_ddp/run_3_2nodes_a6000_48g_x4 && torchrun --nnodes 2 "
-            "--nproc_per_node 4 --rdzv_backend c10d",
+            "2.2_lora_finetuning_with_ddp/run_3_2nodes_a6000_48g_x4",
+            4,
         ),
         (
             "--gpu a100-80g --gpus 16 --nodes 2 --technique full --parallel fsdp --dp-replicate-size 2",
-            "2.6_full_finetuning_with_fsdp/run_4_2nodes_a100_80g_x8 && torchrun --nnodes 2 --nproc_per_node 8",
+            "2.6_full_finetuning_with_fsdp/run_4_2nodes_a100_80g_x8",
+            8,
         ),
     ],
 )
-def test_a_plan_for_several_machines_has_the_command_of_each(question: str, started: str) -> None:
+def test_a_plan_for_several_machines_has_the_command_of_each(question: str, folder: str, ranks: int) -> None:
     command = run_command(plans_of(f"--model qwen2.5-7b --seq-len 1024 {question}")[0], "qwen2.5-7b")
-    assert command.startswith(f"on each machine: cd {started}")
-    folder, _, options = command.removeprefix("on each machine: cd ").partition(" && ")
-    run = run_of_folder(Path(folder), shlex.split(options.partition(".py")[2]))
-    assert run.ranks_per_node == int(re.search(r"--nproc_per_node (\d+)", options)[1])
-    assert run.nodes == int(re.search(r"--nnodes (\d+)", options)[1])
+    launched = f"torchrun --nnodes 2 --nproc_per_node {ranks} --rdzv_backend c10d"
+    assert command.startswith(f"on each machine: cd {folder} && {launched}")
+    run = run_of_folder(Path(folder), shlex.split(command.partition(".py")[2]))
+    assert (run.nodes, run.ranks_per_node) == (2, ranks)
 
 
 def test_where_the_first_plan_has_no_command_the_next_one_s_stands_there() -> None:
@@ -138,11 +137,11 @@ def test_a_model_of_one_s_own_is_named_by_its_place(tmp_path: Path) -> None:
 
 def test_a_dry_run_s_command_is_its_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 4}))
-    tried = RunConfig(
-        technique="full", model=str(tmp_path), weights="random", precision="bf16-mixed", target_modules="all",
-        gpu=find_gpu("a6000").name, parallel="ddp", devices=2, per_device_train_batch_size=3, max_length=96,
-    )  # fmt: skip
-    run = run_of(command_of_run(tried, "cuda"))
-    for name in ("technique", "model", "precision", "target_modules", "gpu", "parallel", "devices", "max_length"):
-        assert getattr(run, name) == getattr(tried, name)
-    assert (run.per_device_train_batch_size, run.weights, run.device) == (3, "pretrained", "cuda")
+    tried = {
+        "technique": "full", "model": str(tmp_path), "precision": "bf16-mixed", "target_modules": "all",
+        "gpu": find_gpu("a6000").name, "parallel": "ddp", "devices": 2, "per_device_train_batch_size": 3,
+        "max_length": 96,
+    }  # fmt: skip
+    run = run_of(command_of_run(RunConfig(**tried, weights="random"), "cuda"))
+    expected = {**tried, "weights": "pretrained", "device": "cuda"}
+    assert {name: getattr(run, name) for name in expected} == expected

@@ -2,7 +2,7 @@
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -35,25 +35,22 @@ def runs(workflow: ModuleType) -> list[RunConfig]:
 
 
 def test_every_setting_is_done_by_the_folder_at_the_same_effective_batch_size(runs: list[RunConfig]) -> None:
-    assert len(runs) == 10
-    assert {run.effective_batch_size for run in runs} == {64}
-    assert {(run.technique, run.parallel) for run in runs} == {
-        (technique, way) for technique in ("full", "lora") for way in ("single", "ddp", "pp", "tp")
-    }
+    assert (len(runs), {run.effective_batch_size for run in runs}) == (10, {64})
+    ways = {(technique, way) for technique in ("full", "lora") for way in ("single", "ddp", "pp", "tp")}
+    assert {(run.technique, run.parallel) for run in runs} == ways
     for run in runs:
         check_folder(run)
 
 
 def test_one_device_pipelines_and_the_recipe_of_adapters(workflow: ModuleType, runs: list[RunConfig]) -> None:
+    of_full = {name: getattr(workflow.RUN, name) for name in workflow.LORA}
     for run in runs:
         assert run.devices == run.world_size == (1 if run.parallel == "single" else 2)
-        own = (
-            workflow.LORA if run.technique == "lora" else {name: getattr(workflow.RUN, name) for name in workflow.LORA}
-        )
-        assert {name: getattr(run, name) for name in own} == own
+        recipe = workflow.LORA if run.technique == "lora" else of_full
+        assert {name: getattr(run, name) for name in recipe} == recipe
         assert run.eval_steps == workflow.RUN.eval_steps
-    ways = [(run.parallel, run.micro_batches, run.schedule) for run in runs if run.parallel == "pp"]
-    assert ways == [("pp", 1, "gpipe"), ("pp", 8, "1f1b")] * 2
+    ways = [(run.micro_batches, run.schedule) for run in runs if run.parallel == "pp"]
+    assert ways == [(1, "gpipe"), (8, "1f1b")] * 2
 
 
 def test_without_arguments_a_setting_is_the_folders_own_run(workflow: ModuleType) -> None:
@@ -62,20 +59,10 @@ def test_without_arguments_a_setting_is_the_folders_own_run(workflow: ModuleType
 
 
 def test_overrides_win_over_the_setting(workflow: ModuleType) -> None:
-    arguments = [
-        "--technique",
-        "lora",
-        "--parallel",
-        "pp",
-        "--micro_batches",
-        "4",
-        "--num_train_epochs",
-        "2",
-        "--seed",
-        "7",
-    ]
-    run = run_of_arguments(workflow, arguments)
-    assert run == replace(workflow.defaults_for("lora", "pp"), micro_batches=4, num_train_epochs=2, seed=7)
+    setting = ["--technique", "lora", "--parallel", "pp"]
+    overrides = ["--micro_batches", "4", "--num_train_epochs", "2", "--seed", "7"]
+    expected = replace(workflow.defaults_for("lora", "pp"), micro_batches=4, num_train_epochs=2, seed=7)
+    assert run_of_arguments(workflow, [*setting, *overrides]) == expected
     assert run_of_arguments(workflow, ["--parallel", "single", "--batch_size", "5"]).per_device_train_batch_size == 5
 
 
@@ -86,23 +73,31 @@ def test_a_look_ahead_reads_the_same_run_from_the_folder(workflow: ModuleType) -
     assert run_of_folder(single, ["--num_train_epochs", "2"]) == replace(literal_of(single), num_train_epochs=2)
 
 
-def test_help_is_of_the_setting_that_is_asked_for(
+@pytest.fixture
+def command(
     workflow: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--technique", "lora", "--parallel", "single", "--help"])
-    with pytest.raises(SystemExit) as left:
-        run_settings_from_command_line(workflow)
-    said = capsys.readouterr().out
-    assert left.value.code == 0
-    assert said.count("usage:") == 1
+) -> Callable[..., tuple[object, str, str]]:
+    """Run the workflow's command line: the exit code, and what it says on stdout and stderr."""
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", [f"{NAME}.py", *arguments])
+        with pytest.raises(SystemExit) as left:
+            run_settings_from_command_line(workflow)
+        return (left.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_help_is_of_the_setting_that_is_asked_for(workflow: ModuleType, command: Callable) -> None:
+    code, said, _ = command("--technique", "lora", "--parallel", "single", "--help")
     defaults = dict(re.findall(r"--(\w+)(?:, --\w+)? \S+\s[^(]*\(default: ([^)\s]+)\)", " ".join(said.split())))
     assert float(defaults["learning_rate"]) == workflow.LORA["learning_rate"]
     assert int(defaults["per_device_train_batch_size"]) == workflow.RUN.effective_batch_size
-    assert "--quick" in said
+    assert (code, said.count("usage:"), "--quick" in said) == (0, 1, True)
 
 
 def test_the_table_of_all_has_no_other_runs(
-    workflow: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workflow: ModuleType, monkeypatch: pytest.MonkeyPatch, command: Callable
 ) -> None:
     mine = {"run_folder": workflow.RUN.run_folder, "run_name": "python-full-single-seed42"}
     others = [{**mine, "run_folder": "elsewhere"}, {**mine, "run_name": "other-data"}]
@@ -111,25 +106,22 @@ def test_the_table_of_all_has_no_other_runs(
     monkeypatch.setattr("common.variants.stream_command", lambda *_, **__: None)
     monkeypatch.setattr("common.variants.results_of_this_machine", lambda: [mine, *others])
     monkeypatch.setattr("common.reporting.classification.results_text", lambda records: shown.extend(records) or "")
-    monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--all"])
-    with pytest.raises(SystemExit):
-        run_settings_from_command_line(workflow)
+    command("--all")
     assert shown == [mine]
 
 
 def test_quick_takes_a_tenth_of_each_split(workflow: ModuleType) -> None:
     run = run_of_arguments(workflow, ["--quick", "--parallel", "tp"])
     assert run == replace(workflow.defaults_for("full", "tp"), train_rows=160, validation_rows=40, test_rows=40)
-    splits = load_splits(run)
-    assert splits.train == load_splits(workflow.RUN).train[:160]
+    assert load_splits(run).train == load_splits(workflow.RUN).train[:160]
     assert quick(replace(workflow.RUN, test_rows=3)).test_rows == 1
 
 
 def test_every_setting_writes_a_folder_of_its_own(runs: list[RunConfig]) -> None:
     names = [name_of(run) for run in runs]
     assert len(set(names)) == len(runs)
-    assert names[0] == "python-full-single-seed42"
-    assert names[7:9] == ["torchrun-lora-pp-micro1-seed42", "torchrun-lora-pp-micro8-seed42"]
+    pipelines = ["torchrun-lora-pp-micro1-seed42", "torchrun-lora-pp-micro8-seed42"]
+    assert (names[0], names[7:9]) == ("python-full-single-seed42", pipelines)
     assert name_of(replace(runs[0], run_name="mine")) == "mine"
 
 
@@ -142,25 +134,17 @@ def test_every_setting_writes_a_folder_of_its_own(runs: list[RunConfig]) -> None
     ],
 )
 def test_an_unknown_setting_ends_in_one_sentence(
-    workflow: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    said: str,
+    workflow: ModuleType, command: Callable, arguments: list[str], said: str
 ) -> None:
     with pytest.raises(BadInputError):
         run_of_arguments(workflow, arguments)
-    monkeypatch.setattr("sys.argv", [f"{NAME}.py", *arguments])
-    with pytest.raises(SystemExit) as left:
-        run_settings_from_command_line(workflow)
-    error = capsys.readouterr().err
-    assert (left.value.code, error.count("\n")) == (2, 1)
-    assert error.startswith("error: ")
+    code, _, error = command(*arguments)
+    assert (code, error.count("\n"), error[:7]) == (2, 1, "error: ")
     assert said in error
 
 
 def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
-    workflow: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workflow: ModuleType, monkeypatch: pytest.MonkeyPatch, command: Callable
 ) -> None:
     started = []
 
@@ -171,16 +155,12 @@ def test_all_settings_are_run_and_a_failure_keeps_none_from_running(
 
     monkeypatch.setattr("common.variants.stream_command", start)
     monkeypatch.setattr("common.variants.results_of_this_machine", list)
-    monkeypatch.setattr("sys.argv", [f"{NAME}.py", "--all", "--quick", "--num_train_epochs", "1"])
-    with pytest.raises(SystemExit) as left:
-        run_settings_from_command_line(workflow)
-    assert left.value.code == 1
-    assert started == [([*setting, "--quick", "--num_train_epochs", "1"], FOLDER) for setting in workflow.SETTINGS]
-    said = capsys.readouterr()
-    assert said.err == (
-        "error: 2 of 10 settings failed: torchrun-full-ddp-160rows-seed42, torchrun-lora-ddp-160rows-seed42\n"
-    )
-    assert "setting 10 of 10: torchrun-lora-tp-160rows-seed42" in said.out
+    options = ["--quick", "--num_train_epochs", "1"]
+    code, said, error = command("--all", *options)
+    assert started == [([*setting, *options], FOLDER) for setting in workflow.SETTINGS]
+    failed = "torchrun-full-ddp-160rows-seed42, torchrun-lora-ddp-160rows-seed42"
+    assert (code, error) == (1, f"error: 2 of 10 settings failed: {failed}\n")
+    assert "setting 10 of 10: torchrun-lora-tp-160rows-seed42" in said
 
 
 @pytest.mark.parametrize("way", ["single", "ddp", "pp", "tp"])
