@@ -18,11 +18,16 @@ FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
 SETTINGS = "3.1_text_classification/run_0_cpu_x2"
 
 
-def said_by(main: Callable[[], object], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["command", *arguments])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 2
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run a command, which ends with an exit code."""
+
+    def end(code: int, main: Callable[[], object], *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["command", *arguments])
+        with pytest.raises(SystemExit, match=f"^{code}$"):
+            main()
+
+    return end
 
 
 @pytest.mark.parametrize(
@@ -46,10 +51,10 @@ def test_what_was_probably_meant_is_named_in_one_line(
     main: Callable[[], object],
     arguments: tuple[str, ...],
     meant: str,
-    monkeypatch: pytest.MonkeyPatch,
+    ends: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said_by(main, monkeypatch, *arguments)
+    ends(2, main, *arguments)
     said = capsys.readouterr().err
     assert f"did you mean {meant}?" in said
     assert len(said.splitlines()) == 1
@@ -77,10 +82,7 @@ def test_help_has_every_setting_once_in_its_group_with_its_value() -> None:
     assert "None" not in said
 
 
-def test_every_command_has_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(ends: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     for module in (dry_run, preflight, planner_command, gpu_check, report, run_record, siblings, network_trial):
-        monkeypatch.setattr(sys, "argv", ["command", "--help"])
-        with pytest.raises(SystemExit) as left:
-            module.main()
-        assert left.value.code == 0
+        ends(0, module.main, "--help")
         assert "options:" in capsys.readouterr().out
