@@ -29,6 +29,7 @@ from common.planning.plans import plan_run
 from tests.forked import run_forked
 
 KEYS = {"name", "value", "unit", "bar", "holds", "command", "bar_is"}
+TIME, LONG_TIME = "training, lora, ours: time to 0.1", "training, lora, long rows, ours: time to 0.5"
 
 
 def run_quickly(folder: Path, *words: str) -> tuple[list[dict], str]:
@@ -39,41 +40,61 @@ def run_quickly(folder: Path, *words: str) -> tuple[list[dict], str]:
     return json.JSONDecoder().raw_decode(said, said.index("[\n"))[0], said
 
 
-def test_a_bar_is_the_most_or_least_that_a_value_has_to_be() -> None:
-    assert measured("score", 0.11, "distance", "x", at_most=0.12).holds is True
-    assert measured("score", 0.13, "distance", "x", at_most=0.12).holds is False
-    assert measured("score", None, "distance", "x", at_most=0.12).holds is False
-    assert measured("speed", 1.31, "ratio", "x", at_least=1.3).holds is True
-    assert measured("speed", 1.29, "ratio", "x", at_least=1.3).holds is False
-    assert measured("speed", None, "ratio", "x", at_least=1.3).holds is False
-    assert measured("speed", 5.0, "s", "x").holds is None
+@pytest.mark.parametrize(
+    ("value", "bar", "holds"),
+    [
+        (0.11, {"at_most": 0.12}, True),
+        (0.13, {"at_most": 0.12}, False),
+        (None, {"at_most": 0.12}, False),
+        (1.31, {"at_least": 1.3}, True),
+        (1.29, {"at_least": 1.3}, False),
+        (None, {"at_least": 1.3}, False),
+        (5.0, {}, None),
+    ],
+)
+def test_a_bar_is_the_most_or_least_that_a_value_has_to_be(
+    value: float | None, bar: dict[str, float], holds: bool | None
+) -> None:
+    assert measured("score", value, "ratio", "x", **bar).holds is holds
+
+
+def kept_in(folder: Path) -> list[dict]:
+    return json.loads((folder / "bench.json").read_text())
 
 
 def test_what_is_saved_has_the_promised_shape(tmp_path: Path) -> None:
     save([measured("speed", 1.31, "ratio", "x", at_least=1.3)], tmp_path)
-    kept = json.loads((tmp_path / "bench.json").read_text())
-    assert kept == [
-        {
-            "name": "speed",
-            "value": 1.31,
-            "unit": "ratio",
-            "bar": 1.3,
-            "holds": True,
-            "command": "x",
-            "bar_is": "at least",
-        }
-    ]
-    assert {"packages", "devices", "threads_per_rank", "commit", "dirty", "date"} <= json.loads(
-        (tmp_path / "environment.json").read_text()
-    ).keys()
+    assert kept_in(tmp_path) == [
+        {"name": "speed", "value": 1.31, "unit": "ratio", "bar": 1.3, "holds": True, "command": "x",
+         "bar_is": "at least"}
+    ]  # fmt: skip
+    around = json.loads((tmp_path / "environment.json").read_text())
+    assert {"packages", "devices", "threads_per_rank", "commit", "dirty", "date"} <= around.keys()
+
+
+@pytest.mark.parametrize(
+    ("part", "new", "is_whole", "expected"),
+    [
+        ("planner", "planner, c", True, [TIME, LONG_TIME, "quality, b", "planner, c"]),
+        ("training", f"{LONG_TIME} not reached", False, [TIME, "planner, a", "quality, b", f"{LONG_TIME} not reached"]),
+    ],
+    ids=["a part", "some of a part"],
+)
+def test_new_figures_take_the_place_of_the_older_ones(
+    tmp_path: Path, part: str, new: str, is_whole: bool, expected: list[str]
+) -> None:
+    save([measured(name, 1.0, "s", "x") for name in (TIME, LONG_TIME, "planner, a", "quality, b")], tmp_path)
+    update(part, [measured(new, 3.0, "s", "x")], tmp_path, is_whole)
+    assert [entry["name"] for entry in kept_in(tmp_path)] == expected
+    around = json.loads((tmp_path / "environment.json").read_text())
+    assert around["measured_later"][part]["date"] >= around["date"]
 
 
 def test_the_target_is_met_between_two_checks() -> None:
     checks = [Check(10, 1.0, 1.0), Check(20, 2.0, 0.01), Check(30, 3.0, 0.5)]
     found = reached(checks, 0.1)
     assert (found.step, found.seconds) == pytest.approx((15, 1.5))
-    assert reached(checks, 2.0) == checks[0]
-    assert reached(checks, 0.001) is None
+    assert (reached(checks, 2.0), reached(checks, 0.001)) == (checks[0], None)
 
 
 def test_tokens_per_second_count_whole_epochs_only() -> None:
@@ -82,9 +103,8 @@ def test_tokens_per_second_count_whole_epochs_only() -> None:
 
 
 def outcomes(seconds: dict[str, float | None], bare_tokens: float = 100) -> dict[str, list[Outcome]]:
-    tokens = {"bare": bare_tokens}
     return {
-        tool: [Outcome(value, None if value is None else 1.0, tokens.get(tool, 100.0))] * 3
+        tool: [Outcome(value, None if value is None else 1.0, bare_tokens if tool == "bare" else 100.0)] * 3
         for tool, value in seconds.items()
     }
 
@@ -113,22 +133,21 @@ def test_each_bar_can_fail(changed: dict[str, float | None], bare_tokens: float,
 
 
 def test_long_rows_have_bars_of_their_own() -> None:
-    found = training.ratio_entries("long", "lora", outcomes({**ALL_HOLD, "sft-best": 12.2}, 105), "x")
+    of_tools = outcomes({**ALL_HOLD, "sft-best": 12.2}, 105)
+    found = training.ratio_entries("long", "lora", of_tools, "x")
     assert [(entry.bar, entry.holds) for entry in found] == [(1.0, True), (1.2, True), (0.95, True)]
     assert all(entry.name.startswith("training, lora, long rows, ours") for entry in found)
-    few = {tool: outcome for tool, outcome in outcomes(ALL_HOLD).items() if tool != "sft-packed"}
-    assert training.ratio_entries("long", "lora", few, "x") == []
+    del of_tools["sft-packed"]
+    assert training.ratio_entries("long", "lora", of_tools, "x") == []
 
 
 def test_a_tool_that_is_not_there_or_never_gets_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LLAMA_FACTORY_PYTHON, raising=False)
     assert python_of("llama-factory") is None
     (absent,) = training.tool_entries("short", "lora", "llama-factory", None, "x")
-    assert (absent.value, absent.holds) == (None, None)
-    assert "not run" in absent.name
-    late = training.tool_entries("short", "lora", "ours", outcomes({"ours": None})["ours"], "x")[0]
-    assert late.value is None
-    assert "not reached" in late.name
+    late, _ = training.tool_entries("short", "lora", "ours", outcomes({"ours": None})["ours"], "x")
+    assert [(entry.value, entry.holds) for entry in (absent, late)] == [(None, None)] * 2
+    assert ("not run" in absent.name, "not reached" in late.name) == (True, True)
 
 
 def test_slow_tools_run_with_the_first_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +169,15 @@ def test_a_rate_is_searched_once_for_tools_that_take_the_same_steps(
         searched.append(trial.tool)
         return Outcome(1.0, steps[trial.learning_rate], 1.0)
 
+    def found_for(*tools: str) -> set[float]:
+        return set(rates.rates_of("long", "full", list(tools)).values())
+
     monkeypatch.setattr(rates, "run_trial_process", run)
     monkeypatch.setattr(rates, "RATES_PATH", tmp_path / "rates.json")
-    wanted = {"sft-default": 4e-3, "sft-best": 4e-3, "ours": 4e-3}
-    assert rates.rates_of("long", "full", list(wanted)) == wanted
+    assert found_for("sft-default", "sft-best", "ours") == {4e-3}
     assert sorted(searched) == ["ours"] * 3 + ["trainer"] * 3
     steps[2e-3] = 40.0
-    assert rates.rates_of("long", "full", ["ours", "trainer"]) == {"ours": 4e-3, "trainer": 4e-3}
-    assert rates.rates_of("long", "full", ["bare"]) == {"bare": 2e-3}
+    assert (found_for("ours", "trainer"), found_for("bare")) == ({4e-3}, {2e-3})
     assert len(searched) == 9
 
 
@@ -167,11 +187,9 @@ def test_long_rows_are_conversations_of_uneven_lengths() -> None:
     rows = long_rows(turns.train, 200)
     assert rows == long_rows(turns.train, 200)
     lengths = sorted(len(row["input_ids"]) for row in rows)
-    assert lengths[0] >= LEAST
-    assert lengths[-1] <= MOST
+    assert LEAST <= lengths[0] <= lengths[-1] <= MOST
     assert lengths[-1] > 8 * lengths[100]
-    used = [sum(token != IGNORED_LABEL for token in row["labels"]) for row in rows]
-    assert all(used)
+    assert all(set(row["labels"]) - {IGNORED_LABEL} for row in rows)
     first = load_splits(run).train[:3]
     chat = {"messages": [message for row in first for message in row["messages"]]}
     assert joined(turns.train[:3]) == tokens_of([chat], turns.tokenizer, run)[0]
@@ -237,8 +255,7 @@ def test_each_bar_of_the_large_vocabulary_can_fail(
 @pytest.mark.slow
 def test_a_tool_takes_a_step_in_its_turn(tmp_path: Path) -> None:
     found, said = run_quickly(tmp_path, "vocabulary", "--technique", "full")
-    assert [entry["unit"] for entry in found] == ["MiB", "s"]
-    assert all(entry["value"] > 0 for entry in found)
+    assert [(entry["unit"], entry["value"] > 0) for entry in found] == [("MiB", True), ("s", True)]
     assert re.findall("^ours: step .*", said, re.MULTILINE) == ["ours: step 1 of 1"]
 
 
@@ -254,11 +271,10 @@ def script_instead_of_python(monkeypatch: pytest.MonkeyPatch, folder: Path, line
 
 
 def test_tools_take_their_steps_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    order = tmp_path / "order"
+    order, tools = tmp_path / "order", ("ours", "trainer")
     a_step = f'echo some words; echo turn; read byte; echo "$3" >> {order}'
     result = """echo '{"peak_bytes": 7, "seconds": [1, 2]}'"""
     script_instead_of_python(monkeypatch, tmp_path, f"{a_step}\n{a_step}\n{result}")
-    tools = ("ours", "trainer")
     found = vocabulary.steps_in_turn([of_random_rows(tool) for tool in tools], 2)
     assert found == dict.fromkeys(tools, vocabulary.Outcome(7, [1, 2]))
     assert [json.loads(line)["tool"] for line in order.read_text().splitlines()] == [*tools, *tools]
@@ -292,16 +308,22 @@ def test_the_large_model_s_pipeline_has_a_bar_and_the_small_one_none(
 ) -> None:
     monkeypatch.setattr(pipeline, "figures_of", lambda trial: {**FIGURES, "share_of_allowed": share})
     found = pipeline.entries(quick=False)
-    assert len({entry.name for entry in found}) == len(found)
-    assert all(entry.name.startswith("pipeline, ") for entry in found)  # so that --update finds them
-    (judged,) = [entry for entry in found if entry.bar is not None]
-    assert (judged.value, judged.holds) == (share, holds)
-    assert "llama-27m" in judged.name
     values = {entry.name: entry.value for entry in found}
-    assert values["pipeline, llama-27m, 64 rows, 1F1B: peak activations of stage 1"] == 40
-    assert values["pipeline, llama-27m, 64 rows: GPipe's highest peak of activations over 1F1B's"] == 290 / 80
-    for rows in (64, 16):
-        assert values[f"pipeline, embedded_base, {rows} rows, 1F1B: speed-up over naive model parallel"] == 1.6
+    assert len(values) == len(found)
+    assert all(name.startswith("pipeline, ") for name in values)  # so that --update finds them
+    (judged,) = [entry for entry in found if entry.bar is not None]
+    assert (judged.value, judged.holds, "llama-27m" in judged.name) == (share, holds, True)
+    speedups = {
+        f"pipeline, embedded_base, {rows} rows, 1F1B: speed-up over naive model parallel": 1.6 for rows in (64, 16)
+    }
+    assert (
+        values.items()
+        >= {
+            "pipeline, llama-27m, 64 rows, 1F1B: peak activations of stage 1": 40,
+            "pipeline, llama-27m, 64 rows: GPipe's highest peak of activations over 1F1B's": 290 / 80,
+            **speedups,
+        }.items()
+    )
 
 
 @pytest.mark.slow
@@ -331,59 +353,29 @@ def test_without_options_every_tool_trains_on_every_data_set(monkeypatch: pytest
 def test_ours_and_a_bare_loop_run_a_few_steps(tmp_path: Path, data: str) -> None:
     found, _ = run_quickly(tmp_path, "training", "--technique", "lora", "--data", data)
     assert all(entry.keys() == KEYS for entry in found)
-    tokens = [entry["value"] for entry in found if entry["unit"] == "tokens per s"]
-    assert len(tokens) == 2
-    assert all(value > 0 for value in tokens)
-
-
-def test_one_part_s_figures_take_the_place_of_its_older_ones(tmp_path: Path) -> None:
-    save([measured("planner, a", 1.0, "s", "x"), measured("quality, b", 2.0, "s", "x")], tmp_path)
-    update("planner", [measured("planner, c", 3.0, "s", "x")], tmp_path)
-    entries = json.loads((tmp_path / "bench.json").read_text())
-    assert [entry["name"] for entry in entries] == ["quality, b", "planner, c"]
-    around = json.loads((tmp_path / "environment.json").read_text())
-    assert around["measured_later"]["planner"]["date"] >= around["date"]
-
-
-def test_of_a_part_that_is_not_measured_whole_the_rest_stays(tmp_path: Path) -> None:
-    names = ("training, lora, ours: time to 0.1", "training, lora, long rows, ours: time to 0.5", "quality, b")
-    save([measured(name, 1.0, "s", "x") for name in names], tmp_path)
-    update("training", [measured("training, lora, long rows, ours: 0.5 not reached", None, "s", "x")], tmp_path, False)
-    entries = json.loads((tmp_path / "bench.json").read_text())
-    assert [entry["name"] for entry in entries] == [
-        names[0], names[2], "training, lora, long rows, ours: 0.5 not reached"
-    ]  # fmt: skip
+    assert [entry["value"] > 0 for entry in found if entry["unit"] == "tokens per s"] == [True, True]
 
 
 def test_without_a_gpu_its_bars_are_not_run() -> None:
-    assert [(entry.value, entry.bar, entry.holds) for entry in gpu.entries([])] == [
-        (None, 0.55, False),
-        (None, 0.50, False),
-        (None, 1.25, False),
+    found = gpu.entries([])
+    assert [(entry.value, entry.bar, entry.holds) for entry in found] == [
+        (None, bar, False) for bar in (0.55, 0.50, 1.25)
     ]
-    assert all(entry.name.endswith("not run") for entry in gpu.entries([]))
+    assert all(entry.name.endswith("not run") for entry in found)
 
 
 def test_the_fastest_way_is_judged_and_lora_against_full_in_the_same_way() -> None:
     ways = [("full", "plain", 0.50, 5000), ("full", "fast", 0.56, 5600), ("lora", "plain", 0.45, 7000),
             ("lora", "fast", 0.49, 6720)]  # fmt: skip
     plan = {"planned_step_time_s": 1.1, "step_time_s": 1.0, "planned_gib": 70, "peak_gib": 80}
-    records = [
-        {
-            "technique": technique,
-            "name": name,
-            "mfu": mfu,
-            "tokens_per_s": speed,
-            "settings": [name] if name == "fast" else [],
-        }
+    *of_ways, ratio, time_of_one, time_of_other, memory = gpu.entries([
+        {"technique": technique, "name": name, "mfu": mfu, "tokens_per_s": speed,
+         "settings": [name] if name == "fast" else [], **plan}
         for technique, name, mfu, speed in ways
-    ]
-    records = [{**record, **plan} for record in records]
-    slow_full, full, slow_lora, lora, ratio, *plans = gpu.entries(records)
-    assert [entry.value for entry in plans] == pytest.approx([0.1, 0.1, 0.125])
-    assert (slow_full.value, slow_full.holds, slow_lora.holds) == (0.50, None, None)
-    assert (full.value, full.holds) == (0.56, True)
-    assert (lora.value, lora.holds) == (0.49, False)
+    ])  # fmt: skip
+    assert [entry.value for entry in (time_of_one, time_of_other, memory)] == pytest.approx([0.1, 0.1, 0.125])
+    assert [entry.holds for entry in of_ways] == [None, True, None, False]
+    assert [entry.value for entry in of_ways[:2]] + [of_ways[3].value] == [0.50, 0.56, 0.49]
     assert (ratio.value, ratio.holds) == (1.2, False)
 
 
