@@ -21,8 +21,6 @@ class LocalHub(ThreadingHTTPServer):
         requests: Method and path of each request, for tests that must know whether something was downloaded again.
     """
 
-    daemon_threads = True
-
     def __init__(self, repositories: dict[str, Revisions], gated: frozenset[str] = frozenset()) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories, self.gated, self.requests = repositories, gated, list[str]()
@@ -53,84 +51,55 @@ class _Handler(BaseHTTPRequestHandler):
     server: LocalHub
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer()
-
     def log_message(self, *_: object) -> None:
         """Say nothing: `requests` has it."""
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
         is_asked_about, parts = path.startswith("/api/"), path.removeprefix("/api").strip("/").split("/")
         if parts[0] not in ("models", "datasets"):
             parts = ["models", *parts]  # files of models have no kind in their path
-        name, rest = "/".join(parts[:3]), parts[3:]
+        name, action, (revision, *rest) = "/".join(parts[:3]), "".join(parts[3:4]), parts[4:] or ["main"]
         if name not in self.server.repositories:
             return self._refuse(401 if is_asked_about else 404, "RepoNotFound", f"{name} is not here")
-        if is_asked_about:
-            return self._about(name, rest)
-        if rest[:1] == ["resolve"]:
-            return self._file(name, rest[1], "/".join(rest[2:]))
-        return self._refuse(404, "EntryNotFound", path)
+        files, file = self._files_at(name, revision), "/".join(rest)
+        if files is None:
+            return self._refuse(404, "RevisionNotFound", f"{name} has no revision {revision}")
+        is_closed = name in self.server.gated and "Authorization" not in self.headers
+        match action:
+            case "auth-check" | "resolve" if is_closed:
+                self._refuse(401, "GatedRepo", f"Access to {name} is restricted")
+            case "auth-check":
+                self._json({})
+            case "" | "revision":
+                self._json({
+                    "id": name.partition("/")[2], "sha": commit_of(files), "private": False, "tags": [],
+                    "gated": "auto" if name in self.server.gated else False, "disabled": False, "downloads": 0,
+                    "siblings": [{"rfilename": each} for each in files],
+                })  # fmt: skip
+            case "tree":
+                self._json([_entry(each, files) for each in files if each.startswith(file)])
+            case "paths-info":
+                self._json([_entry(each, files) for each in json.loads(body)["paths"] if each in files])
+            case "resolve" if file in files:
+                self._send(200, files[file], {
+                    "X-Repo-Commit": commit_of(files), "ETag": f'"{hashlib.sha1(files[file]).hexdigest()}"',
+                    "Content-Type": "application/octet-stream",
+                })  # fmt: skip
+            case _:
+                self._refuse(404, "EntryNotFound", f"{name} has no {action} {file}")
+
+    do_HEAD = do_POST = do_GET  # noqa: N815 (so `BaseHTTPRequestHandler` calls them)
 
     def _files_at(self, name: str, revision: str) -> dict[str, bytes] | None:
         revisions = self.server.repositories[name]
         commits = {commit_of(files): files for files in revisions.values()}
         return revisions.get(revision) or commits.get(revision)
 
-    def _is_closed(self, name: str) -> bool:
-        return name in self.server.gated and "Authorization" not in self.headers
-
-    def _about(self, name: str, rest: list[str]) -> None:
-        if rest == ["auth-check"]:
-            return self._refuse_access(name) if self._is_closed(name) else self._json({})
-        revision = rest[1] if len(rest) > 1 else "main"
-        files = self._files_at(name, revision)
-        if files is None:
-            return self._refuse(404, "RevisionNotFound", f"{name} has no revision {revision}")
-        match rest[:1]:
-            case [] | ["revision"]:
-                self._json({
-                    "id": name.partition("/")[2], "sha": commit_of(files), "private": False, "tags": [],
-                    "gated": "auto" if name in self.server.gated else False, "disabled": False, "downloads": 0,
-                    "siblings": [{"rfilename": file} for file in files],
-                })  # fmt: skip
-            case ["tree"]:
-                under = "/".join(rest[2:])
-                self._json([_entry(file, files) for file in files if file.startswith(under)])
-            case ["paths-info"]:
-                asked = json.loads(self.body)["paths"]
-                self._json([_entry(file, files) for file in asked if file in files])
-            case _:
-                self._refuse(404, "EntryNotFound", "/".join(rest))
-
-    def _file(self, name: str, revision: str, file: str) -> None:
-        files = self._files_at(name, revision)
-        if files is None:
-            return self._refuse(404, "RevisionNotFound", f"{name} has no revision {revision}")
-        if self._is_closed(name):
-            return self._refuse_access(name)
-        if file not in files:
-            return self._refuse(404, "EntryNotFound", f"{name} has no {file}")
-        content = files[file]
-        self._send(200, content, {
-            "X-Repo-Commit": commit_of(files), "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
-            "Content-Type": "application/octet-stream",
-        })  # fmt: skip
-
     def _json(self, answer: object) -> None:
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
-
-    def _refuse_access(self, name: str) -> None:
-        self._refuse(401, "GatedRepo", f"Access to {name} is restricted")
 
     def _refuse(self, status: int, code: str, message: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": message})
