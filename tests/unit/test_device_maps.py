@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,17 +69,18 @@ def best_of_all(architecture: Architecture, job: Job, gpus: tuple[Gpu, ...]) -> 
     )
 
 
+MODELS = (("llama-3.2-1b", 0), ("llama-3.2-1b", 7), ("qwen2.5-7b", 13), ("roberta-large", 0))
+WAYS = (("mp", "1f1b"), ("pp", "1f1b"), ("pp", "gpipe"))
+MACHINES = (
+    ((A6000, A6000), BatchShape(4, 512, 511)),
+    ((A6000, A5000, H200), BatchShape(16, 128, 8)),
+    ((A5000,) * 4, BatchShape(4, 512, 511, padded=True)),
+)
 SEARCHED = [
-    *(
-        (name, layers, technique, parallel, schedule, gpus, batch)
-        for name, layers in (("llama-3.2-1b", 0), ("llama-3.2-1b", 7), ("qwen2.5-7b", 13), ("roberta-large", 0))
-        for technique in ("lora", "full")
-        for parallel, schedule in (("mp", "1f1b"), ("pp", "1f1b"), ("pp", "gpipe"))
-        for gpus, batch in (
-            ((A6000, A6000), BatchShape(4, 512, 511)),
-            ((A6000, A5000, H200), BatchShape(16, 128, 8)),
-            ((A5000,) * 4, BatchShape(4, 512, 511, padded=True)),
-        )
+    *(  # every pair of a model, a machine, a technique and a way
+        (*model, ("lora", "full")[(row + column) % 2], *WAYS[(row + column) % 3], *machine)
+        for row, model in enumerate(MODELS)
+        for column, machine in enumerate(MACHINES)
     ),
     ("llama-3.1-70b", 0, "full", "pp", "1f1b", (A6000, A6000, H200), BatchShape(4, 512, 511)),
     ("llama-3.1-8b", 0, "lora", "mp", "1f1b", (A5000, A6000, A5000, H200), BatchShape(1, 4096, 4095)),
@@ -106,22 +108,27 @@ def test_layers_are_placed_as_well_as_any_search_can(
         schedule=schedule,
         gradient_checkpointing=layers == 13,
     )
-    shares = balanced_shares(architecture, job, gpus)
+    shares, best = balanced_shares(architecture, job, gpus), best_of_all(architecture, job, gpus)
     assert sum(share.layers[0] for share in shares) == architecture.layers
-    best = best_of_all(architecture, job, gpus)
     assert fullest(architecture, job, shares, gpus) <= BAR * best
     assert (shares_that_fit(architecture, job, gpus) is not None) == (best <= 1)
     assert best <= fullest(architecture, job, even_shares(architecture, job, gpus), gpus)
 
 
-def test_tied_embeddings_and_head_share_a_device_in_one_process() -> None:
-    shares = balanced_shares(TIED, LORA, (A6000, H200))
-    assert [(share.has_embeddings, share.has_head) for share in shares] == [(False, False), (True, True)]
-    shares = balanced_shares(TIED, LORA, (H200, A6000))
-    assert [(share.has_embeddings, share.has_head) for share in shares] == [(True, True), (False, False)]
-    for architecture, parallel in ((TIED, "pp"), (LLAMA, "mp")):
-        shares = balanced_shares(architecture, replace(LORA, parallel=parallel), (H200, A6000))
-        assert [(share.has_embeddings, share.has_head) for share in shares] == [(True, False), (False, True)]
+@pytest.mark.parametrize(
+    ("architecture", "parallel", "gpus", "ends"),
+    [
+        (TIED, "mp", (A6000, H200), [(False, False), (True, True)]),
+        (TIED, "mp", (H200, A6000), [(True, True), (False, False)]),
+        (TIED, "pp", (H200, A6000), [(True, False), (False, True)]),
+        (LLAMA, "mp", (H200, A6000), [(True, False), (False, True)]),
+    ],
+)
+def test_tied_embeddings_and_head_share_a_device_in_one_process(
+    architecture: Architecture, parallel: str, gpus: tuple[Gpu, ...], ends: list[tuple[bool, bool]]
+) -> None:
+    shares = balanced_shares(architecture, replace(LORA, parallel=parallel), gpus)
+    assert [(share.has_embeddings, share.has_head) for share in shares] == ends
 
 
 @pytest.mark.parametrize(("layers", "devices", "counts"), [(7, 3, [3, 2, 2]), (13, 4, [4, 3, 3, 3]), (6, 2, [3, 3])])
@@ -132,33 +139,39 @@ def test_even_shares_give_the_first_ones_what_is_over(layers: int, devices: int,
     assert [share.in_flight for share in shares] == list(range(devices, 0, -1))
 
 
-def test_more_stages_than_layers_are_refused() -> None:
-    job = replace(LORA, devices=20)
-    for place in (balanced_shares, even_shares, shares_that_fit):
-        with pytest.raises(BadInputError, match=r"16 layers, too few for 20 stages: take at most 16 devices"):
-            place(TIED, job, (A6000,) * 20)
+@pytest.mark.parametrize("place", [balanced_shares, even_shares, shares_that_fit])
+def test_more_stages_than_layers_are_refused(place: Callable) -> None:
+    with pytest.raises(BadInputError, match=r"16 layers, too few for 20 stages: take at most 16 devices"):
+        place(TIED, replace(LORA, devices=20), (A6000,) * 20)
 
 
 # -- shares and device maps
 
 
-def meta_model(name: str, layers: int) -> PreTrainedModel:
+def meta_model(name: str, layers: int, kind: str = "") -> PreTrainedModel:
     config = AutoConfig.from_pretrained(find_config(name))
     config.num_hidden_layers = layers
     with torch.device("meta"):
-        return getattr(transformers, config.architectures[0])._from_config(config)
+        return getattr(transformers, kind or config.architectures[0])._from_config(config)
 
 
 def names_of(model: PreTrainedModel) -> tuple[list[str], list[tuple[str, str]]]:
     return list(model.state_dict()), list(model.all_tied_weights_keys.items())
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-7b", "roberta-large"])
-@pytest.mark.parametrize(("layers", "devices"), [(7, 2), (13, 3), (5, 4)])
+@pytest.mark.parametrize(
+    ("name", "layers", "devices"),
+    [
+        ("llama-3.2-1b", 7, 2),
+        ("qwen2.5-7b", 13, 3),
+        ("roberta-large", 5, 4),
+        ("llama-3.2-1b", 13, 3),
+        ("qwen2.5-7b", 5, 4),
+    ],
+)
 def test_shares_become_the_map_of_a_real_model_and_come_back(name: str, layers: int, devices: int) -> None:
     architecture = with_layers(read_architecture(name), layers)
-    job = replace(LORA, devices=devices)
-    shares = balanced_shares(architecture, job, (A6000,) * devices)
+    shares = balanced_shares(architecture, replace(LORA, devices=devices), (A6000,) * devices)
     names, tied = names_of(meta_model(name, layers))
     for numbers in (list(range(devices)), [f"cuda:{number}" for number in range(devices)]):
         device_map = device_map_of(architecture, shares, numbers)
@@ -181,10 +194,7 @@ def test_a_classifier_s_head_is_named_by_whoever_has_it() -> None:
     architecture = as_classifier(with_layers(read_architecture("roberta-large"), 4), 2)
     shares = (Share((2,), True, False), Share((2,), False, True))
     device_map = device_map_of(architecture, shares, [0, 1])
-    config = AutoConfig.from_pretrained(find_config("roberta-large"))
-    config.num_hidden_layers = 4
-    with torch.device("meta"):
-        model = transformers.RobertaForSequenceClassification(config)
+    model = meta_model("roberta-large", 4, "RobertaForSequenceClassification")
     check_device_map(device_map, list(model.state_dict()), [], 2)
     assert shares_of_map(architecture, device_map, 2) == shares
 
@@ -287,11 +297,11 @@ def test_files_that_hold_no_map_are_refused(tmp_path: Path, text: str | None, se
         read_device_map(path)
 
 
-def test_a_map_is_read_as_it_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Path, str])
+def test_a_map_is_read_as_it_was_written(tmp_path: Path, kind: type) -> None:
     path = tmp_path / "map.json"
     path.write_text(json.dumps(GOOD))
-    assert read_device_map(path) == GOOD
-    assert read_device_map(str(path)) == GOOD
+    assert read_device_map(kind(path)) == GOOD
 
 
 def test_devices_are_named_as_torch_does() -> None:

@@ -11,10 +11,8 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from common.base.paths import REPOSITORY
 from common.models.loading import EMBEDDED_BASE
-
-FOLDER = REPOSITORY / "assets" / "model_configs"
+from common.planning.architectures import MODEL_CONFIGS
 
 PUBLISHED = {  # where: assets/README.md
     "qwen2.5-7b": 7_615_616_512,
@@ -26,55 +24,32 @@ PUBLISHED = {  # where: assets/README.md
     "all-minilm-l6-v2": 22_713_216,
     "bart-large-cnn": 406_290_432,
 }
+# the names' billions, to three digits; the exact counts could not be looked up
 ROUNDED = {"smolvlm-instruct": 2_250_000_000, "idefics3-8b-llama3": 8_460_000_000}
-"""Of these, the names' billions, to three digits; the exact counts could not be looked up."""
 EMBEDDING, LINEAR_LAYERS, NORMS = 1536 * 512, 8 * (4 * 512 * 512 + 3 * 512 * 1536), 17 * 512
 INVENTED = {"llama-27m": EMBEDDING + LINEAR_LAYERS + NORMS}
+COUNTS = {**PUBLISHED, **INVENTED, **{name: pytest.approx(count, rel=0.002) for name, count in ROUNDED.items()}}
 
 
-def parameters(config: transformers.PreTrainedConfig, architecture: str, **options: bool) -> int:
-    """Parameters of the architecture, tied ones once. On `meta` it takes no memory."""
+@pytest.mark.parametrize("path", sorted(MODEL_CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_parameter_count_is_the_published_one_and_facts_are_known_ones(path: Path) -> None:
+    facts, config = json.loads(path.read_text()), AutoConfig.from_pretrained(path)
     with torch.device("meta"):
-        model = getattr(transformers, architecture)(config, **options)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def test_every_file_is_checked() -> None:
-    assert {path.stem for path in FOLDER.glob("*.json")} == {*PUBLISHED, *ROUNDED, *INVENTED}
-
-
-@pytest.mark.parametrize(("name", "count"), [*PUBLISHED.items(), *INVENTED.items()])
-def test_parameter_count_is_the_published_one(name: str, count: int) -> None:
-    config = AutoConfig.from_pretrained(FOLDER / f"{name}.json")
-    assert parameters(config, config.architectures[0]) == count
-
-
-@pytest.mark.parametrize(("name", "count"), ROUNDED.items())
-def test_parameter_count_is_about_the_published_one(name: str, count: int) -> None:
-    config = AutoConfig.from_pretrained(FOLDER / f"{name}.json")
-    assert parameters(config, config.architectures[0]) == pytest.approx(count, rel=0.002)
-
-
-def test_the_invented_model_has_the_linear_layers_of_its_name_and_the_embedded_vocabulary() -> None:
-    assert round(LINEAR_LAYERS / 1e6) == 27
-    invented, embedded = (AutoConfig.from_pretrained(path) for path in (FOLDER / "llama-27m.json", EMBEDDED_BASE))
-    assert invented.vocab_size == embedded.vocab_size
-
-
-def test_roberta_large_without_its_heads() -> None:
-    config = AutoConfig.from_pretrained(FOLDER / "roberta-large.json")
-    assert parameters(config, "RobertaModel") == 355_359_744
-    assert parameters(config, "RobertaModel", add_pooling_layer=False) == 354_310_144
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
-def test_files_hold_only_known_facts(path: Path) -> None:
-    facts = json.loads(path.read_text())
+        model = getattr(transformers, config.architectures[0])(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[path.stem]
     sources = dict.fromkeys(INVENTED, "invented: ") | dict.fromkeys(ROUNDED, "recalled: ")
     assert facts.pop("_source").startswith(sources.get(path.stem, "https://huggingface.co/"))
-    config = AutoConfig.from_pretrained(path)
     check_facts(facts, config)
     assert config.dtype == (torch.bfloat16 if "dtype" in facts else None)
+
+
+def test_every_count_is_of_a_file_and_the_invented_model_has_the_linear_layers_of_its_name() -> None:
+    assert {path.stem for path in MODEL_CONFIGS.glob("*.json")} == COUNTS.keys()
+    assert round(LINEAR_LAYERS / 1e6) == 27
+    invented, embedded = (
+        AutoConfig.from_pretrained(path) for path in (MODEL_CONFIGS / "llama-27m.json", EMBEDDED_BASE)
+    )
+    assert invented.vocab_size == embedded.vocab_size
 
 
 def check_facts(facts: dict, config: transformers.PreTrainedConfig) -> None:
@@ -86,7 +61,6 @@ def check_facts(facts: dict, config: transformers.PreTrainedConfig) -> None:
             check_facts(facts[key], part)
         else:
             assert facts[key] == part, key
-    rope = dict(facts.get("rope_scaling") or {})
     if "rope_theta" in facts:
-        rope["rope_theta"] = facts["rope_theta"]
+        rope = {**(facts.get("rope_scaling") or {}), "rope_theta": facts["rope_theta"]}
         assert rope.items() <= config.rope_parameters.items()

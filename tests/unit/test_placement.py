@@ -1,7 +1,7 @@
 """Where a run's layers go is planned before its model loads; what cannot be placed or cannot fit is refused."""
 
-import importlib.util
 import json
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -57,22 +57,20 @@ def map_file(tmp_path: Path) -> Callable[[dict[str, object]], str]:
 @pytest.mark.parametrize("run", [MP, PP], ids=["mp", "pp"])
 def test_the_embedded_base_is_divided_in_two(run: RunConfig, way: str) -> None:
     placement = place_stages(replace(run, device_map=way), BATCH)
-    assert {name for name in placement.stage_map if ".layers." in name} == {f"model.layers.{n}" for n in range(4)}
-    assert set(placement.stage_map.values()) == {0, 1}
-    said = placement.for_record()
-    assert sum(said["layers_per_stage"]) == 4
+    stages, said = placement.stage_map, placement.for_record()
+    assert {name for name in stages if ".layers." in name} == {f"model.layers.{n}" for n in range(4)}
+    assert set(stages.values()) == {0, 1}
+    assert (sum(said["layers_per_stage"]), len(said["planned_peak_gib_per_stage"])) == (4, 2)
     assert min(said["layers_per_stage"]) >= 1
-    assert len(said["planned_peak_gib_per_stage"]) == 2
-    assert said["stage_map"] == placement.stage_map
-    embeddings, head = (placement.stage_map[name] for name in ("model.embed_tokens", "lm_head"))
-    assert (embeddings == head) is (run.parallel == "mp")  # tied weights: one tensor, or a copy at each end
+    assert said["stage_map"] == stages
+    # tied weights: one tensor, or a copy at each end
+    assert (stages["model.embed_tokens"] == stages["lm_head"]) is (run.parallel == "mp")
 
 
 def test_on_cpu_model_parallel_is_planned_as_the_one_device_that_it_is() -> None:
-    placement = place_stages(MP, BATCH)
+    placement, both = place_stages(MP, BATCH), place_stages(PP, BATCH)
     assert (len(placement.plan.devices), len(placement.divided.devices)) == (1, 2)
     assert placement.plan == plan_run(MP, BATCH)
-    both = place_stages(PP, BATCH)
     assert both.plan is both.divided
     assert [share.in_flight for share in both.plan.shares] == [2, 1]
 
@@ -80,8 +78,7 @@ def test_on_cpu_model_parallel_is_planned_as_the_one_device_that_it_is() -> None
 def test_each_stage_s_plan_is_that_of_its_device() -> None:
     placement = place_stages(ON_A5000S, BatchShape(5, 256, 255), find_gpu("a5000"))
     assert placement.plan is placement.divided
-    assert len(placement.plan.devices) == 4
-    assert placement.plan.fits
+    assert (len(placement.plan.devices), placement.plan.fits) == (4, True)
     assert sum(placement.for_record()["layers_per_stage"]) == read_architecture(ON_A5000S.model).layers
 
 
@@ -93,19 +90,18 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 @pytest.mark.parametrize("run", [MP, ON_A5000S], ids=["embedded, cpu", "qwen, 4 GPUs"])
 def test_accelerate_s_map_is_computed_without_a_gpu(run: RunConfig) -> None:
-    gpus = (find_gpu("a5000"),) * run.stage_count
-    chosen = auto_map(run, gpus)
-    assert set(chosen.values()) <= set(range(run.stage_count))
-    assert len(set(chosen.values())) > 1
+    chosen = set(auto_map(run, (find_gpu("a5000"),) * run.stage_count).values())
+    assert chosen <= set(range(run.stage_count))
+    assert len(chosen) > 1
     assert all(weight.is_meta for weight in model_without_weights(run).parameters())
     placement = place_stages(replace(run, device_map="auto"), BATCH)
     assert sum(placement.for_record()["layers_per_stage"]) == read_architecture(run.model).layers
 
 
-@pytest.mark.parametrize(("stages", "empty"), [(3, 0), (4, 0)])
-def test_where_accelerate_leaves_a_device_without_layers_it_is_said(stages: int, empty: int) -> None:
+@pytest.mark.parametrize("stages", [3, 4])
+def test_where_accelerate_leaves_a_device_without_layers_it_is_said(stages: int) -> None:
     run = replace(MP, stages=stages)
-    with pytest.raises(BadInputError, match=f"gives device {empty} of {stages} no layer of .*--device_map balanced"):
+    with pytest.raises(BadInputError, match=f"gives device 0 of {stages} no layer of .*--device_map balanced"):
         place_stages(replace(run, device_map="auto"), BATCH)
     assert list(placement_table(run, BATCH)["Device map"]) == ["even", "balanced"]
     with pytest.raises(BadInputError, match="no layer"):
@@ -115,13 +111,17 @@ def test_where_accelerate_leaves_a_device_without_layers_it_is_said(stages: int,
 # -- maps that users bring
 
 
-def test_a_brought_map_is_followed(map_file: Callable) -> None:
+def test_a_brought_map_is_followed_and_a_row_of_the_table(map_file: Callable) -> None:
     named = {name: f"cuda:{device}" for name, device in TIED_TOGETHER.items()}
     for brought in (TIED_TOGETHER, named):
-        placement = place_stages(replace(MP, device_map=map_file(brought)), BATCH)
+        path = map_file(brought)
+        placement = place_stages(replace(MP, device_map=path), BATCH)
         assert placement.stage_map == TIED_TOGETHER
         assert placement.for_record()["layers_per_stage"] == [3, 1]
     assert place_stages(MP, BATCH).stage_map != TIED_TOGETHER  # not what would be computed
+    table = placement_table(replace(MP, device_map=path), BATCH)
+    assert list(table["Device map"]) == ["auto", "even", "balanced", path]
+    assert list(table[["Layers per device", "Embeddings, head"]].iloc[-1]) == ["3 / 1", "1, 1"]
 
 
 @pytest.mark.parametrize(
@@ -141,27 +141,17 @@ def test_a_wrong_map_is_refused(map_file: Callable, run: RunConfig, change: dict
         place_stages(replace(run, device_map=map_file(brought)), BATCH)
 
 
-def test_a_map_that_is_not_there_is_refused() -> None:
-    with pytest.raises(BadInputError, match=r"no device map no/such\.json"):
-        place_stages(replace(MP, device_map="no/such.json"), BATCH)
-
-
-def test_tied_ends_stay_together_in_one_process_and_are_copied_in_a_pipeline(map_file: Callable) -> None:
+def test_a_pipeline_takes_wholes_copies_tied_ends_and_needs_no_rotary_positions(map_file: Callable) -> None:
+    """In one process tied ends stay together."""
     with pytest.raises(BadInputError, match="they are one tied weight"):
         place_stages(replace(MP, device_map=map_file(GOOD)), BATCH)
-    placement = place_stages(replace(PP, device_map=map_file(GOOD)), BATCH)
-    assert placement.stage_map == GOOD
-    assert placement.for_record()["layers_per_stage"] == [3, 1]
-
-
-def test_a_pipeline_takes_wholes_and_needs_no_rotary_positions(map_file: Callable) -> None:
     short = {"": 0, "model.layers.3": 1, "model.norm": 1, "lm_head": 1}
-    placement = place_stages(replace(PP, device_map=map_file(short)), BATCH)
-    assert placement.stage_map == GOOD
     without = {name: stage for name, stage in GOOD.items() if name != "model.rotary_emb"}
-    for brought in ({**GOOD, "model.rotary_emb": 1}, without):
+    apart = {**GOOD, "model.rotary_emb": 1}
+    for brought, expected in ((GOOD, GOOD), (short, GOOD), (without, GOOD), (apart, apart)):
         placement = place_stages(replace(PP, device_map=map_file(brought)), BATCH)
         assert placement.for_record()["layers_per_stage"] == [3, 1]
+        assert placement.stage_map == expected
 
 
 @pytest.mark.parametrize(
@@ -184,14 +174,11 @@ def test_stages_of_a_pipeline_follow_each_other(map_file: Callable, change: dict
 
 def spied(run: RunConfig) -> dict[str, object]:
     """What 2.5 sees of its stages."""
-    folder = REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1"
-    specification = importlib.util.spec_from_file_location(
-        "my_utils_mp", folder / "my_utils_full_finetuning_with_mp.py"
+    utils = runpy.run_path(
+        str(REPOSITORY / "2.5_full_finetuning_with_mp" / "run_0_cpu_x1" / "my_utils_full_finetuning_with_mp.py")
     )
-    utils = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(utils)
     model = load_base_model(run, {"": "cpu"})
-    seen = utils.check_stages(SimpleNamespace(run=run), model, place_stages(run, BATCH))
+    seen = utils["check_stages"](SimpleNamespace(run=run), model, place_stages(run, BATCH))
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
     return seen
 
@@ -219,28 +206,29 @@ def test_every_stage_is_seen_in_its_order(map_file: Callable, device_map: dict[s
 )
 def test_every_stage_of_a_computed_map_is_seen(way: str, stages: int) -> None:
     run = replace(MP, device_map=way, stages=stages)
-    order = spied(run)["order"]
-    assert set(order) == set(place_stages(run, BATCH).stage_map.values())
-    assert len(set(order)) == stages
+    seen = set(spied(run)["order"])
+    assert seen == set(place_stages(run, BATCH).stage_map.values())
+    assert len(seen) == stages
 
 
 # -- what cannot fit
 
 
+def placed(run: RunConfig, rows: int) -> Plan:
+    return place_stages(
+        replace(run, per_device_train_batch_size=rows), BatchShape(rows, 256, 255), find_gpu("a6000")
+    ).plan
+
+
 def test_a_batch_that_cannot_fit_is_refused_with_the_one_that_would() -> None:
-    gpu = find_gpu("a6000")
-    run = replace(ON_A6000S, per_device_train_batch_size=4096)
-    plan = place_stages(run, BatchShape(4096, 256, 255), gpu).plan
     with pytest.raises(BadInputError, match=r"4096 rows of 256 tokens cannot fit: device \d would need") as refused:
-        check_fits(plan)
+        check_fits(placed(ON_A6000S, 4096))
     fits = int(str(refused.value).rpartition("--batch_size ")[2].rstrip("."))
     assert 0 < fits < 4096
-    assert fits % run.micro_batches == 0
-    check_fits(place_stages(replace(run, per_device_train_batch_size=fits), BatchShape(fits, 256, 255), gpu).plan)
+    assert fits % ON_A6000S.micro_batches == 0
+    check_fits(placed(ON_A6000S, fits))
     with pytest.raises(BadInputError, match="cannot fit"):
-        check_fits(
-            place_stages(replace(run, per_device_train_batch_size=2 * fits), BatchShape(2 * fits, 256, 255), gpu).plan
-        )
+        check_fits(placed(ON_A6000S, 2 * fits))
 
 
 def test_a_model_that_cannot_fit_at_all_is_refused() -> None:
@@ -251,16 +239,15 @@ def test_a_model_that_cannot_fit_at_all_is_refused() -> None:
 
 def test_a_plan_may_be_a_little_too_high() -> None:
     """A batch is refused where it cannot fit, not where it might not."""
-    plan = place_stages(ON_A6000S, BatchShape(8, 256, 255), find_gpu("a6000")).plan
+    plan = placed(ON_A6000S, 8)
     peak_gib = max(memory.peak_gib for memory in plan.devices)
-
-    def with_memory(gib: float) -> Plan:
-        gpus = tuple(replace(gpu, memory_gib=gib) for gpu in plan.cluster.gpus)
-        return replace(plan, cluster=replace(plan.cluster, gpus=gpus))
-
-    check_fits(with_memory(peak_gib / 1.09))
+    roomy, small = (
+        replace(plan, cluster=replace(plan.cluster, gpus=(replace(gpu, memory_gib=peak_gib / over),) * 2))
+        for gpu, over in ((plan.cluster.gpus[0], 1.09), (plan.cluster.gpus[0], 1.11))
+    )
+    check_fits(roomy)
     with pytest.raises(BadInputError, match="cannot fit"):
-        check_fits(with_memory(peak_gib / 1.11))
+        check_fits(small)
 
 
 @pytest.mark.parametrize("run", [RunConfig(), RunConfig(technique="full"), MP, PP], ids=["lora", "full", "mp", "pp"])
@@ -270,9 +257,8 @@ def test_what_fits_passes_and_what_does_not_is_refused_before_the_model_loads(
     splits, tokenizer = load_splits(run), load_tokenizer(run)
     check_placement_and_memory(run, splits, tokenizer)
     check_inputs(run)
-    tiny = replace(find_gpu("a5000"), memory_gib=0.001)
-    monkeypatch.setattr("common.training.placement.cpu_device", lambda: tiny)
-    monkeypatch.setattr("common.planning.plans.cpu_device", lambda: tiny)
+    for module in ("common.training.placement", "common.planning.plans"):
+        monkeypatch.setattr(f"{module}.cpu_device", lambda: replace(find_gpu("a5000"), memory_gib=0.001))
     with pytest.raises(BadInputError, match="cannot fit"):
         check_placement_and_memory(run, splits, tokenizer)
 
@@ -300,33 +286,20 @@ def test_fewer_rows_than_a_batch_are_filled_up_in_a_pipeline() -> None:
 def test_the_balanced_map_is_never_fuller_than_others(run: RunConfig, batch: BatchShape, gpu: str) -> None:
     table = placement_table(run, batch, find_gpu(gpu)).set_index("Device map")
     assert list(table.index) == (["auto", "even", "balanced"] if run.parallel == "mp" else ["even", "balanced"])
-    highest = table["Highest (GiB)"].astype(float)
+    highest, largest = table["Highest (GiB)"].astype(float), table["Largest batch"].astype(int)
     assert highest["balanced"] <= highest.min() * 1.003  # the search ends 0.2 % above the best
     assert (highest > highest["balanced"]).any() or run.parallel == "pp"  # 14 and 14 layers are best there
-    assert (table["Largest batch"].astype(int) <= int(table["Largest batch"]["balanced"])).all()
+    assert (largest <= largest["balanced"]).all()
     for _, row in table.iterrows():
-        layers = [int(count) for count in row["Layers per device"].split(" / ")]
-        assert sum(layers) == read_architecture(run.model).layers
+        assert sum(map(int, row["Layers per device"].split(" / "))) == read_architecture(run.model).layers
         assert len(row["Peak per device (GiB)"].split(" / ")) == run.devices
-
-
-def test_a_brought_map_is_a_row_too(map_file: Callable) -> None:
-    path = map_file(TIED_TOGETHER)
-    table = placement_table(replace(MP, device_map=path), BATCH)
-    assert list(table["Device map"]) == ["auto", "even", "balanced", path]
-    assert table["Layers per device"].iloc[-1] == "3 / 1"
-    assert table["Embeddings, head"].iloc[-1] == "1, 1"
 
 
 @pytest.mark.parametrize("way", ["balanced", "even"])
 def test_the_largest_batch_fits_and_the_next_does_not(way: str) -> None:
-    gpu, run = find_gpu("a6000"), replace(ON_A6000S, device_map=way)
-
-    def placed(rows: int) -> Plan:
-        return place_stages(replace(run, per_device_train_batch_size=rows), BatchShape(rows, 256, 255), gpu).plan
-
-    largest = placed(8).max_batch_size
+    run = replace(ON_A6000S, device_map=way)
+    largest = placed(run, 8).max_batch_size
     assert largest % run.micro_batches == 0
-    assert (placed(largest).fits, placed(largest + run.micro_batches).fits) == (True, False)
-    table = placement_table(run, BatchShape(8, 256, 255), gpu).set_index("Device map")
+    assert (placed(run, largest).fits, placed(run, largest + run.micro_batches).fits) == (True, False)
+    table = placement_table(run, BatchShape(8, 256, 255), find_gpu("a6000")).set_index("Device map")
     assert table["Largest batch"][way] == str(largest)
