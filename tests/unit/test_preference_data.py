@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from common.base.paths import REPOSITORY
 
@@ -74,15 +74,13 @@ def test_the_splits_have_the_promised_pairs_in_trls_form(splits: dict[str, Rows]
     assert {split: len(rows) for split, rows in splits.items()} == COUNTS
     assert len({(said(row, "prompt"), said(row, "rejected")) for row in splits["train"]}) >= 1500
     assert len({row["id"] for row in pairs}) == len(pairs)
-    assert all(list(row) == ["id", "exhibit", "facts", "prompt", "chosen", "rejected"] for row in pairs)
+    assert {tuple(row) for row in pairs} == {("id", "exhibit", "facts", "prompt", "chosen", "rejected")}
 
 
 def test_no_exhibit_stands_in_two_splits_or_in_the_other_data(splits: dict[str, Rows], pairs: Rows) -> None:
-    assert {split: len(names(rows)) for split, rows in splits.items()} == EXHIBITS
-    assert len(names(pairs)) == sum(EXHIBITS.values())
     others = {name for path in (ASSETS / "exhibits").glob("*.jsonl") for name in names(rows_of(path))}
-    assert len(others) == 74
-    assert not names(pairs) & others
+    assert {split: len(names(rows)) for split, rows in splits.items()} == EXHIBITS
+    assert (len(others), len(others | names(pairs))) == (74, 74 + sum(EXHIBITS.values()))
 
 
 def test_the_test_asks_in_wordings_of_its_own(splits: dict[str, Rows]) -> None:
@@ -92,17 +90,15 @@ def test_the_test_asks_in_wordings_of_its_own(splits: dict[str, Rows]) -> None:
     asked = {split: {notes.sub("{}", said(row, "prompt")) for row in rows} for split, rows in splits.items()}
     assert asked["test"] == {"Please write a label. {}", "{} What is its label?"}
     assert asked["train"] == asked["validation"]
-    assert len(asked["train"]) == 4
-    assert not asked["test"] & asked["train"]
+    assert (len(asked["train"]), len(asked["train"] | asked["test"])) == (4, 6)
 
 
 def test_only_rejected_labels_have_a_year_and_chosen_ones_say_the_facts(pairs: Rows) -> None:
     for row in pairs:
-        assert not YEAR.search(said(row, "prompt"))
-        assert not YEAR.search(said(row, "chosen"))
-        assert YEAR.search(said(row, "rejected"))
+        texts = [said(row, which) for which in ("prompt", "chosen", "rejected")]
+        assert [bool(YEAR.search(text)) for text in texts] == [False, False, True]
         assert row["facts"][0] == row["exhibit"]
-        assert all(fact in said(row, "prompt") and fact in said(row, "chosen") for fact in row["facts"])
+        assert all(fact in text for fact in row["facts"] for text in texts[:2])
 
 
 # -- the labeller
@@ -112,14 +108,20 @@ def test_the_labeller_is_taught_other_exhibits_in_both_styles(labeller: ModuleTy
     splits, test = labeller.make_splits()
     assert {split: len(chats) for split, chats in splits.items()} == {"train": 1500, "known": 60, "new": 60}
     assert test == rows_of(PREFERENCES / "test.jsonl")
-    for chats in splits.values():
-        assert not [name for name in names(pairs) for question, _ in chats if name in question["content"]]
+    questions = "\n".join(question["content"] for chats in splits.values() for question, _ in chats)
+    assert not [name for name in names(pairs) if name in questions]
     dated = [bool(YEAR.search(answer["content"])) for _, answer in splits["train"]]
     assert sum(dated) / len(dated) == pytest.approx(labeller.DATED_SHARE, abs=0.02)
 
 
-def test_the_labeller_says_the_facts_and_dates_most_labels(labeller: ModuleType, splits: dict[str, Rows]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(LABELLER, dtype=torch.float32)
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(LABELLER, dtype=torch.float32)
+
+
+def test_the_labeller_says_the_facts_and_dates_most_labels(
+    labeller: ModuleType, model: PreTrainedModel, splits: dict[str, Rows]
+) -> None:
     texts = labeller.write_labels(model, AutoTokenizer.from_pretrained(LABELLER), splits["test"])
     facts, dated = labeller.shares(texts, splits["test"])
     labeller.refuse_unfit(facts, dated)
@@ -134,28 +136,26 @@ def test_shares_count_facts_and_years(labeller: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(("facts", "dated"), [(0.94, 0.9), (1.0, 0.39)])
-def test_an_unfit_labeller_is_refused(labeller: ModuleType, facts: float, dated: float) -> None:
-    with pytest.raises(ValueError, match="no model was written"):
-        labeller.refuse_unfit(facts, dated)
-    labeller.refuse_unfit(0.95, 0.4)
-
-
 def test_no_model_is_written_where_the_labels_are_unfit(
-    labeller: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    facts: float, dated: float, labeller: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    labeller.refuse_unfit(0.95, 0.4)
     monkeypatch.setattr(sys, "argv", ["make_embedded_labeller.py", "--out", str(tmp_path / "out")])
     monkeypatch.setattr(labeller, "train", lambda *_: None)
-    with pytest.raises(ValueError, match=r"of the facts said and .* of the labels dated"):
-        labeller.main()  # the untrained base
+    monkeypatch.setattr(labeller, "write_labels", lambda *_: [])
+    monkeypatch.setattr(labeller, "shares", lambda *_: (facts, dated))
+    with pytest.raises(ValueError, match=r"of the facts said and .* of the labels dated.* no model was written"):
+        labeller.main()
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_saved_has_the_weights_and_the_bases_tokenizer(labeller: ModuleType, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(LABELLER, dtype=torch.float32)
+def test_what_is_saved_has_the_weights_and_the_bases_tokenizer(
+    labeller: ModuleType, model: PreTrainedModel, tmp_path: Path
+) -> None:
     labeller.save(model, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} | {"README.md"} == {path.name for path in LABELLER.iterdir()}
     for name in labeller.TOKENIZER_FILES:
         assert (LABELLER / name).read_bytes() == (ASSETS / "embedded_base" / name).read_bytes()
-    weights = load_file(LABELLER / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    assert sum(tensor.numel() for tensor in weights.values()) == 1_049_728
+    weights = load_file(LABELLER / "model.safetensors").values()
+    assert {tensor.dtype for tensor in weights} == {torch.float32}
+    assert sum(tensor.numel() for tensor in weights) == 1_049_728
