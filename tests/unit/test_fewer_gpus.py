@@ -41,9 +41,7 @@ def test_what_would_run_on_the_gpus_at_hand_is_offered(
     assert planned in said
 
 
-def test_the_run_that_is_offered_has_the_devices_that_there_are() -> None:
-    four = run_of("2.6_full_finetuning_with_fsdp/run_2_a6000_48g_x4")
-    two, _ = on_fewer(four, 2)
-    assert (two.devices, two.parallel) == (2, "fsdp")
-    alone, _ = on_fewer(four, 1)
-    assert (alone.devices, alone.parallel, alone.technique) == (1, "single", "full")
+@pytest.mark.parametrize(("gpus", "parallel"), [(2, "fsdp"), (1, "single")])
+def test_the_run_that_is_offered_has_the_devices_that_there_are(gpus: int, parallel: str) -> None:
+    fewer, _ = on_fewer(run_of("2.6_full_finetuning_with_fsdp/run_2_a6000_48g_x4"), gpus)
+    assert (fewer.devices, fewer.parallel, fewer.technique) == (gpus, parallel, "full")

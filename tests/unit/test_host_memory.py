@@ -19,6 +19,7 @@ from common.training.strategy import strategy_class
 BATCH = BatchShape(1, 512, 511)
 LLAMA = read_architecture("llama-3.1-8b")
 WEIGHTS = 8_030_261_248
+MACHINE = Cluster((find_gpu("a100-80g"),) * 8)
 SHARDED = Job("full", "fsdp", BATCH, devices=8, precision="bf16-mixed")
 
 
@@ -26,17 +27,31 @@ def gib(job: Job, machines: int = 1) -> float:
     return sum(term.gib for term in host_terms(LLAMA, job, machines))
 
 
-def test_the_copies_of_checkpoints_have_weights_twice_and_states() -> None:
-    """Best weights may wait for a full state that is being written."""
-    assert gib(SHARDED) == pytest.approx(WEIGHTS * (2 * 4 + 8) / GIB)
-    assert gib(SHARDED, machines=2) == pytest.approx(WEIGHTS * (2 * 4 + 8) / 2 / GIB)
-    hybrid = replace(SHARDED, dp_replicate_size=2)
-    assert gib(hybrid, machines=2) == pytest.approx(WEIGHTS * (2 * 4 + 8) / GIB)  # whole copies on each machine
+COPIES = WEIGHTS * (2 * 4 + 8)  # best weights may wait for a full state that is being written
+OFFLOADED = replace(SHARDED, offload=True)
+ZERO = replace(OFFLOADED, parallel="zero3", precision="bf16")
 
 
-@pytest.mark.parametrize(("parallel", "devices"), [("single", 1), ("ddp", 8), ("mp", 2)])
-def test_a_whole_model_is_copied_by_one_rank(parallel: str, devices: int) -> None:
-    assert gib(replace(SHARDED, parallel=parallel, devices=devices)) == pytest.approx(WEIGHTS * (2 * 4 + 8) / GIB)
+@pytest.mark.parametrize(
+    ("job", "machines", "expected_bytes"),
+    [
+        (SHARDED, 1, COPIES),
+        (SHARDED, 2, COPIES / 2),
+        (replace(SHARDED, dp_replicate_size=2), 2, COPIES),  # whole copies on each machine
+        # one rank copies a whole model
+        (replace(SHARDED, parallel="single", devices=1), 1, COPIES),
+        (replace(SHARDED, parallel="ddp"), 1, COPIES),
+        (replace(SHARDED, parallel="mp", devices=2), 1, COPIES),
+        (replace(SHARDED, technique="lora"), 1, 0),  # too little to be copied
+        (OFFLOADED, 1, COPIES + WEIGHTS * (8 + 4 + 4)),  # states, weights, gradients
+        (ZERO, 1, WEIGHTS * 18),  # DeepSpeed's own estimate
+        (replace(ZERO, parallel="zero2"), 1, WEIGHTS * 16),
+    ],
+)
+def test_copies_of_checkpoints_and_what_is_offloaded_are_on_the_host(
+    job: Job, machines: int, expected_bytes: float
+) -> None:
+    assert gib(job, machines) == pytest.approx(expected_bytes / GIB)
 
 
 @pytest.mark.parametrize("parallel", [name for name, each in PARALLELISMS.items() if not each.saves_in_background])
@@ -45,29 +60,14 @@ def test_nothing_is_copied_where_training_waits_for_the_disk(parallel: str) -> N
     assert gib(Job("full", parallel, BATCH, devices=devices)) == 0
 
 
-def test_adapters_are_too_little_to_be_copied() -> None:
-    assert gib(replace(SHARDED, technique="lora")) == 0
-
-
-def test_what_is_offloaded_is_on_the_host() -> None:
-    copied, offloaded = gib(SHARDED), gib(replace(SHARDED, offload=True))
-    assert offloaded - copied == pytest.approx(WEIGHTS * (8 + 4 + 4) / GIB)  # states, weights, gradients
-    zero = replace(SHARDED, parallel="zero3", precision="bf16", offload=True)
-    assert gib(zero) == pytest.approx(WEIGHTS * 18 / GIB)  # DeepSpeed's own estimate
-    assert gib(replace(zero, parallel="zero2")) == pytest.approx(WEIGHTS * 16 / GIB)
-
-
 def test_the_plan_shows_it() -> None:
-    cluster = Cluster((find_gpu("a100-80g"),) * 8)
-    plan = make_plan(LLAMA, SHARDED, cluster, {})
+    plan = make_plan(LLAMA, SHARDED, MACHINE, {})
     assert f"{plan.host_gib:.1f}" in explanation(plan)
     assert as_json("llama-3.1-8b", [plan], [], 100)["ranked"][0]["host_gib"] == plan.host_gib
 
 
 def test_a_machine_without_room_for_what_is_offloaded_is_refused() -> None:
-    cluster = Cluster((find_gpu("a100-80g"),) * 8)
-    plan = make_plan(LLAMA, replace(SHARDED, offload=True), cluster, {})
-    needed = int(WEIGHTS * 16)
+    plan, needed = make_plan(LLAMA, OFFLOADED, MACHINE, {}), WEIGHTS * 16
     check_host(plan, needed + 1)
     with pytest.raises(BadInputError, match=f"{needed / GIB:.1f} GiB in the machine's own memory.* 60.0 GiB are free"):
         check_host(plan, 60 * GIB)

@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoConfig
 
 from common.models.loading import EMBEDDED_BASE
-from common.planning.architectures import MODEL_CONFIGS
+from common.planning.architectures import MODEL_CONFIGS, read_architecture
 
 PUBLISHED = {  # where: assets/README.md
     "qwen2.5-7b": 7_615_616_512,
@@ -31,12 +31,22 @@ INVENTED = {"llama-27m": EMBEDDING + LINEAR_LAYERS + NORMS}
 COUNTS = {**PUBLISHED, **INVENTED, **{name: pytest.approx(count, rel=0.002) for name, count in ROUNDED.items()}}
 
 
-@pytest.mark.parametrize("path", sorted(MODEL_CONFIGS.glob("*.json")), ids=lambda path: path.stem)
-def test_parameter_count_is_the_published_one_and_facts_are_known_ones(path: Path) -> None:
-    facts, config = json.loads(path.read_text()), AutoConfig.from_pretrained(path)
+def parameters(config: transformers.PreTrainedConfig, name: str) -> int:
+    """Parameters of the model, tied ones once. On `meta` it takes no memory."""
     with torch.device("meta"):
-        model = getattr(transformers, config.architectures[0])(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == COUNTS[path.stem]
+        model = getattr(transformers, name)(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("path", sorted(MODEL_CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_parameters_are_the_published_and_the_planned_ones_and_facts_are_known_ones(path: Path) -> None:
+    facts, config = json.loads(path.read_text()), AutoConfig.from_pretrained(path)
+    published, architecture = config.architectures[0], read_architecture(path.stem)
+    # a bare encoder is planned with the head that it was trained with
+    planned = published.replace("BertModel", "BertForMaskedLM")
+    counts = {name: parameters(config, name) for name in {published, planned}}
+    assert counts[published] == COUNTS[path.stem]
+    assert architecture.parameters == sum(architecture.by_part().values()) == counts[planned]
     sources = dict.fromkeys(INVENTED, "invented: ") | dict.fromkeys(ROUNDED, "recalled: ")
     assert facts.pop("_source").startswith(sources.get(path.stem, "https://huggingface.co/"))
     check_facts(facts, config)

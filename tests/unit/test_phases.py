@@ -14,7 +14,7 @@ from common.data.rows import IGNORED_LABEL
 from common.hardware.devices import GIB, find_gpu
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.job import BatchShape, EvaluationShape, Job
-from common.planning.phases import PHASES, TRAINING, Phase, phases_of
+from common.planning.phases import PHASES, TRAINING, phases_of
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import whole_model
 from common.runtime.memory_tracker import MemoryTracker
@@ -46,13 +46,10 @@ def attention(request: pytest.FixtureRequest, model: PreTrainedModel) -> Iterato
     model.set_attn_implementation("sdpa")
 
 
-def phase_of(architecture: Architecture, name: str, attention: str) -> Phase:
+def planned_bytes(architecture: Architecture, name: str, attention: str) -> float:
     job = Job("full", "single", BatchShape(4, 64, 63), precision="fp32", evaluation=SHAPE, attention=attention)
     found = phases_of(architecture, job, whole_model(architecture), find_gpu("a6000"))
-    return next(phase for phase in found if phase.name == name)
-
-
-def passing_bytes(phase: Phase) -> float:
+    (phase,) = (phase for phase in found if phase.name == name)
     return sum(term.count for term in phase.memory.terms if term.part not in ("weights", "optimizer", "overhead"))
 
 
@@ -68,10 +65,10 @@ def counted(model: PreTrainedModel, work: Callable[[], object]) -> float:
 
 def test_generating_takes_what_is_planned(model: PreTrainedModel, architecture: Architecture, attention: str) -> None:
     prompts = torch.ones(SHAPE.rows, SHAPE.prompt_length, dtype=torch.long)
-    length = {"min_new_tokens": SHAPE.new_tokens, "max_new_tokens": SHAPE.new_tokens}
-    mask = torch.ones_like(prompts)
-    found = counted(model, lambda: model.generate(prompts, attention_mask=mask, do_sample=False, **length))
-    assert passing_bytes(phase_of(architecture, "baseline evaluation", attention)) == pytest.approx(found, rel=0.1)
+    options = {"attention_mask": torch.ones_like(prompts), "do_sample": False,
+               "min_new_tokens": SHAPE.new_tokens, "max_new_tokens": SHAPE.new_tokens}  # fmt: skip
+    found = counted(model, lambda: model.generate(prompts, **options))
+    assert planned_bytes(architecture, "baseline evaluation", attention) == pytest.approx(found, rel=0.1)
 
 
 def test_validating_takes_what_is_planned(model: PreTrainedModel, architecture: Architecture, attention: str) -> None:
@@ -81,44 +78,37 @@ def test_validating_takes_what_is_planned(model: PreTrainedModel, architecture: 
     compute_loss_in_chunks(model)
     batch = keep_answer_logits({"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": labels})
     found = counted(model, lambda: model(**batch).token_losses)
-    assert passing_bytes(phase_of(architecture, "validation", attention)) == pytest.approx(found, rel=0.1)
+    assert planned_bytes(architecture, "validation", attention) == pytest.approx(found, rel=0.1)
 
 
-def small(**changes: object) -> Plan:
-    run = RunConfig(model="qwen2.5-7b", device="cuda", gpu="RTX A5000 24GB", precision="bf16", **changes)
-    return plan_run(run, BatchShape(1, 256, 255), find_gpu("a5000"))
+def planned(gpu: str, **changes: object) -> Plan:
+    run = RunConfig(model="qwen2.5-7b", device="cuda", gpu=find_gpu(gpu).name, precision="bf16", **changes)
+    return plan_run(run, BatchShape(1, 256, 255), find_gpu(gpu))
 
 
 def test_a_run_whose_training_fits_is_refused_for_another_phase_and_told_what_fits() -> None:
-    plan = small(per_device_eval_batch_size=512)
-    assert plan.trains
-    assert not plan.fits
+    plan = planned("a5000", per_device_eval_batch_size=512)
+    assert (plan.trains, plan.fits) == (True, False)
     with pytest.raises(BadInputError, match="training fits, but") as refusal:
         check_fits(plan)
     fitting = int(re.search(r"--per_device_eval_batch_size (\d+)", str(refusal.value))[1])
-    assert small(per_device_eval_batch_size=fitting).fits
-    assert not small(per_device_eval_batch_size=2 * fitting).fits
+    fit = [planned("a5000", per_device_eval_batch_size=rows).fits for rows in (fitting, 2 * fitting)]
+    assert fit == [True, False]
     check_fits(plan.with_fewer_evaluated())
 
 
 def test_every_phase_is_there_in_order_and_training_alone_where_nothing_is_evaluated() -> None:
-    plan = small()
+    """The tuned model and its judge are in a device's memory one after the other."""
+    plan = planned("a5000")
     assert [phase.name for phase in plan.phases[0]] == list(PHASES)
+    weights_gib = plan.phases[0][-1].memory.parts_gib["weights"]
+    assert weights_gib == pytest.approx(7_615_616_512 * 2 / GIB, rel=0.01)
     alone = replace(plan, job=replace(plan.job, evaluation=None))
     assert [phase.name for phase in alone.phases[0]] == [TRAINING]
     assert alone.highest.phase.memory == plan.fullest[0]
 
 
-def test_models_that_wait_elsewhere_take_nothing() -> None:
-    """The tuned model and its judge are in a device's memory one after the other."""
-    weights = small().phases[0][-1].memory.parts_gib["weights"]
-    assert weights == pytest.approx(7_615_616_512 * 2 / GIB, rel=0.01)
-
-
 def test_a_model_on_several_devices_stays_there_while_the_base_judges() -> None:
-    run = RunConfig(technique="full", parallel="mp", devices=2, stages=0, model="qwen2.5-7b", device="cuda",
-                    gpu="RTX A6000 48GB", precision="bf16")  # fmt: skip
-    phases = {phase.name: phase for phase in plan_run(run, BatchShape(1, 256, 255), find_gpu("a6000")).phases[0]}
-    assert phases["final evaluation"].memory.parts_gib["weights"] == pytest.approx(
-        2 * phases["baseline evaluation"].memory.parts_gib["weights"], rel=0.05
-    )
+    plan = planned("a6000", technique="full", parallel="mp", devices=2, stages=0)
+    weights_gib = {phase.name: phase.memory.parts_gib["weights"] for phase in plan.phases[0]}
+    assert weights_gib["final evaluation"] == pytest.approx(2 * weights_gib["baseline evaluation"], rel=0.05)

@@ -126,17 +126,6 @@ def test_tensor_parallel_divides_layers_and_waits_for_its_sums() -> None:
     assert sent_s > 0
 
 
-def test_tensor_parallel_sums_as_often_as_was_counted() -> None:
-    """MiniLM's shape at 32 x 48: two sums a layer each way; with LoRA one less, and one of an adapter's rank each."""
-    job = replace(FULL, parallel="tp", devices=2, precision="fp32", batch=BatchShape(32, 48, 1, classes=5))
-    minilm, lora = (
-        read_architecture("all-minilm-l6-v2"),
-        replace(job, technique="lora", target_modules=("query", "value")),
-    )
-    sent = [sent_bytes(as_classifier(minilm, 5), each) for each in (job, lora)]
-    assert sent == [24 * 2_359_296, 23 * 2_359_296 + 12 * 49_152]
-
-
 def test_a_classifier_s_head_takes_next_to_nothing() -> None:
     flops = flops_of(replace(FULL, batch=BatchShape(4, 512, 1, classes=3)), as_classifier(ROBERTA, 3)).total
     layers = sum(linear.inputs * linear.outputs for linear in ROBERTA.stacks[0].linears) * ROBERTA.layers
