@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -28,7 +28,6 @@ from common.reporting.rows import (
     clock_seconds,
     completed,
     hardware_factors,
-    measured_quality,
 )
 from common.reporting.tables import TABLES, rendered, side_by_side, with_tables
 
@@ -133,20 +132,21 @@ def test_a_task_with_tables_of_its_own_needs_its_row_and_its_module_alone(
     records: list[Record], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It chats, too, but stands in no table of chats; with a metric that no other task has."""
-    pairs = ModuleType("pairs")
-    pairs.TABLES, pairs.SHARED = {}, {}
-    pairs.METRICS = (Metric("preferred_share", "the preferred answers are likelier", "higher", "{:.0%}"),)
-    pairs.results_text = lambda runs: f"{len(completed(runs, reporting='pairs'))} run of pairs"
+    pairs = SimpleNamespace(
+        TABLES={},
+        SHARED={},
+        METRICS=(Metric("preferred_share", "the preferred answers are likelier", "higher", "{:.0%}"),),
+        results_text=lambda runs: f"{len(completed(runs, reporting='pairs'))} run of pairs",
+    )
     monkeypatch.setitem(sys.modules, "pairs", pairs)
     task = replace(TASKS["chat"], name="pairs", folder_for_one="3.9_pairs", reporting="pairs", named_by=("rows",))
     monkeypatch.setitem(TASKS, "pairs", task)
     single, strong, _ = records
     strong["config"]["task"], strong["quality"]["after"]["preferred_share"] = "pairs", 0.9
     strong["quality"]["before"]["preferred_share"] = 0.5
-    assert completed([single, strong]) == [single]
-    assert completed([single, strong], reporting="pairs") == [strong]
-    assert values_of(strong)["metric"] == "the preferred answers are likelier"
-    assert values_of(single)["metric"] == "facts said"
+    assert (completed([single, strong]), completed([single, strong], reporting="pairs")) == ([single], [strong])
+    metrics = [values_of(run)["metric"] for run in (single, strong)]
+    assert metrics == ["facts said", "the preferred answers are likelier"]
     monkeypatch.setattr(report, "results_of_this_machine", lambda: [single, strong])
     monkeypatch.setattr(sys, "argv", ["report", "--results"])
     report.main()
@@ -183,79 +183,49 @@ def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Recor
     }
 
 
-def test_the_learning_rates_scaling_is_shown_with_the_rate(records: list[Record]) -> None:
-    records[1]["peak_learning_rate"] = records[1]["config"]["learning_rate"] * 2**0.5
-    shown = [measured_quality(run)["Learning rate scaling"] for run in records[:2]]
-    assert shown == ["1x (0.001)", "1.41x (0.00141)"]
-
-
-def test_what_a_part_of_a_table_shares_stands_above_it(records: list[Record]) -> None:
-    records[1]["quality"]["before"]["facts_said_share"] = 0.5
-    lines = rendered("master", records).splitlines()
-    starts = ("**LoRA**", "| Devices", ("| 1 ", "| 2, DDP "))
-    assert [sum(line.startswith(start) for line in lines) for start in starts] == [2, 2, len(records)]
-    assert any("facts said 50%" in line for line in lines)
-
-
 @pytest.fixture
-def measured_by_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[dict[str, object]]], None]:
-    """Write these entries into the benchmark's file."""
+def measured_by_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Write entries into the benchmark's file: name, value, unit, bar, what the bar is, whether it holds, command."""
     path = tmp_path / "bench.json"
     monkeypatch.setattr(benchmark, "BENCH_FILE", path)
-    return lambda entries: path.write_text(json.dumps(entries))
+    columns = ("name", "value", "unit", "bar", "bar_is", "holds", "command")
+    return lambda *entries: path.write_text(json.dumps([dict(zip(columns, each, strict=True)) for each in entries]))
 
 
-def test_the_bench_table_says_what_holds(measured_by_bench: Callable) -> None:
-    entry = {"name": "a", "value": 1.31, "unit": "ratio", "bar": 1.3, "bar_is": "at least", "holds": True,
-             "command": "x"}  # fmt: skip
-    measured_by_bench([
-        entry,
-        {**entry, "value": 1.2, "holds": False},
-        {**entry, "name": "a: not run", "value": None, "holds": False},
-        {**entry, "name": "b", "bar": None, "holds": None},
-    ])  # fmt: skip
-    assert TABLES["bench"]([])["Measured"].tolist() == ["1.310 ratio", "1.200 ratio", "not run"]
-    assert TABLES["bench-all"]([])[["Holds", "Bar"]].values.tolist() == [
-        ["yes", "≥ 1.3"], ["**no**", "≥ 1.3"], ["not run", "≥ 1.3"], ["", ""],
-    ]  # fmt: skip
-
-
-def test_the_bench_tables_divide_names_and_keep_worst_points(measured_by_bench: Callable) -> None:
-    of_tools = [
-        ("training, lora, ours: non-padding tokens", 6163.4, "tokens per s", None, "training --tool ours"),
-        ("training, lora, ours against bare, tokens per second", 0.951, "ratio", 0.95, "training"),
-        ("training, lora, ours against the soonest other tool (trainer), times as soon at the loss", 1.2, "ratio", 1.0,
-         "training"),
-        ("planner, a against b: worst error (x 1x8: 3.90 of 5.55 GiB)", 0.298, "share", 0.05, "planner"),
-        ("planner, a against b: mean error", 0.0042, "share", 0.02, "planner"),
-    ]  # fmt: skip
-    measured_by_bench([
-        {"name": name, "value": value, "unit": unit, "bar": bar, "bar_is": "at most", "holds": True, "command": command}
-        for name, value, unit, bar, command in of_tools
-    ])  # fmt: skip
-    table = TABLES["bench-all"]([])
-    assert table[["Part", "Command"]].values.tolist() == (
-        [["training, lora", "`training`"]] * 3 + [["planner, a against b", "`planner`"]] * 2
+def test_the_bench_tables_say_what_holds_divide_names_and_keep_worst_points(measured_by_bench: Callable) -> None:
+    ours, plan = "training, lora, ours", "planner, a against b"
+    measured_by_bench(
+        (f"{ours}: non-padding tokens", 6163.4, "tokens per s", None, "at least", None, "training --tool ours"),
+        (f"{ours} against bare, tokens per second", 0.951, "ratio", 0.95, "at least", True, "training"),
+        (f"{ours} against the soonest other tool (trainer), times as soon at the loss", 1.2, "ratio", 1.0, "at least",
+         True, "training"),
+        (f"{plan}: worst error (x 1x8: 3.90 of 5.55 GiB)", 0.298, "share", 0.05, "at most", False, "planner"),
+        (f"{plan}: mean error", 0.0042, "share", 0.02, "at most", True, "planner"),
+        (f"{plan}: other error not run", None, "share", 0.02, "at most", False, "planner"),
+    )  # fmt: skip
+    shown = TABLES["bench-all"]([])
+    assert shown[["What", "Measured", "Bar", "Holds"]].values.tolist() == [
+        ["ours: non-padding tokens", "6,163 tokens per s", "", ""],
+        ["ours against bare, tokens per second", "0.951 ratio", "≥ 0.95", "yes"],
+        ["time to the loss, the soonest other tool (trainer) over ours", "1.200 ratio", "≥ 1", "yes"],
+        ["worst error", "29.8%", "≤ 5%", "**no**"],
+        ["mean error", "0.4%", "≤ 2%", "yes"],
+        ["other error", "not run", "≤ 2%", "not run"],
+    ]
+    assert shown[["Part", "Command"]].values.tolist() == (
+        [["training, lora", "`training`"]] * 3 + [[plan, "`planner`"]] * 3
     )
-    assert table["What"].tolist()[0] == "ours: non-padding tokens"
-    assert table["What"].tolist()[2:] == ["time to the loss, the soonest other tool (trainer) over ours",
-                                          "worst error", "mean error"]  # fmt: skip
-    assert table["Measured"].tolist()[3:] == ["29.8%", "0.4%"]
-    assert TABLES["bench"]([])["Bar"].tolist() == ["≤ 0.95", "≤ 1", "≤ 5%", "≤ 2%"]
+    assert TABLES["bench"]([])["Measured"].tolist() == ["0.951 ratio", "1.200 ratio", "29.8%", "0.4%", "not run"]
     assert rendered("bench-worst", []) == "- a against b: x 1x8: 3.90 of 5.55 GiB\n"
 
 
 def test_the_planners_errors_have_a_line_for_each_comparison(measured_by_bench: Callable) -> None:
-    figures = [
-        ("a against b, 7 points: mean error", 0.0042, 0.02, True),
-        ("a against b: worst error (x 1x8: 3.90 of 5.55 GiB)", 0.298, 0.05, False),
-        ("a against c: mean error not run", None, 0.02, None),
-        ("a against c: worst error not run", None, 0.05, None),
-    ]
-    measured_by_bench([
-        {"name": f"planner, {name}", "value": value, "unit": "share", "bar": bar, "bar_is": "at most", "holds": holds}
-        for name, value, bar, holds in figures
-    ])  # fmt: skip
+    measured_by_bench(
+        ("planner, a against b, 7 points: mean error", 0.0042, "share", 0.02, "at most", True, ""),
+        ("planner, a against b: worst error (x 1x8: 3.90 of 5.55 GiB)", 0.298, "share", 0.05, "at most", False, ""),
+        ("planner, a against c: mean error not run", None, "share", 0.02, "at most", None, ""),
+        ("planner, a against c: worst error not run", None, "share", 0.05, "at most", None, ""),
+    )
     assert TABLES["planner-errors"]([]).to_dict("records") == [
         {"Compared with": "b", "Planned by": "a", "Points": "7", "Mean, worst error": "0.4%, 29.8%",
          "Allowed": "2%, 5%", "Holds": "**no**"},
@@ -277,19 +247,18 @@ def test_a_typed_figure_is_overwritten_by_the_records(records: list[Record]) -> 
 def test_tables_check_exits_with_1_when_a_readme_is_out_of_date(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = tmp_path / "README.md"
-    monkeypatch.setattr(report, "readmes", lambda: [readme])
-    monkeypatch.setattr(report, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(report, "PAGE", tmp_path / "results.html")
-    monkeypatch.setattr(report, "page_of", lambda records: "the page")
+    readme, page = tmp_path / "README.md", tmp_path / "results.html"
+    for name, value in {
+        "readmes": lambda: [readme], "REPOSITORY": tmp_path, "PAGE": page, "page_of": lambda records: "the page"
+    }.items():  # fmt: skip
+        monkeypatch.setattr(report, name, value)
     monkeypatch.setattr(sys, "argv", ["report", "--check"])
     table = rendered("ddp-strong", kept_records())
-    for shown, page, exit_code in (("1.99x\n", "the page", 1), (table, "an older page", 1), (table, "the page", 0)):
+    for shown, drawn, exit_code in (("1.99x\n", "the page", 1), (table, "an older page", 1), (table, "the page", 0)):
         readme.write_text(f"<!-- table: ddp-strong -->\n{shown}<!-- /table -->\n")
-        report.PAGE.write_text(page)
-        with pytest.raises(SystemExit) as left:
+        page.write_text(drawn)
+        with pytest.raises(SystemExit, match=str(exit_code)):
             report.main()
-        assert left.value.code == exit_code
         assert ("out of date" in capsys.readouterr().out) == bool(exit_code)
 
 

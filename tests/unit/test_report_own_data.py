@@ -1,4 +1,4 @@
-"""The tables of docs/your_own_data.md say what the runs of docs/measure.py recorded."""
+"""The tables of docs/your_own_data.md have a line for each series, with its seeds together."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 
 from common.records.store import Record
 from common.reporting import own_data
-from common.reporting.own_data import best_step, by_learning_rate, by_rows, study_runs, taught_share
+from common.reporting.own_data import by_learning_rate, by_rows, study_runs
 
 
 def study_run(one: Record, seed: int, facts: float, **settings: object) -> Record:
@@ -35,12 +35,3 @@ def test_each_series_shows_its_own_runs_and_seeds_together(runs: None) -> None:
     ]
     by_rate = by_learning_rate([])[["Learning rate", "Facts said"]]
     assert by_rate.values.tolist() == [["0.0001", "10%"], ["0.001", "85% (80% to 90%)"]]
-
-
-def test_a_fact_counts_as_taught_once_a_row_has_it() -> None:
-    none, some, more, every = (taught_share("assets/exhibits", rows) for rows in (0, 50, 200, 819))
-    assert 0 == none < some < more < every == 1
-
-
-def test_the_best_step_has_the_lowest_validation_loss() -> None:
-    assert best_step({"validation_losses": [[10, 2.0], [20, 1.0], [30, 1.5]]}) == 20

@@ -1,6 +1,5 @@
 """The tables of published rates beside planned ones have every point."""
 
-
 from common.base.paths import REPOSITORY
 from common.planning.published_rates import published_rates, source_name
 from common.reporting.rates import tables_by_source
