@@ -17,6 +17,8 @@ from common.runtime.world import RAY_RUN, detect_launcher
 
 DDP = RunConfig(technique="lora", parallel="ddp", devices=8, nodes=4, per_device_train_batch_size=6,
                 learning_rate_scaling="sqrt", learning_rate=1e-3)  # fmt: skip
+HYBRID = replace(DDP, technique="full", parallel="fsdp", dp_replicate_size=4)
+SUMMARIES = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=4, nodes=4)
 
 
 def meet(store: Store, ranks: list[int], world_size: int, within_s: float = 5.0) -> list[Store | str]:
@@ -60,10 +62,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Make so many ranks start, by a torchrun that may start them again."""
 
     def start(ranks: int, on_each: int = 2, restarts: int = 3) -> None:
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_each))
-        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+        said = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": on_each, "TORCHELASTIC_MAX_RESTARTS": restarts}
+        for name, value in {**said, "TORCHELASTIC_RUN_ID": "test"}.items():
+            monkeypatch.setenv(name, str(value))
 
     return start
 
@@ -76,55 +77,54 @@ def test_other_ranks_take_the_same_steps(started: pytest.MonkeyPatch, ranks: int
     run = run_as_started(DDP)
     assert (run.devices, run.nodes) == (ranks, max(1, ranks // 2))
     assert (run.per_device_train_batch_size, run.gradient_accumulation_steps) == (rows, accumulation)
-    assert run.effective_batch_size == DDP.effective_batch_size == 48
-    assert run.peak_learning_rate == DDP.peak_learning_rate
+    assert (run.effective_batch_size, run.peak_learning_rate) == (48, DDP.peak_learning_rate)
     assert run.run_name == default_run_name(DDP, detect_launcher())  # where the checkpoints of the ranks before are
 
 
-def test_ranks_that_cannot_share_a_step_are_refused(started: pytest.MonkeyPatch) -> None:
-    started(10)
-    said = r"10 ranks started, which cannot share the 48 rows of a step equally: start 2 or 4 or 6 or 8 ranks, or"
+@pytest.mark.parametrize(
+    ("run", "ranks", "on_each", "said"),
+    [
+        (DDP, 10, 2, "10 ranks started, which cannot share the 48 rows of a step equally: start 2 or 4 or 6 or 8 ranks,"
+         " or"),
+        (HYBRID, 3, 1, "3 ranks started, which are no whole copies of 2 ranks"),
+        (HYBRID, 1, 1, "1 rank started, but fsdp divides the model among two or more"),
+        (SUMMARIES, 5, 1, "partitions is 4, but there are 5 ranks"),
+    ],
+    ids=["a step", "copies", "a model", "partitions"],
+)  # fmt: skip
+def test_ranks_that_cannot_share_what_the_run_has_are_refused(
+    started: pytest.MonkeyPatch, run: RunConfig, ranks: int, on_each: int, said: str
+) -> None:
+    started(ranks, on_each)
     with pytest.raises(BadInputError, match=said):
-        run_as_started(DDP)
-
-
-def test_copies_of_a_sharded_model_stay_whole(started: pytest.MonkeyPatch) -> None:
-    hybrid = replace(DDP, technique="full", parallel="fsdp", dp_replicate_size=4)
-    started(4)
-    assert run_as_started(hybrid).dp_replicate_size == 2
-    started(2)
-    assert run_as_started(hybrid).dp_replicate_size == 1
-    started(3, on_each=1)
-    with pytest.raises(BadInputError, match="3 ranks started, which are no whole copies of 2 ranks"):
-        run_as_started(hybrid)
-    started(1, on_each=1)
-    with pytest.raises(BadInputError, match="1 rank started, but fsdp divides the model among two or more"):
-        run_as_started(hybrid)
-
-
-def test_a_run_of_summaries_keeps_its_partitions(started: pytest.MonkeyPatch) -> None:
-    run = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=4, nodes=4)
-    started(3, on_each=1)
-    again = run_as_started(run)
-    assert (again.devices, again.nodes, again.partitions) == (3, 3, 4)
-    assert again.effective_batch_size == run.effective_batch_size
-    started(5, on_each=1)
-    with pytest.raises(BadInputError, match="partitions is 4, but there are 5 ranks"):
         run_as_started(run)
 
 
+@pytest.mark.parametrize(("ranks", "copies"), [(4, 2), (2, 1)])
+def test_copies_of_a_sharded_model_stay_whole(started: pytest.MonkeyPatch, ranks: int, copies: int) -> None:
+    started(ranks)
+    assert run_as_started(HYBRID).dp_replicate_size == copies
+
+
+def test_a_run_of_summaries_keeps_its_partitions(started: pytest.MonkeyPatch) -> None:
+    started(3, on_each=1)
+    again = run_as_started(SUMMARIES)
+    found = (again.devices, again.nodes, again.partitions, again.effective_batch_size)
+    assert found == (3, 3, 4, SUMMARIES.effective_batch_size)
+
+
 @pytest.mark.parametrize(
-    "changes", [{"restarts": 0}, {"ranks": 8}], ids=["torchrun does not start ranks again", "as many as asked for"]
+    ("run", "changes"),
+    [(DDP, {"restarts": 0}), (DDP, {"ranks": 8}), (replace(DDP, technique="full", parallel="zero1"), {})],
+    ids=[
+        "torchrun does not start ranks again",
+        "as many as asked for",
+        "refused with the number that it asks for, as its parts fit no other",
+    ],
 )
-def test_the_run_stays_as_it_is(started: pytest.MonkeyPatch, changes: dict[str, int]) -> None:
+def test_the_run_stays_as_it_is(started: pytest.MonkeyPatch, run: RunConfig, changes: dict[str, int]) -> None:
     started(**{"ranks": 4, **changes})
-    assert run_as_started(DDP) is DDP
-
-
-def test_parts_that_fit_no_other_number_of_ranks_stay(started: pytest.MonkeyPatch) -> None:
-    started(4)
-    zero = replace(DDP, technique="full", parallel="zero1")
-    assert run_as_started(zero) is zero  # and is refused with the number that it asks for
+    assert run_as_started(run) is run
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_MAX_RESTARTS", RAY_RUN])

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,35 +45,34 @@ def test_who_differs_is_named(changes: dict[str, object], said: str) -> None:
 
 def test_places_may_differ() -> None:
     run = replace(RUN, data="/data", results_root="/scratch", resume_from_checkpoint="/old/checkpoint-4")
-    there = member_of(1, run, ROWS)
-    check_members_agree([member(0), there])
-    otherwise = member_of(1, replace(run, seed=7), ROWS)
+    check_members_agree([member(0), member_of(1, run, ROWS)])
     with pytest.raises(BadInputError, match=r"has settings seed 42, but .* has seed 7;"):
-        check_members_agree([member(0), otherwise])
+        check_members_agree([member(0), member_of(1, replace(run, seed=7), ROWS)])
 
 
 def test_other_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gathered_with(other: object) -> Callable[[list[object]], list[object]]:
-        return lambda own: [*own, other]
-
-    torch.manual_seed(0)
     model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
-    monkeypatch.setattr(replicas, "gather_object", gathered_with(("host1", "0" * 12)))
-    with pytest.raises(
-        BadInputError, match=r"different weights \(rank 0 \(.+\) \w{12}, rank 1 \(host1\) 000000000000\)"
-    ):
-        check_same_weights(model)
     monkeypatch.setattr(replicas, "gather_object", lambda own: own * 2)
     check_same_weights(model)
+    monkeypatch.setattr(replicas, "gather_object", lambda own: [*own, ("host1", "0" * 12)])
+    said = r"different weights \(rank 0 \(.+\) \w{12}, rank 1 \(host1\) 000000000000\)"
+    with pytest.raises(BadInputError, match=said):
+        check_same_weights(model)
 
 
+@pytest.fixture
+def no_interfaces_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test sets is put back afterwards."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_interfaces_named")
 @pytest.mark.parametrize(("default_route", "expected"), [("10.0.0.7", "eth7"), ("", None)])
 def test_an_own_name_that_leads_to_the_loopback_is_not_the_interface(
     default_route: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     routes = {"first-machine": "127.0.1.1", machines.ELSEWHERE: default_route}
     monkeypatch.setattr(machines, "own_address_towards", lambda address, port: routes[address])
     interfaces = {"lo": [SimpleNamespace(address="127.0.1.1")], "eth7": [SimpleNamespace(address="10.0.0.7")]}
@@ -84,26 +82,25 @@ def test_an_own_name_that_leads_to_the_loopback_is_not_the_interface(
 
 
 def test_rows_and_models_are_the_same_wherever_their_files_are(tmp_path: Path) -> None:
-    digests = set()
+    def digests(place: str, ends_with: str = ".") -> set[str]:
+        rows, model = tmp_path / place / "rows.csv", tmp_path / place / "model"
+        rows.write_text("question,answer\n" + "\n".join(f"{n}?,{n}{ends_with}" for n in range(20)))
+        run = RunConfig(data=str(rows), model=str(model))
+        said = member_of(0, run, load_splits(run).train)
+        return {said.data, said.model}
+
     for place in ("a", "b"):
         shutil.copytree(REPOSITORY / "assets" / "embedded_base", tmp_path / place / "model")
-        (tmp_path / place / "rows.csv").write_text("question,answer\n" + "\n".join(f"{n}?,{n}." for n in range(20)))
-        run = RunConfig(data=str(tmp_path / place / "rows.csv"), model=str(tmp_path / place / "model"))
-        said = member_of(0, run, load_splits(run).train)
-        digests.add((said.data, said.model))
-    assert len(digests) == 1
-    (tmp_path / "b" / "rows.csv").write_text("question,answer\n" + "\n".join(f"{n}?,{n}!" for n in range(20)))
+    before = digests("a")
+    assert before == digests("b")
     (tmp_path / "b" / "model" / "model.safetensors").write_bytes(b"other")
-    said = member_of(0, run, load_splits(run).train)
-    assert not {said.data, said.model} & set(digests.pop())
+    assert not digests("b", ends_with="!") & before
 
 
+@pytest.mark.usefixtures("no_interfaces_named")
 @pytest.mark.parametrize("own", [{}, {"NCCL_SOCKET_IFNAME": "mine"}])
-def test_gloo_and_nccl_use_the_interface_to_the_master(monkeypatch: pytest.MonkeyPatch, own: dict[str, str]) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "")  # so that it is put back afterwards
-        monkeypatch.delenv(name)
+def test_gloo_and_nccl_use_the_interface_to_the_master(own: dict[str, str]) -> None:
     os.environ.update(own)
     use_interface_to("127.0.0.1", 29400)
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    assert os.environ["NCCL_SOCKET_IFNAME"] == own.get("NCCL_SOCKET_IFNAME", "lo")
+    found = (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"])
+    assert found == ("lo", own.get("NCCL_SOCKET_IFNAME", "lo"))

@@ -1,6 +1,7 @@
 """What Ray Train's launcher makes of its command line, and of failures; runs are in `tests/network/test_ray.py`."""
 
 import importlib.util
+import re
 import sys
 from types import SimpleNamespace
 
@@ -22,22 +23,25 @@ def failed(**errors: Exception) -> Exception:
     return failure
 
 
-def test_a_refusal_counts_before_what_follows_from_it() -> None:
-    refusal = BadInputError("batch_size is 0")
-    assert cause_of(failed(rank0=DistNetworkError("closed by peer"), rank1=refusal)) is refusal
+CLOSED, LOST = DistNetworkError("closed by peer"), RuntimeError("A worker health check failed.\nWorker info: Worker(")
+LOST.health_check_failure = RuntimeError("The actor died unexpectedly before finishing this task.")
 
 
-def test_a_lost_worker_counts_before_what_others_see() -> None:
-    lost = RuntimeError("A worker health check failed.\nWorker info: Worker(")
-    lost.health_check_failure = RuntimeError("The actor died unexpectedly before finishing this task.")
-    cause = cause_of(failed(rank0=DistNetworkError("closed by peer"), rank1=lost))
-    assert isinstance(cause, RunStoppedError)
-    assert str(cause).startswith("Rank 1 is lost: its process was killed")
-
-
-def test_an_error_is_named_with_its_rank() -> None:
-    cause = cause_of(failed(rank0=DistNetworkError("closed by peer"), rank2=KeyError("a bug")))
-    assert str(cause) == "Rank 2 failed (KeyError: 'a bug')."
+@pytest.mark.parametrize(
+    ("errors", "kind", "said"),
+    [
+        ({"rank0": CLOSED, "rank1": BadInputError("batch_size is 0")}, BadInputError, "batch_size is 0$"),
+        ({"rank0": CLOSED, "rank1": LOST}, RunStoppedError, "Rank 1 is lost: its process was killed"),
+        ({"rank0": CLOSED, "rank2": KeyError("a bug")}, RunStoppedError, r"Rank 2 failed \(KeyError: 'a bug'\)\.$"),
+    ],
+    ids=["a refusal", "a lost worker", "an error"],
+)
+def test_what_went_wrong_counts_before_what_other_ranks_see_of_it(
+    errors: dict[str, Exception], kind: type[Exception], said: str
+) -> None:
+    cause = cause_of(failed(**errors))
+    assert type(cause) is kind
+    assert re.match(said, str(cause))
 
 
 def test_workers_that_do_not_start_are_told() -> None:
@@ -65,9 +69,8 @@ def test_without_ray_a_sentence_says_how_to_install_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else found(name))
     monkeypatch.setattr(ray_train, "train", lambda *_: pytest.fail("started"))
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit, match="2"):
         ray_train.main()
-    assert left.value.code == 2
     assert capsys.readouterr().err.startswith("error: Ray is not installed: `pip install 'ray[train]'`")
 
 

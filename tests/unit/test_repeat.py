@@ -12,7 +12,7 @@ from common.base.paths import REPOSITORY
 from common.records.store import RECORD_NAME
 
 FOLDER = "2.1_lora_finetuning/run_0_cpu_x1"
-KEPT = REPOSITORY / FOLDER / "records"
+RECORDS = f"{FOLDER}/records"
 NEW, OLD = "2999-01-01T00:00:00+00:00", "2001-01-01T00:00:00+00:00"
 
 
@@ -22,14 +22,13 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     Seed 7 fails; seed 8 leaves the record of an earlier run where it was.
     """
-    records = tmp_path / FOLDER / "records"
+    records = tmp_path / RECORDS
     records.mkdir(parents=True)
     for name in ("python-batch16-seed42", "python-batch16-seed7", "python-batch16-seed8", "notebook-batch16-seed42"):
-        (records / f"{name}.json").write_bytes((KEPT / f"{name}.json").read_bytes())
+        (records / f"{name}.json").write_bytes((REPOSITORY / RECORDS / f"{name}.json").read_bytes())
 
     def run(command: list[str], cwd: Path) -> None:
-        assert command[0] == sys.executable
-        assert cwd == tmp_path / FOLDER
+        assert (command[0], cwd) == (sys.executable, tmp_path / FOLDER)
         if "7" in command:
             raise RuntimeError("The command above ended with exit code 1; its last lines say why.")
         name, started = ("python-batch16-seed8", OLD) if "8" in command else ("python-batch16-seed42", NEW)
@@ -50,30 +49,25 @@ def test_each_record_is_made_again_or_stays(copies: Path, capsys: pytest.Capture
         repeat.main()
     assert ended.value.code == 1
     started = {path.stem: json.loads(path.read_text())["started_at"] for path in copies.iterdir()}
-    assert started["python-batch16-seed42"] == NEW
-    del started["python-batch16-seed42"]
+    assert started.pop("python-batch16-seed42") == NEW
     assert not {NEW, OLD} & set(started.values())
     said = capsys.readouterr().out
-    for seed in (7, 8):
-        assert f"2.1_lora_finetuning/run_0_cpu_x1/records/python-batch16-seed{seed}.json: " in said
-    assert "left out: 2.1_lora_finetuning/run_0_cpu_x1/records/notebook-batch16-seed42.json" in said
+    for line in (f"{RECORDS}/python-batch16-seed7.json: ", f"{RECORDS}/python-batch16-seed8.json: ",
+                 f"left out: {RECORDS}/notebook-batch16-seed42.json"):  # fmt: skip
+        assert line in said
 
 
 def test_runs_on_virtual_hosts_are_left_out() -> None:
-    left_out = [path.stem for path, record in repeat.records_in(["3.2_summarization"]).items()
-                if not repeat.is_repeatable(record)]  # fmt: skip
+    records = repeat.records_in(["3.2_summarization"])
+    left_out = [path.stem for path, record in records.items() if not repeat.is_repeatable(record)]
     assert left_out
     assert all(name.startswith("machines-") for name in left_out)
 
 
 @pytest.mark.usefixtures("copies")
-def test_a_busy_machine_keeps_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_machine_or_a_folder_without_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInputError, match=r"no kept record below 2\.9_nothing"):
+        repeat.records_in(["2.9_nothing"])
     monkeypatch.setattr(repeat.psutil, "cpu_percent", lambda interval: 80.0)
     with pytest.raises(BadInputError, match="80 % busy"):
         repeat.check_quiet()
-
-
-@pytest.mark.usefixtures("copies")
-def test_a_folder_without_records_is_refused() -> None:
-    with pytest.raises(BadInputError, match=r"no kept record below 2\.9_nothing"):
-        repeat.records_in(["2.9_nothing"])

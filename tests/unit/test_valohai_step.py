@@ -53,16 +53,14 @@ def test_all_files_of_the_model_are_one_version_and_the_weights_have_the_alias(t
 def test_two_models_cannot_have_one_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_model(tmp_path, "a")
-    make_model(tmp_path, "b")
-    said = f"{tmp_path} has 2 models (a, b), but 'summarizer' names one: run one workflow in a step."
-    with pytest.raises(BadInputError) as refused:
-        name_model(tmp_path, "summarizer", "exec-7")
-    assert str(refused.value) == said
+    for name in ("a", "b"):
+        make_model(tmp_path, name)
     monkeypatch.setenv("VH_OUTPUTS_DIR", str(tmp_path))
     with pytest.raises(SystemExit, match="2"):
         call(monkeypatch, "name-model", "--alias", "summarizer")
-    assert capsys.readouterr().err == f"error: {said}\n"
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path} has 2 models (a, b), but 'summarizer' names one: run one workflow in a step.\n"
+    )
 
 
 def test_what_was_named_is_said(
@@ -108,14 +106,16 @@ def test_members_meet_at_the_first_one(valohai_folder: Path, ids: tuple[str, ...
         distributed_task(valohai_folder, own, ids)
         words = torchrun_options().split()
         options = dict(zip(words[::2], words[1::2], strict=True))
-        assert (options["--nnodes"], options["--rdzv_endpoint"]) == ("4", f"{first}:29400")
-        assert options["--local_addr"] == f"10.0.0.{10 + number}"
+        expected = {"--nnodes": "4", "--rdzv_endpoint": f"{first}:29400", "--local_addr": f"10.0.0.{10 + number}"}
+        assert options.items() >= expected.items()
         hosts += [options["--local_addr"]] if "is_host=1" in options["--rdzv_conf"] else []
         assert world_options() == "--devices 4 --nodes 4"
     assert hosts == [first]
 
 
-def test_a_file_that_says_no_meeting_place_is_refused(valohai_folder: Path) -> None:
+def test_a_task_that_says_no_meeting_place_or_has_no_library_is_refused(
+    valohai_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task = distributed_task(valohai_folder)
     for content in (
         "{",
@@ -129,9 +129,6 @@ def test_a_file_that_says_no_meeting_place_is_refused(valohai_folder: Path) -> N
         distributed.flush_state()
         with pytest.raises(BadInputError, match=r"Valohai does not say where .* as a Task of the type Distributed"):
             torchrun_options()
-
-
-def test_a_task_without_valohais_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "valohai", None)  # importing it is an ImportError
     with pytest.raises(BadInputError, match=r"\(ModuleNotFoundError: .* with valohai-utils installed"):
         torchrun_options()
