@@ -59,67 +59,52 @@ def cells(browser: webdriver.Chrome, column: int) -> list[str]:
     return browser.execute_script(NUMBERS.format(column=column))
 
 
-def column_called(browser: webdriver.Chrome, title: str) -> int:
-    return [heading.text for heading in browser.find_elements(By.CSS_SELECTOR, "#runs th")].index(title)
-
-
-def choose(browser: webdriver.Chrome, run: str) -> None:
-    box = browser.find_element(By.CSS_SELECTOR, f"[aria-label='Choose {run}']")
-    browser.execute_script("arguments[0].click()", box)
-
-
 @needs_browser
 def test_every_record_is_shown_without_a_request_or_an_error(browser: webdriver.Chrome, page: Path) -> None:
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    asked = {each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"}
     assert {url for url in asked if not url.startswith("data:")} == {page.as_uri()}
     assert browser.get_log("browser") == []
-    assert sorted(cells(browser, 1)) == sorted(
-        label_of(record) for record in kept_records() if record["status"] == "completed"
-    )
-    drawn = browser.find_elements(By.CSS_SELECTOR, ".chart svg")
-    assert len(drawn) == 4
-    assert all(svg.size["width"] > 300 and svg.size["height"] > 200 for svg in drawn)
+    completed = [label_of(record) for record in kept_records() if record["status"] == "completed"]
+    assert sorted(cells(browser, 1)) == sorted(completed)
+    drawn = [svg.size for svg in browser.find_elements(By.CSS_SELECTOR, ".chart svg")]
+    assert [size["width"] > 300 and size["height"] > 200 for size in drawn] == [True] * 4
 
 
 @needs_browser
 def test_a_click_on_a_heading_sorts_and_another_one_turns_the_order_round(browser: webdriver.Chrome) -> None:
-    column = column_called(browser, "Training (min)")
-    button = browser.find_elements(By.CSS_SELECTOR, "#runs th")[column].find_element(By.TAG_NAME, "button")
-    button.click()
-    minutes = [float(text.replace(",", "")) for text in cells(browser, column)]
-    assert minutes == sorted(minutes)
-    button.click()
-    assert [float(text.replace(",", "")) for text in cells(browser, column)] == sorted(minutes, reverse=True)
+    headings = browser.find_elements(By.CSS_SELECTOR, "#runs th")
+    column = [heading.text for heading in headings].index("Training (min)")
+    for is_reverse in (False, True):
+        headings[column].find_element(By.TAG_NAME, "button").click()
+        minutes = [float(text.replace(",", "")) for text in cells(browser, column)]
+        assert minutes == sorted(minutes, reverse=is_reverse)
 
 
 @needs_browser
 def test_words_filter_the_runs(browser: webdriver.Chrome) -> None:
     browser.find_element(By.ID, "filter").send_keys("qlora ddp")
-    expected = [
-        values["run"]
-        for values in map(values_of, kept_records())
-        if values["technique"] == "QLoRA" and values["parallel"] == "DDP"
-    ]
+    values = map(values_of, kept_records())
+    expected = [run["run"] for run in values if (run["technique"], run["parallel"]) == ("QLoRA", "DDP")]
     assert cells(browser, 1) == expected
     assert browser.find_element(By.ID, "count").text.startswith(f"{len(expected)} of ")
 
 
 @needs_browser
 def test_two_chosen_runs_show_their_differences_commands_and_losses(browser: webdriver.Chrome) -> None:
-    for box in browser.find_elements(By.CSS_SELECTOR, "#runs input:checked"):
+    runs = ("2.4 python-batch16-seed42", "2.4 python-batch16-seed7")
+    others = browser.find_elements(By.CSS_SELECTOR, "#runs input:checked")
+    chosen = [browser.find_element(By.CSS_SELECTOR, f"[aria-label='Choose {run}']") for run in runs]
+    for box in (*others, *chosen):
         browser.execute_script("arguments[0].click()", box)
-    one, other = "2.4 python-batch16-seed42", "2.4 python-batch16-seed7"
-    choose(browser, one)
-    choose(browser, other)
     rows = browser.find_elements(By.CSS_SELECTOR, "#difference tr")
     assert [row.text.split() for row in rows[1:]] == [["seed", "42", "7"]]
     commands = [each.text for each in browser.find_elements(By.CSS_SELECTOR, "#commands pre")]
-    assert commands == [values["command"] for values in map(values_of, kept_records()) if values["run"] in (one, other)]
+    assert commands == [values["command"] for values in map(values_of, kept_records()) if values["run"] in runs]
 
     def legend(_: object) -> bool:
         texts = {text.text for text in browser.find_elements(By.CSS_SELECTOR, "#losses svg .role-legend-label text")}
-        return {one, other} <= texts and "2.1 python-batch16-seed42" not in texts
+        return set(runs) <= texts and "2.1 python-batch16-seed42" not in texts
 
     WebDriverWait(browser, DRAWN_S).until(legend)
 
@@ -138,13 +123,11 @@ def test_the_page_is_small_and_the_same_each_time(page: Path) -> None:
 
 def test_a_run_of_this_machine_stands_for_its_kept_record_and_cannot_end_a_script() -> None:
     kept = kept_records()[:3]
-    own = deepcopy(kept[0])
-    own["command"] = "python workflow.py --note '</script><b>'"
+    own = {**kept[0], "command": "python workflow.py --note '</script><b>'"}
     page = page_of(kept, [own])
     assert page.count("</script>") == 3
-    runs = data_in(page)["runs"]
-    assert len(runs) == 3
-    assert [run["command"] for run in runs].count(own["command"]) == 1
+    assert [run["command"] == own["command"] for run in data_in(page)["runs"]].count(True) == 1
+    assert len(data_in(page)["runs"]) == 3
 
 
 def test_a_run_without_facts_and_with_a_loss_that_is_no_number_is_shown() -> None:
@@ -170,15 +153,9 @@ def data_in(page: str) -> dict[str, Any]:
 
 
 def test_no_run_beats_those_of_the_front() -> None:
-    runs = [
-        {"task": "chat", "model": "m", "data": "d", "quality": quality, "minutes": minutes, "is_trial": is_trial}
-        for quality, minutes, is_trial in (
-            *((0.5, 2.0, False), (0.4, 1.0, False), (0.45, 3.0, False), (0.9, 9.0, False), (0.9, 8.0, False)),
-            *((0.3, None, False), (None, 0.5, False), (1.0, 0.5, True)),
-        )
-    ]
-    assert [(run["cost"], run["quality"]) for run in pareto_front(runs, "minutes")] == [
-        (1.0, 0.4),
-        (2.0, 0.5),
-        (8.0, 0.9),
-    ]
+    measured = [(0.5, 2.0), (0.4, 1.0), (0.45, 3.0), (0.9, 9.0), (0.9, 8.0), (0.3, None), (None, 0.5)]
+    same = {"task": "chat", "model": "m", "data": "d", "is_trial": False}
+    runs = [{**same, "quality": quality, "minutes": minutes} for quality, minutes in measured]
+    runs.append({**same, "quality": 1.0, "minutes": 0.5, "is_trial": True})
+    front = [(run["cost"], run["quality"]) for run in pareto_front(runs, "minutes")]
+    assert front == [(1.0, 0.4), (2.0, 0.5), (8.0, 0.9)]
