@@ -1,9 +1,8 @@
 """Toy classifiers, whole and divided over two ranks: logits, losses, weights and what is saved. Run by torchrun.
 
-torchrun --nproc_per_node 2 tensor_parallel_worker.py FOLDER CASE...: writes FOLDER/compared.json.
+torchrun --nproc_per_node 2 tensor_parallel_worker.py FOLDER CASE...: what each rank finds of each case.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from accelerate.utils import gather_object, wait_for_everyone
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,7 +22,7 @@ from transformers import PreTrainedModel
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.shards import full_weights, gathered, local_part
-from common.runtime.rank import end_rank, start_rank
+from common.runtime.rank import start_rank
 from common.runtime.world import Rank
 from common.training.strategy import Strategy
 from common.training.tensor_parallel import (
@@ -37,11 +35,11 @@ from common.training.tensor_parallel import (
     split_dimension,
 )
 from common.training.usage import SentBytes
+from tests.unit.ranks import gradients_of, largest, tell
 
 LAYERS, HIDDEN, ADAPTER_RANK, VOCABULARY, LENGTH, ROWS = 2, 48, 8, 64, 10, 6
 LENGTHS = (10, 4, 7, 10, 2, 9)
 LARGEST_NORM = 0.2
-STEPS = {"sgd": 5, "foreach": 5, "fused": 20}
 DROPPED_OUT = ("Roberta, full", "Bert, adapters", "Bert, adapters on all")
 Batch = dict[str, torch.Tensor]
 Case = tuple[str, str | list[str] | None]
@@ -49,10 +47,16 @@ Found = dict[str, float]
 
 
 def cases() -> dict[str, Case]:
-    """Of each the kind of model, and where its adapters are."""
     targets = {"full": None, "adapters": ["query", "value"]}
     found = {f"{kind}, {how}": (kind, where) for kind in ("Bert", "Roberta") for how, where in targets.items()}
     return {**found, "Bert, adapters on all": ("Bert", "all-linear")}
+
+
+def fill_at_random(model: torch.nn.Module, part: str) -> None:
+    """Of weights that start at zero: those with a part of this name."""
+    for name, weight in model.named_parameters():
+        if part in name:
+            torch.nn.init.normal_(weight, std=0.1)
 
 
 def base_toy(kind: str, dropout: float = 0.0, heads: int = 4) -> PreTrainedModel:
@@ -70,9 +74,7 @@ def base_toy(kind: str, dropout: float = 0.0, heads: int = 4) -> PreTrainedModel
         num_labels=3,
     )
     model = getattr(transformers, f"{kind}ForSequenceClassification")(config)
-    for name, weight in model.named_parameters():  # they start as zeros, which may be added any number of times
-        if name.endswith("bias"):
-            torch.nn.init.normal_(weight, std=0.1)
+    fill_at_random(model, "bias")  # else they may be added any number of times
     return model
 
 
@@ -82,22 +84,19 @@ def toy(kind: str, targets: str | list[str] | None, dropout: float = 0.0) -> Pre
         return model
     config = LoraConfig(r=ADAPTER_RANK, target_modules=targets, modules_to_save=["classifier"], lora_dropout=dropout)
     adapted = get_peft_model(model, config)
-    for name, weight in adapted.named_parameters():  # else half of the gradients would be zero
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
+    fill_at_random(adapted, "lora_B")  # else half of the gradients would be zero
     return adapted
 
 
 def batches(kind: str, count: int) -> list[Batch]:
     """Rows of uneven lengths, padded on the right; every third batch has fewer of them."""
     generator, found = torch.Generator().manual_seed(1), []
-    padding = {"Bert": 0, "Roberta": 1}[kind]
+    padding, mask = {"Bert": 0, "Roberta": 1}[kind], (torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]).long()
     for number in range(count):
-        ids = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=generator)
-        mask = (torch.arange(LENGTH) < torch.tensor(LENGTHS)[:, None]).long()
+        ids = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=generator).where(mask == 1, padding)
         labels = torch.randint(0, 3, (ROWS,), generator=generator)
-        batch = {"input_ids": ids.where(mask == 1, padding), "attention_mask": mask, "labels": labels}
-        found.append({name: tensor[: 3 if number % 3 == 2 else ROWS] for name, tensor in batch.items()})
+        rows = slice(3 if number % 3 == 2 else ROWS)
+        found.append({"input_ids": ids[rows], "attention_mask": mask[rows], "labels": labels[rows]})
     return found
 
 
@@ -107,11 +106,6 @@ def logits_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return cross_entropy(logits_of(model, batch), batch["labels"], reduction="sum") / len(batch["labels"])
-
-
-def largest(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    """Of the differences of the tensors with the names of `second`."""
-    return max((first[name] - tensor).abs().max().item() for name, tensor in second.items())
 
 
 Clip = Callable[[Iterable[torch.Tensor], float], torch.Tensor]
@@ -147,48 +141,52 @@ def relative(first: list[float], second: list[float]) -> float:
 
 
 def compare(case: Case, mesh: DeviceMesh, folder: Path, rank: Rank) -> Found:
-    """One case: a whole model and a divided one, on every rank."""
-    steps = batches(case[0], max(STEPS.values()))
-    found: Found = passes(case, mesh, steps[0])
-    for name in STEPS:
-        one, divided = toy(*case), split_by_plan(toy(*case), mesh)
-        optimizer = optimizer_of(divided, name)
-        separate_groups(optimizer)
-        taken = steps[: STEPS[name]]
-        losses, norms = trained(one, optimizer_of(one, name), taken, clip_grad_norm_)
-        own_losses, own_norms = trained(divided, optimizer, taken, clip_gradients)
-        found[f"{name}: losses"], found[f"{name}: norms"] = relative(own_losses, losses), relative(own_norms, norms)
-        found[f"{name}: smallest norm"] = min(norms)
-        if name == "sgd":
-            found["sgd: weights"] = largest(dict(one.named_parameters()), whole_weights(divided))
-            found["sgd: way"] = largest(dict(toy(*case).named_parameters()), whole_weights(divided))
-        check_whole_weights_agree(divided)
-    found["saved"] = saved_difference(case, divided, steps[0], folder, rank)
-    for what, is_divided in (("what is divided", True), ("the rest", False)):
-        weights = [each for each in divided.parameters() if (split_dimension(each) is not None) is is_divided]
-        held = sum(local_part(weight).numel() for weight in weights)
-        found[f"held of {what}"] = held / sum(weight.numel() for weight in weights)
-    return found
+    steps, one, divided = batches(case[0], 5), toy(*case), split_by_plan(toy(*case), mesh)
+    optimizer = optimizer_of(divided, "sgd")
+    separate_groups(optimizer)
+    losses, norms = trained(one, optimizer_of(one, "sgd"), steps, clip_grad_norm_)
+    own_losses, own_norms = trained(divided, optimizer, steps, clip_gradients)
+    check_whole_weights_agree(divided)
+    return {
+        **passes(case, mesh, steps[0]),
+        "losses": relative(own_losses, losses),
+        "norms": relative(own_norms, norms),
+        "smallest norm": min(norms),
+        "weights": largest(dict(one.named_parameters()), whole_weights(divided)),
+        "way": largest(dict(toy(*case).named_parameters()), whole_weights(divided)),
+        "saved": saved_difference(case, divided, steps[0], folder, rank),
+        "held of what is divided": held_share([each for each in divided.parameters() if is_divided(each)]),
+        "held of the rest": held_share([each for each in divided.parameters() if not is_divided(each)]),
+    }
+
+
+def is_divided(weight: torch.Tensor) -> bool:
+    return split_dimension(weight) is not None
+
+
+def held_share(weights: list[torch.Tensor]) -> float:
+    """How much of weights this rank holds."""
+    return sum(local_part(weight).numel() for weight in weights) / sum(weight.numel() for weight in weights)
 
 
 def passes(case: Case, mesh: DeviceMesh, batch: Batch) -> Found:
-    """Logits, gradients and what is sent."""
-    one, divided = toy(*case), split_by_plan(toy(*case), mesh)
+    one, divided, forward, backward = toy(*case), split_by_plan(toy(*case), mesh), SentBytes(), SentBytes()
     check_split(divided, mesh.size())
-    forward, backward = SentBytes(), SentBytes()
     with torch.no_grad():
-        found = {"logits": (logits_of(divided, batch) - logits_of(one, batch)).abs().max().item()}
+        logits = (logits_of(divided, batch) - logits_of(one, batch)).abs().max().item()
     loss_of(one, batch).backward()
     with forward:
         loss = loss_of(divided, batch)
     with backward:
         loss.backward()
-    gradients = {name: weight.grad for name, weight in one.named_parameters() if weight.grad is not None}
-    own = {name: gathered(weight.grad) for name, weight in divided.named_parameters() if weight.grad is not None}
-    found["gradients"] = largest(gradients, own)
-    found["without a gradient"] = float(len(gradients.keys() ^ own.keys()))
-    found["forward bytes"], found["backward bytes"] = forward.sent_bytes, backward.sent_bytes
-    return found
+    gradients, own = gradients_of(one), gradients_of(divided)
+    return {
+        "logits": logits,
+        "gradients": largest(gradients, own),
+        "without a gradient": len(gradients.keys() ^ own.keys()),
+        "forward bytes": forward.sent_bytes,
+        "backward bytes": backward.sent_bytes,
+    }
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -198,16 +196,13 @@ def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def saved_difference(case: Case, divided: torch.nn.Module, batch: Batch, folder: Path, rank: Rank) -> float:
     """Of the logits of what plain libraries load, and the divided model's."""
-    divided.eval()
-    with torch.no_grad():
-        expected = logits_of(divided, batch)
     Strategy.export(SimpleNamespace(model=divided, rank=rank, gather=gathered), folder)
-    if isinstance(divided, PeftModel):
-        plain = PeftModel.from_pretrained(base_toy(case[0]), folder).eval()
-    else:
-        plain = type(divided).from_pretrained(folder).eval()
+    is_adapted = isinstance(divided, PeftModel)
+    plain = (
+        PeftModel.from_pretrained(base_toy(case[0]), folder) if is_adapted else type(divided).from_pretrained(folder)
+    )
     with torch.no_grad():
-        return (logits_of(plain, batch) - expected).abs().max().item()
+        return (logits_of(plain.eval(), batch) - logits_of(divided.eval(), batch)).abs().max().item()
 
 
 def said(what: Callable[..., object], *arguments: object) -> str:
@@ -219,30 +214,32 @@ def said(what: Callable[..., object], *arguments: object) -> str:
     return ""
 
 
-def with_dropout(case: Case, mesh: DeviceMesh, seed: int, precision: torch.dtype) -> torch.nn.Module:
-    """A divided model after three steps with dropout, its masks from `seed`."""
+def said_after_dropout(case: Case, mesh: DeviceMesh, name: str, seed: int, precision: torch.dtype) -> str:
+    """Of a divided model's copies after three steps with dropout, its masks from `seed`."""
     divided = split_by_plan(toy(*case, dropout=0.1), mesh)
-    optimizer = optimizer_of(divided, "fused")
+    optimizer = optimizer_of(divided, name)
     separate_groups(optimizer)
     torch.manual_seed(seed)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
         trained(divided, optimizer, batches(case[0], 3), clip_gradients)
-    return divided
+    return said(check_whole_weights_agree, divided)
 
 
 def refusals(mesh: DeviceMesh, rank: Rank) -> dict[str, str]:
     """What is refused, and what is not, in words."""
     found = {}
     for name in DROPPED_OUT:
-        for precision in (torch.float32, torch.bfloat16):
-            alike = with_dropout(cases()[name], mesh, 5, precision)
-            found[f"seeded alike: {name}, {precision}"] = said(check_whole_weights_agree, alike)
-        other = with_dropout(cases()[name], mesh, rank.rank, torch.float32)
-        found[f"seeded otherwise: {name}"] = said(check_whole_weights_agree, other)
-    three = base_toy("Bert", heads=3)
+        for how, optimizer, seed, precision in (
+            ("alike", "fused", 5, torch.float32),
+            ("alike", "foreach", 5, torch.bfloat16),
+            ("otherwise", "fused", rank.rank, torch.float32),
+        ):
+            said_of_it = said_after_dropout(cases()[name], mesh, optimizer, seed, precision)
+            found[f"seeded {how}: {name}, {precision}"] = said_of_it
+    three, with_nan = base_toy("Bert", heads=3), base_toy("Bert")
     found["three heads"] = said(split_by_plan, three, mesh)
     found["three heads: divided"] = "".join(
-        name for name, weight in three.named_parameters() if isinstance(weight, DTensor)
+        name for name, each in three.named_parameters() if isinstance(each, DTensor)
     )
     divided = split_by_plan(base_toy("Bert"), mesh)
     with patch.dict(PLAN):
@@ -252,25 +249,16 @@ def refusals(mesh: DeviceMesh, rank: Rank) -> dict[str, str]:
     found["three ranks"] = said(check_split, divided, 3)
     parallelize_module(divided.bert.pooler, mesh, {"dense": ColwiseParallel()})
     found["pooler divided"] = said(check_split, divided, 2)
-    with_nan = base_toy("Bert")
     torch.nn.init.constant_(with_nan.classifier.bias, float("nan"))
     found["no number"] = said(check_whole_weights_agree, with_nan)
     return found
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     rank = start_rank(RunConfig(task="classification", technique="full", parallel="tp", devices=2))
-    mesh = init_device_mesh("cpu", (rank.world_size,))
-    compared = {
-        name: gather_object([compare(cases()[name], mesh, folder / str(number), rank)])
-        for number, name in enumerate(sys.argv[2:])
-    }
-    compared["refusals"] = gather_object([refusals(mesh, rank)])
-    if rank.is_main:
-        (folder / "compared.json").write_text(json.dumps(compared))
-    wait_for_everyone()
-    end_rank()
+    mesh, folder = init_device_mesh("cpu", (rank.world_size,)), Path(sys.argv[1])
+    found = {name: compare(cases()[name], mesh, folder / str(number), rank) for number, name in enumerate(sys.argv[2:])}
+    tell({**found, "refusals": refusals(mesh, rank)})
 
 
 if __name__ == "__main__":
