@@ -1,7 +1,7 @@
 """The loss in chunks is the whole loss, and its gradients are the whole loss's, whatever head the model has."""
 
 import copy
-from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,12 +32,9 @@ def llama(tied: bool) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, tie_word_embeddings=tied))
 
 
-def with_lora(*targets: str) -> Callable[[], torch.nn.Module]:
-    def make() -> torch.nn.Module:
-        adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=list(targets), init_lora_weights=False)
-        return get_peft_model(llama(tied=False), adapters)
-
-    return make
+def with_lora(*targets: str) -> torch.nn.Module:
+    adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=list(targets), init_lora_weights=False)
+    return get_peft_model(llama(tied=False), adapters)
 
 
 MODELS = {
@@ -46,8 +43,8 @@ MODELS = {
     "head with a bias": lambda: AutoModelForCausalLM.from_config(PhiConfig(**SIZES)),
     "projected": lambda: AutoModelForCausalLM.from_config(OPTConfig(vocab_size=101, hidden_size=32, ffn_dim=48,
         num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=16, max_position_embeddings=32)),
-    "LoRA": with_lora("q_proj", "v_proj"),
-    "LoRA on the head": with_lora("q_proj", "lm_head"),
+    "LoRA": lambda: with_lora("q_proj", "v_proj"),
+    "LoRA on the head": lambda: with_lora("q_proj", "lm_head"),
 }  # fmt: skip
 
 
@@ -76,15 +73,20 @@ def batch_with_answers() -> dict[str, torch.Tensor]:
     mask[2, 8:] = 0
     targets = ids[:, 1:].masked_fill(mask[:, 1:] == 0, IGNORED_LABEL)
     targets[0, :5] = IGNORED_LABEL
-    positions = torch.arange(2, 11)
-    targets = targets[:, positions]
-    return {"input_ids": ids, "attention_mask": mask, "shift_labels": targets, "labels": targets,
-            "logits_to_keep": positions}  # fmt: skip
+    kept = torch.arange(2, 11)
+    return {"input_ids": ids, "attention_mask": mask, "shift_labels": targets[:, kept], "labels": targets[:, kept],
+            "logits_to_keep": kept}  # fmt: skip
 
 
-def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+Gradients = dict[str, torch.Tensor]
+
+
+def loss_and_gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[float, Gradients]:
     model.zero_grad()
-    loss = model(**batch, num_items_in_batch=40, use_cache=False).loss
+    return with_gradients(model(**batch, num_items_in_batch=40, use_cache=False).loss, model)
+
+
+def with_gradients(loss: torch.Tensor, model: torch.nn.Module) -> tuple[float, Gradients]:
     loss.backward()
     return loss.item(), {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
@@ -97,10 +99,9 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     torch.manual_seed(0)
     monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", tokens_at_once * 101)
     model, batch = MODELS[name]().eval(), batch_with_answers()
-    wanted, gradients = loss_and_gradients(model, batch)
     chunked = copy.deepcopy(model)
     compute_loss_in_chunks(chunked)
-    loss, found = loss_and_gradients(chunked, batch)
+    (wanted, gradients), (loss, found) = (loss_and_gradients(each, batch) for each in (model, chunked))
     assert loss == pytest.approx(wanted, rel=1e-6)
     assert found.keys() == gradients.keys()
     of_all = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
@@ -118,21 +119,19 @@ def test_summaries_have_the_loss_and_gradients_of_whole_logits(kind: str, monkey
     model, batch = summarizer(kind).eval(), batch_with_summaries()
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
     outputs = model(**inputs, use_cache=False)
-    loss = step_loss(outputs, batch["labels"], 40)
-    loss.backward()
-    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    wanted, gradients = with_gradients(step_loss(outputs, batch["labels"], 40), model)
     compute_loss_in_chunks(model)
     found, found_gradients = loss_and_gradients(model, batch)
+    assert found == pytest.approx(wanted, rel=1e-6)
     assert found_gradients.keys() == gradients.keys()
-    assert found == pytest.approx(loss.item(), rel=1e-6)
     largest = max(gradient.abs().max() for gradient in gradients.values())
     for each, gradient in found_gradients.items():
         assert (gradient - gradients[each]).abs().max() <= 1e-5 * largest, each
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, outputs.logits)
         losses = model(**batch).token_losses
-    wanted = summary_results(outputs.logits, batch["labels"])[:, 0]
-    assert torch.allclose(losses.sum(1), wanted, rtol=1e-6)
+    of_rows = summary_results(outputs.logits, batch["labels"])[:, 0]
+    assert torch.allclose(losses.sum(1), of_rows, rtol=1e-6)
 
 
 @torch.no_grad()
@@ -159,24 +158,18 @@ def test_a_batch_without_a_label_has_gradients_of_zero() -> None:
     nothing = torch.full_like(batch["labels"], IGNORED_LABEL)
     loss, gradients = loss_and_gradients(model, {**batch, "labels": nothing, "shift_labels": nothing})
     assert loss == 0
-    assert len(gradients) == len(list(model.parameters()))
-    assert not any(gradient.any() for gradient in gradients.values())
+    assert [gradient.any().item() for gradient in gradients.values()] == [False] * len(list(model.parameters()))
 
 
 def test_no_more_logits_are_alive_than_those_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    whole = chunked_loss.chunk_losses
+    losses = Mock(wraps=chunked_loss.chunk_losses)
     monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", 10 * 101)
-    monkeypatch.setattr(
-        chunked_loss, "chunk_losses", lambda head, *chunk: sizes.append(len(chunk[0])) or whole(head, *chunk)
-    )
+    monkeypatch.setattr(chunked_loss, "chunk_losses", losses)
     model = llama(tied=True)
     compute_loss_in_chunks(model)
     loss_and_gradients(model, batch_with_answers())
-    assert sizes == [9, 9, 9]
+    assert [len(call.args[1]) for call in losses.call_args_list] == [9, 9, 9]
 
 
 def test_families_that_scale_their_logits_keep_their_own_loss() -> None:
-    assert takes_chunks(LlamaConfig())
-    assert not takes_chunks(CohereConfig())
-    assert not takes_chunks(T5Config())
+    assert [takes_chunks(config()) for config in (LlamaConfig, CohereConfig, T5Config)] == [True, False, False]

@@ -1,15 +1,14 @@
 """Masks of a batch whose padding is known: Transformers' own, and nothing is asked of the device for them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from common.training.known_padding import padding_known
+from common.training.known_padding import _is_padded, padding_known
 from tests.families import ENCODER_SIZES, SIZES
 
 CONFIGS = {
@@ -31,12 +30,6 @@ class Asked(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@contextmanager
-def asked() -> Iterator[Asked]:
-    with torch.no_grad(), Asked() as mode:
-        yield mode
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     kind, sizes = CONFIGS[request.param]
@@ -47,21 +40,18 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
 @pytest.mark.parametrize("mask", [NO_PADDING, PADDING], ids=["none padded", "one padded"])
 def test_hidden_states_are_those_of_transformers_own_mask(model: torch.nn.Module, mask: torch.Tensor) -> None:
     batch = {"input_ids": torch.arange(27).view(3, 9), "attention_mask": mask}
-    with asked() as before:
+    with torch.no_grad(), Asked() as before:
         expected = model(**batch).last_hidden_state
-    with padding_known(batch), asked() as known:
+    with torch.no_grad(), padding_known(batch), Asked() as known:
         found = model(**batch).last_hidden_state
     always_needs_mask = getattr(model.config, "sliding_window", None) is not None
     assert (before.count > 0) != always_needs_mask  # the control: this is what was asked
     assert known.count == 0
-    is_token = mask.bool()
-    torch.testing.assert_close(found[is_token], expected[is_token], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
 
 
 def test_where_no_row_is_padded_attention_gets_no_mask() -> None:
     """It would rule out the fastest kernels."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
     asked_for = {"batch_size": 3, "q_length": 9, "kv_length": 9}
     for mask, is_needed in ((NO_PADDING, False), (PADDING, True)):
         with padding_known({"attention_mask": mask}):
@@ -70,8 +60,6 @@ def test_where_no_row_is_padded_attention_gets_no_mask() -> None:
 
 
 def test_what_is_known_of_a_batch_ends_with_it() -> None:
-    from common.training.known_padding import _is_padded
-
     with pytest.raises(ZeroDivisionError), padding_known({"attention_mask": PADDING}):
         raise ZeroDivisionError
     assert _is_padded.get() is None
