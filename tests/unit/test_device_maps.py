@@ -199,11 +199,19 @@ def test_a_classifier_s_head_is_named_by_whoever_has_it() -> None:
     assert shares_of_map(architecture, device_map, 2) == shares
 
 
-def test_encoder_decoders_are_not_divided_by_name() -> None:
-    bart = read_architecture("bart-large-cnn")
-    for ask in (lambda: device_map_of(bart, [whole_model(bart)], [0]), lambda: shares_of_map(bart, {"": 0}, 1)):
-        with pytest.raises(BadInputError, match="bart-large-cnn has an encoder and a decoder"):
-            ask()
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("bart-large-cnn", "has an encoder and a decoder"),
+        ("smolvlm-instruct", "has a vision tower: such models are not divided"),
+    ],
+)
+def test_models_of_two_parts_are_not_divided_by_name(name: str, said: str) -> None:
+    model = read_architecture(name)
+    with pytest.raises(BadInputError, match=f"{name} {said}"):
+        device_map_of(model, [whole_model(model)], [0])
+    with pytest.raises(BadInputError, match=f"{name} {said}"):
+        shares_of_map(model, {"": 0}, 1)
 
 
 # -- device maps that users bring
