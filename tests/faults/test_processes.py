@@ -15,7 +15,7 @@ from common.base.command_line import BAD_INPUT_EXIT_CODE
 from common.base.paths import REPOSITORY
 from common.runtime.launchers import stream_command, torchrun_command
 from common.runtime.watch import HUNG_EXIT_CODE
-from common.training.checkpoints import MANIFEST_FILE, STATE_FILE, newest_whole, steps_at, verify
+from common.training.checkpoints import MANIFEST_FILE, newest_whole, steps_at, verify
 from tests.faults.cases import STEPS, cases
 from tests.pace import patient
 
@@ -257,21 +257,25 @@ def test_a_run_that_is_told_to_end_says_so_and_leaves_a_record(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", ["ddp", "pp"])
-def test_an_early_stop_goes_on_counting_from_the_checkpoint_before_a_damaged_one(
-    start: Callable, technique: str
-) -> None:
+def test_an_early_stop_goes_on_counting(start: Callable, technique: str) -> None:
     """Weights that do not change: the first validation is the best, and the fourth worse one is that of step 5."""
     settings = ("--early_stopping_patience", "4", "--learning_rate", "1e-30")
-    run = start(technique, *settings, fault=f"kill {AT_STEP_4}")
-    assert run.end(120) != 0
-    damaged = run.results / "checkpoints" / "checkpoint-3" / STATE_FILE
-    damaged.write_bytes(damaged.read_bytes()[:100])
-    again = start(technique, *settings, *LAST)
-    record = again.finish()
-    assert f"checkpoint-3 is damaged: {STATE_FILE} has 100 of" in again.output
-    assert (run.results / "checkpoints" / "checkpoint-3.bad").is_dir()
-    assert record["checkpoints"]["went_on_from"] == "checkpoint-2"
+    assert start(technique, *settings, fault=f"kill {AT_STEP_4}").end(120) != 0
+    record = start(technique, *settings, *LAST).finish()
+    assert record["checkpoints"]["went_on_from"] == "checkpoint-3"
     assert record["validation_losses"][-1][0] == 5
+
+
+@pytest.mark.slow
+def test_of_a_damaged_newest_checkpoint_the_one_before_is_gone_on_from(start: Callable) -> None:
+    run = start("single", fault="kill step=5 point=batch")
+    assert run.end(120) != 0
+    damaged = run.results / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    again = start("single", *LAST)
+    assert again.finish()["checkpoints"]["went_on_from"] == "checkpoint-3"
+    assert "checkpoint-4 is damaged: adapter_model.safetensors has 100 of" in again.output
+    assert (run.results / "checkpoints" / "checkpoint-4.bad").is_dir()
 
 
 def test_torchrun_starts_a_lost_rank_again_and_the_run_goes_on(
