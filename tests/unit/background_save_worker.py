@@ -1,17 +1,11 @@
-"""Shards of two CPU ranks that are written while steps are taken: test_saves starts it with torchrun, and a folder.
+"""Shards of two CPU ranks that are written while steps are taken: test_saves starts it by torchrun, and a folder."""
 
-Rank 0 prints a line of JSON.
-"""
-
-import json
 import sys
 import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -20,6 +14,7 @@ from common.models.shards import local_part
 from common.runtime.world import Rank
 from common.training.checkpoints import UnfinishedCheckpoint, verify
 from common.training.fsdp import Fsdp
+from tests.unit.ranks import tell
 
 RUN = RunConfig(technique="full", parallel="fsdp", devices=2)
 
@@ -34,14 +29,11 @@ def divided(rank: Rank) -> Fsdp:
     return strategy
 
 
-def step(strategy: Fsdp) -> None:
-    """One step, in which ranks send to each other."""
-    strategy.model(torch.ones(4, 64)).square().mean().backward()
-    strategy.update()
-
-
-def held(strategy: Fsdp) -> list[torch.Tensor]:
-    """A copy of this rank's shards of weights and states, and of the steps that the optimizer has counted."""
+def held_after(steps: int, strategy: Fsdp) -> list[torch.Tensor]:
+    """Take steps, in which ranks send to each other; copy this rank's shards of weights and states, and the counts."""
+    for _ in range(steps):
+        strategy.model(torch.ones(4, 64)).square().mean().backward()
+        strategy.update()
     states = [value for state in strategy.optimizer.state.values() for value in state.values()]
     return [local_part(each).detach().clone() for each in (*strategy.model.parameters(), *states)]
 
@@ -49,29 +41,24 @@ def held(strategy: Fsdp) -> list[torch.Tensor]:
 def main() -> None:
     """Two steps, a checkpoint while three more are taken, and that checkpoint loaded again."""
     torch.set_num_threads(1)
-    state = PartialState(cpu=True, backend="gloo")
-    rank = Rank(state.process_index, 2, "cpu", "torchrun")
+    rank = Rank(PartialState(cpu=True, backend="gloo").process_index, 2, "cpu", "torchrun")
     strategy, folder = divided(rank), Path(sys.argv[1]) / "checkpoint-2"
-    for _ in range(2):
-        step(strategy)
-    then = held(strategy)
+    then = held_after(2, strategy)
     unfinished = UnfinishedCheckpoint(folder, {}, 0, commits=rank.is_main)
     with unfinished.being_written() as partial:
         unfinished.background = strategy.write_in_background(partial, strategy.copied(is_full=True))
-    for _ in range(3):
-        step(strategy)
-    has_name = folder.exists()
+    later, has_name = held_after(3, strategy), folder.exists()
     while not unfinished.is_written():
         time.sleep(0.01)
     unfinished.commit()
     verify(folder)
-    differs = [not torch.equal(now, before) for now, before in zip(held(strategy), then, strict=True)]
     strategy.load(folder)
-    equal = [torch.equal(now, before) for now, before in zip(held(strategy), then, strict=True)]
-    said = gather_object([{"has_name": has_name, "differs": all(differs), "equal": all(equal)}])
-    if rank.is_main:
-        print(json.dumps(said))
-    dist.destroy_process_group()
+    loaded = held_after(0, strategy)
+    tell({
+        "has_name": has_name,
+        "differs": not any(map(torch.equal, later, then)),
+        "equal": len(loaded) == len(then) and all(map(torch.equal, loaded, then)),
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """When a run saves what, what is kept of it, and that no large file is read again for its digest."""
 
-import json
 import math
-import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,10 +15,8 @@ from transformers import TrainerControl, TrainerState
 from common.base import asked_to_save
 from common.base.asked_to_save import is_asked_to_save, remember_if_asked
 from common.base.errors import AskedToEndError, BadInputError
-from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB
-from common.runtime.launchers import torchrun_command
 from common.runtime.rank import end_rank
 from common.training import checkpoints, saves
 from common.training.checkpoints import (
@@ -39,9 +35,10 @@ from common.training.checkpoints import (
 )
 from common.training.digests import begin_hashing
 from common.training.saves import MEET_S, CheckpointSize, SaveSchedule, checkpoint_size, describe_saves
-from tests.forked import run_forked
+from tests.unit.ranks import found_by_ranks
 
 ROWS = 64
+LARGE = CheckpointSize(weights_bytes=14 * GIB, state_bytes=84 * GIB)
 
 
 @pytest.fixture(autouse=True)
@@ -99,46 +96,47 @@ def steps_saved(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     return saved
 
 
-def test_a_full_state_is_saved_before_more_minutes_than_allowed_are_lost(steps_saved: Callable) -> None:
-    assert steps_saved(1, 20, lambda _: 10.0) == [6, 12, 18]
-    assert steps_saved(10, 20, lambda _: 10.0) == []
-    assert steps_saved(1, 3, lambda _: 100.0) == [1, 2, 3], "a step that takes longer is all that is lost"
-
-
-def test_the_slowest_rank_decides(steps_saved: Callable) -> None:
-    assert steps_saved(1, 20, lambda _: 10.0, other_rank=2) == [3, 6, 9, 12, 15, 18]
-
-
-def test_a_slow_first_step_does_not_count_as_the_pace(steps_saved: Callable) -> None:
-    """A minute of compiling, then a second a step: 4 minutes are over after 181 steps."""
-    assert steps_saved(4, 200, lambda step: 60.0 if step == 1 else 1.0) == [181]
-
-
-def test_with_an_interval_the_clock_plays_no_part(steps_saved: Callable) -> None:
-    assert steps_saved(1, 7, lambda _: 1000.0, save_steps=3) == [3, 6, 7]
+@pytest.mark.parametrize(
+    ("minutes", "steps", "step_s", "others", "expected"),
+    [
+        (1, 20, lambda _: 10.0, {}, [6, 12, 18]),
+        (10, 20, lambda _: 10.0, {}, []),
+        (1, 3, lambda _: 100.0, {}, [1, 2, 3]),  # a step that takes longer is all that is lost
+        (1, 20, lambda _: 10.0, {"other_rank": 2}, [3, 6, 9, 12, 15, 18]),
+        (4, 200, lambda step: 60.0 if step == 1 else 1.0, {}, [181]),  # a minute of compiling, then a second a step
+        (1, 7, lambda _: 1000.0, {"save_steps": 3}, [3, 6, 7]),
+    ],
+    ids=["every sixth", "none", "each", "the slowest rank decides", "a slow first step is no pace", "an interval"],
+)
+def test_a_full_state_is_saved_before_more_minutes_than_allowed_are_lost(
+    steps_saved: Callable, minutes: float, steps: int, step_s: Callable, others: dict, expected: list[int]
+) -> None:
+    assert steps_saved(minutes, steps, step_s, **others) == expected
 
 
 # -- where a scheduler asks for it
 
 
-def longest_wait_s(met: list[float]) -> float:
-    return max(later - earlier for earlier, later in pairwise(met))
-
-
-def test_ranks_meet_often_enough_to_hear_that_one_was_asked_to_save(steps_saved: Callable) -> None:
-    """At the pace of the slowest, and however far apart full states are."""
-    for step_s, rank, longest_s in ((0.05, 1, MEET_S), (1.5, 1, MEET_S), (1.5, 4, MEET_S / 4), (70.0, 1, 70.0)):
-        for state in ({}, {"save_steps": 10**6}):
-            met: list[float] = []
-            steps_saved(10**6, int(300 / step_s), lambda _, step_s=step_s: step_s, other_rank=rank, met=met, **state)
-            assert longest_wait_s(met) <= longest_s + 1e-6
-            assert len(met) <= 8 + 300 / longest_s * 1.2, "and seldom"
-
-
-def test_a_slow_first_step_makes_no_long_wait(steps_saved: Callable) -> None:
+@pytest.mark.parametrize("save_steps", [0, 10**6])
+@pytest.mark.parametrize(
+    ("step_s", "steps", "other_rank", "longest_s"),
+    [
+        (lambda _: 0.05, 6000, 1, MEET_S),
+        (lambda _: 1.5, 200, 1, MEET_S),
+        (lambda _: 1.5, 200, 4, MEET_S / 4),
+        (lambda _: 70.0, 4, 1, 70.0),
+        (lambda step: 60.0 if step == 1 else 0.25, 900, 1, MEET_S),
+    ],
+    ids=["short steps", "steps", "a slow rank", "long steps", "a slow first step"],
+)
+def test_ranks_meet_often_enough_to_hear_that_one_was_asked_to_save(
+    steps_saved: Callable, step_s: Callable, steps: int, other_rank: float, longest_s: float, save_steps: int
+) -> None:
+    """At the pace of the slowest, and however far apart full states are; but seldom."""
     met: list[float] = []
-    steps_saved(10**6, 900, lambda step: 60.0 if step == 1 else 0.25, met=met)
-    assert longest_wait_s(met) <= MEET_S
+    steps_saved(10**6, steps, step_s, other_rank=other_rank, met=met, save_steps=save_steps)
+    assert max(later - earlier for earlier, later in pairwise(met)) <= longest_s + 1e-6
+    assert len(met) <= 8 + 300 / longest_s * 1.2
 
 
 @pytest.mark.parametrize("save_steps", [0, 1000])
@@ -167,41 +165,37 @@ def test_a_signal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what is kept
 
 
-def _write(root: Path, step: int, holds: str, best: int) -> None:
-    with atomic_checkpoint(root / f"checkpoint-{step}", {HOLDS: holds, BEST: best}, 10, commits=True) as folder:
-        (folder / "weights").write_text(f"{step}")
-    rotate(root, to_keep(root, best))
-
-
 def test_two_full_states_are_kept_and_the_weights_that_each_resume_needs(tmp_path: Path) -> None:
-    def kept() -> list[str]:
-        return sorted(f"{path.name[11:]} {read_manifest(path)['about'][HOLDS][0]}" for path in tmp_path.glob("check*"))
-
-    _write(tmp_path, 1, WEIGHTS, best=1)
-    _write(tmp_path, 2, WEIGHTS, best=2)
-    assert kept() == ["2 w"]
-    _write(tmp_path, 3, FULL_STATE, best=2)
-    _write(tmp_path, 4, WEIGHTS, best=4)
-    assert kept() == ["2 w", "3 f", "4 w"], "who resumes after step 3 begins with the weights of step 2 as the best"
-    _write(tmp_path, 5, FULL_STATE, best=4)
-    assert kept() == ["3 f", "4 w", "5 f"]
-    _write(tmp_path, 6, FULL_STATE, best=6)
-    _write(tmp_path, 7, FULL_STATE, best=6)
-    assert kept() == ["6 f", "7 f"]
-    _write(tmp_path, 8, FULL_STATE, best=6)
-    assert kept() == ["6 f", "8 f"], "a full state with the best weights is the second one"
+    """Who resumes after step 3 begins with the weights of step 2 as the best."""
+    kept = {}
+    for step, holds, best in (
+        (1, WEIGHTS, 1), (2, WEIGHTS, 2), (3, FULL_STATE, 2), (4, WEIGHTS, 4), (5, FULL_STATE, 4),
+        (6, FULL_STATE, 6), (7, FULL_STATE, 6), (8, FULL_STATE, 6),
+    ):  # fmt: skip
+        about = {HOLDS: holds, BEST: best}
+        with atomic_checkpoint(tmp_path / f"checkpoint-{step}", about, 10, commits=True) as folder:
+            (folder / "weights").write_text(f"{step}")
+        rotate(tmp_path, to_keep(tmp_path, best))
+        kept[step] = {int(path.name[11:]): read_manifest(path)["about"][HOLDS] for path in tmp_path.glob("check*")}
+    del kept[1], kept[3], kept[6]
+    assert kept == {
+        2: {2: WEIGHTS},
+        4: {2: WEIGHTS, 3: FULL_STATE, 4: WEIGHTS},
+        5: {3: FULL_STATE, 4: WEIGHTS, 5: FULL_STATE},
+        7: {6: FULL_STATE, 7: FULL_STATE},
+        8: {6: FULL_STATE, 8: FULL_STATE},  # a full state with the best weights is the second one
+    }
 
 
 def test_a_run_resumes_from_the_newest_full_state(tmp_path: Path) -> None:
-    run = RunConfig()
-    about = about_run(run, ROWS)
-    for step, holds in ((3, FULL_STATE), (4, WEIGHTS)):
-        with atomic_checkpoint(tmp_path / f"checkpoint-{step}", {**about, HOLDS: holds}, 0, commits=True):
+    run, full, weights = RunConfig(), tmp_path / "checkpoint-3", tmp_path / "checkpoint-4"
+    for folder, holds in ((full, FULL_STATE), (weights, WEIGHTS)):
+        with atomic_checkpoint(folder, {**about_run(run, ROWS), HOLDS: holds}, 0, commits=True):
             pass
-    assert newest_whole(tmp_path) == tmp_path / "checkpoint-3"
-    check_resumable(run, ROWS, tmp_path / "checkpoint-3", verify(tmp_path / "checkpoint-3"))
+    assert newest_whole(tmp_path) == full
+    check_resumable(run, ROWS, full, verify(full))
     with pytest.raises(BadInputError, match="weights alone"):
-        check_resumable(run, ROWS, tmp_path / "checkpoint-4", verify(tmp_path / "checkpoint-4"))
+        check_resumable(run, ROWS, weights, verify(weights))
 
 
 # -- digests
@@ -228,27 +222,32 @@ def test_outside_of_a_checkpoint_nothing_is_hashed(tmp_path: Path) -> None:
 # -- what is said before
 
 
-def test_a_run_says_how_often_it_saves_and_how_long_that_takes() -> None:
-    size = CheckpointSize(weights_bytes=14 * GIB, state_bytes=84 * GIB)
-    run = RunConfig(eval_steps=0.25)
-    said = describe_saves(run, 100, size, speed=GIB)
-    assert "a full state (84.0 GiB, about 84 s, 8.5% of the time) every 15 minutes;" in said
-    assert "the best weights (14.0 GiB, about 14 s) after at most 4 validations, together 56 s" in said
-    assert "280.0 GiB on the disk at most" in said
-    said = describe_saves(replace(run, save_steps=0.3), 100, size, speed=GIB)
-    assert "4 full states (84.0 GiB, about 84 s each), one after every 30 steps" in said
-    said = describe_saves(run, 100, size, GIB, waits=False)
-    assert "about 84 s, while training goes on) every" in said
-    assert "about 14 s, while training goes on) after" in said
-    assert "at the end" in describe_saves(run, 100, CheckpointSize(GIB // 2, GIB), speed=GIB)
+@pytest.mark.parametrize(
+    ("settings", "size", "waits", "expected"),
+    [
+        ({}, LARGE, True, [
+            "a full state (84.0 GiB, about 84 s, 8.5% of the time) every 15 minutes;",
+            "the best weights (14.0 GiB, about 14 s) after at most 4 validations, together 56 s",
+            "280.0 GiB on the disk at most",
+        ]),
+        ({"save_steps": 0.3}, LARGE, True, ["4 full states (84.0 GiB, about 84 s each), one after every 30 steps"]),
+        ({}, LARGE, False, ["84 s, while training goes on) every", "14 s, while training goes on) after"]),
+        ({}, CheckpointSize(GIB // 2, GIB), True, ["at the end"]),
+    ],
+    ids=["by minutes", "by steps", "in the background", "small"],
+)  # fmt: skip
+def test_a_run_says_how_often_it_saves_and_how_long_that_takes(
+    settings: dict[str, float], size: CheckpointSize, waits: bool, expected: list[str]
+) -> None:
+    said = describe_saves(RunConfig(eval_steps=0.25, **settings), 100, size, speed=GIB, waits=waits)
+    assert [words for words in expected if words not in said] == []
 
 
 def test_a_full_state_has_the_optimizers_states_of_what_is_trained() -> None:
-    frozen, trained = torch.nn.Parameter(torch.zeros(10), requires_grad=False), torch.nn.Parameter(torch.zeros(6))
-    lora, full = RunConfig(), RunConfig(technique="full", run_folder="2.4_full_finetuning/run_0_cpu_x1")
-    assert checkpoint_size(lora, [frozen, trained]) == CheckpointSize(24, 24 + 48)
-    assert checkpoint_size(full, [frozen, trained]) == CheckpointSize(64, 64 + 48)
-    assert checkpoint_size(replace(full, optim="sgd"), [frozen, trained]) == CheckpointSize(64, 64)
+    weights = [torch.nn.Parameter(torch.zeros(10), requires_grad=False), torch.nn.Parameter(torch.zeros(6))]
+    full = RunConfig(technique="full", run_folder="2.4_full_finetuning/run_0_cpu_x1")
+    sizes = [checkpoint_size(run, weights) for run in (RunConfig(), full, replace(full, optim="sgd"))]
+    assert sizes == [CheckpointSize(24, 24 + 48), CheckpointSize(64, 64 + 48), CheckpointSize(64, 64)]
 
 
 # -- while training goes on
@@ -256,11 +255,5 @@ def test_a_full_state_has_the_optimizers_states_of_what_is_trained() -> None:
 
 @pytest.mark.slow
 def test_shards_are_those_of_the_step_after_which_they_were_asked_for(tmp_path: Path) -> None:
-    command = torchrun_command(str(Path(__file__).with_name("background_save_worker.py")), 2, str(tmp_path))
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    log = tmp_path / "worker.log"
-    exit_code = run_forked(command, REPOSITORY, environment, log, timeout=120)
-    said = log.read_text(errors="replace")
-    assert exit_code == 0, said
-    found = json.loads(next(line for line in said.splitlines() if line.startswith("[{")))
-    assert found == [{"has_name": False, "differs": True, "equal": True}] * 2
+    found = found_by_ranks("background_save_worker.py", 2, tmp_path)
+    assert found == {"has_name": [False] * 2, "differs": [True] * 2, "equal": [True] * 2}
