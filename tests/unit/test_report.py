@@ -28,6 +28,7 @@ from common.reporting.rows import (
     clock_seconds,
     completed,
     hardware_factors,
+    planned_memory,
 )
 from common.reporting.tables import TABLES, rendered, side_by_side, with_tables
 
@@ -170,6 +171,11 @@ def test_data_without_facts_have_no_share_of_them(records: list[Record]) -> None
         records[0]["quality"][when]["facts_said_share"] = None
     assert "no facts in the data" in rendered("lora-quality", records)
     assert "no facts in the data" in side_by_side(records).to_string()
+
+
+def test_a_peak_that_was_not_planned_or_not_measured_is_not_run() -> None:
+    for memory in ([], [{"planned_gib": None, "peak_training_gib": 1.0}], [{"planned_gib": 1.0}]):
+        assert planned_memory({"memory": memory}) == "not run"
 
 
 def test_scaling_factors_are_multiples_of_the_baselines_gpus(records: list[Record]) -> None:
