@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from common.base.errors import BadInputError
 from common.checks.fake_steps import fake_group
 from common.hardware.devices import GIB, find_gpu
 from common.models.trained_weights import leave_casts_to_autocast
@@ -47,69 +46,60 @@ def test_sixteen_bytes_per_trained_weight_as_in_the_seed() -> None:
     job = replace(FULL, precision="bf16", parallel="zero1", devices=2, batch=BatchShape(1, 8, 7))
     device = parts(job)
     assert parts(replace(job, precision="bf16-mixed")) == device
-    assert bytes_per_weight(device["weights"]) == pytest.approx(2, rel=0.02)
-    assert bytes_per_weight(device["gradients"]) == pytest.approx(2, rel=0.02)
-    assert bytes_per_weight(device["optimizer"] * 2) == pytest.approx(12, rel=0.02)  # two ranks share it
+    expected = {"weights": 2, "gradients": 2, "optimizer": 12 / 2}  # two ranks share it
+    assert {part: bytes_per_weight(device[part]) for part in expected} == pytest.approx(expected, rel=0.02)
 
 
-def test_pure_bf16_takes_eight_bytes_and_fp32_sixteen() -> None:
-    tiny = BatchShape(1, 8, 7)
-    for precision, expected in (("bf16", 8), ("fp32", 16)):
-        device = parts(replace(FULL, precision=precision, batch=tiny))
-        resting = device["weights"] + device["gradients"] + device["optimizer"]
-        assert bytes_per_weight(resting) == pytest.approx(expected, rel=0.03)
+@pytest.mark.parametrize(("precision", "expected"), [("bf16", 8), ("fp32", 16)])
+def test_pure_bf16_takes_eight_bytes_and_fp32_sixteen(precision: str, expected: int) -> None:
+    device = parts(replace(FULL, precision=precision, batch=BatchShape(1, 8, 7)))
+    resting = device["weights"] + device["gradients"] + device["optimizer"]
+    assert bytes_per_weight(resting) == pytest.approx(expected, rel=0.03)
 
 
-def test_rank_8_on_1024_by_1024_is_a_64th() -> None:
-    linear = replace(LLAMA.stacks[0].linears[0], inputs=1024, outputs=1024)
-    assert linear.parameters / linear.lora_parameters(8) == 64
-
-
-def test_lora_trains_what_peft_says() -> None:
-    assert trained_parameters(LLAMA, LORA) == 20_971_520
-    assert trained_parameters(LLAMA, replace(LORA, target_modules=("q_proj", "v_proj"))) == 3_407_872
+@pytest.mark.parametrize(
+    ("targets", "count"), [((), 20_971_520), (ALL_LINEAR, 20_971_520), (("q_proj", "v_proj"), 3_407_872)]
+)
+def test_lora_trains_what_peft_says(targets: tuple[str, ...], count: int) -> None:
+    assert trained_parameters(LLAMA, replace(LORA, target_modules=targets)) == count
 
 
 def test_full_fine_tuning_may_train_the_linear_layers_alone() -> None:
-    linears = replace(FULL, target_modules=ALL_LINEAR)
-    by_part = LLAMA.by_part()
+    linears, named, only_q = (
+        replace(FULL, target_modules=names) for names in (ALL_LINEAR, ("q_proj", "down_proj"), ("q_proj",))
+    )
+    by_part, qwen = LLAMA.by_part(), read_architecture("qwen2.5-7b")
     count = sum(number for part, number in by_part.items() if part not in ("embeddings", "norms", "head"))
     assert trained_parameters(LLAMA, linears) == count
-    named = replace(FULL, target_modules=("q_proj", "down_proj"))
     assert trained_parameters(LLAMA, named) == by_part["q_proj"] + by_part["down_proj"]
-    qwen = read_architecture("qwen2.5-7b")
-    (query, *_) = qwen.stacks[0].linears
+    query = qwen.stacks[0].linears[0]
     assert query.bias
-    only_q = replace(FULL, target_modules=("q_proj",))
     assert trained_parameters(qwen, only_q) == qwen.layers * (query.inputs + 1) * query.outputs
     assert (FULL.trains_all, linears.trains_all, LORA.trains_all) == (True, False, False)
     # in fp32, with few tokens, both are highest in a moment that has all gradients
     every, frozen_ends = (parts(replace(job, precision="fp32", batch=BatchShape(1, 8, 7))) for job in (FULL, linears))
     assert frozen_ends["weights"] == every["weights"]
-    for part in ("gradients", "optimizer"):
-        assert frozen_ends[part] / every[part] == pytest.approx(count / LLAMA.parameters, rel=1e-3)
-    assert trained_parameters(LLAMA, replace(LORA, target_modules=ALL_LINEAR)) == trained_parameters(LLAMA, LORA)
+    shares = [frozen_ends[part] / every[part] for part in ("gradients", "optimizer")]
+    assert shares == pytest.approx([count / LLAMA.parameters] * 2, rel=1e-3)
 
 
 def test_a_head_without_last_layers_and_embeddings_alone_are_counted() -> None:
     """A first device with both ends, one with embeddings and one with the head hold what they name, and no more."""
     tied = read_architecture("llama-3.2-1b")
-    job = replace(FULL, parallel="mp", devices=2)
-    ways = ((True, True), (True, False), (False, True), (False, False))
-    ends, embeddings, head, none = (device_memory(tied, job, Share((8,), *held)) for held in ways)
-    adapted = [device_memory(tied, replace(job, technique="lora"), Share((8,), *held)) for held in ways]
-    assert [memory.parts_gib["logits"] > 0 for memory in adapted] == [True, False, True, False]
+    job, lora = (replace(each, parallel="mp", devices=2) for each in (FULL, LORA))
+    ways = [Share((8,), *held) for held in ((True, True), (True, False), (False, True), (False, False))]
+    logits_gib = [device_memory(tied, lora, share).parts_gib["logits"] for share in ways]
+    assert [gib > 0 for gib in logits_gib] == [True, False, True, False]
+    *held_gib, none_gib = (device_memory(tied, job, share).parts_gib["weights"] for share in ways)
     matrix_gib = tied.embedding_parameters * 2 / GIB
-    more = {name: memory.parts_gib["weights"] - none.parts_gib["weights"]
-            for name, memory in (("ends", ends), ("embeddings", embeddings), ("head", head))}  # fmt: skip
-    assert more == pytest.approx(dict.fromkeys(more, matrix_gib), rel=1e-4)  # tied: one matrix, or a copy of it
-    assert trained_parameters(tied, job, Share((8,), True, True)) == pytest.approx(
-        trained_parameters(tied, job, Share((8,), False, True)), rel=1e-4
-    )
+    # tied: one matrix, or a copy of it
+    assert [gib - none_gib for gib in held_gib] == pytest.approx([matrix_gib] * 3, rel=1e-4)
+    both, _, head, _ = (trained_parameters(tied, job, share) for share in ways)
+    assert both == pytest.approx(head, rel=1e-4)
     tail = replace(job, batch=BatchShape(1, 8, 7))
-    first, both = (device_memory(tied, tail, Share((8,), True, has_head)) for has_head in (False, True))
+    ends, first = (device_memory(tied, tail, share) for share in ways[:2])
     assert first.parts_gib["gradients"] == pytest.approx(first.parts_gib["weights"])
-    assert both.peak_gib > first.peak_gib + matrix_gib  # two gradients of the tied matrix are added up there
+    assert ends.peak_gib > first.peak_gib + matrix_gib  # two gradients of the tied matrix are added up there
 
 
 @pytest.mark.parametrize(
@@ -126,71 +116,72 @@ def test_quantized_weights_with_their_constants(quantization: str, expected_byte
 
 def test_fsdp_divides_4_bit_numbers_but_not_their_scales() -> None:
     job = replace(LORA, technique="qlora", batch=BatchShape(1, 8, 7), loop=Loop(short_ends=False))
+    sharded = replace(job, parallel="fsdp", devices=4)
     one, many = (
-        {term.what: term for term in device_memory(LLAMA, each, whole_model(LLAMA)).terms}
-        for each in (job, replace(job, parallel="fsdp", devices=4))
+        {term.what: term.count for term in device_memory(LLAMA, each, whole_model(LLAMA)).terms}
+        for each in (job, sharded)
     )
-    quantized = quantized_weights(LLAMA)
-    layers = "nf4 weights of the layers"
-    assert many[layers].count == quantized * 0.5 / 4
-    assert many["scales of their blocks"].count == quantized * 4 / 64  # no parameter of a module: whole on each rank
-    assert one[layers].count == pytest.approx(quantized * 0.5625)
-    rest = "embeddings, norms and head, cast to fp32"
-    assert many[rest].count == one[rest].count / 4
-    stack = LLAMA.stacks[0]
+    quantized, stack = quantized_weights(LLAMA), LLAMA.stacks[0]
+    layers, rest, copy = (
+        "nf4 weights of the layers",
+        "embeddings, norms and head, cast to fp32",
+        "autocast's copy of the head",
+    )
+    assert one[layers] == pytest.approx(quantized * 0.5625)
     matrices = sum(linear.inputs * linear.outputs for linear in stack.linears)
     adapters = sum(linear.lora_parameters(job.lora_rank) for linear in stack.linears)
-    gathered = matrices * 0.5 + (stack.layer_parameters - matrices + adapters) * 2
-    assert many["gathered layers"].count == 2 * gathered
-    assert "autocast's copy of the head" in one
-    assert "autocast's copy of the head" not in many  # it is gathered in 16 bits
-    sent = sent_bytes(LLAMA, replace(job, parallel="fsdp", devices=4))
-    assert sent < 0.5 * sent_bytes(LLAMA, replace(LORA, parallel="fsdp", devices=4))
+    expected = {
+        layers: quantized * 0.5 / 4,
+        "scales of their blocks": quantized * 4 / 64,  # no parameter of a module: whole on each rank
+        rest: one[rest] / 4,
+        "gathered layers": 2 * (matrices * 0.5 + (stack.layer_parameters - matrices + adapters) * 2),
+    }
+    assert {what: many[what] for what in expected} == expected
+    assert (copy in one, copy in many) == (True, False)  # it is gathered in 16 bits
+    assert sent_bytes(LLAMA, sharded) < 0.5 * sent_bytes(LLAMA, replace(LORA, parallel="fsdp", devices=4))
 
 
-def test_sharding_divides_what_it_says() -> None:
-    def divided(parallel: str, precision: str = "fp32") -> dict[str, float]:
-        one = parts(replace(FULL, precision=precision, batch=BatchShape(1, 8, 7)))
-        many = parts(replace(FULL, precision=precision, parallel=parallel, devices=8, batch=BatchShape(1, 8, 7)))
-        return {part: one[part] / many[part] for part in ("weights", "gradients", "optimizer")}
-
-    with_copy = 8 * 2 / 3  # DeepSpeed keeps an fp32 copy beside Adam's two states
-    assert divided("zero1") == pytest.approx({"weights": 1, "gradients": 1, "optimizer": with_copy}, rel=0.1)
-    assert divided("zero2") == pytest.approx({"weights": 1, "gradients": 8, "optimizer": with_copy}, rel=0.1)
-    assert divided("zero3") == pytest.approx({"weights": 8, "gradients": 8, "optimizer": with_copy}, rel=0.1)
-    assert divided("fsdp") == pytest.approx({"weights": 8, "gradients": 8, "optimizer": 8}, rel=0.1)
-
-
-def test_a_pipeline_s_first_stage_holds_more_micro_batches() -> None:
-    job = replace(FULL, parallel="pp", devices=4, micro_batches=8, batch=BatchShape(8, 512, 511))
-    first, last = (
-        device_memory(LLAMA, job, Share((8,), has_embeddings=stage == 0, has_head=stage == 3, in_flight=4 - stage))
-        for stage in (0, 3)
-    )
-    assert first.parts_gib["activations"] > 3 * last.parts_gib["activations"]
-    assert first.parts_gib["logits"] == 0
+@pytest.mark.parametrize(
+    ("parallel", "weights", "gradients", "optimizer"),
+    [  # DeepSpeed keeps an fp32 copy beside Adam's two states
+        ("zero1", 1, 1, 8 * 2 / 3),
+        ("zero2", 1, 8, 8 * 2 / 3),
+        ("zero3", 8, 8, 8 * 2 / 3),
+        ("fsdp", 8, 8, 8),
+    ],
+)
+def test_sharding_divides_what_it_says(parallel: str, weights: float, gradients: float, optimizer: float) -> None:
+    one = replace(FULL, precision="fp32", batch=BatchShape(1, 8, 7))
+    alone, shared = parts(one), parts(replace(one, parallel=parallel, devices=8))
+    divided = [alone[part] / shared[part] for part in ("weights", "gradients", "optimizer")]
+    assert divided == pytest.approx([weights, gradients, optimizer], rel=0.1)
 
 
-def test_micro_batches_in_flight() -> None:
-    one_f_one_b = Job("lora", "pp", BatchShape(8, 64, 63), devices=4, micro_batches=8)
-    assert [one_f_one_b.in_flight(stage) for stage in range(4)] == [4, 3, 2, 1]
-    few = replace(one_f_one_b, micro_batches=2)
-    assert [few.in_flight(stage) for stage in range(4)] == [2, 2, 2, 1]
-    gpipe = replace(one_f_one_b, schedule="gpipe")
-    assert [gpipe.in_flight(stage) for stage in range(4)] == [8] * 4
-    assert replace(one_f_one_b, parallel="mp", micro_batches=1).in_flight(0) == 1
+@pytest.mark.parametrize(
+    ("changes", "in_flight"),
+    [
+        ({}, [4, 3, 2, 1]),
+        ({"micro_batches": 2}, [2, 2, 2, 1]),
+        ({"schedule": "gpipe"}, [8, 8, 8, 8]),
+        ({"parallel": "mp", "micro_batches": 1}, [1, 1, 1, 1]),
+    ],
+)
+def test_micro_batches_in_flight(changes: dict, in_flight: list[int]) -> None:
+    job = replace(Job("lora", "pp", BatchShape(8, 64, 63), devices=4, micro_batches=8), **changes)
+    assert [job.in_flight(stage) for stage in range(4)] == in_flight
 
 
 def test_gpipe_holds_every_micro_batch_on_every_stage() -> None:
     job = replace(FULL, parallel="pp", devices=2, micro_batches=8, batch=BatchShape(8, 512, 511))
-    peaks = {}
-    for schedule in ("1f1b", "gpipe"):
-        scheduled = replace(job, schedule=schedule)
-        shares = [Share((16,), stage == 0, stage == 1, scheduled.in_flight(stage)) for stage in range(2)]
-        peaks[schedule] = [device_memory(LLAMA, scheduled, share) for share in shares]
-    for early, late in zip(peaks["1f1b"], peaks["gpipe"], strict=True):
-        assert late.parts_gib["activations"] > 2 * early.parts_gib["activations"]
-    assert peaks["gpipe"][1].parts_gib["logits"] == peaks["1f1b"][1].parts_gib["logits"]  # those of one chunk
+    early, late = (
+        [
+            device_memory(LLAMA, each, Share((16,), stage == 0, stage == 1, each.in_flight(stage))).parts_gib
+            for stage in range(2)
+        ]
+        for each in (job, replace(job, schedule="gpipe"))
+    )
+    assert all(late[stage]["activations"] > 2 * early[stage]["activations"] for stage in range(2))
+    assert late[1]["logits"] == early[1]["logits"]  # those of one chunk
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZER_BYTES)
@@ -244,19 +235,31 @@ def test_cross_attention_asks_with_the_summary_s_tokens_about_the_text_s() -> No
     bart, shape = read_architecture("bart-large-cnn"), BatchShape(2, 96, 8, padded=True, target_length=8)
     job = replace(FULL, batch=shape, precision="bf16-mixed", lora_dropout=0.1)
     (_, decoder), h, text, summary = bart.stacks, bart.hidden, 2 * 96, 2 * 8
-
-    def kept(job: Job) -> dict[str, float]:
-        return {term.what: term.count for term in DeviceSums(bart, job, whole_model(bart)).layer.saved(decoder)}
-
-    full, lora = kept(job), kept(replace(job, technique="lora"))
-    assert full["queries, keys, values"] == summary * 3 * h * 2
-    assert full["cross attention: queries, keys, values"] == (summary + 2 * text) * h * 2
-    assert full["cross attention: mask in the arithmetic's format"] == 2 * 8 * 96 * 2
-    assert full["inputs of the projections"] == (5 * summary + 2 * text) * h * 2  # autocast's copies
-    assert lora["dropout masks of the adapters"] == (7 * summary + 2 * text) * h + summary * bart.intermediate
-    assert lora["between the adapters' matrices"] == (8 * summary + 2 * text) * job.lora_rank * 2
-    eager = kept(replace(job, attention="eager", precision="fp32"))
-    assert eager["cross attention: attention scores"] == 2 * bart.heads * 8 * 96 * 4
+    for changes, expected in (
+        (
+            {},
+            {
+                "queries, keys, values": summary * 3 * h * 2,
+                "cross attention: queries, keys, values": (summary + 2 * text) * h * 2,
+                "cross attention: mask in the arithmetic's format": 2 * 8 * 96 * 2,
+                "inputs of the projections": (5 * summary + 2 * text) * h * 2,  # autocast's copies
+            },
+        ),
+        (
+            {"technique": "lora"},
+            {
+                "dropout masks of the adapters": (7 * summary + 2 * text) * h + summary * bart.intermediate,
+                "between the adapters' matrices": (8 * summary + 2 * text) * job.lora_rank * 2,
+            },
+        ),
+        (
+            {"attention": "eager", "precision": "fp32"},
+            {"cross attention: attention scores": 2 * bart.heads * 8 * 96 * 4},
+        ),
+    ):
+        sums = DeviceSums(bart, replace(job, **changes), whole_model(bart))
+        kept = {term.what: term.count for term in sums.layer.saved(decoder)}
+        assert {what: kept[what] for what in expected} == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -275,37 +278,14 @@ def test_longer_summaries_never_take_less_and_as_long_ones_as_many_as_the_text(j
 @settings(max_examples=60, deadline=None)
 @given(job=jobs, model=models)
 def test_checkpointing_never_keeps_more_before_the_backward_pass(job: Job, model: str) -> None:
-    architecture = read_architecture(model)
-    kept = {}
-    for on in (False, True):
-        switched = replace(job, gradient_checkpointing=on, batch=replace(job.batch, rows=8, length=512))
-        memory = device_memory(architecture, switched, whole_model(architecture))
-        kept[on] = memory.peak_gib
-    assert kept[True] <= kept[False]
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"optimizer": "lion"}, "'lion' is not known to the planner"),
-        ({"devices": 2}, "single uses one GPU, not 2"),
-        ({"parallel": "ddp"}, "needs at least two GPUs, not 1"),
-        ({"micro_batches": 2}, "is for --parallel pp"),
-        ({"parallel": "pp", "devices": 2, "micro_batches": 3}, "pass --batch-size 3"),
-        ({"technique": "qlora", "parallel": "zero3", "devices": 2}, "ZeRO does not divide weights in 4 bits"),
-        ({"parallel": "mp", "devices": 2, "offload": True}, "--offload with --parallel mp"),
-        ({"parallel": "tp", "devices": 2, "offload": True}, "--offload with --parallel tp"),
-        ({"technique": "qlora", "parallel": "tp", "devices": 2}, "does not divide weights in 4 bits"),
-    ],
-)
-def test_contradictions_are_refused_in_a_sentence(changes: dict, sentence: str) -> None:
-    with pytest.raises(BadInputError, match=sentence):
-        replace(LORA, **changes)
-
-
-def test_an_unknown_target_names_those_that_there_are() -> None:
-    with pytest.raises(BadInputError, match=r"no linear layer 'wq'.*q_proj,k_proj"):
-        replace(LORA, target_modules=("wq",)).check_targets(LLAMA)
+    architecture, batch = read_architecture(model), replace(job.batch, rows=8, length=512)
+    plain_gib, again_gib = (
+        device_memory(
+            architecture, replace(job, gradient_checkpointing=on, batch=batch), whole_model(architecture)
+        ).peak_gib
+        for on in (False, True)
+    )
+    assert again_gib <= plain_gib
 
 
 # -- encoders: classifiers, and tensor parallel
@@ -360,18 +340,18 @@ def real_activations_gib(model: torch.nn.Module, batch: BatchShape, precision: s
 @pytest.mark.parametrize("model", ENCODERS)
 def test_a_classifier_trains_what_the_real_one_trains(model: str) -> None:
     """With full everything; with LoRA the adapters, and the head in a copy beside the frozen one."""
-    architecture = as_classifier(read_architecture(model), CLASSES)
+    architecture, job = as_classifier(read_architecture(model), CLASSES), classification("lora")
     with torch.device("meta"):
         real = classifier(model)
         count = sum(weight.numel() for weight in real.parameters())
         assert trained_parameters(architecture, classification("full")) == architecture.parameters == count
         real = with_adapters(real)
     trained = sum(weight.numel() for weight in real.parameters() if weight.requires_grad)
-    job = classification("lora")
     assert trained_parameters(architecture, job) == trained
-    memory = device_memory(architecture, job, whole_model(architecture))
-    assert memory.parts_gib["weights"] * GIB == 4 * sum(weight.numel() for weight in real.parameters())
-    assert memory.parts_gib["optimizer"] * GIB == 8 * trained
+    assert as_classifier(architecture, CLASSES) == architecture
+    held = device_memory(architecture, job, whole_model(architecture)).parts_gib
+    every = sum(weight.numel() for weight in real.parameters())
+    assert (held["weights"] * GIB, held["optimizer"] * GIB) == (4 * every, 8 * trained)
 
 
 def test_a_new_head_is_trained_on_the_share_that_has_it() -> None:
@@ -383,18 +363,18 @@ def test_a_new_head_is_trained_on_the_share_that_has_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("technique", "precision", "batch"),
+    ("on_cpu", "technique", "precision", "batch"),
     [
-        ("full", "fp32", TEXTS),
-        ("full", "bf16-mixed", TEXTS),
-        ("lora", "fp32", TEXTS),
-        ("lora", "bf16-mixed", TEXTS),
-        ("full", "fp32", replace(TEXTS, rows=4, length=256)),
+        (True, "full", "fp32", TEXTS),
+        (False, "full", "bf16-mixed", TEXTS),
+        (False, "lora", "fp32", TEXTS),
+        (True, "lora", "bf16-mixed", TEXTS),
+        (True, "full", "fp32", replace(TEXTS, rows=4, length=256)),
+        (False, "full", "fp32", replace(TEXTS, rows=4, length=256)),
     ],
 )
-@pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_classifier_s_step_keeps_what_the_closed_form_says(
-    technique: str, precision: str, batch: BatchShape, on_cpu: bool
+    on_cpu: bool, technique: str, precision: str, batch: BatchShape
 ) -> None:
     """Within 3 %: on a CPU with every attention score, three times; with the operations of a GPU without them."""
     model = classifier("all-minilm-l6-v2")
@@ -405,16 +385,13 @@ def test_a_classifier_s_step_keeps_what_the_closed_form_says(
     assert closed["activations"] + closed["logits"] == pytest.approx(real_gib, rel=0.03)
 
 
-def test_scores_are_what_a_cpu_pays_for_dropout() -> None:
-    architecture = as_classifier(read_architecture("all-minilm-l6-v2"), CLASSES)
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_scores_are_what_a_cpu_pays_for_dropout(dropout: float) -> None:
+    architecture = replace(as_classifier(read_architecture("all-minilm-l6-v2"), CLASSES), dropout=dropout)
     job = replace(classification("full"), cpu_operations=True)
-
-    def scores(architecture: Architecture) -> float:
-        terms = device_memory(architecture, job, whole_model(architecture)).terms
-        return sum(term.count for term in terms if "softmax" in term.what)
-
-    assert scores(architecture) == architecture.layers * 12 * TEXTS.rows * architecture.heads * TEXTS.length**2
-    assert scores(replace(architecture, dropout=0.0)) == 0
+    terms = device_memory(architecture, job, whole_model(architecture)).terms
+    expected = architecture.layers * 12 * TEXTS.rows * architecture.heads * TEXTS.length**2 if dropout else 0
+    assert sum(term.count for term in terms if "softmax" in term.what) == expected
 
 
 @pytest.mark.parametrize("technique", ["full", "lora"])
@@ -443,11 +420,10 @@ def test_a_rank_of_tensor_parallel_is_as_pytorch_s(technique: str, precision: st
     weights = [local(weight) for weight in model.parameters()]
     trained = sum(local(weight).numel() for weight in model.parameters() if weight.requires_grad)
     part, memory = part_of_rank(architecture, job), device_memory(architecture, job, whole_model(architecture))
-    assert trained_parameters(part, job) == trained
     own = sum(term.count for term in memory.terms if term.part == "weights" and "autocast" not in term.what)
-    assert own == 4 * sum(weight.numel() for weight in weights)
-    assert memory.parts_gib["optimizer"] * GIB == 8 * trained
-    assert memory.parts_gib["buffers"] * GIB == TEXTS.tokens * architecture.hidden * 4
+    assert (trained_parameters(part, job), own) == (trained, 4 * sum(weight.numel() for weight in weights))
+    held = [memory.parts_gib[name] * GIB for name in ("optimizer", "buffers")]
+    assert held == [8 * trained, TEXTS.tokens * architecture.hidden * 4]
     assert sent_bytes(architecture, job) == summed.bytes_count  # times 2 (n - 1) / n, which is 1
     for weight in weights:
         kept.pop(weight.untyped_storage().data_ptr(), None)
@@ -471,26 +447,25 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_tensor_parallel_divides_layers_and_leaves_hidden_states_whole() -> None:
-    architecture = read_architecture("roberta-large")
+    architecture, whole = read_architecture("roberta-large"), whole_model(read_architecture("roberta-large"))
     one = replace(FULL, precision="fp32", attention="eager", batch=BatchShape(8, 512, 512))
     four = replace(one, parallel="tp", devices=4)
-    counts = [
-        {term.what.removeprefix("24 x "): term.count for term in device_memory(architecture, job, whole).terms}
+    alone, shared = (
+        {
+            term.what.removeprefix("24 x "): term.count
+            for term in (
+                *device_memory(architecture, job, whole).terms,
+                *overhead_terms(architecture, job, find_gpu("a6000"), DeviceMemory("", ())),
+            )
+        }
         for job in (one, four)
-        for whole in [whole_model(architecture)]
-    ]
+    )
+    (eager,) = [what for what in alone if "eager attention" in what]
     divided = ("queries, keys, values", "result of attention", "attention scores", "dropout of the scores",
-               "MLP before and after its activation")  # fmt: skip
-    assert {what: counts[0][what] / counts[1][what] for what in divided} == dict.fromkeys(divided, 4)
-    scores = [
-        term.count
-        for job in (one, four)
-        for term in overhead_terms(architecture, job, find_gpu("a6000"), DeviceMemory("", ()))
-        if "eager attention" in term.what
-    ]
-    assert scores[0] / scores[1] == 4
-    whole = ("inputs of the layer norms", "inputs of the projections", "dropout masks")
-    assert {what: counts[0][what] / counts[1][what] for what in whole} == dict.fromkeys(whole, 1)
+               "MLP before and after its activation", eager)  # fmt: skip
+    same = ("inputs of the layer norms", "inputs of the projections", "dropout masks")
+    expected = {**dict.fromkeys(divided, 4), **dict.fromkeys(same, 1)}
+    assert {what: alone[what] / shared[what] for what in expected} == expected
     assert four.data_parallel_ranks == 1
 
 
