@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
-from common.base.run_folders import literal_of
 from common.checks import dry_run as dry_run_room
 from common.checks import fake_steps
 from common.checks.dry_run import dry_run, dry_run_of_device, dry_runs, with_depth
@@ -32,16 +32,17 @@ from common.checks.fake_steps import (
     tracked_stage_steps,
     tracked_steps,
 )
-from common.checks.tried_rows import batch_of, batch_of_length, batch_of_run, rows_of_length
+from common.checks.tried_rows import batch_of, batch_of_length, rows_of_length
 from common.data.pictures import open_picture
 from common.models.loading import any_shape_config, load_tokenizer
 from common.planning.architectures import read_architecture
-from common.planning.job import BatchShape, Job
+from common.planning.job import BatchShape
 from common.planning.memory_plan import device_memory
 from common.planning.plans import architecture_of_run, job_of_run
 from common.planning.shares import Share, whole_model
 from common.planning.terms import PARTS
 from common.runtime import memory_tracker
+from common.runtime.memory_tracker import Timeline
 from common.runtime.world import Rank
 from common.training.placement import place_stages
 from common.training.strategy import keep_answer_logits
@@ -78,42 +79,47 @@ def total(parts: dict[str, float]) -> float:
     return sum(parts.values())
 
 
+def totals(timeline: Timeline) -> dict[str, float]:
+    """By segments, all that is held."""
+    return {segment: total(parts) for segment, parts in timeline.items()}
+
+
+def real_and_fake(run: RunConfig, batch: BatchShape) -> tuple[Timeline, Timeline]:
+    """What a step takes, of real tensors and of fake ones."""
+    config = any_shape_config(run.model)
+    if batch.classes:
+        config.num_labels = batch.classes
+    fake = fake_step(run, config, batch, as_on_gpu=False)
+    model = build_model(run, config)
+    return tracked_steps(run, model, batch_inputs(batch, model), as_on_gpu=False), fake
+
+
 @pytest.mark.parametrize("technique", ["lora", "full"])
 @pytest.mark.parametrize("checkpointing", [(False, False), (True, True), (True, False)])
 def test_fake_tensors_take_what_real_ones_take(
     technique: str, checkpointing: tuple[bool, bool], shape: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tracker sees the same in a real step as in a fake one, and PyTorch's own profiler the same peak."""
-    model = shape(num_hidden_layers=3)  # a first, a middle and a last one
     run = RunConfig(
         technique=technique,
-        model=model,
+        model=shape(num_hidden_layers=3),  # a first, a middle and a last one
         weights="random",
         gradient_checkpointing=checkpointing[0],
         use_reentrant=checkpointing[1],
     )
-    config = any_shape_config(run.model)
-    fake = fake_step(run, config, BATCH, as_on_gpu=False)
-
     profiled: list[float] = []
 
     def profiled_step(*args: object) -> None:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             take_step(*args)
         events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        alive, highest = 0, 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            alive += event.nbytes()
-            highest = max(highest, alive)
-        profiled.append(highest)
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        profiled.append(max(accumulate(changes, initial=0)))
 
     monkeypatch.setattr(fake_steps, "take_step", profiled_step)
-    model = build_model(run, config)
-    real = tracked_steps(run, model, batch_inputs(BATCH, model), as_on_gpu=False)
-    assert real.keys() == fake.keys()
-    for segment in real:
-        assert total(real[segment]) == pytest.approx(total(fake[segment]), rel=0.01), segment
-    counted = max(map(total, real.values())) - total(real["load"])
+    real, fake = real_and_fake(run, BATCH)
+    assert totals(real) == pytest.approx(totals(fake), rel=0.01)
+    counted = max(totals(real).values()) - total(real["load"])
     assert profiled[-1] == pytest.approx(counted, rel=0.05)  # the tracker rounds each block up to 512 bytes
 
 
@@ -123,16 +129,9 @@ def test_two_small_depths_tell_a_larger_one(technique: str, shape: Callable[...,
     whole = fake_step(run, any_shape_config(run.model), BATCH, as_on_gpu=True)
     told = dry_run(run, BATCH)
     for segment, parts in told.timeline.items():
-        for part in PARTS:
-            assert parts[part] == pytest.approx(whole[segment][part], rel=0.002, abs=2_000), (segment, part)
+        expected = {part: whole[segment][part] for part in PARTS}
+        assert {part: parts[part] for part in PARTS} == pytest.approx(expected, rel=0.002, abs=2_000), segment
     assert told.peak_segment == max(whole, key=lambda segment: total(whole[segment]))
-
-
-def test_the_extrapolation_depends_on_the_layers(shape: Callable[..., str]) -> None:
-    run = RunConfig(technique="full", model=shape(), weights="random")
-    six = dry_run(run, BATCH).peak_gib
-    twelve = dry_run(RunConfig(technique="full", model=shape(num_hidden_layers=12), weights="random"), BATCH).peak_gib
-    assert 1.6 < twelve / six < 2
 
 
 PLAIN = ("bf16", False, BatchShape(2, 512, 511))
@@ -157,9 +156,10 @@ def grid() -> list:
     return [*points, attention, pytest.param(*mlp, marks=[pytest.mark.slow])]
 
 
-def gpu_job(run: RunConfig, batch: BatchShape) -> Job:
-    """Return the job with the operations of a GPU, which dry runs choose unless they are told otherwise."""
-    return replace(job_of_run(run, batch), cpu_operations=False)
+def closed_gib(run: RunConfig, batch: BatchShape) -> float:
+    """The closed form's peak, with the operations of a GPU, which dry runs choose unless they are told otherwise."""
+    architecture, job = read_architecture(run.model), replace(job_of_run(run, batch), cpu_operations=False)
+    return device_memory(architecture, job, whole_model(architecture)).allocated_gib
 
 
 @pytest.mark.parametrize(("model", "technique", "targets", "precision", "checkpointing", "batch"), grid())
@@ -175,9 +175,7 @@ def test_the_closed_form_says_the_same(
         gradient_checkpointing=checkpointing,
         weights="random",
     )
-    architecture = read_architecture(model)
-    closed = device_memory(architecture, gpu_job(run, batch), whole_model(architecture))
-    assert closed.allocated_gib == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
+    assert closed_gib(run, batch) == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -193,23 +191,12 @@ def test_the_closed_form_says_the_same(
 )  # fmt: skip
 def test_the_closed_form_says_the_same_of_texts_with_summaries(settings: dict, batch: BatchShape) -> None:
     """Within 2 %, the encoder working on texts and the decoder on summaries of another length."""
-    run = RunConfig(
-        task="summarization",
-        technique="full",
-        target_modules="all",
-        model="bart-large-cnn",
-        weights="random",
-        **settings,
-    )
-    architecture = read_architecture("bart-large-cnn")
-    closed = device_memory(architecture, gpu_job(run, batch), whole_model(architecture))
-    as_long = replace(batch, target_length=0)
+    bart = {"task": "summarization", "technique": "full", "target_modules": "all", "model": "bart-large-cnn"}
+    run = RunConfig(**bart, weights="random", **settings)
     fake, other = (dry_run(run, shape).peak_gib for shape in (batch, replace(batch, target_length=batch.length)))
-    assert closed.allocated_gib == pytest.approx(fake, rel=0.02)
+    assert closed_gib(run, batch) == pytest.approx(fake, rel=0.02)
+    assert closed_gib(run, replace(batch, target_length=0)) == pytest.approx(other, rel=0.02)
     assert abs(fake - other) > 0.03 * fake  # what the decoder works on is no small part
-    assert device_memory(architecture, gpu_job(run, as_long), whole_model(architecture)).allocated_gib == (
-        pytest.approx(other, rel=0.02)
-    )
 
 
 EMBEDDED_VISION, SMOLVLM = "assets/embedded_vision_base", "smolvlm-instruct"
@@ -230,16 +217,10 @@ def seeing(model: str, technique: str, **settings: object) -> RunConfig:
     ],
 )
 def test_fake_pictures_take_what_real_ones_take(technique: str, settings: dict) -> None:
-    run, batch = seeing(EMBEDDED_VISION, technique, **settings), BatchShape(2, 64, 20, tiles=2)
-    config = any_shape_config(run.model)
-    fake = fake_step(run, config, batch, as_on_gpu=False)
-    model = build_model(run, config)
-    real = tracked_steps(run, model, batch_inputs(batch, model), as_on_gpu=False)
-    assert real.keys() == fake.keys()
+    real, fake = real_and_fake(seeing(EMBEDDED_VISION, technique, **settings), BatchShape(2, 64, 20, tiles=2))
+    assert totals(real) == pytest.approx(totals(fake), rel=0.015)
     assert any("encoder.layers" in segment for segment in real)
     assert fake["load"]["activations"] < 2048  # nothing of the step before is left, but single numbers
-    for segment in real:
-        assert total(real[segment]) == pytest.approx(total(fake[segment]), rel=0.015), segment
 
 
 TRAINED_TOO = {"precision": "bf16-mixed", "freeze_vision_tower": False, "parallel": "ddp", "devices": 4}
@@ -271,9 +252,7 @@ def test_the_closed_form_says_the_same_of_pictures(
     model: str, technique: str, batch: BatchShape, settings: dict
 ) -> None:
     run = seeing(model, technique, **settings)
-    architecture = read_architecture(model)
-    closed = device_memory(architecture, gpu_job(run, batch), whole_model(architecture))
-    assert closed.allocated_gib == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
+    assert closed_gib(run, batch) == pytest.approx(dry_run(run, batch).peak_gib, rel=0.05)
 
 
 @pytest.mark.parametrize("freeze", [True, False])
@@ -292,37 +271,49 @@ def test_rows_of_a_length_have_a_square_picture(model: str, tiles: int) -> None:
     run = replace(seeing(model, "lora"), per_device_train_batch_size=3)
     assert batch_of_length(replace(run, weights="pretrained"), 1600).tiles == tiles
     assert batch_of_length(run, 200).tiles == 1, "what random weights' processor makes"
-    rows, processor = rows_of_length(run, 200), load_tokenizer(run).processor
-    (row, *_) = rows.train
-    image = processor.image_token_id
+    rows, tower = rows_of_length(run, 200), read_architecture(model).tower
+    row, image = rows.train[0], load_tokenizer(run).processor.image_token_id
     assert rows.tiles == batch_of(run, rows).tiles == 1
     assert len(row["input_ids"]) == len(row["labels"]) == 200
-    tower = read_architecture(model).tower
-    assert row["input_ids"].count(image) == tower.tokens
-    assert image not in row["labels"]
+    assert (row["input_ids"].count(image), row["labels"].count(image)) == (tower.tokens, 0)
     assert open_picture(row["picture"]).size == (tower.tile, tower.tile)
     with pytest.raises(BadInputError, match=r"a picture takes \d+ tokens: pass --seq-len"):
         rows_of_length(run, 10)
 
 
-def test_a_dry_run_of_a_run_that_sees_names_its_pictures(capsys: pytest.CaptureFixture[str]) -> None:
-    with mock.patch.object(sys, "argv", ["dry_run", "3.3_visual_question_answering/run_0_cpu_x1", "--seq-len", "64"]):
-        dry_run_room.main()
-    out = capsys.readouterr().out
-    assert "rows of 64 tokens with pictures in 1 squares" in out
-    dry, closed = (float(re.search(rf"{line} (\d+\.\d+) GiB", out)[1]) for line in ("memory:", "closed form:"))
-    assert closed == pytest.approx(dry, abs=0.0025)
+SayDryRun = Callable[..., str]
 
 
-@pytest.mark.parametrize("technique", ["full", "lora"])
-def test_a_dry_run_of_pairs_agrees_with_the_closed_form(technique: str, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = "3.4_preference_tuning/run_0_cpu_x1"
-    with mock.patch.object(sys, "argv", ["dry_run", folder, "--technique", technique, "--seq-len", "64"]):
-        dry_run_room.main()
-    out = capsys.readouterr().out
-    assert f"{technique} of assets/embedded_labeller, fp32, single: 16 rows of 64 tokens" in out
+@pytest.fixture
+def dry_run_says(capsys: pytest.CaptureFixture[str]) -> SayDryRun:
+    """What the command says of a folder."""
+
+    def say(folder: str, *options: str) -> str:
+        with mock.patch.object(sys, "argv", ["dry_run", folder, *options]):
+            dry_run_room.main()
+        return capsys.readouterr().out
+
+    return say
+
+
+LABELLER = "assets/embedded_labeller, fp32, single: 16 rows of 64 tokens"
+
+
+@pytest.mark.parametrize(
+    ("folder", "technique", "said", "tolerance"),
+    [
+        ("3.3_visual_question_answering", "lora", "rows of 64 tokens with pictures in 1 squares", {"abs": 0.0025}),
+        ("3.4_preference_tuning", "full", f"full of {LABELLER}", {"rel": 0.02}),
+        ("3.4_preference_tuning", "lora", f"lora of {LABELLER}", {"rel": 0.02}),
+    ],
+)
+def test_a_dry_run_of_pictures_or_pairs_agrees_with_the_closed_form(
+    folder: str, technique: str, said: str, tolerance: dict[str, float], dry_run_says: SayDryRun
+) -> None:
+    out = dry_run_says(f"{folder}/run_0_cpu_x1", "--technique", technique, "--seq-len", "64")
+    assert said in out
     dry, closed = (float(re.search(rf"{line} (\d+\.\d+) GiB", out)[1]) for line in ("memory:", "closed form:"))
-    assert closed == pytest.approx(dry, rel=0.02)
+    assert closed == pytest.approx(dry, **tolerance)
 
 
 def test_each_part_of_a_tower_is_counted() -> None:
@@ -340,6 +331,12 @@ def test_each_part_of_a_tower_is_counted() -> None:
 
 
 CLASSIFIED = BatchShape(rows=8, length=128, labelled=1, padded=True, classes=6)
+
+
+def classifier(technique: str, model: str) -> RunConfig:
+    targets = "all" if technique == "full" else "query,value"
+    run = {"task": "classification", "technique": technique, "target_modules": targets, "model": model}
+    return RunConfig(**run, weights="random", data="assets/visitor_messages")
 
 
 @pytest.mark.parametrize(
@@ -370,29 +367,12 @@ def test_a_classifier_s_stages_are_as_planned(technique: str) -> None:
         assert memory.allocated_gib == pytest.approx(device.peak_gib, rel=0.05)
 
 
-def classifier(technique: str, model: str) -> RunConfig:
-    targets = "all" if technique == "full" else "query,value"
-    return RunConfig(
-        task="classification",
-        technique=technique,
-        target_modules=targets,
-        model=model,
-        weights="random",
-        data="assets/visitor_messages",
-    )
-
-
 def test_a_classifier_of_fake_tensors_takes_what_a_real_one_takes(shape: Callable[..., str]) -> None:
     """Its head, too: pooler and classifier are trained beside the adapters."""
     bert = {"architectures": ["BertModel"], "model_type": "bert", "num_hidden_layers": 3, "pad_token_id": 0}
     run = classifier("lora", shape(**bert))
-    config = any_shape_config(run.model)
-    config.num_labels = CLASSIFIED.classes
-    fake = fake_step(run, config, CLASSIFIED, as_on_gpu=False)
-    model = build_model(run, config)
-    real = tracked_steps(run, model, batch_inputs(CLASSIFIED, model), as_on_gpu=False)
-    for segment in real:
-        assert total(real[segment]) == pytest.approx(total(fake[segment]), rel=0.01), segment
+    real, fake = real_and_fake(run, CLASSIFIED)
+    assert totals(real) == pytest.approx(totals(fake), rel=0.01)
     head = 128 * 128 + 128 + 128 * 6 + 6
     adapters = 3 * 2 * run.lora_r * (128 + 128)
     assert real["optimizer: clipping and step"]["gradients"] == pytest.approx(4 * (head + adapters), rel=0.05)
@@ -400,18 +380,13 @@ def test_a_classifier_of_fake_tensors_takes_what_a_real_one_takes(shape: Callabl
 
 def test_ddp_keeps_all_gradients_all_the_time() -> None:
     alone = RunConfig(technique="full", target_modules="all", model="llama-3.2-1b", precision="bf16", weights="random")
-    shared = replace(alone, parallel="ddp", devices=4)
-    batch = BatchShape(2, 256, 255)
+    shared, batch = replace(alone, parallel="ddp", devices=4), BatchShape(2, 256, 255)
     one, many = dry_run(alone, batch), dry_run(shared, batch)
-    weights = one.timeline["load"]["weights"]
+    weights, segments = one.timeline["load"]["weights"], ("load", "optimizer: clipping and step")
     assert one.timeline["load"]["gradients"] == 0
-    assert many.timeline["load"]["gradients"] == pytest.approx(weights, rel=0.01)
-    assert many.timeline["optimizer: clipping and step"]["gradients"] == pytest.approx(
-        weights, rel=0.01
-    )  # no second copy
-    architecture = read_architecture("llama-3.2-1b")
-    closed = device_memory(architecture, gpu_job(shared, batch), whole_model(architecture))
-    assert closed.allocated_gib == pytest.approx(many.peak_gib, rel=0.05)
+    gradients = [many.timeline[segment]["gradients"] for segment in segments]
+    assert gradients == pytest.approx([weights, weights], rel=0.01)  # no second copy
+    assert closed_gib(shared, batch) == pytest.approx(many.peak_gib, rel=0.05)
 
 
 # -- divided models
@@ -433,13 +408,13 @@ def test_the_fullest_device_speaks_for_a_divided_model(
     model = shape(vocab_size=8192, num_hidden_layers=4)
     run = RunConfig(technique="full", model=model, device_map="even", **way)
     devices = dry_runs(run, BATCH)
-    weights = [device.timeline["load"]["weights"] for device in devices]
     whole = dry_run(run.changed_to(parallel="single", devices=1, device="cpu", gpu=""), BATCH)
-    assert sum(weights) == pytest.approx(whole.timeline["load"]["weights"], rel=0.001)
-    monkeypatch.setattr(dry_run_room, "dry_runs", lambda *_: devices)
-    assert dry_run(run, BATCH).peak_gib == max(device.peak_gib for device in devices)
+    weights = sum(device.timeline["load"]["weights"] for device in devices)
+    assert weights == pytest.approx(whole.timeline["load"]["weights"], rel=0.001)
     assert devices[0].peak["logits"] == 0 < devices[1].peak["logits"]
     assert not torch.distributed.is_initialized()
+    monkeypatch.setattr(dry_run_room, "dry_runs", lambda *_: devices)
+    assert dry_run(run, BATCH).peak_gib == max(device.peak_gib for device in devices)
 
 
 @pytest.mark.parametrize("way", [PIPELINE, TWO_GPUS])
@@ -464,9 +439,7 @@ def test_a_stage_of_fake_tensors_takes_what_real_ones_take(
     model = build_model(run, config)
     keep_share(model, run, BATCH, share)
     real = tracked_stage_steps(run, model, batch_inputs(BATCH, model), number, as_on_gpu=False)
-    assert real.keys() == fake.keys()
-    for segment in real:
-        assert total(real[segment]) == pytest.approx(total(fake[segment]), rel=0.01), segment
+    assert totals(real) == pytest.approx(totals(fake), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -480,31 +453,29 @@ def test_a_stage_of_fake_tensors_takes_what_real_ones_take(
 )
 def test_two_small_depths_tell_a_larger_share(way: dict, number: int, shape: Callable[..., str]) -> None:
     run = RunConfig(technique="full", model=shape(num_hidden_layers=12), precision="bf16", **way)
-    share = Share((6,), number == 0, number == 1)
-    config = with_depth(any_shape_config(run.model), 6)
-    whole = fake_step(run, config, BATCH, True, share, number)
-    told = dry_run_of_device(run, BATCH, share, number)
-    for segment, parts in told.timeline.items():
-        assert total(parts) == pytest.approx(total(whole[segment]), rel=0.003), segment
+    share, config = Share((6,), number == 0, number == 1), with_depth(any_shape_config(run.model), 6)
+    whole = totals(fake_step(run, config, BATCH, True, share, number))
+    told = totals(dry_run_of_device(run, BATCH, share, number).timeline)
+    assert told == pytest.approx({segment: whole[segment] for segment in told}, rel=0.003)
 
 
 def test_a_stage_holds_what_its_schedule_has_in_flight(shape: Callable[..., str]) -> None:
     """1F1B: as many micro-batches as stages from here on; GPipe: all. Buffers for all of them either way."""
     asked = RunConfig(technique="full", model=shape(), device_map="even", **PIPELINE)
     batch = BatchShape(rows=4, length=256, labelled=1)  # next to no logits
-    segment = "forward: layers, last layer"
-    devices = {schedule: dry_runs(replace(asked, schedule=schedule), batch) for schedule in ("1f1b", "gpipe")}
-    held = {
-        (schedule, number): device.timeline[segment]["activations"]
-        for schedule, both in devices.items()
-        for number, device in enumerate(both)
-    }
-    assert held["gpipe", 0] / held["1f1b", 0] == pytest.approx(4 / 2, rel=0.1)
-    assert held["gpipe", 1] / held["1f1b", 1] == pytest.approx(4 / 1, rel=0.1)
-    for device in devices[asked.schedule]:
-        received = batch.tokens * 128 * 4
-        inputs = 3 * batch.tokens * 8
-        assert received <= device.timeline[segment]["buffers"] <= received + inputs + 4096
+    one_by_one, all_at_once = (
+        [
+            device.timeline["forward: layers, last layer"]
+            for device in dry_runs(replace(asked, schedule=schedule), batch)
+        ]
+        for schedule in ("1f1b", "gpipe")
+    )
+    for stage, in_flight in enumerate((2, 1)):
+        held = all_at_once[stage]["activations"] / one_by_one[stage]["activations"]
+        assert held == pytest.approx(4 / in_flight, rel=0.1)
+    received, inputs = batch.tokens * 128 * 4, 3 * batch.tokens * 8
+    for parts in (*one_by_one, *all_at_once):
+        assert received <= parts["buffers"] <= received + inputs + 4096
 
 
 DIVIDED = [
@@ -562,75 +533,72 @@ def test_dropout_and_attention_are_as_on_a_gpu(shape: Callable[..., str]) -> Non
     """A CPU keeps a mask as wide as its input, a GPU one byte per element."""
     run = RunConfig(technique="lora", model=shape(num_hidden_layers=2), weights="random", lora_dropout=0.1)
     config = any_shape_config(run.model)
-    gpu, cpu = (fake_step(run, config, BATCH, as_on_gpu=on_gpu) for on_gpu in (True, False))
-    segment = "backward: head and loss"
-    assert gpu[segment]["activations"] < 0.95 * cpu[segment]["activations"]
-
-
-def dry_run_process(tmp_path: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of the command."""
-    log = tmp_path / "dry_run.log"
-    command = [sys.executable, "-m", "common.dry_run", *arguments]
-    return run_forked(command, REPOSITORY, os.environ, log, timeout=300), log.read_text()
+    gpu, cpu = (fake_step(run, config, BATCH, on_gpu)["backward: head and loss"] for on_gpu in (True, False))
+    assert gpu["activations"] < 0.95 * cpu["activations"]
 
 
 def test_a_run_folder_s_dry_run(tmp_path: Path) -> None:
-    exit_code, said = dry_run_process(tmp_path, "2.1_lora_finetuning/run_0_cpu_x1", "--batch_size", "8")
+    log = tmp_path / "dry_run.log"
+    command = [sys.executable, "-m", "common.dry_run", "2.1_lora_finetuning/run_0_cpu_x1", "--batch_size", "8"]
+    exit_code = run_forked(command, REPOSITORY, os.environ, log, timeout=300)
+    said = log.read_text()
     assert exit_code == 0, said
-    assert "8 rows of 39 tokens" in said
-    assert "peak of allocated memory: 0.0" in said
-    assert "on CPU, 1 thread: fits" in said
+    for each in ("8 rows of 39 tokens", "peak of allocated memory: 0.0", "on CPU, 1 thread: fits"):
+        assert each in said
 
 
-def test_a_pipeline_s_dry_run_tells_each_device(capsys: pytest.CaptureFixture[str]) -> None:
-    run = literal_of(Path("2.7_full_finetuning_with_pp/run_0_cpu_x2"))
-    print(dry_run_room.report(run, *batch_of_run(run)))
-    said = capsys.readouterr().out
-    assert "pp (1f1b, 8 micro-batches): 64 rows of 39 tokens" in said
-    assert "device 0: 2 layers, embeddings" in said
-    assert "device 1: 2 layers, head" in said
-    assert said.count("peak of allocated memory: 0.0") == said.count("on CPU, 1 thread: fits") == 2
+def test_a_pipeline_s_dry_run_tells_each_device(dry_run_says: SayDryRun) -> None:
+    said = dry_run_says("2.7_full_finetuning_with_pp/run_0_cpu_x2")
+    counts = {
+        "pp (1f1b, 8 micro-batches): 64 rows of 39 tokens": 1,
+        "device 0: 2 layers, embeddings": 1,
+        "device 1: 2 layers, head": 1,
+        "peak of allocated memory: 0.0": 2,
+        "on CPU, 1 thread: fits": 2,
+    }
+    assert {each: said.count(each) for each in counts} == counts
 
 
-def test_the_dry_run_of_a_folder_with_settings_takes_the_setting_s_own_recipe(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = "3.1_text_classification/run_0_cpu_x2"
-    monkeypatch.setattr(sys, "argv", ["dry_run", folder, "--technique", "lora", "--parallel", "single"])
-    dry_run_room.main()
-    said = capsys.readouterr().out
+def test_the_dry_run_of_a_folder_with_settings_takes_the_setting_s_own_recipe(dry_run_says: SayDryRun) -> None:
+    said = dry_run_says("3.1_text_classification/run_0_cpu_x2", "--technique", "lora", "--parallel", "single")
     assert "lora of all-minilm-l6-v2, fp32, single: 64 rows of " in said
     assert "logits of 6 classes (the longest 64 of the run's 1,600 rows)" in said
-    monkeypatch.setattr(sys, "argv", ["dry_run", folder, "--parallel", "tp"])
-    with pytest.raises(SystemExit) as ended:
-        dry_run_room.main()
-    assert ended.value.code == 2
-    assert "parallel is tp, but fake tensors are not divided among ranks" in capsys.readouterr().err
 
 
-def test_the_dry_run_of_summaries_has_their_length_beside_the_texts_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = "3.2_summarization/run_0_cpu_x2"
-    for options, said in (
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
         ((), r"ddp: 16 rows of 1\d\d tokens with summaries of \d\d, .* \(the longest 16 of the run's 1,600 rows\)"),
-        (
-            ("--seq-len", "48"),
-            r"16 rows of 48 tokens with summaries of 64, logits at 64 positions \(by --seq-len\)",
-        ),
-    ):
-        monkeypatch.setattr(sys, "argv", ["dry_run", folder, *options])
-        dry_run_room.main()
-        out = capsys.readouterr().out
-        assert re.search(said, out)
-        assert "on CPU, 1 thread: fits" in out
+        (("--seq-len", "48"),
+         r"16 rows of 48 tokens with summaries of 64, logits at 64 positions \(by --seq-len\)"),
+    ],
+    ids=["its own", "of a length"],
+)  # fmt: skip
+def test_the_dry_run_of_summaries_has_their_length_beside_the_texts_own(
+    options: tuple[str, ...], said: str, dry_run_says: SayDryRun
+) -> None:
+    out = dry_run_says("3.2_summarization/run_0_cpu_x2", *options)
+    assert re.search(said, out)
+    assert "on CPU, 1 thread: fits" in out
 
 
-def test_what_is_no_run_folder_ends_in_one_sentence(tmp_path: Path) -> None:
-    exit_code, said = dry_run_process(tmp_path, "nowhere")
-    assert exit_code == 2
-    assert said.startswith("error: nowhere is no run folder, as it has 0 files my_workflow_*.py")
-    assert len(said.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "nowhere is no run folder, as it has 0 files my_workflow_*.py"),
+        (["3.1_text_classification/run_0_cpu_x2", "--parallel", "tp"],
+         "parallel is tp, but fake tensors are not divided among ranks"),
+    ],
+)  # fmt: skip
+def test_what_has_no_dry_run_ends_in_one_sentence(
+    arguments: list[str], said: str, dry_run_says: SayDryRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        dry_run_says(*arguments)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert len(error.splitlines()) == 1
 
 
 def test_stacks_of_unequal_depth_are_refused(shape: Callable[..., str]) -> None:
