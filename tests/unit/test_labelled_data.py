@@ -22,7 +22,7 @@ from common.data.splits import label_names_of, load_splits, row_kind, tokens_of
 from common.data.texts import label_names, say_balance, say_long_texts, with_classes
 from common.models.loading import EMBEDDED_SUMMARIZER
 from common.models.minilm import minilm_folder
-from tests.row_files import put_on_hub, refusal_of, rows_in, sizes, write
+from tests.row_files import put_on_hub, refusal_of, rows_in, sizes, text_of, write
 
 ODD_CHAT = 'Ann: She said "no, thanks",\r\nBob: <file_photo> 5 € \u2028too\ndear, [1]'
 SPLITS = ("train", "validation", "test")
@@ -59,11 +59,17 @@ def splits_of(*labels: str) -> Splits:
 # -- what is read
 
 
-@pytest.mark.parametrize(("suffix", "place"), [("json", "row"), ("jsonl", "line"), ("csv", "row")])
-def test_the_three_forms_hold_the_same_rows_and_are_cut_to_the_first(suffix: str, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "kind", "place"),
+    [("json", "json", "row"), ("jsonl", "jsonl", "line"), ("csv", "csv", "row"), ("json", "jsonl", "line")],
+)
+def test_all_forms_hold_the_same_rows_and_are_cut_to_the_first(
+    suffix: str, kind: str, place: str, tmp_path: Path
+) -> None:
+    """One object per line may be called JSON, too."""
     odd = {"id": "odd", "summary": " Ann declines. ", "dialogue": ODD_CHAT}
     for number, name in enumerate(("train", "val", "test")):
-        write(tmp_path / f"{name}.{suffix}", [*chats(4 + number), odd])
+        write(tmp_path / f"{name}.{suffix}", text_of([*chats(4 + number), odd], kind))
     found = load_splits(replace(CHATS, data=str(tmp_path), train_rows=2))
     assert sizes(found) == (2, 6, 7)
     where = f"{tmp_path / f'train.{suffix}'}, {place} 2"
@@ -71,20 +77,12 @@ def test_the_three_forms_hold_the_same_rows_and_are_cut_to_the_first(suffix: str
     assert texts_of(found.test[-1]) == [ODD_CHAT, " Ann declines. "]
 
 
-def test_one_object_per_line_may_be_called_json(tmp_path: Path) -> None:
-    write(tmp_path / "rows.json", "".join(json.dumps(row) + "\n" for row in chats(5)))
-    assert sizes(load_splits(replace(CHATS, data=str(tmp_path / "rows.json")))) == (3, 1, 1)
-
-
 def test_the_validation_split_may_be_called_by_its_short_or_its_long_name(tmp_path: Path) -> None:
-    run, found = replace(CHATS, data=str(tmp_path)), {}
-    for count, name in enumerate(("train", "val", "test", "validation"), 2):
+    found = []
+    for count, name in zip((4, 3, 4, 5), ("train", "test", "val", "validation"), strict=True):
         write(tmp_path / f"{name}.json", chats(count))
-    for gone in ("validation", "val"):
-        found[gone] = sizes(load_splits(run))
-        (tmp_path / f"{gone}.json").unlink()
-    assert found == {"validation": (2, 5, 4), "val": (2, 3, 4)}
-    assert sizes(load_splits(run)) == (1, 1, 4), "held out of the two training rows"
+        found.append(sizes(load_splits(replace(CHATS, data=str(tmp_path)))))
+    assert found == [(2, 1, 1), (3, 1, 3), (4, 4, 3), (4, 5, 3)], "held out where there is none"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Pictures: found, checked, turned into tokens and numbers; and what is trained of a model that sees."""
 
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -205,9 +206,8 @@ def test_other_modes_become_rgb_and_what_is_transparent_white(
         draw(tmp_path / f"{number}.{suffix}", mode, colour=colour)
     rows = three_of(lambda number: {"image": f"{number}.{suffix}", "messages": ASKED})
     assert open_picture(read(tmp_path / "rows.jsonl", rows).train[0]["picture"]).getpixel((0, 0)) == seen
-    said = [line for line in capsys.readouterr().out.splitlines() if "transparent in places" in line]
-    assert len(said) == (mode == "RGBA")
-    assert all("3 pictures" in line and "rows.jsonl, line 1" in line for line in said)
+    said = re.findall(r"(\w+) pictures are transparent in places.*rows\.jsonl, (line \w+)", capsys.readouterr().out)
+    assert said == ([("3", "line 1")] if mode == "RGBA" else [])
 
 
 def test_a_model_of_texts_alone_is_refused() -> None:
@@ -243,8 +243,8 @@ def test_a_picture_has_its_tokens_before_the_question_and_none_is_learnt(
     image = tokenizer.processor.image_token_id
     of_picture = [label for token, label in zip(whole["input_ids"], whole["labels"], strict=True) if token == image]
     assert of_picture == [IGNORED_LABEL] * 16
-    learnt = [label for label in rows[0]["labels"] if label != IGNORED_LABEL]
-    assert tokenizer.decode(learnt) == shipped.validation[0]["messages"][-1]["content"] + "<|end|>"
+    learnt = tokenizer.decode([label for label in rows[0]["labels"] if label != IGNORED_LABEL])
+    assert learnt == shipped.validation[0]["messages"][-1]["content"] + "<|end|>"
 
 
 def test_the_tokens_are_those_of_the_processor_itself(tokenizer: Any, shipped: Splits, rows: list[Tokens]) -> None:
@@ -261,21 +261,17 @@ def test_the_tokens_are_those_of_the_processor_itself(tokenizer: Any, shipped: S
 
 
 def test_the_tokens_of_a_large_picture_are_the_processor_s_also_where_the_camera_was_turned(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(RUN)
+    tokenizer, exif, found = load_tokenizer(RUN), Image.Exif(), []
     processor = tokenizer.processor
     processor.image_processor.do_image_splitting = True
     processor.image_processor.size = {"longest_edge": 256}
-    picture, turned = Image.new("RGB", (100, 40)), Image.Exif()
-    turned[0x0112] = 6
-    picture.save(tmp_path / "wide.jpg")
-    picture.save(tmp_path / "turned.jpg", exif=turned)
-    found = {}
-    for name in ("wide", "turned"):
-        file = str(tmp_path / f"{name}.jpg")
+    for orientation in (1, 6):
+        exif[0x0112], file = orientation, str(tmp_path / f"{orientation}.jpg")
+        Image.new("RGB", (100, 40)).save(file, exif=exif)
         theirs = processor(text=processor.image_token, images=open_picture(file), add_special_tokens=False)
-        found[name] = picture_ids({"picture": file}, tokenizer)
-        assert found[name] == theirs["input_ids"][0]
-    assert found["wide"] != found["turned"]
+        found.append(picture_ids({"picture": file}, tokenizer))
+        assert found[-1] == theirs["input_ids"][0]
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("said", [("<image> What? <image>", "A coin."), ("What?", "A coin. <image>")])
@@ -365,9 +361,8 @@ def test_tower_and_connector_are_trained_where_that_is_asked_for(
     technique: str, tokenizer: Any, rows: list[Tokens]
 ) -> None:
     moved = learn(model_of(changed(technique=technique, freeze_vision_tower=False)), rows[:2], tokenizer)
-    assert any("vision_model" in name and "encoder.layers.0.mlp.fc1" in name for name in moved)
-    assert any("connector" in name for name in moved)
-    assert any("text_model" in name for name in moved)
+    for part in (r"vision_model.*encoder\.layers\.0\.mlp\.fc1", "connector", "text_model"):
+        assert any(re.search(part, name) for name in moved), part
 
 
 def test_a_name_that_no_language_layer_has_is_refused() -> None:
@@ -383,9 +378,8 @@ def test_another_picture_has_another_right_answer_to_the_same_kind_of_question(s
     partners = partners_of(rows)
     assert partners == partners_of(rows)
     assert None not in partners
-    for row, partner in zip(rows, partners, strict=True):
-        assert row["kind"] == rows[partner]["kind"]
-        assert not set(row["facts"]) & set(rows[partner]["facts"])
+    pairs = [(row, rows[partner]) for row, partner in zip(rows, partners, strict=True)]
+    assert not [row for row, other in pairs if row["kind"] != other["kind"] or set(row["facts"]) & set(other["facts"])]
 
 
 def fact(says: str, kind: str = "colour") -> Row:
@@ -430,6 +424,4 @@ def test_a_tiny_idefics2_reads_rows_and_takes_adapters(shipped: Splits, tmp_path
     model, tokenizer = model_of(run), load_tokenizer(run)
     rows = tokens_of(shipped.validation[:2], tokenizer, run)
     assert rows[0]["input_ids"].count(tokenizer.processor.image_token_id) == 8
-    trained = learn(model, rows, tokenizer)
-    assert trained
-    assert all("text_model.layers" in name for name in trained)
+    assert {"text_model.layers" in name for name in learn(model, rows, tokenizer)} == {True}
