@@ -14,7 +14,10 @@ NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
 # Two workers; tests/conftest.py says which tests share one.
 PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 
-.PHONY: demo install gpu-check deepspeed test test-all mutants soak lint lab run record records tables tables-check page browser notebooks siblings bench
+# What runs measured of each test, before it is kept in tests/durations.json.
+MEASURED := .venv/measured
+
+.PHONY: demo install gpu-check deepspeed test test-slice test-all mutants soak lint lab run record records tables tables-check page browser notebooks siblings bench
 .DEFAULT_GOAL := demo
 
 .venv/.has-%: pyproject.toml constraints.txt install.py
@@ -65,9 +68,15 @@ tables-check: $(RUNS)
 test: $(TESTS) ## what a change needs: every kind of test once
 	@$(PYTEST) -m "not slow" tests
 
-test-all: $(TESTS) ## all tests: recipes in full, every notebook, every technique's faults
-	@$(PYTEST) -m "not alone and not soak" tests
-	@$(BIN)/python -m pytest -q -m alone tests/network
+test-slice: $(TESTS) ## a quarter of the slow tests, another one with each commit, after those of what changed; says what it leaves out
+	@$(BIN)/python -m tests.durations --slice
+	@$(PYTEST) --slice -m "not alone" tests
+	@$(BIN)/python -m pytest -q --slice -m alone tests/network || test $$? -eq 5  # 5: it is not alone's turn
+
+test-all: $(TESTS) ## all tests: recipes in full, every notebook, every technique's faults; keeps how long each took
+	@$(PYTEST) --measured $(MEASURED)/parallel.json -m "not alone and not soak" tests
+	@$(BIN)/python -m pytest -q --measured $(MEASURED)/alone.json -m alone tests/network
+	@$(BIN)/python -m tests.durations $(MEASURED)/parallel.json $(MEASURED)/alone.json
 
 mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see that tests fail (mutation testing)
 	@$(BIN)/python -m tests.mutants

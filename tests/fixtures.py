@@ -33,6 +33,7 @@ from common.runtime.launchers import accelerate_command, torchrun_command
 from common.training.zero import check_deepspeed
 from tests.fake_gpus.machine import compiled_guard, compiler
 from tests.forked import run_forked
+from tests.pace import patient
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -101,7 +102,7 @@ def run_workflow(tmp_path: Path) -> Callable[..., Finished]:
         else:
             with log.open("ab") as output:
                 code = subprocess.run(
-                    command, cwd=folder, stdout=output, stderr=output, timeout=within_s, check=False
+                    command, cwd=folder, stdout=output, stderr=output, timeout=patient(within_s), check=False
                 ).returncode
         return Finished(code, log.read_text(errors="replace"), tmp_path / "results" / name)
 

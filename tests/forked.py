@@ -29,6 +29,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tests.pace import patient
+
 if TYPE_CHECKING:
     from common.runtime.virtual_hosts import VirtualHost
 
@@ -115,11 +117,11 @@ def run_forked(command: Sequence[str], cwd: Path, env: Mapping[str, str], log: P
     Whoever waits no longer kills it; its ranks die with it (`die_with_parent`).
 
     Raises:
-        subprocess.TimeoutExpired: it was killed after `timeout` seconds.
+        subprocess.TimeoutExpired: it was killed after `timeout` seconds of the reference machine (`tests/pace.py`).
     """
     program = Forked(command, cwd, env, log)
     try:
-        return program.wait(timeout)
+        return program.wait(patient(timeout))
     except subprocess.TimeoutExpired as late:
         raise subprocess.TimeoutExpired(list(command), timeout, output=log.read_text(errors="replace")) from late
     finally:
@@ -203,6 +205,8 @@ def _run(command: list[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
     sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"].Popen = ForkingPopen
     # the name of an event, for which torchrun else looks through every module, eighteen times
     sys.modules["torch.distributed.elastic.rendezvous.dynamic_rendezvous"].get_method_name = lambda: "step"
+    # to see whether a model is DeepSpeed's, Accelerate imports all of DeepSpeed wherever that is installed (1 s)
+    sys.modules["accelerate.utils.other"].is_deepspeed_available = lambda: "deepspeed" in sys.modules
     os.execv = lambda _, arguments: _run(list(arguments), os.getcwd(), os.environ)
     sys.stdout.reconfigure(line_buffering=True)
     if CUT_SHORT in values:

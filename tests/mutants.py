@@ -42,6 +42,7 @@ from tabulate import tabulate
 
 from tests.forked import LIBRARIES
 from tests.mutants_chosen import CHOSEN, Fault
+from tests.pace import patient
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")  # before the libraries are imported, which read them once
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # else every process looks through all that is installed
@@ -51,7 +52,7 @@ DRAWN_FILE = ROOT / "tests" / "mutants_drawn.json"
 MARK = "MUTANT"
 """A variable of the environment, by which the processes that a fault leaves behind are found."""
 FAULT_S, CONTROL_S = 180, 900
-"""How long the tests of a fault may take, and those of one file without a fault."""
+"""How long the tests of a fault may take, and those of one file without a fault, on the reference machine."""
 TESTS_FAILED, INTERRUPTED, NOT_LOADED, CRASHED = 1, 2, 3, 70
 
 
@@ -477,7 +478,7 @@ def check_without_faults(faults: Iterable[Fault], copies: Sequence[Copy]) -> lis
     """The control: what fails without any fault."""
     jobs, start_s, wrong = control_jobs(faults), time.monotonic(), list[str]()
     print(f"the control: the tests of {len(jobs)} files, without a fault", flush=True)
-    for number, outcome in enumerate(run_jobs(jobs, copies, CONTROL_S), 1):
+    for number, outcome in enumerate(run_jobs(jobs, copies, patient(CONTROL_S)), 1):
         print(f"{number}/{len(jobs):<4} {outcome.seconds:5.1f} s  {outcome.job.name}", flush=True)
         if outcome.exit_code != 0:
             wrong.append(f"{outcome.job.name} fails without a fault:\n{outcome.log[-3000:]}")
@@ -489,7 +490,7 @@ def run_faults(faults: Sequence[Fault], copies: Sequence[Copy], limit_s: float, 
     """Each fault's outcome, said as it comes, in the faults' order."""
     jobs = [Job(fault.promise, fault.tests, fault) for fault in faults]
     outcomes: dict[str, Outcome] = {}
-    for outcome in run_jobs(jobs, copies, limit_s):
+    for outcome in run_jobs(jobs, copies, patient(limit_s)):
         outcomes[outcome.job.name] = outcome
         count = f"{len(outcomes)}/{len(jobs)}"
         print(f"{count:>7} {outcome.seconds:5.1f} s  {outcome.job.name}: {outcome}", flush=True)

@@ -1,0 +1,96 @@
+"""The tests stay within their time, and each slow one runs in one of four slices."""
+
+from itertools import chain
+
+import pytest
+
+from tests import pace
+from tests.conftest import SLOW_TESTS
+from tests.durations import (
+    FAST_MINUTES,
+    SLICE_MINUTES,
+    TURNS,
+    WORKERS,
+    Durations,
+    added_said,
+    concerns,
+    kept_from,
+    read_kept,
+    scope_of,
+    slice_of,
+    updated,
+)
+
+NOTEBOOK = "tests/notebooks/test_notebooks.py::test_the_notebook_runs[run_0_cpu_x2-full_finetuning_with_pp_nblaunch]"
+RENEW = (
+    "`make test-all` keeps them; of a few new tests: pytest --measured FILE, then python -m tests.durations --update"
+)
+
+
+def test_the_fast_tests_stay_within_their_minutes() -> None:
+    assert 0.5 < read_kept().fast_minutes <= FAST_MINUTES
+
+
+def test_each_slow_test_has_a_kept_duration(request: pytest.FixtureRequest) -> None:
+    assert set(request.config.stash[SLOW_TESTS]) - set(read_kept().slow) == set(), RENEW
+
+
+@pytest.mark.parametrize("commits", [0, 7])
+def test_four_slices_have_every_slow_test_and_none_takes_too_long(commits: int) -> None:
+    slow, seen = read_kept().slow, set[str]()
+    for number in range(commits, commits + TURNS):
+        chosen = [*chain(*slice_of(slow, ["common/training/loop.py"], number))]
+        seen |= {*chosen}
+        assert len({*chosen}) == len(chosen)
+        assert sum(slow[test] for test in chosen) <= 60 * WORKERS * SLICE_MINUTES
+        assert sum(slow[test] for test in chosen if scope_of(test) == "timed") <= 60 * SLICE_MINUTES
+    assert seen == {*slow}
+
+
+def test_what_changed_comes_first_as_far_as_there_is_time() -> None:
+    slow = {f"tests/unit/test_{name}.py::test_it[{n}]": 60.0 for name in ("loud", "quiet") for n in range(40)}
+    first, turn = slice_of(slow, ["tests/unit/test_loud.py"], 0)
+    assert {test.partition("[")[0] for test in first} == {"tests/unit/test_loud.py::test_it"}
+    assert len(first) + len(turn) == WORKERS * SLICE_MINUTES  # of a minute each
+    assert slice_of(slow, [], 0)[0] == []
+    assert len(slice_of(slow, [], 0)[1]) == len(slow) / TURNS
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ("tests/notebooks/test_notebooks.py", True),
+        ("2.7_full_finetuning_with_pp/run_0_cpu_x2/my_workflow_full_finetuning_with_pp.py", True),
+        ("common/records/store.py", True),
+        ("2.3_qlora_finetuning/run_0_cpu_x1/my_utils_qlora_finetuning.py", False),
+        ("common/serving/gguf_file.py", False),
+        ("docs/gpus.md", False),
+    ],
+)
+def test_a_notebook_is_concerned_by_its_folder_and_by_what_that_imports(changed: str, expected: bool) -> None:
+    assert concerns(NOTEBOOK, [changed]) == expected
+
+
+def test_durations_are_kept_by_file_and_slow_ones_by_test() -> None:
+    fast, slow = "tests/unit/test_one.py::test_it", "tests/unit/test_one.py::test_slow"
+    kept = kept_from({fast: (1.0, False), f"{fast}[2]": (2.0, False), slow: (30.04, True)}, "abc")
+    assert kept == Durations("abc", {"tests/unit/test_one.py": 3.0}, {slow: 30.0})
+    newer = updated(kept, Durations("def", {}, {slow: 10.0, f"{slow}[2]": 5.0}))
+    assert newer == Durations("abc", kept.fast, {slow: 10.0, f"{slow}[2]": 5.0})
+    said = added_said(kept, newer, (100, 90))
+    assert "-20.0 s" in said
+    assert "+5.0 s" in said
+    assert "100 -> 90" in said
+
+
+def test_limits_are_longer_on_a_slow_machine_and_never_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit_of(measured_s: float) -> float:
+        monkeypatch.delenv(pace.VARIABLE, raising=False)
+        monkeypatch.setattr(pace, "_once_s", lambda: measured_s)
+        pace.slowness.cache_clear()
+        return pace.patient(5)
+
+    limits = [limit_of(times * pace.REFERENCE_S) for times in (0.5, 1, 3)]
+    monkeypatch.undo()
+    pace.slowness.cache_clear()
+    assert limits == [5, 5, 15]
