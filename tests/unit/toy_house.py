@@ -36,7 +36,6 @@ class Averaging(Strategy):
     """Every rank holds the whole model and has rows of its own; gradients are summed one by one."""
 
     def backward(self, batch: Batch, num_items_in_batch: int, is_last: bool) -> torch.Tensor:
-        """Add this rank's gradients."""
         loss = self.loss(batch, num_items_in_batch)
         loss.backward()
         return loss.detach()
@@ -50,7 +49,6 @@ class Averaging(Strategy):
 
 
 def number_rows(run: RunConfig) -> RowKind:
-    """Return what the task's rows are."""
     return RowKind((".txt",), "one number per line", "number", _lines, _as_messages, tokenize_messages)
 
 
@@ -92,7 +90,6 @@ COUNTING = Task(
 
 
 def register() -> None:
-    """Put both into the table."""
     PARALLELISMS[AVERAGING.name], TASKS[COUNTING.name] = AVERAGING, COUNTING
 
 
