@@ -1,9 +1,8 @@
 """Toy models, whole and cut into stages, on every rank: losses, gradients, logits and what is saved. Run by torchrun.
 
-torchrun --nproc_per_node STAGES pipeline_worker.py FOLDER STAGES CASE...: writes FOLDER/compared.json.
+torchrun --nproc_per_node STAGES pipeline_worker.py FOLDER STAGES CASE...: what each stage finds of each case.
 """
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import transformers
 from accelerate.utils import gather_object, wait_for_everyone
 from peft import PeftModel
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
@@ -22,12 +21,13 @@ from common.models.trained_weights import add_lora
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
 from common.planning.shares import Share
-from common.runtime.rank import end_rank, start_rank
+from common.runtime.rank import start_rank
 from common.runtime.world import Rank
 from common.training import chunked_loss
 from common.training.pipeline import Pipeline, StageMap, StageModule, add_lora_to_stage, load_stage
 from common.training.pipeline_parallel import PipelineParallel, load_parts, save_parts, sum_of_first_and_last
 from common.training.strategy import Batch, keep_answer_logits
+from tests.unit.ranks import gradients_of, largest, tell
 
 LAYERS, ROWS, LENGTH, VOCABULARY = 5, 8, 12, 96
 SIZES = {
@@ -41,6 +41,7 @@ SIZES = {
     "eos_token_id": 2,
     "initializer_range": 0.2,
 }
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 DECODERS = ("Llama", "Qwen2", "Qwen3", "Mistral")
 Differences = dict[str, float]
 
@@ -54,44 +55,37 @@ def cases() -> dict[str, dict[str, object]]:
         for schedule in ("1f1b", "gpipe")
         if kind == "Llama" or schedule == "1f1b"
     }
-    encoder = {"kind": "Roberta", "tied": False}
-    found |= {f"Roberta, {schedule}": {**encoder, "schedule": schedule} for schedule in ("1f1b", "gpipe")}
-    llama = {"kind": "Llama", "schedule": "1f1b"}
-    found["Llama, tied, recomputed"] = {**llama, "tied": True, "recomputed": True}
-    for tied in (False, True):
-        found[f"Llama, {'tied' if tied else 'untied'}, adapters"] = {**llama, "tied": tied, "technique": "lora"}
-    found["Llama, tied, adapters on q_proj"] = {**llama, "tied": True, "technique": "lora", "targets": "q_proj"}
-    found["Llama, tied, random"] = {**llama, "tied": True, "weights": "random"}
-    return found
+    encoder, llama = {"kind": "Roberta", "tied": False}, {"kind": "Llama", "schedule": "1f1b", "tied": True}
+    return {
+        **found,
+        "Roberta, 1f1b": {**encoder, "schedule": "1f1b"},
+        "Roberta, gpipe": {**encoder, "schedule": "gpipe"},
+        "Llama, tied, recomputed": {**llama, "recomputed": True},
+        "Llama, tied, adapters": {**llama, "technique": "lora"},
+        "Llama, untied, adapters": {**llama, "tied": False, "technique": "lora"},
+        "Llama, tied, adapters on q_proj": {**llama, "technique": "lora", "targets": "q_proj"},
+        "Llama, tied, random": {**llama, "weights": "random"},
+    }
 
 
 def save_toy(folder: Path, kind: str, tied: bool, vocabulary: int = VOCABULARY) -> None:
-    """A model folder with random weights."""
     torch.manual_seed(0)
-    sizes = {**SIZES, "vocab_size": vocabulary}
+    of_kind = {"num_key_value_heads": 2, "tie_word_embeddings": tied, **({"head_dim": 8} if kind == "Qwen3" else {})}
+    auto_class = transformers.AutoModelForCausalLM
     if kind == "Roberta":
-        config = transformers.RobertaConfig(
-            **sizes, num_labels=3, max_position_embeddings=40, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-        )
-        model = transformers.RobertaForSequenceClassification(config)
-    else:
-        head_dim = {"head_dim": 8} if kind == "Qwen3" else {}
-        config = getattr(transformers, f"{kind}Config")(
-            **sizes, **head_dim, num_key_value_heads=2, tie_word_embeddings=tied
-        )
-        model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
+        of_kind = {"num_labels": 3, "max_position_embeddings": 40, **NO_DROPOUT}
+        auto_class = transformers.AutoModelForSequenceClassification
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, "vocab_size": vocabulary}, **of_kind)
+    auto_class.from_config(config).save_pretrained(folder)
 
 
 def make_batch(kind: str) -> dict[str, torch.Tensor]:
     """Rows of uneven lengths, padded on the right, with uneven numbers of labels; one row has none."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
     mask, labels = torch.ones_like(ids), ids.clone()
     for row, length in enumerate((12, 5, 9, 12, 3, 7, 12, 8)):
         mask[row, length:], ids[row, length:], labels[row, length:] = 0, 1, IGNORED_LABEL
-        labels[row, : row % 4] = IGNORED_LABEL
-    labels[6] = IGNORED_LABEL
+        labels[row, : LENGTH if row == 6 else row % 4] = IGNORED_LABEL
     if kind == "Roberta":
         labels = torch.tensor([0, 2, 1, 1, 0, IGNORED_LABEL, 2, 0])
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
@@ -116,17 +110,7 @@ def stage_map_of(folder: Path, stages: int) -> StageMap:
     return device_map_of(architecture, shares, range(stages))
 
 
-def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
-
-
-def largest(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    """Of the differences of the tensors with the names of `second`."""
-    return max((first[name] - weight).abs().max().item() for name, weight in second.items())
-
-
 def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
-    """One case, on this rank's stage."""
     kind, is_lora = case["kind"], case.get("technique") == "lora"
     if rank.is_main:
         save_toy(folder, kind, case["tied"], 2048 if "weights" in case else VOCABULARY)
@@ -145,41 +129,43 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
     )
     batch, stage_map = make_batch(kind), stage_map_of(folder, rank.world_size)
     told = batch if kind == "Roberta" else keep_answer_logits(batch)
-    whole = load_whole(run, kind)
-    stage = load_stage(run, stage_map, rank)
-    if is_lora:
-        torch.manual_seed(1)
-        whole = add_lora(whole, run)
-        torch.manual_seed(1)
-        stage = add_lora_to_stage(stage, run, stage_map, rank.rank)
-        for model in (whole, stage):  # else half of the gradients would be zero
-            for name, weight in model.named_parameters():
-                if "lora_B" in name:
-                    torch.nn.init.constant_(weight, 0.01)
-    else:
-        whole.requires_grad_(True)
-        stage.requires_grad_(True)
+    whole, stage = to_be_trained(run, kind, stage_map, rank)
     if "recomputed" in case:
         stage.gradient_checkpointing_enable({"use_reentrant": False})
     pipeline = Pipeline(StageModule(stage, run, rank), run, rank)
     pipeline.kept_schedules = 2  # so that some are dropped and made anew on the way
-
-    found = forward_differences(pipeline, whole, batch, told)
-    found |= gradient_differences(pipeline, whole, batch, told, case["tied"] and not is_lora)
     saved = folder.with_name(folder.name + "-saved")
+    every = set().union(*gather_object([set(trained_of(stage))]))
     save_parts(stage, saved, rank)
-    found["saved"] = saved_difference(saved, run, whole)
-    found["loaded again"] = loaded_again(stage, saved)
-    counts, own_embeddings = trained_and_multiplied(pipeline), whole.get_input_embeddings().weight
-    trained = sum(weight.numel() for weight in whole.parameters() if weight.requires_grad)
-    multiplied = sum(weight.numel() for weight in whole.parameters()) - (not case["tied"]) * own_embeddings.numel()
-    found["counts"] = float(max(abs(counts[0] - trained), abs(counts[1] - multiplied)))
-    mine = {name for name, weight in stage.named_parameters() if weight.requires_grad}
-    theirs = {name for name, weight in whole.named_parameters() if weight.requires_grad}
-    every = set().union(*gather_object([mine]))
-    found["names are the whole model's"] = float(every - {"lm_head.weight"} == theirs - {"lm_head.weight"})
-    found["weights on this stage"] = len(dict(stage.named_parameters())) / len(dict(whole.named_parameters()))
-    return found
+    return {
+        "saved": saved_difference(saved, run, whole),
+        **forward_differences(pipeline, whole, batch, told),
+        **gradient_differences(pipeline, whole, batch, told, case["tied"] and not is_lora),
+        "loaded again": loaded_again(stage, saved),
+        "counts": wrong_counts(pipeline, whole, case["tied"]),
+        "missing names": len((every ^ trained_of(whole).keys()) - {"lm_head.weight"}),
+        "weights on this stage": len(dict(stage.named_parameters())) / len(dict(whole.named_parameters())),
+    }
+
+
+def to_be_trained(
+    run: RunConfig, kind: str, stage_map: StageMap, rank: Rank
+) -> tuple[torch.nn.Module, torch.nn.Module]:
+    whole, stage = load_whole(run, kind), load_stage(run, stage_map, rank)
+    if run.technique == "full":
+        return whole.requires_grad_(True), stage.requires_grad_(True)
+    torch.manual_seed(1)
+    whole = add_lora(whole, run)
+    torch.manual_seed(1)
+    stage = add_lora_to_stage(stage, run, stage_map, rank.rank)
+    for name, weight in [*whole.named_parameters(), *stage.named_parameters()]:
+        if "lora_B" in name:  # else half of the gradients would be zero
+            torch.nn.init.constant_(weight, 0.01)
+    return whole, stage
+
+
+def trained_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def load_whole(run: RunConfig, kind: str) -> PreTrainedModel:
@@ -206,24 +192,19 @@ def gradient_differences(
     pipeline: Pipeline, whole: torch.nn.Module, batch: Batch, told: Batch, tied: bool
 ) -> Differences:
     """Of the training loss and the gradients of this stage, over those of the whole model."""
-    divisor = 17.0
+    divisor, module, found = 17.0, pipeline.module, {}
     loss = whole_loss(whole, batch) / divisor
     loss.backward()
-    whole_gradients = gradients_of(whole)
     trained = pipeline.train_step(told, divisor).item()
-    found: Differences = {}
-    module = pipeline.module
     if tied and (module.is_first or module.is_last):
-        weight = module.causal.get_input_embeddings().weight
-        expected = whole.get_input_embeddings().weight.grad
+        weight, expected = module.causal.get_input_embeddings().weight, whole.get_input_embeddings().weight.grad
         found["without the other end's gradient"] = (weight.grad - expected).abs().max().item()
         weight.grad = sum_of_first_and_last(weight.grad, pipeline.rank)
     gradients = gradients_of(module.model)
-    found["gradients"] = largest(whole_gradients, gradients)
+    found["gradients"] = largest(gradients_of(whole), gradients)
     found["training loss"] = abs(trained / loss.item() - 1) if module.is_last else trained
     found["largest gradient"] = max(gradient.abs().max().item() for gradient in gradients.values())
-    missing = {name for name, weight in module.model.named_parameters() if weight.requires_grad} - set(gradients)
-    found["without a gradient"] = float(len(missing))
+    found["without a gradient"] = len(trained_of(module.model).keys() - gradients.keys())
     # Another step adds as much again; the passes alone add something of their own, and send nothing.
     pipeline.train_step(told, divisor, "gpipe", 2)
     doubled = gradients_of(module.model)
@@ -231,15 +212,16 @@ def gradient_differences(
         found["a second step"] = largest({name: 2 * each for name, each in gradients.items()}, doubled)
     pipeline.bare_step(told, 4)
     found["passes alone"] = largest(doubled, gradients_of(module.model))
-    module.model.zero_grad()
-    whole.zero_grad()
     return found
 
 
-def trained_and_multiplied(pipeline: Pipeline) -> tuple[int, int]:
-    """As the strategy counts over all stages."""
+def wrong_counts(pipeline: Pipeline, whole: torch.nn.Module, tied: bool) -> int:
+    """How far trained and multiplied weights, as the strategy counts them over all stages, are from the whole's."""
     strategy = SimpleNamespace(pipeline=pipeline, rank=pipeline.rank, model=pipeline.module.model)
-    return PipelineParallel.parameter_counts(strategy)
+    trained, multiplied = PipelineParallel.parameter_counts(strategy)
+    looked_up = 0 if tied else whole.get_input_embeddings().weight.numel()
+    expected = sum(weight.numel() for weight in whole.parameters()) - looked_up
+    return abs(trained - sum(weight.numel() for weight in trained_of(whole).values())) + abs(multiplied - expected)
 
 
 def saved_difference(saved: Path, run: RunConfig, whole: torch.nn.Module) -> float:
@@ -253,26 +235,18 @@ def saved_difference(saved: Path, run: RunConfig, whole: torch.nn.Module) -> flo
 
 def loaded_again(stage: torch.nn.Module, saved: Path) -> float:
     """How far this stage's weights are from what they were, after they were lost and loaded."""
-    trained = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad}
-    before = {name: weight.detach().clone() for name, weight in trained.items()}
-    for weight in trained.values():
+    before = {name: weight.detach().clone() for name, weight in trained_of(stage).items()}
+    for weight in trained_of(stage).values():
         weight.data.add_(1.0)
     load_parts(stage, saved)
-    return largest(before, {name: weight.detach() for name, weight in trained.items()})
+    return largest(before, trained_of(stage))
 
 
 def main() -> None:
-    folder, world_size = Path(sys.argv[1]), int(sys.argv[2])
-    rank = start_rank(RunConfig(parallel="pp", devices=world_size, per_device_train_batch_size=ROWS, micro_batches=4))
+    folder, stages, *names = sys.argv[1:]
+    rank = start_rank(RunConfig(parallel="pp", devices=int(stages), per_device_train_batch_size=ROWS, micro_batches=4))
     chunked_loss.LOGITS_AT_ONCE = 10 * VOCABULARY  # several chunks in each micro-batch
-    compared = {}
-    for number, name in enumerate(sys.argv[3:]):
-        stages = gather_object([compare(cases()[name], folder / str(number), rank)])
-        compared[name] = stages
-    if rank.is_main:
-        (folder / "compared.json").write_text(json.dumps(compared))
-    wait_for_everyone()
-    end_rank()
+    tell({name: compare(cases()[name], Path(folder, str(number)), rank) for number, name in enumerate(names)})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,5 @@
 """Stages of toy models compute what the whole model computes, and the arithmetic around them is right."""
 
-import importlib.util
-import json
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,20 +7,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from common.base.paths import REPOSITORY
 from common.data.batches import EpochBatches
 from common.data.rows import IGNORED_LABEL, NO_ROW, labels_in
-from common.runtime.launchers import torchrun_command
 from common.training.loop import LoopTrainer
 from common.training.pipeline import PassClock, PassThrough, cut
 from common.training.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
 from common.training.pipeline_parallel import PipelineParallel
-from tests.forked import run_forked
-
-_spec = importlib.util.spec_from_file_location("pipeline_worker", Path(__file__).with_name("pipeline_worker.py"))
-pipeline_worker = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pipeline_worker)
-cases = pipeline_worker.cases
+from tests.unit.pipeline_worker import cases
+from tests.unit.ranks import found_by_ranks
 
 THREE_STAGES = ("Llama, tied, 1f1b", "Qwen3, untied, 1f1b", "Roberta, gpipe", "Llama, tied, adapters")
 FIRST = {
@@ -34,30 +24,22 @@ FIRST = {
 }  # fmt: skip
 """By the number of stages, what `make test` sees: each model kind, schedule and way to train once."""
 
-Compared = dict[str, list[dict[str, float]]]
 ROUNDING, GRADIENT_ROUNDING = 1e-6, 1e-5
 
 
 # -- stages against the whole model, in worlds of two and three ranks
 
 
-def compare(folder: Path, stages: int, names: Iterable[str]) -> Compared:
-    worker, log = str(Path(__file__).with_name("pipeline_worker.py")), folder / "worker.log"
-    command = torchrun_command(worker, stages, str(folder), str(stages), *names)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    exit_code = run_forked(command, folder, environment, log, timeout=300)
-    assert exit_code == 0, log.read_text(errors="replace")
-    return json.loads((folder / "compared.json").read_text())
-
-
 @pytest.fixture(scope="module")
-def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Compared]:
-    """The cases of the tests that this session runs."""
+def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list]]:
+    """The cases of the tests that this session runs; of each, what each stage found."""
     items = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
     asked = [item.callspec.params for item in items if "compared" in item.fixturenames]
     names = {stages: dict.fromkeys(each["name"] for each in asked if each["stages"] == stages) for stages in (2, 3)}
     return {
-        stages: compare(tmp_path_factory.mktemp(f"stages{stages}"), stages, some)
+        stages: found_by_ranks(
+            "pipeline_worker.py", stages, tmp_path_factory.mktemp(f"stages{stages}"), str(stages), *some
+        )
         for stages, some in names.items()
         if some
     }
@@ -72,34 +54,33 @@ def every_case() -> list:
 
 
 @pytest.mark.parametrize(("stages", "name"), every_case())
-def test_stages_compute_what_the_whole_model_computes(compared: dict[int, Compared], stages: int, name: str) -> None:
+def test_stages_compute_what_the_whole_model_computes(
+    compared: dict[int, dict[str, list]], stages: int, name: str
+) -> None:
     by_stage = compared[stages][name]
     assert len(by_stage) == stages
-    for stage, found in enumerate(by_stage):
-        for what in ("training loss", "validation loss", "logits"):
-            assert found[what] <= ROUNDING, (what, stage)
-        scale = max(1.0, found["largest gradient"])
-        assert found["gradients"] <= GRADIENT_ROUNDING * scale, stage
-        assert found.get("a second step", 0) <= GRADIENT_ROUNDING * scale, stage
-        assert found["largest gradient"] > 0.1, stage
-        assert found["without a gradient"] == 0, stage
-        assert found["passes alone"] > 0, stage
+    for found in by_stage:
+        assert max(found[what] for what in ("training loss", "validation loss", "logits")) <= ROUNDING, found
+        allowed = GRADIENT_ROUNDING * max(1.0, found["largest gradient"])
+        assert max(found["gradients"], found.get("a second step", 0)) <= allowed, found
+        assert (found["largest gradient"] > 0.1, found["without a gradient"], found["passes alone"] > 0) == (
+            True,
+            0,
+            True,
+        )
     is_tied = "untied" not in name and "Roberta" not in name and "adapters" not in name
-    ends = [by_stage[0], by_stage[-1]]
-    controls = [found.get("without the other end's gradient", 0) for found in ends]
+    controls = [found.get("without the other end's gradient", 0) for found in (by_stage[0], by_stage[-1])]
     assert all(difference > 0.1 for difference in controls) if is_tied else controls == [0, 0]
 
 
 @pytest.mark.parametrize(("stages", "name"), every_case())
 def test_stages_are_saved_as_one_model_and_hold_a_part_each(
-    compared: dict[int, Compared], stages: int, name: str
+    compared: dict[int, dict[str, list]], stages: int, name: str
 ) -> None:
-    for stage, found in enumerate(compared[stages][name]):
-        assert found["saved"] == 0, stage
-        assert found["loaded again"] == 0, stage
-        assert found["counts"] == 0, stage
-        assert found["names are the whole model's"] == 1, stage
-        assert found["weights on this stage"] < 0.7, stage
+    for found in compared[stages][name]:
+        differences = {what: found[what] for what in ("saved", "loaded again", "counts", "missing names")}
+        assert differences == dict.fromkeys(differences, 0)
+        assert found["weights on this stage"] < 0.7
 
 
 # -- without processes
@@ -123,33 +104,31 @@ STAGE_MAP = {
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_cutting_keeps_names_and_values_of_what_stays(tied: bool) -> None:
-    whole = tiny_llama(tied)
+    whole, last = tiny_llama(tied), tiny_llama(tied)
     weights = {name: weight.detach().clone() for name, weight in whole.named_parameters(remove_duplicate=False)}
-    cut(whole, STAGE_MAP, 0)
-    first = dict(whole.named_parameters())
-    assert {name.split(".")[1] + name.split(".")[2] for name in first} == {"embed_tokensweight", "layers0"}
-    assert isinstance(whole.lm_head, PassThrough)
-    assert (whole.config.tie_word_embeddings, whole.whole_config.tie_word_embeddings) == (False, tied)
-    assert whole.ends_are_tied is tied
-    last = tiny_llama(tied)
     last.load_state_dict(weights)
+    cut(whole, STAGE_MAP, 0)
     cut(last, STAGE_MAP, 1)
-    names = dict(last.named_parameters(remove_duplicate=False))
-    assert ("model.embed_tokens.weight" in names) is tied
-    assert set(names) | set(first) >= set(weights)
-    assert all(torch.equal(weight, weights[name]) for name, weight in {**first, **names}.items())
+    firsts, lasts = (dict(model.named_parameters(remove_duplicate=False)) for model in (whole, last))
+    assert {name.split(".")[1] + name.split(".")[2] for name in firsts} == {"embed_tokensweight", "layers0"}
+    assert (whole.config.tie_word_embeddings, whole.whole_config.tie_word_embeddings) == (False, tied)
+    assert (whole.ends_are_tied, "model.embed_tokens.weight" in lasts) == (tied, tied)
+    assert {**firsts, **lasts}.keys() >= weights.keys()
+    assert all(torch.equal(weight, weights[name]) for name, weight in [*firsts.items(), *lasts.items()])
     assert len(last.model.layers) == 3
-    assert last.model.rotary_emb is not None
-    assert not isinstance(last.model.rotary_emb, PassThrough)  # every stage computes positions
+    stand_ins = [isinstance(module, PassThrough) for module in (whole.lm_head, last.lm_head, last.model.rotary_emb)]
+    assert stand_ins == [True, False, False], "every stage computes positions"
 
 
 def test_what_stands_for_a_module_hands_on_what_it_gets() -> None:
     hidden, module = torch.ones(2, 3), PassThrough()
-    assert module(hidden, attention_mask=None, position_ids=None) is hidden
-    assert module(inputs_embeds=hidden) is hidden
-    assert module(None, inputs_embeds=hidden) is hidden
-    assert module() is None
-    assert list(module.parameters()) == []
+    handed_on = (
+        module(hidden, attention_mask=None, position_ids=None),
+        module(inputs_embeds=hidden),
+        module(None, inputs_embeds=hidden),
+    )
+    assert all(each is hidden for each in handed_on)
+    assert (module(), list(module.parameters())) == (None, [])
 
 
 @pytest.mark.parametrize(
@@ -162,44 +141,44 @@ def test_the_ideal_pipeline(stages: int, micro_batches: int, speedup: float, idl
     assert speedup == pytest.approx(stages * (1 - idle_share))
 
 
-def step_times(**changes: float) -> dict[str, float]:
-    """Two equal stages that take 1 s for a batch in 4 micro-batches as in one; nothing is lost anywhere."""
+LOST = ("naive_factor", "small_micro_batches_factor", "unequal_stages_factor", "sending_and_waiting_factor")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {},
+            {"speedup": 1.6, "speedup_gpipe": 1.6, "ideal_speedup": 1.6, "allowed_speedup": 1.6, "machine_ceiling": 2},
+        ),
+        (
+            {"all stages at once": 1.25},
+            {"machine_ceiling": 1.6, "allowed_speedup": 1.28, "sending_and_waiting_factor": 0.8},
+        ),
+        ({"stage 0 alone, 4": 1.2, "stage 1 alone, 4": 1.2}, {"small_micro_batches_factor": 1.2}),
+        ({"stage 0 alone, 4": 1.2, "stage 1 alone, 4": 0.8}, {"unequal_stages_factor": 1.2}),
+        ({"1f1b": 1.5}, {"sending_and_waiting_factor": 1.2, "speedup": 4 / 3}),
+        ({"naive": 2.4}, {"naive_factor": 1.2}),
+    ],
+    ids=["none", "shared machine", "small micro-batches", "unequal stages", "waiting", "slow naive"],
+)
+def test_each_loss_has_its_factor(changes: dict[str, float], expected: dict[str, float]) -> None:
+    """Two equal stages take 1 s for a batch in 4 micro-batches as in one, but for what is told."""
     alone = {f"stage {stage} alone, {parts}": 1.0 for stage in (0, 1) for parts in (1, 4)}
-    return {"naive": 2.0, "gpipe": 1.25, "1f1b": 1.25, "all stages at once": 1.0, **alone, **changes}
-
-
-def test_a_pipeline_without_losses_reaches_the_ideal() -> None:
-    found = speedups(step_times(), 2, 4)
-    assert found["speedup"] == found["speedup_gpipe"] == found["ideal_speedup"] == found["allowed_speedup"] == 1.6
-    assert found["machine_ceiling"] == 2
-    factors = ("share_of_allowed", "small_micro_batches_factor", "unequal_stages_factor", "sending_and_waiting_factor")
-    assert [found[name] for name in (*factors, "naive_factor")] == pytest.approx([1, 1, 1, 1, 1])
-
-
-def test_each_loss_has_its_factor() -> None:
-    shared = speedups(step_times(**{"all stages at once": 1.25}), 2, 4)
-    assert (shared["machine_ceiling"], shared["allowed_speedup"]) == pytest.approx((1.6, 1.28))
-    small = speedups(step_times(**{"stage 0 alone, 4": 1.2, "stage 1 alone, 4": 1.2}), 2, 4)
-    assert small["small_micro_batches_factor"] == pytest.approx(1.2)
-    unequal = speedups(step_times(**{"stage 0 alone, 4": 1.2, "stage 1 alone, 4": 0.8}), 2, 4)
-    assert unequal["unequal_stages_factor"] == pytest.approx(1.2)
-    waiting = speedups(step_times(**{"1f1b": 1.5}), 2, 4)
-    assert waiting["sending_and_waiting_factor"] == pytest.approx(1.2)
-    assert waiting["speedup"] == pytest.approx(4 / 3)
-    slow_naive = speedups(step_times(naive=2.4), 2, 4)
-    assert slow_naive["naive_factor"] == pytest.approx(1.2)
-    for found in (shared, small, unequal, waiting, slow_naive):
-        lost = ("small_micro_batches_factor", "unequal_stages_factor", "sending_and_waiting_factor")
-        product = found[lost[0]] * found[lost[1]] * found[lost[2]]
-        assert found["share_of_allowed"] == pytest.approx(found["naive_factor"] / product)
+    times = {"naive": 2.0, "gpipe": 1.25, "1f1b": 1.25, "all stages at once": 1.0, **alone, **changes}
+    found = speedups(times, 2, 4)
+    wanted = {**dict.fromkeys(LOST, 1.0), **expected}
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    naive, small, unequal, waiting = (found[name] for name in LOST)
+    assert found["share_of_allowed"] == pytest.approx(naive / (small * unequal * waiting))
 
 
 def test_one_rank_with_all_rows_has_every_step_as_a_batch() -> None:
     batches = EpochBatches([*range(1, 66)], batch_size=8, world_size=1, rank=0, seed=42, accumulation_steps=2)
     steps = list(batches.steps())
     assert [len(step) for step in steps] == [16, 16, 16, 16, 1]
-    assert [row for step in steps for row in step] == [row for batch in batches for row in batch]
-    assert sorted(row for step in steps for row in step) == list(range(65))
+    rows = [row for step in steps for row in step]
+    assert (rows, sorted(rows)) == ([row for batch in batches for row in batch], list(range(65)))
 
 
 def row_of(number: int, length: int) -> dict[str, object]:
@@ -233,20 +212,17 @@ def stub(rows: list[dict[str, object]], batch_size: int, micro_batches: int) -> 
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, 4), (3, 4), (4, 4), (5, 8)])
-def test_a_batch_is_filled_up_with_rows_without_labels(rows: int, expected: int) -> None:
+@pytest.mark.parametrize("numbered", [True, False], ids=["training", "validation"])
+def test_a_batch_is_filled_up_with_rows_without_labels(rows: int, expected: int, numbered: bool) -> None:
     given = [row_of(number, 4 + number) for number in range(rows)]
-    batch = stub(given, batch_size=8, micro_batches=4).collated(given)
-    assert len(batch["labels"]) == expected
-    assert batch["row"].tolist() == [*range(rows), *[NO_ROW] * (expected - rows)]
-    assert int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) == sum(2 + number for number in range(rows))
-    assert int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) == sum(map(labels_in, given))
-    assert (batch["labels"][rows:] == IGNORED_LABEL).all()
+    told = given if numbered else [{name: row[name] for name in row if name != "row"} for row in given]
+    batch = stub(given, batch_size=8, micro_batches=4).collated(told)
+    labelled = (batch["labels"][:, 1:] != IGNORED_LABEL).sum(1).tolist()
+    assert labelled == [*(2 + number for number in range(rows)), *[0] * (expected - rows)]
+    assert sum(labelled) == sum(map(labels_in, given))
+    numbers = [row.get("row", NO_ROW) for row in told]
+    assert batch["row"].tolist() == numbers + [NO_ROW] * (expected - rows)
     assert given[-1]["labels"][-1] == 7  # the row that was copied kept its labels
-
-
-def test_validation_rows_without_numbers_are_filled_up_too() -> None:
-    given = [{name: value for name, value in row_of(0, 5).items() if name != "row"}]
-    assert len(stub(given, batch_size=8, micro_batches=4).collated(given)["labels"]) == 4
 
 
 def test_a_step_s_rows_become_one_batch_for_each_accumulation() -> None:
@@ -272,12 +248,7 @@ def test_the_clock_adds_up_passes_of_training_steps_alone(monkeypatch: pytest.Mo
     now = iter([0.0, 1.0, 3.0, 3.0, 4.0, 10.0, 20.0, 25.0])
     monkeypatch.setattr("common.training.pipeline.time.perf_counter", lambda: next(now))
     clock = PassClock("cpu")
-
-    def step() -> None:
-        clock.timed("forward", 0, lambda: None)
-        clock.timed("backward", 0, lambda: None)
-
-    clock.step(step)
+    clock.step(lambda: [clock.timed(name, 0, lambda: None) for name in ("forward", "backward")])
     clock.timed("forward", 0, lambda: None)  # of validation
     assert clock.busy_and_total_s() == (3.0, 10.0)
     assert clock.last_passes() == [("forward", 0, 1.0, 3.0), ("backward", 0, 3.0, 4.0)]
