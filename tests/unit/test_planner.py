@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.specs import TECHNIQUES
@@ -383,10 +384,10 @@ def test_the_largest_batch_fits_and_one_row_more_does_not(parallel: str, devices
 
 
 def test_an_unknown_architecture_is_planned_by_dry_run(tmp_path: Path, asked: Asked, planned: Planned) -> None:
-    facts = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4}
+    facts = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_layer": 6, "n_head": 4}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**facts, "vocab_size": 500, "n_positions": 128}))
-    answer = planned(f"--model {path} --gpu a6000 --technique full --seq-len 64")
+    answer = planned(f"--model {path} --gpu t4 --technique full --seq-len 64")
     assert "'gpt2'" in answer["assumptions"][0]
     assert answer["run"].startswith("make run FOLDER=2.4_full_finetuning/run_")
     assert f"--model {tmp_path}" in answer["run"]
@@ -394,7 +395,7 @@ def test_an_unknown_architecture_is_planned_by_dry_run(tmp_path: Path, asked: As
     device = answer["ranked"][0]["per_device"][0]
     assert 0 < device["peak_gib"] - device["overhead_gib"] < 0.1
     pure = planned(f"--model {path} --gpu a6000 --technique full --seq-len 64 --precision bf16")
-    # full fine-tuning keeps its weights in fp32, as in the closed form
+    # full fine-tuning, on a T4 in fp16-mixed, keeps its weights in fp32, as in the closed form
     assert device["weights_gib"] > 1.9 * pure["ranked"][0]["per_device"][0]["weights_gib"]
     code, _, err = asked(f"--model {path} --gpu t4 --technique qlora --seq-len 64 --precision fp16-mixed")
     assert (code, "Dry runs stand in for lora and full" in err) == (2, True)
@@ -407,6 +408,8 @@ def test_a_run_is_planned_on_its_folder_s_gpu_or_on_the_cpu() -> None:
     on_cpu = plan_run(RunConfig(), batch)
     assert on_cpu.cluster.gpus[0].name == CPU_DEVICE
     assert on_cpu.devices[0].parts_gib["overhead"] == pytest.approx(CPU_PROCESS_GIB)
+    with pytest.raises(BadInputError, match="'adafactor' is not known to the planner"):
+        plan_run(RunConfig(optim="adafactor"), batch)
 
 
 def test_a_divided_run_is_placed_as_its_device_map_says(tmp_path: Path) -> None:
