@@ -129,8 +129,8 @@ DATA = (
     Fault(
         "padding is counted among the tokens of a run",
         "common/training/callbacks.py",
-        'return int(inputs["attention_mask"][is_row].sum())',
-        'return inputs["attention_mask"][is_row].numel()',
+        "return int(mask[is_row.repeat(len(mask) // len(is_row))].sum())",
+        "return mask[is_row.repeat(len(mask) // len(is_row))].numel()",
         _unit("callbacks", "rows_that_fill_a_batch_up_are_no_work"),
     ),
     Fault(
