@@ -30,15 +30,8 @@ def weights_of(module: torch.nn.Module, name: str = "") -> int:
     return sum(weight.numel() for key, weight in module.named_parameters() if name in key)
 
 
-@pytest.mark.parametrize(
-    ("model", "kind"),
-    [
-        ("assets/embedded_vision_base", "idefics3"),
-        ("assets/embedded_vision_base", "smolvlm"),
-        ("smolvlm-instruct", "idefics3"),
-        ("idefics3-8b-llama3", "smolvlm"),
-    ],
-)
+@pytest.mark.parametrize("model", ["assets/embedded_vision_base", "smolvlm-instruct", "idefics3-8b-llama3"])
+@pytest.mark.parametrize("kind", ["idefics3", "smolvlm"])
 def test_a_vision_tower_s_parts_are_those_of_the_real_model(model: str, kind: str, tmp_path: Path) -> None:
     config = json.loads(find_config(model).read_text())
     config["model_type"], config["vision_config"]["model_type"] = kind, f"{kind}_vision"

@@ -137,6 +137,11 @@ def test_a_wrong_map_is_refused(map_file: Callable, run: RunConfig, change: dict
         place_stages(replace(run, device_map=map_file(brought)), BATCH)
 
 
+def test_a_map_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"no device map no/such\.json"):
+        place_stages(replace(MP, device_map="no/such.json"), BATCH)
+
+
 def test_a_pipeline_takes_wholes_copies_tied_ends_and_needs_no_rotary_positions(map_file: Callable) -> None:
     """In one process tied ends stay together."""
     with pytest.raises(BadInputError, match="they are one tied weight"):
