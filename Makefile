@@ -81,10 +81,11 @@ test-all: $(TESTS) ## all tests: recipes in full, every notebook, every techniqu
 mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see that tests fail (mutation testing)
 	@$(BIN)/python -m tests.mutants
 
-soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, copies of long notebooks; keeps outcomes for the tables of docs
+soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, every family and notebook; keeps outcomes for the tables of docs
 	@rm -f tests/faults/outcomes.json
 	@KILLS=100 FUZZED_INPUTS=2000 KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/faults
 	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q -m "not slow" tests/recipes/test_equivalence.py
+	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/recipes/test_families.py
 	@$(BIN)/python -m pytest -q -m soak tests/notebooks
 	@$(BIN)/python -m common.report --write
 

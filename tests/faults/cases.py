@@ -31,8 +31,8 @@ WORKFLOWS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }  # fmt: skip
 """By technique: its workflow, ranks, and settings of a run of `STEPS` steps that keeps each of them.
 
-Of code there are four kinds: the Trainer's steps (single, ddp, and fsdp with its shards), a loop that is written out
-for stages (pp) and for replicas (machines), and the Trainer with a reference (preferences).
+Of code there are four kinds: the Trainer's steps (single, ddp), a loop that is written out for shards and stages (fsdp,
+pp) and for replicas (machines), and the Trainer with a reference (preferences).
 """
 
 

@@ -25,9 +25,14 @@ STOPS = {
 }
 """How a run is stopped, and the step that it resumes after. An epoch has three steps, of two accumulated batches."""
 FAST = {"single": (EPOCHS_END, WITHIN_EPOCH, WITHIN_ACCUMULATION)}
-SLOW = {"ddp": (WITHIN_ACCUMULATION,), "pp": (EPOCHS_END, WITHIN_EPOCH), "machines": (EPOCHS_END, WITHIN_ACCUMULATION)}
+SLOW = {
+    "ddp": (WITHIN_ACCUMULATION,),
+    "fsdp": (WITHIN_EPOCH,),
+    "pp": (EPOCHS_END, WITHIN_EPOCH),
+    "machines": (EPOCHS_END, WITHIN_ACCUMULATION),
+}
 SOAK = {
-    "fsdp": (EPOCHS_END, WITHIN_EPOCH, WITHIN_ACCUMULATION),
+    "fsdp": (EPOCHS_END, WITHIN_ACCUMULATION),
     "ddp": (EPOCHS_END, WITHIN_EPOCH),
     "pp": (WITHIN_ACCUMULATION,),
     "machines": (WITHIN_EPOCH,),
