@@ -164,11 +164,11 @@ def wait_for_checkpoint(step: int, results: Path, workers: Sequence[Worker]) -> 
     wait_until(folder.is_dir, START_S + RUN_S, workers)
 
 
-def check_resumed(results: Path, first: Worker, one: Worker) -> None:
+def check_resumed(results: Path, first: Worker, one: Worker, steps: int = LONGER_STEPS) -> None:
     """After a checkpoint that was complete, with the steps of one device."""
     after = first.resumed_after
-    assert 4 <= after < LONGER_STEPS
-    check_equal(results, load_record(results / RECORD_NAME), one, range(after + 1, LONGER_STEPS + 1))
+    assert 4 <= after < steps
+    check_equal(results, load_record(results / RECORD_NAME), one, range(after + 1, steps + 1))
 
 
 def test_one_machine_goes_on_when_the_other_is_lost(two_hosts: Callable, one_device: Callable) -> None:
@@ -185,7 +185,9 @@ def test_one_machine_goes_on_when_the_other_is_lost(two_hosts: Callable, one_dev
 
 @pytest.mark.slow
 def test_a_machine_that_is_added_takes_its_share(two_hosts: Callable, one_device: Callable, tmp_path: Path) -> None:
-    place = two_hosts(DDP, 1, *NO_DROPOUT, *LONGER)
+    steps = 40  # so many that the second machine comes before the first has done them alone
+    settings = (*NO_DROPOUT, "--eval_steps", "1", "--max_steps", f"{steps}")
+    place = two_hosts(DDP, 1, *settings)
     first = place.start_ranks(0, **ELASTIC)
     wait_for_checkpoint(4, first.results, [first])
     stale = tmp_path / "disk1" / "results" / "test" / "checkpoints"  # of another run of this name, and further on
@@ -194,7 +196,7 @@ def test_a_machine_that_is_added_takes_its_share(two_hosts: Callable, one_device
     place.finish_well()
     assert first.has_said("1 of 2 ranks started")
     assert [share["host"] for share in first.record["world"]] == ["machine0", "machine1"]
-    check_resumed(first.results, first, one_device(LORA, *NO_DROPOUT, *LONGER))
+    check_resumed(first.results, first, one_device(LORA, *settings), steps)
     assert second.record["status"] == "completed"
 
 
