@@ -56,17 +56,20 @@ def test_a_run_that_is_asked_saves_ends_and_resumes_exactly(
     assert largest_difference(*ends) == 0
 
 
-@pytest.mark.slow
+BETWEEN_MEETINGS = ("ask rank=1 step=3 point=batch", ("--eval_steps", "5"), 4)
+IN_A_VALIDATION = ("ask rank=0 step=4 point=validation", (), 3)
+IN_THE_LAST_STEP = (f"ask rank=1 step={STEPS} point=batch", ("--eval_steps", "5"), STEPS)
+BEFORE_TRAINING = ("ask point=start", (), 0)
+
+
 @pytest.mark.parametrize(
     ("technique", "fault", "settings", "step"),
-    [
-        ("ddp", "ask rank=1 step=3 point=batch", ("--eval_steps", "5"), 4),
-        ("pp", "ask rank=0 step=4 point=validation", (), 3),
-        ("ddp", f"ask rank=1 step={STEPS} point=batch", ("--eval_steps", "5"), STEPS),
-        ("single", "ask point=start", (), 0),
-    ],
-    ids=["between meetings", "in a validation", "in the last step", "before training"],
-)
+    cases(
+        slow=[("ddp", *BETWEEN_MEETINGS), ("pp", *IN_A_VALIDATION), ("ddp", *IN_THE_LAST_STEP),
+              ("single", *BEFORE_TRAINING)],
+        soak=[("pp", *BETWEEN_MEETINGS), ("ddp", *IN_A_VALIDATION), ("pp", *IN_THE_LAST_STEP)],
+    ),
+)  # fmt: skip
 def test_all_save_after_the_same_step_where_one_was_asked(
     start: Callable, technique: str, fault: str, settings: tuple[str, ...], step: int
 ) -> None:
