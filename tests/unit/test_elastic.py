@@ -14,6 +14,7 @@ from common.records.store import default_run_name
 from common.runtime.disks import has_mark, leave_mark, marks_of_launchers
 from common.runtime.elastic import part_of_this_start, run_as_started
 from common.runtime.world import RAY_RUN, detect_launcher
+from tests.pace import patient
 
 DDP = RunConfig(technique="lora", parallel="ddp", devices=8, nodes=4, per_device_train_batch_size=6,
                 learning_rate_scaling="sqrt", learning_rate=1e-3)  # fmt: skip
@@ -21,7 +22,7 @@ HYBRID = replace(DDP, technique="full", parallel="fsdp", dp_replicate_size=4)
 SUMMARIES = RunConfig(task="summarization", technique="full", parallel="ddp", loop="machines", devices=4, nodes=4)
 
 
-def meet(store: Store, ranks: list[int], world_size: int, within_s: float = 5.0) -> list[Store | str]:
+def meet(store: Store, ranks: list[int], world_size: int, within_s: float = patient(5)) -> list[Store | str]:
     """The part of a store that each of these ranks has found, or what it said of those that are missing."""
 
     def take_part(rank: int) -> Store | str:

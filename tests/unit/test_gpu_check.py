@@ -26,6 +26,7 @@ from common.checks import gpu_check, machine_facts
 from common.checks.folder_runs import run_of_folder
 from common.checks.gpu_check import FAILS, LEFT_OUT, SLOWER, TRIALS, WORKS, Part, main
 from tests.forked import run_forked
+from tests.pace import patient
 
 H100 = {
     "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.2, "free_gib": 78.5, "compute_capability": "9.0", "bf16": True,
@@ -220,12 +221,12 @@ def test_a_run_that_is_cut_off_leaves_what_it_found(
 def test_a_part_that_hangs_is_ended_with_all_that_it_started() -> None:
     program = "import subprocess; p = subprocess.Popen(['sleep', '99']); print(p.pid, flush=True); p.wait()"
     start_s = time.monotonic()
-    ended = gpu_check.run_process(["-c", program], 0.7)
-    assert time.monotonic() - start_s < 5
+    ended = gpu_check.run_process(["-c", program], patient(0.7))
+    assert time.monotonic() - start_s < patient(5)
     assert ended.returncode is None
     child = int(ended.stdout.split()[0])
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - start_s < 10
+        assert time.monotonic() - start_s < patient(10)
         time.sleep(0.05)
 
 
@@ -233,14 +234,17 @@ def test_overrunning_its_own_time_is_a_failure_and_the_budgets_end_is_not(
     out: Path, machine: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, seconds in (("PART_S", 0.6), ("LEAST_S", 0.4), ("END_S", 0.1)):
-        monkeypatch.setattr(gpu_check, name, seconds)
+        monkeypatch.setattr(gpu_check, name, patient(seconds))
     asked = machine(facts_of(H100), dict.fromkeys(("2.1", "2.4", "3.1"), "import time; time.sleep(99)"))
-    parts = [replace(part, most_s=min(part.most_s, 0.6)) for part in gpu_check.parts_for(gpu_check.Devices("cpu", 2))]
+    parts = [
+        replace(part, most_s=min(part.most_s, patient(0.6)))
+        for part in gpu_check.parts_for(gpu_check.Devices("cpu", 2))
+    ]
     chosen = [part for part in parts if part.name in ("2.1 LoRA", "2.4 full", "3.1 classifier")]
     monkeypatch.setattr(gpu_check, "parts_for", lambda devices: chosen)
     start_s = time.monotonic()
-    code, found = outcome(out, "--budget_s", "1.25")
-    assert time.monotonic() - start_s < 3
+    code, found = outcome(out, "--budget_s", str(patient(1.25)))
+    assert time.monotonic() - start_s < patient(3)
     assert code == 1
     check_told(found, {
         "2.1 LoRA": (FAILS, "took longer than"),
@@ -452,7 +456,7 @@ def test_pytest_that_is_ended_says_what_passed_before(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     test = tmp_path / "test_x.py"
     test.write_text("import time\ndef test_a(): pass\ndef test_b():\n    print('b', flush=True)\n    time.sleep(99)\n")
-    ended = gpu_check.run_process(["-m", "pytest", "-q", str(test)], 2.5)
+    ended = gpu_check.run_process(["-m", "pytest", "-q", str(test)], patient(2.5))
     assert ended.returncode is None
     assert gpu_check.counts_of(ended.stdout) == {"passed": 1}
 

@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 
 from common.base.paths import REPOSITORY
 from tests.local_hub import LocalHub, commit_of, serving
+from tests.pace import patient
 
 CARD = b"""---
 configs:
@@ -130,7 +131,7 @@ def answers(attempts: dict[str, dict[str, str]], hub: LocalHub, home: Path, **en
     own = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     own |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "hf"), "PYTHONPATH": str(REPOSITORY), **environment}
     command = [sys.executable, "-c", ATTEMPTS, json.dumps(attempts), str(home / "answers.json")]
-    done = subprocess.run(command, env=own, cwd=home, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=own, cwd=home, capture_output=True, text=True, timeout=patient(240), check=False)
     assert done.returncode == 0, done.stderr
     return json.loads((home / "answers.json").read_text())
 

@@ -19,6 +19,7 @@ from common.runtime import watch
 from common.runtime.faults import VARIABLE, asked_fault, fault_at
 from common.runtime.watch import SLOW_FACTOR, SLOW_POINTS, STEP_POINTS, Place, Watch, hung_ones, parent_is_gone, reached
 from common.runtime.world import Rank
+from tests.pace import patient
 
 HERE = Place(0, "a", 1, passed=7, point="batch", step=3, said_at=104.0)
 OTHER = replace(HERE, rank=1, pid=2)
@@ -121,7 +122,7 @@ def test_a_rank_that_waits_where_no_signal_is_handled_ends_when_it_is_told_to(tm
             time.sleep(0.2)
             stuck.send_signal(signal.SIGTERM)
             start_s = time.monotonic()
-            assert stuck.wait(timeout=3 * watch.ANSWER_S) == 1
+            assert stuck.wait(timeout=patient(3 * watch.ANSWER_S)) == 1
             took_s = time.monotonic() - start_s
         finally:
             stuck.kill()  # else one that does not end would keep this test waiting
