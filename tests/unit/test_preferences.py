@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import TrainingRows
-from common.data.rows import NO_ROW, Row
+from common.data.rows import Row
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import EMBEDDED_BASE, load_base_model, load_tokenizer
 from common.models.trained_weights import with_trained_weights
@@ -69,7 +69,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    """A few pairs of different lengths."""
     return sorted(load_splits(run_of("lora")).validation, key=lambda row: len(str(row)))[::10]
 
 
@@ -153,8 +152,7 @@ def test_a_batch_is_trls(trainer_of: Callable[..., PreferenceTrainer], trl_of: C
     expected = theirs.data_collator(list(theirs.train_dataset))
     found = ours.collated(list(ours.train_dataset.rows))
     assert found.pop("pairs") == len(ours.train_dataset.rows) == len(expected["input_ids"]) // 2
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
     assert len(set(expected["attention_mask"].sum(1).tolist())) > 3
 
 
@@ -162,7 +160,10 @@ def test_a_batch_is_trls(trainer_of: Callable[..., PreferenceTrainer], trl_of: C
 def test_loss_and_gradients_of_a_step_are_trls(
     trainer_of: Callable[..., PreferenceTrainer], trl_of: Callable[[str], DPOTrainer], technique: str
 ) -> None:
+    """With adapters, which have no copy, the reference is the base."""
     ours, theirs = trainer_of(technique), trl_of(technique)
+    assert list(getattr(ours.model, "peft_config", [])) == (["default"] if technique == "lora" else [])
+    assert not any(".ref." in name for name in ours.model.state_dict())
     batch = with_references(ours)
     moved = move(ours.model)
     with torch.no_grad():
@@ -171,61 +172,15 @@ def test_loss_and_gradients_of_a_step_are_trls(
                 weight.copy_(moved[name])
     loss, found = step(ours, batch, len(batch))
     theirs.model.train()
-    expected = theirs.compute_loss(
-        theirs.model, theirs._prepare_inputs(theirs.data_collator(list(theirs.train_dataset)))
-    )
+    given = theirs._prepare_inputs(theirs.data_collator(list(theirs.train_dataset)))
+    expected = theirs.compute_loss(theirs.model, given)
     expected.backward()
     wanted = gradients(theirs.model)
     assert loss == pytest.approx(expected.item(), abs=1e-6)
     assert abs(loss - math.log(2)) > 0.01, "the reference is another model by now"
-    assert found.keys() == wanted.keys() == moved.keys()
-    assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-6
+    assert found.keys() == moved.keys()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
     assert max(float(each.abs().max()) for each in wanted.values()) > 1e-3
-
-
-@TECHNIQUES
-def test_fillers_add_no_loss_and_no_gradient(trainer_of: Callable[..., PreferenceTrainer], technique: str) -> None:
-    trainer = trainer_of(technique, per_device_train_batch_size=4)
-    batch = with_references(trainer)[:2]
-    move(trainer.model)
-    alone_loss, alone = step(trainer, batch, 3)
-    trainer.strategy.rank = Rank(0, 2, "cpu", "torchrun")
-    assert len(trainer.strategy.fill(batch)) == 4
-    loss, filled = step(trainer, batch, 3)
-    assert loss == pytest.approx(alone_loss, abs=1e-6)
-    assert max(float((filled[name] - alone[name]).abs().max()) for name in alone) < 1e-6
-    no_row = TrainingRows(trainer.train_dataset.rows if technique == "lora" else batch)[NO_ROW]
-    loss, nothing = step(trainer, [no_row], 3)
-    assert loss == pytest.approx(0, abs=1e-6)
-    assert not any(each.any() for each in nothing.values())
-
-
-def test_with_adapters_the_reference_is_the_base(trainer_of: Callable[..., PreferenceTrainer], tiny: str) -> None:
-    trainer = trainer_of("lora")
-    assert list(trainer.model.peft_config) == ["default"]
-    assert not any(".ref." in name for name in trainer.model.state_dict())
-    batch = trainer.collated(list(trainer.train_dataset.rows))
-    move(trainer.model)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "completion_mask")}
-    found = torch.cat(trainer.compute_ref_log_probs(trainer.model, inputs))
-    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-    with torch.no_grad():
-        logits = base(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.log_softmax(-1)
-    of_labels = logits[:, :-1].gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
-    expected = (of_labels * batch["completion_mask"][:, 1:]).sum(1)
-    assert found == pytest.approx(expected, abs=1e-4)
-    loss, _ = step(trainer, [trainer.train_dataset[number] for number in range(4)], 4)
-    assert abs(loss - math.log(2)) > 0.01
-
-
-@TECHNIQUES
-def test_the_first_loss_is_that_of_a_model_that_equals_its_reference(
-    trainer_of: Callable[..., PreferenceTrainer], technique: str
-) -> None:
-    trainer = trainer_of(technique)
-    loss, found = step(trainer, with_references(trainer)[:4], 4)
-    assert loss == pytest.approx(math.log(2), abs=1e-6)
-    assert any(each.any() for each in found.values())
 
 
 # -- settings
@@ -273,30 +228,27 @@ def losses_of(trainer: PreferenceTrainer) -> dict[str, list[float]]:
     return {kind: [entry[kind] for entry in trainer.state.log_history if kind in entry] for kind in kinds}
 
 
-@TECHNIQUES
 def test_a_run_that_goes_on_ends_where_a_straight_one_does(
-    trainer_of: Callable[..., PreferenceTrainer], technique: str, monkeypatch: pytest.MonkeyPatch
+    trainer_of: Callable[..., PreferenceTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With full fine-tuning its reference is the model before the first step, not that of the checkpoint."""
+    """Its reference is the model before the first step, not that of the checkpoint."""
     settings = {
         "per_device_train_batch_size": 2, "max_steps": 6, "save_steps": 0.5, "eval_steps": 0.16, "learning_rate": 0.01,
     }  # fmt: skip
-    straight = trainer_of(technique, **settings, run_name="straight")
+    straight = trainer_of("full", **settings, run_name="straight")
     straight.train()
     monkeypatch.setenv(faults.VARIABLE, "raise step=5 point=batch")
-    stopped = trainer_of(technique, **settings, run_name="stopped")
     with pytest.raises(ValueError, match="a fault on purpose"):
-        stopped.train()
+        trainer_of("full", **settings, run_name="stopped").train()
     monkeypatch.delenv(faults.VARIABLE)
     faults._arrivals.clear()
-    resumed = trainer_of(technique, **settings, run_name="stopped", resume_from_checkpoint="last")
+    resumed = trainer_of("full", **settings, run_name="stopped", resume_from_checkpoint="last")
     assert resumed.first_step == 3
     resumed.train()
     assert losses_of(resumed) == losses_of(straight)
-    one, other = (trainer.model.state_dict() for trainer in (straight, resumed))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    torch.testing.assert_close(resumed.model.state_dict(), straight.model.state_dict(), rtol=0, atol=0)
     first, *_, last = losses_of(straight)["loss"]
-    assert first == pytest.approx(math.log(2), abs=1e-6)
+    assert first == pytest.approx(math.log(2), abs=1e-6), "the model equals its reference"
     assert last < 0.5
 
 
@@ -314,25 +266,20 @@ def test_a_validation_has_trls_loss_and_counts_each_pair_once(
     move(trainer.model)
     found = trainer.evaluate()
     trainer.model.train()
-    loss, _ = step(trainer, batch, 4)
-    assert found[VALIDATION_LOSS] == pytest.approx(loss, abs=1e-6)
+    assert found[VALIDATION_LOSS] == pytest.approx(step(trainer, batch, 4)[0], abs=1e-6)
     assert found[ACCURACY] in (0, 0.25, 0.5, 0.75, 1)
 
 
 def test_results_of_pairs_make_means() -> None:
-    now, reference = (
-        [torch.tensor(each) for each in both] for both in (([-1.0, -4.0], [-3.0, -2.0]), ([-2.0, -2.0],) * 2)
+    now, reference = [[-1.0, -4.0], [-3.0, -2.0]], [[-2.0, -2.0]] * 2
+    results = pair_results(list(torch.tensor(now)), list(torch.tensor(reference)), 0.5)
+    margins = torch.tensor([0.5 * (1 - -1), 0.5 * (-2 - 0)])
+    losses = torch.log(1 + torch.exp(-margins))
+    torch.testing.assert_close(
+        results, torch.stack([losses, torch.ones(2), torch.tensor([1.0, 0]), margins], 1).to(results)
     )
-    results = pair_results(now, reference, 0.5)
-    margins = [0.5 * (1 - -1), 0.5 * (-2 - 0)]
-    losses = [math.log(1 + math.exp(-margin)) for margin in margins]
-    assert results.tolist() == [
-        pytest.approx([losses[0], 1, 1, margins[0]]),
-        pytest.approx([losses[1], 1, 0, margins[1]]),
-    ]
-    assert pair_metrics(results.sum(0)) == {
-        VALIDATION_LOSS: pytest.approx(sum(losses) / 2), ACCURACY: 0.5, MARGIN: pytest.approx(0),
-    }  # fmt: skip
+    means = {VALIDATION_LOSS: losses.mean().item(), ACCURACY: 0.5, MARGIN: 0}
+    assert pair_metrics(results.sum(0)) == pytest.approx(means)
 
 
 def test_a_summary_compares_with_the_reference() -> None:
@@ -342,20 +289,23 @@ def test_a_summary_compares_with_the_reference() -> None:
     ]
     log_probs, reference = [(-1.0, -2.0), (-5.0, -3.0), (-4.0, -9.0)], [(-2.0, -2.0), (-7.0, -4.0), (-3.0, -9.0)]
     before = PreferenceEvaluation(answers, reference, None, 0.1).summary()
-    after = PreferenceEvaluation(answers, log_probs, reference, 0.1).summary()
-    assert (before["preference_accuracy"], before["reward_margin"], before["chosen_reward"]) == (None, None, None)
-    assert before["chosen_likelier_share"] == pytest.approx(1 / 3)
-    assert after == {
-        "preference_accuracy": pytest.approx(2 / 3),
-        "reward_margin": pytest.approx(0.1 * (1 + 1 - 1) / 3),
-        "chosen_reward": pytest.approx(0.1 * (1 + 2 - 1) / 3),
-        "chosen_likelier_share": pytest.approx(2 / 3),
+    of_answers = {
         "facts_said_share": 0.5,
-        "invented_dates_share": pytest.approx(2 / 3),
-        "undated_share": pytest.approx(1 / 3),
+        "invented_dates_share": 2 / 3,
+        "undated_share": 1 / 3,
         "words": 6,
         "questions": 3,
     }
+    compared = {"preference_accuracy", "reward_margin", "chosen_reward"}
+    assert {name: before.pop(name) for name in compared} == dict.fromkeys(compared)
+    assert before == pytest.approx({"chosen_likelier_share": 1 / 3, **of_answers})
+    assert PreferenceEvaluation(answers, log_probs, reference, 0.1).summary() == pytest.approx({
+        "preference_accuracy": 2 / 3,
+        "reward_margin": 0.1 * (1 + 1 - 1) / 3,
+        "chosen_reward": 0.1 * (1 + 2 - 1) / 3,
+        "chosen_likelier_share": 2 / 3,
+        **of_answers,
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -370,11 +320,8 @@ def test_a_summary_compares_with_the_reference() -> None:
     ],
 )
 def test_years_that_the_prompt_does_not_name_are_invented(answer: str, found: list[str]) -> None:
-    asked = {"role": "user", "content": "Made in 1450, number 18881."}
-    row = {
-        "messages": [{"role": "system", "content": "Be short."}, asked, {"role": "assistant", "content": "Of 1503."}]
-    }
-    assert invented_years(answer, row) == found
+    said = (("system", "Be short."), ("user", "Made in 1450, number 18881."), ("assistant", "Of 1503."))
+    assert invented_years(answer, {"messages": [{"role": role, "content": words} for role, words in said]}) == found
 
 
 def test_an_evaluation_finds_the_log_probabilities_that_training_finds(
@@ -383,8 +330,7 @@ def test_an_evaluation_finds_the_log_probabilities_that_training_finds(
     trainer = trainer_of("full")
     known = trainer.with_reference(trainer.train_dataset.rows, "training")
     run = run_of("full", model=tiny, results_root=str(tmp_path), per_device_eval_batch_size=5, max_new_tokens=2)
-    log, tokenizer = RunRecorder(run, ALONE), load_tokenizer(run)
-    base = load_base_model(run, whole_model_on("cpu"))
+    log, tokenizer, base = RunRecorder(run, ALONE), load_tokenizer(run), load_base_model(run, whole_model_on("cpu"))
     before = evaluate_preferences(base, tokenizer, rows, log, "before")
     expected = [(row["ref_chosen_logps"], row["ref_rejected_logps"]) for row in known]
     assert before.log_probs == [pytest.approx(pair, abs=1e-4) for pair in expected]
