@@ -74,9 +74,10 @@ test-slice: $(TESTS) ## a quarter of the slow tests, another one with each commi
 	@$(BIN)/python -m pytest -q --slice -m alone tests/network || test $$? -eq 5  # 5: it is not alone's turn
 
 test-all: $(TESTS) ## all tests: recipes in full, every notebook, every technique's faults; keeps how long each took
-	@$(PYTEST) --measured $(MEASURED)/parallel.json -m "not alone and not soak" tests
+	@$(PYTEST) --measured $(MEASURED)/fast.json -m "not slow" tests
+	@$(PYTEST) --measured $(MEASURED)/slow.json -m "slow and not alone and not soak" tests
 	@$(BIN)/python -m pytest -q --measured $(MEASURED)/alone.json -m alone tests/network
-	@$(BIN)/python -m tests.durations $(MEASURED)/parallel.json $(MEASURED)/alone.json
+	@$(BIN)/python -m tests.durations $(MEASURED)/fast.json $(MEASURED)/slow.json $(MEASURED)/alone.json
 
 mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see that tests fail (mutation testing)
 	@$(BIN)/python -m tests.mutants
