@@ -11,7 +11,7 @@ LORA := 2.1_lora_finetuning/run_0_cpu_x1
 DDP := 2.2_lora_finetuning_with_ddp/run_0_cpu_x2
 FULL := 2.4_full_finetuning/run_0_cpu_x1
 NOTEBOOKS := $(wildcard [1-3].*/run_0_*/*.ipynb)
-# Two workers; tests/conftest.py says which tests share one.
+# Two workers; tests/durations.py says which tests share one.
 PYTEST := $(BIN)/python -m pytest -q --instafail --durations 10 --numprocesses 2
 
 # What runs measured of each test, before it is kept in tests/durations.json.
@@ -68,7 +68,7 @@ tables-check: $(RUNS)
 test: $(TESTS) ## what a change needs: every kind of test once
 	@$(PYTEST) -m "not slow" tests
 
-test-slice: $(TESTS) ## a quarter of the slow tests, another one with each commit, after those of what changed; says what it leaves out
+test-slice: $(TESTS) ## a quarter of the slow tests, another one with each commit, and those of what changed; says what it leaves out
 	@$(BIN)/python -m tests.durations --slice
 	@$(PYTEST) --slice -m "not alone" tests
 	@$(BIN)/python -m pytest -q --slice -m alone tests/network || test $$? -eq 5  # 5: it is not alone's turn
@@ -85,8 +85,7 @@ mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see 
 soak: $(TESTS) ## 100 random kills, 10,000 fuzzed inputs, every family and notebook; keeps outcomes for the tables of docs
 	@rm -f tests/faults/outcomes.json
 	@KILLS=100 FUZZED_INPUTS=2000 KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/faults
-	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q -m "not slow" tests/recipes/test_equivalence.py
-	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/recipes/test_families.py
+	@KEEP_OUTCOMES=1 $(BIN)/python -m pytest -q tests/recipes/test_families.py tests/recipes/test_equivalence.py
 	@$(BIN)/python -m pytest -q -m soak tests/notebooks
 	@$(BIN)/python -m common.report --write
 

@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +52,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Measured:
-    """Of each test: the seconds that it and what it sets up took on the reference machine, and whether it is slow."""
+    """Of each test: the seconds that it and what it sets up took, None if it was skipped, and whether it is slow.
+
+    Those of `make soak` alone are left out.
+    """
 
     def __init__(self, file: Path) -> None:
-        self.file, self.seconds, self.slow = file, defaultdict[str, float](float), set[str]()
+        self.file, self.seconds, self.slow = file, dict[str, float | None](), set[str]()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add a test's set-up, call or end."""
-        self.seconds[report.nodeid] += report.duration / slowness()
+        if "soak" in report.keywords:
+            return
+        before = self.seconds.get(report.nodeid, 0.0)
+        self.seconds[report.nodeid] = None if report.skipped or before is None else before + report.duration
         if "slow" in report.keywords:
             self.slow.add(report.nodeid)
 

@@ -1,24 +1,25 @@
 """How long each test takes, and the slice of the slow tests that `.ci/run` has time for.
 
     python -m tests.durations FILE ...             keep what runs with `--measured FILE` measured; say what was added
-    python -m tests.durations --update FILE ...    the same, of the tests that these runs had alone
+    python -m tests.durations --update FILE ...    add the slow tests that these runs had to those that are kept
     python -m tests.durations --slice              which slow tests the slice has, and which it leaves out
 
-`tests/durations.json` has seconds of the reference machine (`tests/pace.py`): of fast tests by file, of each slow one.
-`make test-all` renews it. A slice has a quarter of the slow tests, another one with each commit, and before them those
-that what changed since then concerns, as far as `SLICE_MINUTES` go.
+`tests/durations.json` has seconds: of fast tests by file, of each slow one. `make test-all` renews it. A slice has a
+quarter of the slow tests, another one with each commit, and those that what changed since then concerns, as far as
+`SLICE_MINUTES` go.
 """
 
 import argparse
 import ast
 import json
+import math
 import re
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from tabulate import tabulate
@@ -29,6 +30,7 @@ TIMED = re.compile(r"faults/test_(processes|random_kills)|network/")
 """Files whose tests measure how soon something happens, and share runs."""
 SHARES_RANKS = re.compile(r"recipes/|fake_gpus/|faults/test_resume|unit/test_(pipeline|tensor_parallel)\.py")
 """Files whose tests look at what one start of ranks computed."""
+EVERYONES = ("tests/fixtures.py", "tests/forked.py", "tests/pace.py", "tests/conftest.py", "tests/durations.py")
 WORKERS = 2
 FAST_MINUTES, SLICE_MINUTES = 6, 12
 TURNS = 4
@@ -77,47 +79,56 @@ def seconds_of_scopes() -> dict[str, float]:
 # -- the slice
 
 
-def parts_of(slow: Mapping[str, float]) -> list[list[str]]:
-    """Divide the tests into as many parts as there are turns, of like seconds; a file that shares ranks stays whole."""
+def groups_of(slow: Mapping[str, float]) -> list[list[str]]:
+    """Return what is chosen as one: a file whose tests share ranks, else one test."""
     groups = defaultdict(list)
     for test in sorted(slow):
         groups[test if TIMED.search(test) else scope_of(test)].append(test)
+    return list(groups.values())
+
+
+def parts_of(slow: Mapping[str, float]) -> list[list[list[str]]]:
+    """Divide the groups into a part for each turn, of like seconds; those that measure time by themselves."""
     parts, filled = [[] for _ in range(TURNS)], [[0.0, 0.0] for _ in range(TURNS)]
-    for group in sorted(groups.values(), key=lambda tests: -sum(map(slow.get, tests))):
+    for group in sorted(groups_of(slow), key=lambda tests: -sum(map(slow.get, tests))):
         is_timed = bool(TIMED.search(group[0]))
         least = min(range(TURNS), key=lambda turn: filled[turn][is_timed])
-        parts[least] += group
+        parts[least].append(group)
         filled[least][is_timed] += sum(map(slow.get, group))
     return parts
 
 
 def slice_of(slow: Mapping[str, float], changed: Iterable[str], commits: int) -> tuple[list[str], list[str]]:
-    """Return the tests of what changed that there is time for, and the others whose turn it is."""
-    turn = set(parts_of(slow)[commits % TURNS])
-    left = {"timed": SLICE_MINUTES * 60.0, "": WORKERS * SLICE_MINUTES * 60.0}
+    """Return the tests whose turn it is, and those of what changed that there is time for besides.
 
-    def takes(test: str) -> bool:
-        places = ["", "timed"] if TIMED.search(test) else [""]
-        if any(left[place] < slow[test] for place in places):
+    Each worker of the tests comes to the same slice.
+    """
+    turn = parts_of(slow)[commits % TURNS]
+    left_s = {False: WORKERS * SLICE_MINUTES * 60, True: SLICE_MINUTES * 60}  # of all tests, of those that measure time
+
+    def takes(group: list[str]) -> bool:
+        seconds = math.ceil(sum(map(slow.get, group)))
+        limits = [False, True] if TIMED.search(group[0]) else [False]
+        if any(left_s[limit] < seconds for limit in limits):
             return False
-        for place in places:
-            left[place] -= slow[test]
+        for limit in limits:
+            left_s[limit] -= seconds
         return True
 
-    for test in turn:
-        takes(test)
-    concerned = [test for test in slow if concerns(test, changed)]
-    first = [test for test in concerned if test in turn or takes(test)]
-    return first, sorted(turn - set(first))
+    for group in turn:
+        takes(group)
+    others = [group for group in groups_of(slow) if group not in turn and concerns(group[0], changed)]
+    first = commits * 7 % max(1, len(others))  # another one each time, where there is no time for all
+    more = [group for group in others[first:] + others[:first] if takes(group)]
+    return [*chain(*turn)], [*chain(*more)]
 
 
 def concerns(test: str, changed: Iterable[str]) -> bool:
     """Whether a test is about one of these files: its own, one that it imports, or one of a folder that it runs."""
-    file = test.partition("::")[0]
     return any(
-        path == file
-        or (path.startswith("common/") and _imported_as(path) in _imports_of(file) | _imports_of_folders(test))
-        or _technique(path) in _techniques_of(test)
+        path in _files_of(test)
+        or _imported_as(path) in _imports_of(test)
+        or path.partition("/")[0] in _folders_of(test)
         for path in changed
     )
 
@@ -126,31 +137,38 @@ def _imported_as(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def _technique(path: str) -> str:
-    """Of a file of a technique folder: the folder's name without its number; of others nothing."""
-    folder = path.partition("/")[0]
-    return folder.partition("_")[2] if re.match(r"\d\.\d_", folder) else "-"
+@cache
+def _files_of(test: str) -> dict[str, str]:
+    """The test's file, its conftest, and what these import from `tests` or start, with their texts."""
+    file = test.partition("::")[0]
+    folder = Path(file).parent
+    found = {name: _text(name) for name in (file, str(folder / "conftest.py"))}
+    text = "".join(found.values())
+    helpers = [name.replace(".", "/") + ".py" for name in re.findall(r"^from (tests[.\w]+) import", text, re.MULTILINE)]
+    workers = [str(folder / name) for name in re.findall(r"\w+_worker\.py", text)]
+    return found | {name: _text(name) for name in (*helpers, *workers) if name not in EVERYONES}
 
 
 @cache
-def _techniques_of(test: str) -> set[str]:
-    """The one whose notebook or workflow stands in the test's name, else those whose folder the test's file names."""
-    text, folders = _text(test.partition("::")[0]), [path.name for path in ROOT.glob("[0-9].[0-9]_*")]
-    in_name = [_technique(folder) for folder in folders if _technique(folder) in test]
-    return {max(in_name, key=len)} if in_name else {_technique(folder) for folder in folders if folder in text}
+def _folders_of(test: str) -> set[str]:
+    """The technique folder whose notebook or workflow stands in the test's name, else all that its files name."""
+    folders = {path.name.partition("_")[2]: path.name for path in ROOT.glob("[0-9].[0-9]_*")}
+    in_name = [technique for technique in folders if technique in test]
+    if in_name:
+        return {folders[max(in_name, key=len)]}
+    text = "".join(_files_of(test).values())
+    return {folder for folder in folders.values() if folder in text}
 
 
 @cache
-def _imports_of(file: str) -> set[str]:
-    """Modules of this repository that a file imports by name; a test's conftest belongs to it."""
-    texts = [_text(file), _text(str(Path(file).with_name("conftest.py")))]
-    return {name for text in texts for name in re.findall(r"^\s*from (common[.\w]*) import", text, re.MULTILINE)}
-
-
-@cache
-def _imports_of_folders(test: str) -> set[str]:
-    sources = [str(path.relative_to(ROOT)) for path in ROOT.glob("[0-9].[0-9]_*/run_0_*/my_*.py")]
-    return {name for path in sources if _technique(path) in _techniques_of(test) for name in _imports_of(path)}
+def _imports_of(test: str) -> set[str]:
+    """Modules of `common` that the test's files, and the workflows of its folders, import by name."""
+    sources = [path for folder in _folders_of(test) for path in ROOT.glob(f"{folder}/run_0_*/my_*.py")]
+    text = "".join([*_files_of(test).values(), *(path.read_text(encoding="utf-8") for path in sources)])
+    lines = re.findall(r"^\s*from (common[.\w]*) import (.+)", text, re.MULTILINE)
+    return {
+        module for package, names in lines for module in (package, *(f"{package}.{name}" for name in names.split(", ")))
+    }
 
 
 @cache
@@ -177,37 +195,35 @@ def _git(*arguments: str) -> str:
 
 
 def slice_said() -> str:
-    """Say what the slice has, by file, and which tests it leaves out."""
-    kept, (first, turn) = read_kept(), slice_of_now()
-    out = [test for test in kept.slow if test not in {*first, *turn}]
+    """Say what the slice has, and by file which tests it leaves out."""
+    kept, (turn, more) = read_kept(), slice_of_now()
+    out = [test for test in kept.slow if test not in {*turn, *more}]
 
-    def sum_of(tests: Iterable[str]) -> str:
-        return f"{len(list(tests))} ({sum(map(kept.slow.get, tests)) / 60:.1f} min of a worker)"
+    def sum_of(tests: list[str]) -> str:
+        return f"{len(tests)} ({sum(map(kept.slow.get, tests)) / 60:.1f} min of a worker)"
 
-    files = dict.fromkeys(test.partition("::")[0] for test in out)
-    names = [f"  {file}: {', '.join(t.partition('::')[2] for t in out if t.startswith(file))}" for file in files]
-    changed = f"{sum_of(first)} of what changed since {kept.commit[:7]}, {sum_of(turn)} whose turn it is"
-    return "\n".join([f"Slow tests: {changed}; left out {sum_of(out)}:", *names])
+    names = defaultdict(list)
+    for test in out:
+        names[test.partition("::")[0]].append(test.partition("::")[2])
+    chosen = f"{sum_of(turn)} whose turn it is, {sum_of(more)} of what changed since {kept.commit[:7]}"
+    return "\n".join(
+        [f"Slow tests: {chosen}; left out {sum_of(out)}:", *(f"  {f}: {', '.join(t)}" for f, t in names.items())]
+    )
 
 
 # -- keeping
 
 
-def kept_from(measured: Mapping[str, tuple[float, bool]], commit: str) -> Durations:
-    """Return what is kept of tests' seconds, each with whether it is slow."""
+def kept_from(measured: Mapping[str, tuple[float | None, bool]], commit: str, before: Durations) -> Durations:
+    """Return what is kept of tests' seconds and whether they are slow; of a skipped one what it took before."""
     kept = Durations(commit)
     for test, (seconds, is_slow) in sorted(measured.items()):
+        file = test.partition("::")[0]
         if is_slow:
-            kept.slow[test] = round(seconds, 1)
+            kept.slow[test] = before.slow.get(test, 0.0) if seconds is None else round(seconds, 1)
         else:
-            file = test.partition("::")[0]
-            kept.fast[file] = round(kept.fast.get(file, 0) + seconds, 2)
+            kept.fast[file] = round(kept.fast.get(file, 0) + (seconds or 0), 2)
     return kept
-
-
-def updated(before: Durations, now: Durations) -> Durations:
-    """Return the kept durations with those of some tests renewed; the commit stays: not all tests saw the new one."""
-    return Durations(before.commit, {**before.fast, **now.fast}, {**before.slow, **now.slow})
 
 
 def added_said(before: Durations, now: Durations, statements: tuple[int, int]) -> str:
@@ -246,12 +262,13 @@ def main() -> None:
         print(slice_said())
         return
     measured = {test: each for file in options.files for test, each in json.loads(file.read_text()).items()}
-    before, now = read_kept(), kept_from(measured, _git("rev-parse", "HEAD"))
+    before = read_kept()
+    now = kept_from(measured, _git("rev-parse", "HEAD"), before)
     if options.update:
-        now = updated(before, now)
-    print(added_said(before, now, (statements_at(before.commit), statements_at(""))))
+        now = Durations(before.commit, before.fast, {**before.slow, **now.slow})
     KEPT_FILE.write_text(json.dumps(asdict(now), indent=1) + "\n", encoding="utf-8")
+    print(added_said(before, now, (statements_at(before.commit), statements_at(""))))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -474,7 +474,7 @@ SEVERAL_RANKS = (
         "common/runtime/rank.py",
         "    if started != run.world_size:\n",
         "    if started > run.world_size:\n",
-        _unit("launch", "two_ranks_asked_and_one_started_is_refused"),
+        _unit("launch", "a_world_of_another_size_is_refused_with_the_command_for_it"),
     ),
     Fault(
         "a rank on a second machine names a GPU that it does not work on",
@@ -604,8 +604,8 @@ PLANS = (
     Fault(
         "memory plan: of a row's logits those of one position are counted",
         "common/planning/memory_plan.py",
-        "return self.batch.rows * self.batch.labelled if chooses else",
-        "return self.batch.rows if chooses else",
+        "return self.batch.sequences * self.batch.labelled if chooses else",
+        "return self.batch.sequences if chooses else",
         _unit("dry_run", "the_closed_form_says_the_same"),
     ),
     Fault(
@@ -634,7 +634,10 @@ PLANS = (
         "common/planning/memory_plan.py",
         "return self.peak_gib + self.spread / GIB",
         "return self.peak_gib",
-        _unit("published_memory", "no_run_that_ran_out_of_memory_is_said_to_fit_nor_one_above_its_card"),
+        _unit(
+            "published_memory",
+            "no_run_that_ran_out_is_said_to_fit_nor_one_above_its_card_and_few_that_fitted_not_to",
+        ),
     ),
     Fault(
         "planner: rows of differing lengths leave no blocks behind",
@@ -648,7 +651,7 @@ PLANS = (
         "common/planning/plans.py",
         "        return all(memory.peak_gib <= gpu.memory_gib for",
         "        return all(memory.peak_gib >= gpu.memory_gib for",
-        _unit("planner", "what_does_not_fit_ends_with_1_and_advice"),
+        _unit("planner", "answers_are_explained"),
     ),
     Fault(
         "planner: the largest batch is one row too large",

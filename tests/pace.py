@@ -7,7 +7,7 @@ from functools import cache
 VARIABLE = "TESTS_SLOWNESS"
 """Set by the first process that asks, for all that it starts."""
 REFERENCE_S = 0.06
-"""What `_work` takes in each of two processes at once on a quiet machine on which the limits of the tests hold."""
+"""What two processes with `_forked_work` take at once on a quiet machine on which the limits of the tests hold."""
 AT_ONCE = 2
 """Workers of `make test`, or ranks."""
 

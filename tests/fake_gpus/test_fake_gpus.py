@@ -13,7 +13,6 @@ from common.planning.phases import PHASES
 from tests.fake_gpus.run import WAITS
 from tests.fixtures import Trained
 from tests.forked import run_forked
-from tests.pace import patient
 from tests.recipes.folders import DDP, FULL, LORA, MP, PP
 
 FOLDERS = {"LoRA": LORA, "DDP": DDP, "full": FULL, "MP": MP, "PP": PP}
@@ -68,7 +67,7 @@ def two_ranks(run_several: Callable[..., Runs], tmp_path_factory: pytest.TempPat
 def test_the_machine_computes_counts_bytes_and_catches_a_tensor_on_the_wrong_device(tmp_path: Path) -> None:
     """The control: what the other tests would see of a mistake. Bytes are counted until the last view is gone."""
     command = [sys.executable, "-m", "tests.fake_gpus.probe"]
-    code = run_forked(command, REPOSITORY, os.environ, tmp_path / "log", timeout=patient(60))
+    code = run_forked(command, REPOSITORY, os.environ, tmp_path / "log", timeout=60)
     said = (tmp_path / "log").read_text()
     assert code == 0, said
     answers = json.loads(said.splitlines()[-1])

@@ -28,7 +28,7 @@ def errors(output: str) -> list[str]:
     return re.findall(r"^.*error: (.*)$", output, re.MULTILINE)
 
 
-@pytest.mark.parametrize("technique", cases(["ddp"], slow=["pp", "machines"], soak=["single", "fsdp"]))
+@pytest.mark.parametrize("technique", cases(["single"], slow=["ddp", "pp", "machines"], soak=["fsdp"]))
 def test_a_run_that_is_asked_saves_ends_and_resumes_exactly(
     start: Callable, straight: Callable, technique: str
 ) -> None:

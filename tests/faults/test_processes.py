@@ -72,8 +72,8 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(start: Callable, outcome
 @pytest.mark.parametrize(
     ("technique", "how"),
     cases(
-        [("ddp", KILL), ("ddp", TERM), ("ddp", INT)],
-        slow=[("fsdp", KILL), ("pp", TERM), ("machines", INT)],
+        [("ddp", KILL)],
+        slow=[("ddp", TERM), ("ddp", INT), ("fsdp", KILL), ("pp", TERM), ("machines", INT)],
         soak=[("fsdp", TERM), ("fsdp", INT), ("pp", KILL), ("pp", INT), ("machines", KILL), ("machines", TERM)],
     ),
 )
@@ -94,6 +94,7 @@ def test_nobody_outlives_the_agent(
     outcomes.keep(29, technique, f"{how.name} of torchrun: 0 processes left", ended_s=gone_s)
 
 
+@pytest.mark.slow
 def test_a_rank_whose_last_works_end_late_ends_well() -> None:
     worker = Path(__file__).with_name("last_works_worker.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -102,7 +103,7 @@ def test_a_rank_whose_last_works_end_late_ends_well() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("how", "fault"), [(KILL, 29), (INT, 28)], ids=["9", "2"])
+@pytest.mark.parametrize(("how", "fault"), cases([(INT, 28)], slow=[(KILL, 29)]))
 def test_nobody_outlives_a_kernel(
     start: Callable, outcomes: object, left_behind: Callable, how: signal.Signals, fault: int
 ) -> None:
@@ -121,8 +122,8 @@ def test_nobody_outlives_a_kernel(
 @pytest.mark.parametrize(
     ("technique", "fault", "kind"),
     cases(
-        [("single", 12, "hang"), ("ddp", 11, "stop"), ("ddp", 12, "hang")],
-        slow=[("pp", 12, "hang"), ("machines", 11, "stop")],
+        [("ddp", 11, "stop"), ("single", 12, "hang")],
+        slow=[("ddp", 12, "hang"), ("pp", 12, "hang"), ("machines", 11, "stop")],
         soak=[("fsdp", 11, "stop"), ("fsdp", 12, "hang"), ("pp", 11, "stop"), ("machines", 12, "hang")],
     ),
 )

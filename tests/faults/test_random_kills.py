@@ -15,7 +15,7 @@ KILLS = int(os.environ.get("KILLS", "10"))
 """Of all techniques together; `make soak` does 100."""
 SEED = int(os.environ["KILLS_SEED"])
 """A failing test says it, so that the failure can be had again."""
-FAST, SLOW = ("single", "ddp"), ("fsdp", "pp", "machines")
+FAST, SLOW = ("single",), ("ddp", "fsdp", "pp", "machines")
 ENDED_S, FINISHED_S = 5, 120
 
 

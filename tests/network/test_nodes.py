@@ -171,6 +171,7 @@ def check_resumed(results: Path, first: Worker, one: Worker, steps: int = LONGER
     check_equal(results, load_record(results / RECORD_NAME), one, range(after + 1, steps + 1))
 
 
+@pytest.mark.slow
 def test_one_machine_goes_on_when_the_other_is_lost(two_hosts: Callable, one_device: Callable) -> None:
     """With more micro-batches, so that the steps stay those of one device."""
     place = two_hosts(DDP, 1, *NO_DROPOUT, *LONGER)

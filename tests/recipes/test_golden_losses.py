@@ -57,9 +57,11 @@ PAIRED_FULL = (
         pytest.param("python", FULL, WEIGHTS, FULL_LOSSES, id="full"),
         pytest.param("torchrun", PP, (*WEIGHTS, "--micro_batches", "8"), FULL_LOSSES, id="PP", marks=pytest.mark.slow),
         pytest.param("python", PICTURES, (*OF_PICTURES, "lora", "--lora_dropout", "0"), PICTURED_LORA, id="pictures"),
-        pytest.param("python", PICTURES, (*OF_PICTURES, "full"), PICTURED_FULL, id="pictures, full"),
+        pytest.param(
+            "python", PICTURES, (*OF_PICTURES, "full"), PICTURED_FULL, id="pictures, full", marks=pytest.mark.slow
+        ),
         pytest.param("python", PREFERENCES, (*OF_PAIRS, "lora"), PAIRED_LORA, id="pairs"),
-        pytest.param("python", PREFERENCES, (*OF_PAIRS, "full"), PAIRED_FULL, id="pairs, full"),
+        pytest.param("python", PREFERENCES, (*OF_PAIRS, "full"), PAIRED_FULL, id="pairs, full", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_losses_are_the_golden_ones(

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from common.base.paths import REPOSITORY
 from common.records.store import fit_to_be_kept
 from tests.forked import run_forked
-from tests.pace import patient
 from tests.recipes.folders import BASE, CLASSIFICATION, DDP, LORA, MP, QLORA
 from tests.recipes.saved import check_adapter_and_merged
 
@@ -55,7 +54,7 @@ def test_the_recorded_command_gives_the_same_losses_again(completed: Callable, t
     assert first["environment"]["threads_per_rank"] == first["config"]["threads"] == os.cpu_count()
     python, *command = shlex.split(first["command"])
     assert python == "python"
-    code = run_forked([sys.executable, *command], LORA, os.environ, tmp_path / "again.log", timeout=patient(300))
+    code = run_forked([sys.executable, *command], LORA, os.environ, tmp_path / "again.log", timeout=300)
     assert code == 0, (tmp_path / "again.log").read_text()
     again = done.record
     assert again["started_at"] > first["started_at"]

@@ -20,7 +20,7 @@ from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2I
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import TrainingRows
-from common.data.pictures import open_picture, picture_ids, pixels_of, with_noise
+from common.data.pictures import open_picture, picture_ids, pixels_of, reference_to, with_noise
 from common.data.row_checks import digest
 from common.data.rows import IGNORED_LABEL, NO_ROW, Row, Splits, Tokens
 from common.data.splits import load_splits, tokens_of
@@ -158,6 +158,10 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut_off(folder / "cut.jpg")
     bomb(folder / "bomb.png")
     return folder
+
+
+def test_bytes_are_kept_as_they_are() -> None:
+    assert reference_to(b"bytes", None, "a row") == "data:image/*;base64,Ynl0ZXM="
 
 
 @pytest.mark.parametrize(

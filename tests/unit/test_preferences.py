@@ -228,21 +228,22 @@ def losses_of(trainer: PreferenceTrainer) -> dict[str, list[float]]:
     return {kind: [entry[kind] for entry in trainer.state.log_history if kind in entry] for kind in kinds}
 
 
+@TECHNIQUES
 def test_a_run_that_goes_on_ends_where_a_straight_one_does(
-    trainer_of: Callable[..., PreferenceTrainer], monkeypatch: pytest.MonkeyPatch
+    trainer_of: Callable[..., PreferenceTrainer], technique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reference is the model before the first step, not that of the checkpoint."""
+    """With full fine-tuning its reference is the model before the first step, not that of the checkpoint."""
     settings = {
         "per_device_train_batch_size": 2, "max_steps": 6, "save_steps": 0.5, "eval_steps": 0.16, "learning_rate": 0.01,
     }  # fmt: skip
-    straight = trainer_of("full", **settings, run_name="straight")
+    straight = trainer_of(technique, **settings, run_name="straight")
     straight.train()
     monkeypatch.setenv(faults.VARIABLE, "raise step=5 point=batch")
     with pytest.raises(ValueError, match="a fault on purpose"):
-        trainer_of("full", **settings, run_name="stopped").train()
+        trainer_of(technique, **settings, run_name="stopped").train()
     monkeypatch.delenv(faults.VARIABLE)
     faults._arrivals.clear()
-    resumed = trainer_of("full", **settings, run_name="stopped", resume_from_checkpoint="last")
+    resumed = trainer_of(technique, **settings, run_name="stopped", resume_from_checkpoint="last")
     assert resumed.first_step == 3
     resumed.train()
     assert losses_of(resumed) == losses_of(straight)

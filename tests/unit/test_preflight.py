@@ -166,19 +166,21 @@ EXACT = "passed: trained, validated, saved, reloaded and answered; logits measur
 @pytest.mark.parametrize(
     ("folder", "settings", "rows", "said"),
     [
-        (QLORA, "--quantization nf4", 2, ["tries qlora of assets/embedded_base", EXACT]),
+        pytest.param(QLORA, "--quantization nf4", 2, ["tries qlora of assets/embedded_base", EXACT],
+                     marks=pytest.mark.slow),
         (QLORA, "--quantization nf4-double", 2, ["tries qlora of assets/embedded_base", EXACT]),
         (FULL, "", 2, ["tries full of assets/embedded_base"]),
         (MP, "", 2, ["tries full of assets/embedded_base"]),  # on CPU one device holds all stages
         *(
-            (CLASSIFICATION, f"--technique {technique} --parallel single", 4,
-             [f"tries {technique} of all-minilm-l6-v2 with single on 1 x cpu: 4 rows of up to 16 tokens"])
-            for technique in ("full", "lora")
+            pytest.param(CLASSIFICATION, f"--technique {technique} --parallel single", 4,
+             [f"tries {technique} of all-minilm-l6-v2 with single on 1 x cpu: 4 rows of up to 16 tokens"], marks=marks)
+            for technique, marks in (("full", pytest.mark.slow), ("lora", ()))
         ),
         *(
-            (PREFERENCES, f"--technique {technique}", 2,
-             [f"tries {technique} of assets/embedded_labeller with single on 1 x cpu: 2 rows of up to 16 tokens"])
-            for technique in ("full", "lora")
+            pytest.param(PREFERENCES, f"--technique {technique}", 2,
+             [f"tries {technique} of assets/embedded_labeller with single on 1 x cpu: 2 rows of up to 16 tokens"],
+             marks=marks)
+            for technique, marks in (("full", ()), ("lora", pytest.mark.slow))
         ),
         (SUMMARIZATION, "--parallel single --devices 1 --max_target_length 24", 4,
          ["with single on 1 x cpu: 4 rows of up to 16 tokens with summaries of up to 24 (by --seq-len"]),

@@ -25,6 +25,15 @@ def lines_of(table: pd.DataFrame, figures: str) -> pd.DataFrame:
     return table[table["Figures"].str.startswith(figures)].reset_index(drop=True)
 
 
+def test_published_figures_are_those_of_the_source(table: pd.DataFrame) -> None:
+    found = lines_of(table, "published")[["Time", "USD per hour", "Bill (USD)"]]
+    assert found.values.tolist() == [
+        ["25:00", "13.00", "5.50"],
+        ["2:30:00", "12.00", "30.00"],
+        ["4:00:00", "2.00", "8.00"],
+    ]
+
+
 def test_the_published_times_follow_from_the_published_settings(table: pd.DataFrame) -> None:
     """Within a quarter for V100s with the network at its best; a row is sent for as a step on several machines."""
     projected = lines_of(table, "projected, published settings")
