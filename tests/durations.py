@@ -5,7 +5,7 @@
     python -m tests.durations --slice              which slow tests the slice has, and which it leaves out
 
 `tests/durations.json` has seconds: of fast tests by file, of each slow one. `make test-all` renews it. A slice has a
-quarter of the slow tests, another one with each commit, and those that what changed since then concerns, as far as
+half of the slow tests, the other one with each commit, and those that what changed since then concerns, as far as
 `SLICE_MINUTES` go.
 """
 
@@ -33,7 +33,7 @@ SHARES_RANKS = re.compile(r"recipes/|fake_gpus/|faults/test_resume|unit/test_(pi
 EVERYONES = ("tests/fixtures.py", "tests/forked.py", "tests/pace.py", "tests/conftest.py", "tests/durations.py")
 WORKERS = 2
 FAST_MINUTES, SLICE_MINUTES = 6, 12
-TURNS = 4
+TURNS = 2
 """After so many slices each slow test has run."""
 LISTED = 15
 """Most lines of what was added."""
