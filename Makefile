@@ -77,7 +77,7 @@ test-all: $(TESTS) ## all tests: recipes in full, every notebook, every techniqu
 	@$(PYTEST) --measured $(MEASURED)/fast.json -m "not slow" tests
 	@$(PYTEST) --measured $(MEASURED)/slow.json -m "slow and not alone and not soak" tests
 	@$(BIN)/python -m pytest -q --measured $(MEASURED)/alone.json -m alone tests/network
-	@$(BIN)/python -m tests.durations $(MEASURED)/fast.json $(MEASURED)/slow.json $(MEASURED)/alone.json
+	@$(BIN)/python -m tests.durations --replace $(MEASURED)/fast.json $(MEASURED)/slow.json $(MEASURED)/alone.json
 
 mutants: $(TESTS) ## put faults into copies of the code, one at a time, and see that tests fail (mutation testing)
 	@$(BIN)/python -m tests.mutants

@@ -13,7 +13,7 @@ os.environ.setdefault("KILLS_SEED", str(time.time_ns() % 1_000_000))  # one for 
 
 import pytest
 
-from tests.durations import scope_of, seconds_of_scopes, slice_of_now
+from tests.durations import read_kept, scope_of, seconds_of_scopes, slice_of_now
 from tests.pace import slowness
 
 SLOW_TESTS = pytest.StashKey[list[str]]()
@@ -28,7 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the fixtures where tests run: xdist's controller runs none, and need not wait for PyTorch's import."""
-    slowness()
+    if config.getoption("numprocesses", None):
+        slowness()  # before there are workers, which share it
     config.option.loadscopereorder = False
     is_worker = hasattr(config, "workerinput")
     if is_worker or not config.getoption("numprocesses", None):
@@ -39,14 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note which tests are slow, put them in order for the workers, and select the slice's."""
+    """Note which tests are slow, order them for the workers, and select the slice's and those not yet measured."""
     slow = [item.nodeid for item in items if item.get_closest_marker("slow") and not item.get_closest_marker("soak")]
     config.stash[SLOW_TESTS] = slow
     if hasattr(config, "workerinput"):  # the longest first, so that no worker is left alone with them in the end
         seconds = seconds_of_scopes()
         items.sort(key=lambda item: -seconds.get(scope_of(item.nodeid), 0))
     if config.getoption("slice"):
-        chosen = {test for tests in slice_of_now() for test in tests}
+        chosen = {test for tests in slice_of_now() for test in tests} | (set(slow) - read_kept().slow.keys())
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
         items[:] = [item for item in items if item.nodeid in chosen]
 

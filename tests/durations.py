@@ -1,20 +1,22 @@
 """How long each test takes, and the slice of the slow tests that `.ci/run` has time for.
 
-    python -m tests.durations FILE ...             keep what runs with `--measured FILE` measured; say what was added
-    python -m tests.durations --update FILE ...    add the slow tests that these runs had to those that are kept
-    python -m tests.durations --slice              which slow tests the slice has, and which it leaves out
+    python -m tests.durations FILE ...              add what runs with `--measured FILE` measured of slow tests
+    python -m tests.durations --replace FILE ...    the same of all tests, instead of what was kept; say what was added
+    python -m tests.durations --slice               which slow tests the slice has, and which it leaves out
 
-`tests/durations.json` has seconds: of fast tests by file, of each slow one. `make test-all` renews it. A slice has a
-half of the slow tests, the other one with each commit, and those that what changed since then concerns, as far as
-`SLICE_MINUTES` go.
+`tests/durations.json` has seconds per file for fast tests, and per test for slow ones. `make test-all` renews it. A
+slice has half of the slow tests, the other half after the next commit, and those that directly import what changed
+since then, or run a changed technique folder, as far as `SLICE_MINUTES` go.
 """
 
 import argparse
 import ast
+import io
 import json
 import math
 import re
 import subprocess
+import tarfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -30,11 +32,11 @@ TIMED = re.compile(r"faults/test_(processes|random_kills)|network/")
 """Files whose tests measure how soon something happens, and share runs."""
 SHARES_RANKS = re.compile(r"recipes/|fake_gpus/|faults/test_resume|unit/test_(pipeline|tensor_parallel)\.py")
 """Files whose tests look at what one start of ranks computed."""
-EVERYONES = ("tests/fixtures.py", "tests/forked.py", "tests/pace.py", "tests/conftest.py", "tests/durations.py")
+SHARED_BY_ALL = ("tests/fixtures.py", "tests/forked.py", "tests/pace.py", "tests/conftest.py", "tests/durations.py")
 WORKERS = 2
 FAST_MINUTES, SLICE_MINUTES = 6, 12
 TURNS = 2
-"""After so many slices each slow test has run."""
+"""After so many commits each slow test was in a slice, while the kept durations stay."""
 LISTED = 15
 """Most lines of what was added."""
 
@@ -104,23 +106,23 @@ def slice_of(slow: Mapping[str, float], changed: Iterable[str], commits: int) ->
     Each worker of the tests comes to the same slice.
     """
     turn = parts_of(slow)[commits % TURNS]
-    left_s = {False: WORKERS * SLICE_MINUTES * 60, True: SLICE_MINUTES * 60}  # of all tests, of those that measure time
-
-    def takes(group: list[str]) -> bool:
-        seconds = math.ceil(sum(map(slow.get, group)))
-        limits = [False, True] if TIMED.search(group[0]) else [False]
-        if any(left_s[limit] < seconds for limit in limits):
-            return False
-        for limit in limits:
-            left_s[limit] -= seconds
-        return True
-
-    for group in turn:
-        takes(group)
+    left_s = WORKERS * SLICE_MINUTES * 60 - _seconds(turn, slow)
+    left_timed_s = SLICE_MINUTES * 60 - _seconds([group for group in turn if TIMED.search(group[0])], slow)
     others = [group for group in groups_of(slow) if group not in turn and concerns(group[0], changed)]
-    first = commits * 7 % max(1, len(others))  # another one each time, where there is no time for all
-    more = [group for group in others[first:] + others[:first] if takes(group)]
-    return [*chain(*turn)], [*chain(*more)]
+    first = commits // TURNS % max(1, len(others))  # another one each time, where there is no time for all
+    more = []
+    for group in others[first:] + others[:first]:
+        seconds = _seconds([group], slow)
+        timed_s = seconds if TIMED.search(group[0]) else 0
+        if seconds <= left_s and timed_s <= left_timed_s:
+            more += group
+            left_s, left_timed_s = left_s - seconds, left_timed_s - timed_s
+    return [*chain(*turn)], more
+
+
+def _seconds(groups: Iterable[list[str]], slow: Mapping[str, float]) -> int:
+    """Whole ones, so that each worker comes to the same sum."""
+    return sum(math.ceil(sum(map(slow.get, group))) for group in groups)
 
 
 def concerns(test: str, changed: Iterable[str]) -> bool:
@@ -146,7 +148,7 @@ def _files_of(test: str) -> dict[str, str]:
     text = "".join(found.values())
     helpers = [name.replace(".", "/") + ".py" for name in re.findall(r"^from (tests[.\w]+) import", text, re.MULTILINE)]
     workers = [str(folder / name) for name in re.findall(r"\w+_worker\.py", text)]
-    return found | {name: _text(name) for name in (*helpers, *workers) if name not in EVERYONES}
+    return found | {name: _text(name) for name in (*helpers, *workers) if name not in SHARED_BY_ALL}
 
 
 @cache
@@ -164,11 +166,9 @@ def _folders_of(test: str) -> set[str]:
 def _imports_of(test: str) -> set[str]:
     """Modules of `common` that the test's files, and the workflows of its folders, import by name."""
     sources = [path for folder in _folders_of(test) for path in ROOT.glob(f"{folder}/run_0_*/my_*.py")]
-    text = "".join([*_files_of(test).values(), *(path.read_text(encoding="utf-8") for path in sources)])
-    lines = re.findall(r"^\s*from (common[.\w]*) import (.+)", text, re.MULTILINE)
-    return {
-        module for package, names in lines for module in (package, *(f"{package}.{name}" for name in names.split(", ")))
-    }
+    texts = [*_files_of(test).values(), *(path.read_text(encoding="utf-8") for path in sources)]
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)]
+    return {name for node in nodes for name in (node.module, *(f"{node.module}.{each.name}" for each in node.names))}
 
 
 @cache
@@ -215,7 +215,7 @@ def slice_said() -> str:
 
 
 def kept_from(measured: Mapping[str, tuple[float | None, bool]], commit: str, before: Durations) -> Durations:
-    """Return what is kept of tests' seconds and whether they are slow; of a skipped one what it took before."""
+    """Return what is kept of tests' seconds and whether they are slow; of a skipped slow one what it took before."""
     kept = Durations(commit)
     for test, (seconds, is_slow) in sorted(measured.items()):
         file = test.partition("::")[0]
@@ -226,7 +226,7 @@ def kept_from(measured: Mapping[str, tuple[float | None, bool]], commit: str, be
     return kept
 
 
-def added_said(before: Durations, now: Durations, statements: tuple[int, int]) -> str:
+def added_said(before: Durations, now: Durations) -> str:
     """Say what has been added since the durations were kept last."""
     rows = []
     for old, new in ((before.fast, now.fast), (before.slow, now.slow)):
@@ -235,39 +235,45 @@ def added_said(before: Durations, now: Durations, statements: tuple[int, int]) -
     totals = [
         f"fast tests: {before.fast_minutes:.1f} -> {now.fast_minutes:.1f} min on {WORKERS} workers ({FAST_MINUTES})",
         f"slow tests: {sum(before.slow.values()) / 60:.1f} -> {sum(now.slow.values()) / 60:.1f} min of one worker",
-        f"statements of tests: {statements[0]:,} -> {statements[1]:,}",
     ]
     return "\n".join([f"Since {before.commit[:7]}:", *totals, tabulate(lines[:LISTED], tablefmt="plain")])
 
 
-def statements_at(commit: str) -> int:
-    """Count the Python statements of the tests at a commit; "" is the working tree."""
-    names = _git("ls-tree", "-r", "--name-only", commit or "HEAD", "tests").splitlines()
-    count = 0
-    for name in names:
-        if name.endswith(".py") and (commit or (ROOT / name).is_file()):
-            text = _git("show", f"{commit}:{name}") if commit else _text(name)
-            count += sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
-    return count
+def statements_said(commit: str) -> str:
+    """Say how many Python statements the tests had at a commit, if this clone has it, and how many they have now."""
+    names = {name for name in _git("ls-files", "tests").splitlines() if name.endswith(".py")}
+    now = sum(map(_statements, map(_text, names)))
+    done = subprocess.run(["git", "archive", commit, "tests"], cwd=ROOT, capture_output=True, check=False)
+    if done.returncode:
+        return f"statements of tests: {now:,}; {commit[:7]} is not in this clone"
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
+        texts = [tar.extractfile(file).read().decode() for file in tar if file.name.endswith(".py")]
+    return f"statements of tests: {sum(map(_statements, texts)):,} -> {now:,}"
+
+
+def _statements(text: str) -> int:
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(text)))
 
 
 def main() -> None:
     """Do what is asked for."""
     parser = argparse.ArgumentParser(prog="python -m tests.durations", description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", type=Path, help="what runs with --measured wrote")
-    parser.add_argument("--update", action="store_true", help="keep the others' durations")
+    parser.add_argument("--replace", action="store_true", help="of all tests: forget what was kept")
     parser.add_argument("--slice", action="store_true", help="say what the slice has, and what it leaves out")
     options = parser.parse_args()
     if options.slice:
         print(slice_said())
         return
+    if not options.files:
+        parser.error("name what a run with --measured wrote")
     measured = {test: each for file in options.files for test, each in json.loads(file.read_text()).items()}
     before = read_kept()
     now = kept_from(measured, _git("rev-parse", "HEAD"), before)
-    if options.update:
+    if not options.replace:
         now = Durations(before.commit, before.fast, {**before.slow, **now.slow})
     KEPT_FILE.write_text(json.dumps(asdict(now), indent=1) + "\n", encoding="utf-8")
-    print(added_said(before, now, (statements_at(before.commit), statements_at(""))))
+    print(added_said(before, now), statements_said(before.commit), sep="\n")
 
 
 if __name__ == "__main__":
