@@ -218,7 +218,7 @@ LOSS = (
         "common/tasks/answers.py",
         "    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).sum(1)], dim=1)\n",
         "    return torch.stack([torch.stack(losses), (targets != IGNORED_LABEL).any(1).float()], dim=1)\n",
-        GOLDEN,
+        _unit("training", "validation_computes_logits_at_answers_alone_and_the_same_loss"),
     ),
     Fault(
         "a row that fills a batch up counts in the accuracy",
@@ -606,7 +606,7 @@ PLANS = (
         "common/planning/memory_plan.py",
         "return self.batch.sequences * self.batch.labelled if chooses else",
         "return self.batch.sequences if chooses else",
-        _unit("dry_run", "the_closed_form_says_the_same"),
+        _unit("memory_plan", "a_head_without_last_layers_and_embeddings_alone_are_counted"),
     ),
     Fault(
         "memory plan: DDP's buckets are left out",
@@ -665,7 +665,7 @@ PLANS = (
         "common/planning/time_plan.py",
         "return 0.0, 2 * around * summed_bytes(",
         "return 0.0, around * summed_bytes(",
-        _unit("time_plan", "what_a_ring_sends"),
+        _unit("time_plan", "tensor_parallel_divides_layers_and_waits_for_its_sums"),
     ),
     Fault(
         "time plan: the bubble of a pipeline is left out",
@@ -929,10 +929,10 @@ GPUS = (
         _unit("watch", "a_rank_that_waits_where_no_signal_is_handled_ends_when_it_is_told_to"),
     ),
     Fault(
-        "model parallel's devices compute something else than one device",
-        "common/training/strategy.py",
-        '            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()\n',
-        '            batch["logits_to_keep"] = batch["logits_to_keep"].tolist()[::-1]\n',
+        "model parallel's layers all stay on the first device",
+        "common/models/loading.py",
+        "                device_map=device_map,\n",
+        "                device_map=dict.fromkeys(device_map, next(iter(device_map.values()))),\n",
         _equals_one_device("MP, full"),
     ),
 )

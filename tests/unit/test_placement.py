@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from common.checks.inputs import check_inputs
 from common.data.splits import load_splits
 from common.hardware.devices import find_gpu
 from common.models.loading import load_base_model, load_tokenizer, model_without_weights
+from common.planning import device_maps
 from common.planning.architectures import read_architecture
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
@@ -236,6 +238,19 @@ def test_a_model_that_cannot_fit_at_all_is_refused() -> None:
     run = replace(ON_A5000S, model="llama-3.1-70b")
     with pytest.raises(BadInputError, match="not even one row would fit: use more or larger devices"):
         check_fits(place_stages(run, BatchShape(5, 256, 255), find_gpu("a5000")).plan)
+
+
+def test_a_search_ends_after_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, rounds = device_maps._fill, []
+
+    def counted(*arguments: Any) -> Any:
+        rounds.append(arguments)
+        assert len(rounds) < 50, "it goes on although nothing gets better"
+        return fill(*arguments)
+
+    monkeypatch.setattr(device_maps, "_fill", counted)
+    placed(ON_A6000S, 8)
+    assert rounds
 
 
 def test_a_plan_may_be_a_little_too_high() -> None:
