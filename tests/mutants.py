@@ -53,7 +53,7 @@ MARK = "MUTANT"
 """A variable of the environment, by which the processes that a fault leaves behind are found."""
 FAULT_S, CONTROL_S = 180, 900
 """How long the tests of a fault may take, and those of one file without a fault, on the reference machine."""
-TESTS_FAILED, INTERRUPTED, NOT_LOADED, CRASHED = 1, 2, 3, 70
+TESTS_FAILED, INTERRUPTED, NOT_LOADED, NO_CONFTEST, CRASHED = 1, 2, 3, 4, 70
 
 
 # -- what is run
@@ -84,7 +84,7 @@ class Outcome:
     @property
     def is_caught(self) -> bool:
         """Whether a test saw the fault; an import that fails counts for drawn faults alone."""
-        codes = (TESTS_FAILED, INTERRUPTED, NOT_LOADED)
+        codes = (TESTS_FAILED, INTERRUPTED, NOT_LOADED, NO_CONFTEST)
         return self.exit_code in codes and bool(self.failed_test) and not self.is_broken
 
     @property
@@ -171,6 +171,8 @@ class Copy:
             found, exit_code = {"failed": "", "is_import": False}, None if exit_code is None else CRASHED
         if exit_code == NOT_LOADED and "in pytest_configure" in log:
             found = {"failed": "fixtures.py", "is_import": True}
+        if exit_code == NO_CONFTEST and "ImportError while loading conftest" in log:
+            found = {"failed": "conftest.py", "is_import": True}
         return Outcome(job, seconds, exit_code, found["failed"], found["is_import"], log)
 
 
