@@ -24,7 +24,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -42,15 +41,14 @@ from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
 from common.base.secrets import without_secrets
 from common.base.specs import PARALLELISMS
+from common.checks.processes import END_S, last_error, run_process
 from common.checks.tried_rows import batch_of_length
 from common.hardware.devices import CATALOGUE, Gpu, gpu_of_device
 from common.models import minilm
 from common.planning.plans import plan_run
 from common.records.store import write_json
-from common.runtime.watch import die_with_parent
 
 WORKS, SLOWER, FAILS, LEFT_OUT = "works", "slower than planned", "does not work", "left out"
-END_S = 5.0  # how long a part may take to end when it is told to; then it is killed
 KEPT_LINES = 40  # of the output of a part that does not work
 Record = dict[str, Any]  # what is kept of a part: `part`, `status`, `why`, `seconds`, and what it measured
 
@@ -133,55 +131,6 @@ class Part:
 
 
 # -- a part in a process of its own
-
-
-def run_process(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess:
-    """Run this Python with `command` at the repository's root, for at most `limit_s` seconds.
-
-    It has no network to ask, and a group of its own, which is ended as a whole. Its `returncode` is None where it was
-    ended, as its time was over.
-    """
-    with tempfile.TemporaryFile("w+", errors="replace") as log:  # a pipe would stay open with whoever is left behind
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=REPOSITORY,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        try:
-            exit_code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            exit_code = None
-        finally:
-            end_group(process)
-        log.seek(0)
-        return subprocess.CompletedProcess(command, exit_code, log.read())
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """End a process and all that it started: with SIGINT, so that it may say what it found, then by force."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
-    with suppress(ProcessLookupError):  # nobody of the group is left
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def last_error(output: str) -> str:
-    """Return the line that says why a process ended: its `error: ...`, a traceback's last line, or its last line.
-
-    `torchrun` adds a report of its own (`ChildFailedError`), which says nothing more.
-    """
-    lines = [re.sub(r"^(\[[^\]]*\]:?\s*)+", "", line).strip() for line in output.splitlines()]
-    for pattern in (r"error: ", r"(\w+\.)*\w+(Error|Exception): \S"):
-        if found := [line for line in lines if re.match(pattern, line)]:
-            return found[-1].removeprefix("error: ")
-    return next((line for line in reversed(lines) if line), "it ended without a word")
 
 
 def failed(ended: subprocess.CompletedProcess, limit_s: float) -> Record:

@@ -22,7 +22,7 @@ import torch
 
 from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
-from common.checks import gpu_check, machine_facts
+from common.checks import gpu_check, machine_facts, processes
 from common.checks.folder_runs import run_of_folder
 from common.checks.gpu_check import FAILS, LEFT_OUT, SLOWER, TRIALS, WORKS, Part, main
 from tests.forked import run_forked
@@ -265,7 +265,7 @@ def test_overrunning_its_own_time_is_a_failure_and_the_budgets_end_is_not(
     ],
 )
 def test_a_failure_is_told_by_the_line_that_says_why(output: str, why: str | None) -> None:
-    assert gpu_check.last_error(output) == (why or "torch.OutOfMemoryError: CUDA out of memory.")
+    assert processes.last_error(output) == (why or "torch.OutOfMemoryError: CUDA out of memory.")
 
 
 def test_what_leaves_the_machine_names_no_place_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
