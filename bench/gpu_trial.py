@@ -10,53 +10,86 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.levers import LEVERS, pulled
 from bench.planner_points import gpu_here
 from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
+from common.checks.gpu_check import NoRoomError
 from common.checks.preflight import StepClock, planned_step_s, trainer_of_longest_batch
 from common.checks.tried_rows import batch_of_length, rows_of_length
 from common.hardware.devices import Gpu, forget_peak, read_memory
-from common.planning.plans import plan_run
+from common.planning.plans import Plan, plan_run
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank
 from common.training.results import model_flops_utilization, training_flops
+from common.training.trainer import AuditedTrainer
 
 TRIALS_PATH = REPOSITORY / "bench" / "gpu_trials.json"
-MODEL, LENGTH, ROWS = "llama-3.1-8b", 4096, 3
-"""Rows of a micro-batch: four may not fit in 141 GB with full fine-tuning."""
 FOLDERS = {"full": "2.4_full_finetuning/run_2_h200_141g_x1", "lora": "2.1_lora_finetuning/run_2_h200_141g_x1"}
 STEPS = 5
 """Of the optimizer; the first one also warms up, and is not timed."""
 
 
 @dataclass(frozen=True)
+class Scale:
+    """What is trained, and where: `rows` of a micro-batch at most, each of `length` tokens."""
+
+    model: str
+    length: int
+    rows: int
+    device: str
+
+
+MODEL, LENGTH, ROWS = "llama-3.1-8b", 4096, 3
+"""Rows of a micro-batch: four may not fit in 141 GB with full fine-tuning."""
+GPU_SCALE = Scale(MODEL, LENGTH, ROWS, "cuda")
+REHEARSED_SCALE = Scale("assets/embedded_base", 64, 2, "cpu")
+
+
+@dataclass(frozen=True)
 class Trial:
-    """A variant of training: its technique, and the settings that differ from its folder's."""
+    """A variant of training: its technique, the settings that differ from its folder's, and what `bench.levers` has."""
 
     technique: str
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
+    levers: tuple[str, ...] = ()
 
-    @property
-    def run(self) -> RunConfig:
-        """The run whose steps these are; full fine-tuning in bf16 without fp32 weights, so that `ROWS` fit."""
+    def run(self, scale: Scale = GPU_SCALE) -> RunConfig:
+        """Return the run whose steps these are; full fine-tuning in bf16 without fp32 weights, so that `ROWS` fit."""
         own = {"precision": "bf16", "gradient_accumulation_steps": 1} if self.technique == "full" else {}
-        asked = {"model": MODEL, "weights": "random", "max_length": LENGTH, "per_device_train_batch_size": ROWS}
+        asked = {"model": scale.model, "weights": "random", "max_length": scale.length, "device": scale.device,
+                 "per_device_train_batch_size": scale.rows}  # fmt: skip
         without_evaluation = {"report_to": "none", "independent_judge": "none"}
         folder = literal_of(REPOSITORY / FOLDERS[self.technique])
         return replace(folder, **asked, **own | self.settings, **without_evaluation)
 
+    def planned(self, gpu: Gpu, scale: Scale = GPU_SCALE) -> Plan:
+        """Return the plan with the most rows that have room on the GPU; `NoRoomError` where not even one has."""
+        with pulled(self.levers):
+            for rows in range(scale.rows, 0, -1):
+                run = self.run(replace(scale, rows=rows))
+                plan = plan_run(run, batch_of_length(run, scale.length), gpu)
+                if plan.fits:
+                    return plan
+        raise NoRoomError(
+            f"by the plan one row needs {plan.fullest[0].peak_gib:.1f} GiB, and {gpu.name} has {gpu.memory_gib:.1f}"
+        )
+
 
 LIGER, COMPILED = {"use_liger_kernel": True}, {"torch_compile": True}
+FUSED_ADAMW, FOUR_BATCHES = {"optim": "adamw_torch_fused"}, {"gradient_accumulation_steps": 4}
+NO_WAITS, NO_NORM, LOGITS, CUDNN, LOSS = LEVERS
 TRIALS = (
     Trial("lora", "as it comes"),
     Trial("lora", "Liger's kernels", LIGER),
@@ -64,19 +97,36 @@ TRIALS = (
     Trial("full", "as it comes"),
     Trial("full", "Liger's kernels", LIGER),
     Trial("full", "compiled", COMPILED),
-    Trial("full", "compiled, 4 micro-batches a step", {**COMPILED, "gradient_accumulation_steps": 4}),
+    Trial("full", "compiled, 4 micro-batches a step", COMPILED | FOUR_BATCHES),
 )
+"""What a user can set."""
+LEVER_TRIALS = (
+    Trial("full", "compiled, fused AdamW, 4 micro-batches", COMPILED | FUSED_ADAMW | FOUR_BATCHES, (NO_NORM,)),
+    Trial("lora", "compiled, large chunks", COMPILED, (LOGITS, NO_NORM)),
+    Trial("lora", "compiled, cuDNN", COMPILED, (CUDNN, NO_NORM)),
+    Trial("lora", "compiled, large chunks, cuDNN", COMPILED, (LOGITS, CUDNN, NO_NORM)),
+    Trial("full", "compiled, fused AdamW, large chunks, cuDNN, 4 micro-batches", COMPILED | FUSED_ADAMW | FOUR_BATCHES,
+          (LOGITS, CUDNN, NO_NORM)),
+    Trial("lora", "compiled, Liger's loss", COMPILED | LIGER, (LOSS, NO_NORM)),
+    Trial("full", "compiled, fused AdamW", COMPILED | FUSED_ADAMW, (NO_NORM,)),
+    Trial("full", "compiled, 8 bits without waits, 4 micro-batches", COMPILED | FOUR_BATCHES, (NO_WAITS, NO_NORM)),
+)  # fmt: skip
+"""What the loop may get: the most promising first."""
 
 
-def measure(trial: Trial, gpu: Gpu) -> dict[str, Any]:
-    """Return a trial's record: its steps' times, tokens per second, MFU and peak memory, beside the plan's."""
-    run = trial.run
-    plan, rows = plan_run(run, batch_of_length(run, LENGTH), gpu), rows_of_length(run, LENGTH)
-    with rank_started(run) as rank, tempfile.TemporaryDirectory() as folder:
-        trainer = trainer_of_longest_batch(run, rows, {}, rank, Path(folder), STEPS)
+def measure(trial: Trial, gpu: Gpu, scale: Scale = GPU_SCALE) -> dict[str, Any]:
+    """Return a trial's record: its steps' times, tokens per second, MFU and peak memory, beside the plan's.
+
+    Raises:
+        NoRoomError: by the plan not even one row has room on the GPU.
+    """
+    plan = trial.planned(gpu, scale)
+    run = trial.run(replace(scale, rows=plan.job.batch.rows))
+    with pulled(trial.levers), steps_of(run, scale.length) as (trainer, rank):
         found = _timed(run, trainer, rank, gpu)
     return {
         **asdict(trial),
+        "rows": run.per_device_train_batch_size,
         **found,
         "planned_step_time_s": planned_step_s(run, plan),
         "planned_gib": plan.fullest[0].allocated_gib,
@@ -85,12 +135,19 @@ def measure(trial: Trial, gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _timed(run: RunConfig, trainer: Any, rank: Rank, gpu: Gpu) -> dict[str, Any]:
+@contextmanager
+def steps_of(run: RunConfig, length: int) -> Iterator[tuple[AuditedTrainer, Rank]]:
+    """Make the run's own trainer of `STEPS` steps on rows of `length` tokens."""
+    with rank_started(run) as rank, tempfile.TemporaryDirectory() as folder:
+        yield trainer_of_longest_batch(run, rows_of_length(run, length), {}, rank, Path(folder), STEPS), rank
+
+
+def _timed(run: RunConfig, trainer: AuditedTrainer, rank: Rank, gpu: Gpu) -> dict[str, Any]:
     clock = StepClock(rank.devices)
     trainer.add_callback(clock)
     forget_peak(rank.device)
     trainer.train()
-    tokens = run.effective_batch_size * LENGTH
+    tokens = run.effective_batch_size * run.max_length
     weights = list(trainer.model.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     flops = training_flops(trained, sum(weight.numel() for weight in weights) - trained)

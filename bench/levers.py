@@ -1,0 +1,105 @@
+"""What may make a step on a GPU faster, each as a context to train in: trials of the bench, before the loop has it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import bitsandbytes.optim.optimizer as bnb_optimizer
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.liger import apply_liger_kernel
+
+from common.models import separate_rows
+from common.planning import memory_plan, phases
+from common.training import chunked_loss, strategy
+from common.training.trainer import AuditedTrainer
+
+MANY_LOGITS = 2**28
+"""Of a chunk, on a card with room for about 4 GiB of them: a head's product of 261 tokens (2^25 logits) is too thin."""
+
+
+def without_waits_per_weight() -> AbstractContextManager[Any]:
+    """Let bitsandbytes start a weight's update before that of the last one has ended.
+
+    Its optimizers wait for the GPU after every weight (`Optimizer8bit.step`), which paged states alone need.
+    """
+    return mock.patch.object(bnb_optimizer, "sync_gpu", _goes_on)
+
+
+def without_wait_for_norm() -> AbstractContextManager[Any]:
+    """Start the update without a look at the gradients' norm, for which the host waits until all of them are there."""
+    return mock.patch.object(AuditedTrainer, "check_gradients", _goes_on)
+
+
+def _goes_on(*given: object) -> None:
+    """Do nothing, and keep nothing that is given, as a mock would."""
+
+
+@contextmanager
+def many_logits_at_once() -> Iterator[None]:
+    """Compute the loss in chunks of `MANY_LOGITS`, and plan it so."""
+    with ExitStack() as patches:
+        for module in (chunked_loss, memory_plan, phases):
+            patches.enter_context(mock.patch.object(module, "LOGITS_AT_ONCE", MANY_LOGITS))
+        yield
+
+
+@contextmanager
+def cudnn_attention() -> Iterator[None]:
+    """Attend to rows of one length as a batch, with cuDNN's kernel alone: it fails where it cannot be used."""
+    with mock.patch.object(separate_rows, "attend_within_rows", attend_in_a_batch), sdpa_kernel(CUDNN):
+        yield
+
+
+CUDNN = SDPBackend.CUDNN_ATTENTION if torch.cuda.is_available() else SDPBackend.MATH
+"""A CPU, on which parts are rehearsed, has no cuDNN."""
+
+
+def attend_in_a_batch(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what `attend_within_rows` does, of rows that all have `max_length_q` tokens; arguments as there."""
+    rows = (each.squeeze(0).unflatten(1, (-1, max_length_q)).transpose(0, 1) for each in (query, key, value))
+    heads_share = query.shape[1] != key.shape[1]
+    attended = scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=heads_share)
+    return attended.transpose(1, 2).flatten(0, 1).unsqueeze(0), None
+
+
+def ligers_loss_alone() -> AbstractContextManager[Any]:
+    """Of Liger's kernels take the loss, which joins head and cross-entropy: compiled layers fuse the rest."""
+    others = dict.fromkeys(("rope", "rms_norm", "swiglu", "cross_entropy"), False)
+    put_in = partial(_put_ligers_into, {**others, "fused_linear_cross_entropy": True})
+    return mock.patch.object(strategy, "apply_liger_kernel", put_in)
+
+
+def _put_ligers_into(kernels: dict[str, bool], model: torch.nn.Module, none: None) -> None:
+    apply_liger_kernel(model, kernels)
+
+
+LEVERS = {
+    "no waits per weight": without_waits_per_weight,
+    "no wait for the norm": without_wait_for_norm,
+    "2^28 logits at once": many_logits_at_once,
+    "cuDNN's attention": cudnn_attention,
+    "Liger's loss": ligers_loss_alone,
+}
+
+
+@contextmanager
+def pulled(names: Sequence[str]) -> Iterator[None]:
+    """Train with the levers of these names."""
+    with ExitStack() as levers:
+        for name in names:
+            levers.enter_context(LEVERS[name]())
+        yield
