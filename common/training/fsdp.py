@@ -38,6 +38,10 @@ LEFT_TO_ACCELERATE = ("wrap", "prefetch", "offload", "dp_replicate_size")
 class Fsdp(Strategy):
     """Every rank holds its shard of each weight, and gathers the others' layer by layer."""
 
+    def __init__(self, run: RunConfig, rank: Rank) -> None:
+        super().__init__(run, rank)
+        self.autocasts = mixed_precision(run).param_dtype is None  # adapters are fp32 beside a base in bf16
+
     @classmethod
     def check(cls, run: RunConfig) -> None:
         """Check that the model has the classes to wrap, and that nothing else shards it.

@@ -36,7 +36,7 @@ WEIGHTS_FILE = "replica.pt"
 class Replicas(WholeModel):
     """Every rank holds the whole model, and has rows of its own; the workflow sums the gradients."""
 
-    takes_steps = autocasts = True
+    takes_steps = True
 
     def __init__(self, log: RunRecorder) -> None:
         """`log` knows which rank of each disk writes what all have."""

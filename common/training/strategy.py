@@ -69,14 +69,14 @@ class Strategy:
             `as_computed`.
         saves_in_background: Whether training goes on while a large checkpoint is written;
             `Parallelism.saves_in_background` plans for it.
-        autocasts: Whether mixed precision is autocast's; FSDP and DeepSpeed convert the weights themselves.
+        autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
         divides_checkpoints: Whether every rank writes a part of a checkpoint.
         needs_one_disk: Whether ranks write and read a checkpoint in one folder, which their machines must share.
         gather: Function that returns a weight whole; called on every rank.
     """
 
-    takes_steps = measures_usage = reloads_as_computed = saves_in_background = needs_one_disk = True
-    autocasts = divides_checkpoints = False
+    takes_steps = measures_usage = reloads_as_computed = saves_in_background = needs_one_disk = autocasts = True
+    divides_checkpoints = False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
         """Prepare for `run`; `rank` is this process's place among all, also where all work on the same rows."""

@@ -55,8 +55,6 @@ AGREEMENT = 1e-7
 class TensorParallel(Strategy):
     """Every rank has the same rows, and its columns and rows of each layer's matrices."""
 
-    autocasts = True
-
     @classmethod
     def check(cls, run: RunConfig) -> None:
         """Check that the ranks can share the model evenly.

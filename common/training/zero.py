@@ -57,7 +57,7 @@ def is_compiled() -> bool:
 class Zero(Strategy):
     """Every rank holds its part of the optimizer's states (stage 1), also of gradients (2), also of weights (3)."""
 
-    saves_in_background = False
+    saves_in_background = autocasts = False
 
     @classmethod
     def check(cls, run: RunConfig) -> None:
