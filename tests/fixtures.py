@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import (
     AutoTokenizer,
@@ -30,6 +31,7 @@ from common.models.loading import EMBEDDED_SUMMARIZER
 from common.models.minilm import minilm_folder
 from common.records.store import RECORD_NAME, Record, load_record
 from common.runtime.launchers import accelerate_command, torchrun_command
+from common.runtime.rank import end_rank
 from common.training.zero import check_deepspeed
 from tests.fake_gpus.machine import compiled_guard, compiler
 from tests.forked import run_forked
@@ -186,6 +188,14 @@ def fake_gpus() -> None:
     if compiler() is None:
         pytest.skip("no C++ compiler (c++): the fake machine of several GPUs needs one; install g++")
     compiled_guard()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A world of this process alone, whose collectives are gloo's."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    end_rank()
 
 
 @pytest.fixture(scope="session")

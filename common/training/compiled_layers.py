@@ -35,7 +35,12 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: torch.nn.Module, backend: str = "inductor") -> None:
-    """Compile each layer in place, for batches of any shape; the code is made when a layer is first called."""
+    """Compile each layer in place, for batches of any shape; the code is made when a layer is first called.
+
+    Within DDP Dynamo would split a layer wherever a bucket of its gradients is full, the first at 1 MiB, so that they
+    are sent during its backward pass. Other layers' backward passes are enough for that.
+    """
+    torch._dynamo.config.optimize_ddp = False
     for layer in layers_of(model):
         layer.compile(dynamic=True, backend=backend)
 

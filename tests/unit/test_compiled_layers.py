@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
@@ -15,9 +17,13 @@ from common.models.loading import load_base_model
 from common.models.trained_weights import with_trained_weights
 from common.runtime.world import Rank
 from common.training.compiled_layers import as_written, compile_layers
+from common.training.ddp import ddp_settings
 from common.training.fsdp import modules_to_wrap
 from common.training.strategy import WholeModel
 
+OF_2_MIB = {
+    "vocab_size": 8, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
+}  # fmt: skip
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which torch.compile needs on a CPU")
 
 
@@ -53,6 +59,17 @@ def test_a_compiled_layer_serves_all_and_batches_of_any_length(run_config: RunCo
         torch.testing.assert_close(loss_and_gradients(model, tokens), expected[tokens])
     assert len(graphs) == (1 if checkpointing else 2)  # the first layer's input need not have a gradient
     assert list(model.state_dict()) == names
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_layer_stays_one_graph_within_ddp() -> None:
+    """Of more than the MiB of weights after which Dynamo would split it, as DDP begins to send there."""
+    graphs: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+    model, ids = LlamaForCausalLM(LlamaConfig(**OF_2_MIB)), torch.arange(8).view(1, 8)
+    compile_layers(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    DistributedDataParallel(model, **ddp_settings("cuda"))(input_ids=ids, use_cache=False)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("asked", [True, False])

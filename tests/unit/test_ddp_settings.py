@@ -1,21 +1,16 @@
 """What DDP is told of its buckets."""
 
-from pathlib import Path
-
+import pytest
 import torch
-import torch.distributed as dist
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from common.training.ddp import ddp_settings
 
 
-def test_cpu_has_one_bucket_and_gpu_has_pytorchs_own(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        assert [len(_buckets(device)) for device in ("cpu", "cuda")] == [1, 2]
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("one_rank")
+def test_cpu_has_one_bucket_and_gpu_has_pytorchs_own() -> None:
+    assert [len(_buckets(device)) for device in ("cpu", "cuda")] == [1, 2]
 
 
 def test_accelerate_passes_all_settings_on() -> None:

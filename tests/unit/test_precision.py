@@ -1,13 +1,12 @@
 """Matrix products are in the run's precision, whatever divides the work: told by what a projection returns."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from common.base.run_config import RunConfig
@@ -15,7 +14,6 @@ from common.base.specs import PARALLELISMS
 from common.models.loading import load_tokenizer
 from common.models.trained_weights import with_trained_weights
 from common.planning.job import BatchShape, Job
-from common.runtime.rank import end_rank
 from common.runtime.world import Rank
 from common.training.ddp import Ddp
 from common.training.deepspeed_config import deepspeed_config
@@ -45,15 +43,6 @@ LOOPS: dict[str, tuple[type[Strategy], str]] = {
     "one from outside": (FromOutside, "single"),
 }
 """Strategies whose steps a loop of ours takes, and their parallelism."""
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A world of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-    end_rank()
 
 
 def run_of(parallel: str, technique: str, precision: str) -> RunConfig:
