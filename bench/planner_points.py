@@ -12,9 +12,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.checks.dry_run import dry_run
 from common.checks.fake_steps import STEPS, batch_inputs, build_model, mark_segments, step_trainer, take_step
-from common.hardware.devices import GIB, Gpu, find_gpu, gpu_of_device, gpus
+from common.hardware.devices import GIB, Gpu, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
 from common.models.loading import any_shape_config, load_base_model
 from common.models.trained_weights import add_lora
 from common.planning.architectures import read_architecture
@@ -97,6 +98,18 @@ class Point:
         """Every token is learnt but the first, which nothing predicts."""
         return BatchShape(self.rows, self.length, self.length - 1)
 
+    @property
+    def label(self) -> str:
+        """In a few words."""
+        others = {
+            f"{self.card} card": self.card,
+            "linear layers": self.linear_only,
+            self.quantization: self.technique == "qlora",
+            "checkpointing": self.gradient_checkpointing,
+        }
+        words = [self.technique, self.model, f"{self.rows} x {self.length}", *(word for word in others if others[word])]
+        return ", ".join(words)
+
     def planned(self, gpu: Gpu) -> DeviceMemory:
         """The closed form's answer."""
         architecture = read_architecture(self.model)
@@ -130,6 +143,7 @@ def qlora_points() -> list[Point]:
     return points
 
 
+@cache
 def small_card_points(card: str) -> list[Point]:
     """The points that are planned to fill the card nearest to each of `FULLNESS`, on either side of full."""
     gpu = find_gpu(card)
@@ -149,11 +163,11 @@ def small_card_points(card: str) -> list[Point]:
 
 
 class PeakWatch:
-    """Told the step's segments as the dry run's tracker is; keeps the GPU's highest memory in each, in GiB."""
+    """Told the step's segments as the dry run's tracker is; keeps a device's highest memory in each, in GiB."""
 
-    def __init__(self) -> None:
-        """Begin before the first step."""
-        self.segment, self.reserved_gib = "load", 0.0
+    def __init__(self, device: str) -> None:
+        """Begin before the first step; a CPU, on which points are rehearsed, has the process's memory instead."""
+        self.device, self.segment, self.reserved_gib = device, "load", 0.0
         self.segments_gib: dict[str, float] = {}
 
     def enter(self, segment: str, new_part: str = "") -> None:
@@ -169,10 +183,11 @@ class PeakWatch:
 
     def remember(self) -> None:
         """Note the peak since the last time, and look for the next."""
-        allocated_gib = torch.cuda.max_memory_allocated() / GIB
-        self.segments_gib[self.segment] = max(allocated_gib, self.segments_gib.get(self.segment, 0.0))
-        self.reserved_gib = max(self.reserved_gib, torch.cuda.max_memory_reserved() / GIB)
-        torch.cuda.reset_peak_memory_stats()
+        memory = read_memory(self.device)
+        self.segments_gib[self.segment] = max(memory.peak_gib, self.segments_gib.get(self.segment, 0.0))
+        self.reserved_gib = max(self.reserved_gib, memory.peak_reserved_gib or 0.0)
+        if self.device != "cpu":
+            forget_peak(self.device)
 
 
 def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
@@ -184,7 +199,7 @@ def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
         with torch.device(device):
             model = build_model(run, any_shape_config(run.model))
     inputs = {name: tensor.to(device) for name, tensor in batch_inputs(batch, model).items()}
-    watch = PeakWatch()
+    watch = PeakWatch(device)
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(run, Path(folder))
         trainer = step_trainer(model, arguments)
@@ -197,14 +212,14 @@ def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:
     return watch
 
 
-def measure_here(point: Point) -> dict[str, Any]:
-    """The point's figures in GiB, from this process's GPU; `oom` where its memory does not suffice."""
+def measure_here(point: Point, device: str = "cuda") -> dict[str, Any]:
+    """The point's figures in GiB, from this process's device; `oom` where its memory does not suffice."""
     if point.card:
         total_gib = torch.cuda.get_device_properties(0).total_memory / GIB
         # a card's context takes its share of it; here it lies outside of what the fraction caps
         torch.cuda.set_per_process_memory_fraction((find_gpu(point.card).memory_gib - CONTEXT_GIB) / total_gib)
     try:
-        watch = watched_steps(point.run, point.batch, "cuda")
+        watch = watched_steps(replace(point.run, device=device), point.batch, device)
     except torch.OutOfMemoryError:
         return {"outcome": "oom"}
     return {
@@ -218,14 +233,14 @@ def measure_here(point: Point) -> dict[str, Any]:
 # -- all points
 
 
-def measured_point(point: Point, here: Gpu) -> dict[str, Any]:
-    """The point's record: its settings, what was planned, and what came of it."""
+def measured_point(point: Point, here: Gpu, measure_one: Callable[[Point], dict[str, Any]]) -> dict[str, Any]:
+    """The point's record: its settings, what was planned, and what came of it, by `measure_one`."""
     gpu = find_gpu(point.card) if point.card else here
     planned = point.planned(gpu)
     if not point.card and planned.peak_gib > TOO_LARGE * gpu.memory_gib:
         outcome = {"outcome": "skipped"}
     else:
-        outcome = _in_own_process(point)
+        outcome = measure_one(point)
     return {
         **asdict(point),
         "planned_gib": planned.allocated_gib,
@@ -249,27 +264,44 @@ def _in_own_process(point: Point) -> dict[str, Any]:
 
 def measure(points: Sequence[Point], here: Gpu, path: Path) -> None:
     """Measure what the file at `path` lacks, and write it after each point, so that a stopped run can go on."""
-    records = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    known = [
-        Point(**{name: record[name] for name in Point.__dataclass_fields__ if name in record})
-        for record in records
-        if record["gpu"] == here.name
-    ]
+    records = kept_records(path)
+    known = known_points(records, here.name)
     for number, point in enumerate(points, start=1):
         if point in known:
             continue
-        records.append(measured_point(point, here))
+        records.append(measured_point(point, here, _in_own_process))
         path.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
         print(f"{number} of {len(points)}: {line(records[-1])}", flush=True)
 
 
+def kept_records(path: Path = POINTS_PATH) -> list[dict[str, Any]]:
+    """The records of the file at `path`; none where there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def known_points(records: Sequence[dict[str, Any]], gpu: str) -> list[Point]:
+    """The points that the records have of the GPU of that name."""
+    return [point_of(record) for record in records if record["gpu"] == gpu]
+
+
+def point_of(record: dict[str, Any]) -> Point:
+    """The point of a record; early ones lack fields that have their default."""
+    return Point(**{name: record[name] for name in Point.__dataclass_fields__ if name in record})
+
+
+def across_strata(points: Sequence[Point]) -> list[Point]:
+    """The points in an order in which any first few are of different kinds: one of each technique, model and card."""
+    strata: dict[tuple[str, str, str], list[Point]] = {}
+    for point in points:
+        strata.setdefault((point.technique, point.model, point.card), []).append(point)
+    turned = [of[turn % len(of) :] + of[: turn % len(of)] for turn, of in enumerate(strata.values())]  # other shapes
+    return [point for turn in zip_longest(*turned) for point in turn if point]
+
+
 def line(record: dict[str, Any]) -> str:
     """A record for a reader."""
-    settings = " ".join(str(record[name]) for name in ("technique", "model", "gradient_checkpointing", "card"))
-    settings += " linear layers" if record["linear_only"] else ""
-    settings += f" {record['quantization']}" if record["technique"] == "qlora" else ""
     found = record["outcome"] if record["allocated_gib"] is None else f"{record['allocated_gib']:.2f} GiB"
-    return f"{settings} {record['rows']}x{record['length']}: planned {record['planned_gib']:.2f} GiB, {found}"
+    return f"{point_of(record).label}: planned {record['planned_gib']:.2f} GiB, {found}"
 
 
 def gpu_here() -> Gpu:

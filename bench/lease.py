@@ -1,0 +1,84 @@
+"""A GPU's rare minutes, fully used: `python -m bench.lease --minutes 11` measures what is most wanted first.
+
+Each part (`bench.lease_parts`) is a process of its own, with an expected duration and a limit. None is begun that
+cannot end in the time left. While one measures, the next one's process imports its libraries. After each part a line is
+added to `lease/results.jsonl`, so that a second call goes on where the first ended, also on another machine that is
+given the folder. `--rehearse` runs every part on a CPU, with tiny models; its figures mean nothing. `--merge` puts the
+results into the files of `bench` from which tables are made.
+
+Exit code 0: no part failed; 1: one did; 2: the question is wrong.
+"""
+
+import argparse
+import signal
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import lease_merge, lease_parts
+from bench.lease_schedule import RESULTS, Results, bound_files, spend
+from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence
+from common.base.errors import BadInputError
+from common.base.parsing import OneSentenceParser
+from common.base.paths import REPOSITORY
+from common.checks.processes import END_S
+
+FOLDER = REPOSITORY / "lease"
+
+
+# -- the command line
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if not options.minutes * 60 > END_S:
+        raise BadInputError(f"--minutes is {options.minutes:g}, in which no part would end: pass 1 or more.")
+    if options.max_files < 1 or not options.max_file_mib > 0:
+        raise BadInputError(
+            f"--max-files is {options.max_files}, and --max-file-mib {options.max_file_mib:g}: pass 1 or more."
+        )
+
+
+@refused_in_one_sentence()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the parts at work are ended, too
+    parser = OneSentenceParser(prog="python -m bench.lease", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=11.0, help="for all; the time of starting a machine counts")
+    parser.add_argument("--card", help="refuse to measure on another card, such as 'H200 141GB SXM'")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="of the results; lease where it is left out")
+    parser.add_argument("--only", metavar="WORDS", help="parts whose names have these words")
+    parser.add_argument("--max-files", type=int, default=8, help="that the folder may have in the end")
+    parser.add_argument("--max-file-mib", type=float, default=16.0, help="that a file may have in the end")
+    parser.add_argument("--rehearse", action="store_true", help="every part on a CPU, with tiny models")
+    parser.add_argument("--list", action="store_true", help="say the parts, and run none")
+    parser.add_argument("--merge", action="store_true", help="put results into bench's files, and run nothing")
+    options = parser.parse_args(arguments)
+    _check_options(options)
+    if options.merge:
+        lease_merge.merge(options.folder / RESULTS)
+        return
+    card = lease_parts.card_here(options.card) if not options.rehearse else None
+    parts = [part for part in lease_parts.parts_for(card) if (options.only or "") in part.name]
+    if not parts:
+        raise BadInputError(f"--only is {options.only!r}, but no part's name has it: --list says them.")
+    if options.list:
+        for part in parts:
+            print("; ".join(filter(None, [f"{part.name}: {part.expected_s:.0f} s", part.left_out])))
+        return
+    options.folder.mkdir(parents=True, exist_ok=True)
+    results = Results(options.folder / RESULTS, card.name if card else lease_parts.REHEARSED, options.max_file_mib)
+    try:
+        spend(parts, results, 60 * options.minutes)
+    except KeyboardInterrupt:
+        print(f"error: interrupted; {results.path} has what was measured until then.", file=sys.stderr)
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    finally:
+        bound_files(options.folder, options.max_files, options.max_file_mib)
+    counts = Counter(line["status"] for line in results.of_this_card())
+    print(f"{', '.join(f'{count} {status}' for status, count in counts.items())}; {results.path.name} has them")
+    sys.exit(int(counts["failed"] > 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""What a lease measures, the most wanted first, on the card that is there; or, as a rehearsal, on a CPU."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench import generation_trial, gpu_profile, gpu_trial, optimizer_trial, planner_points
+from bench.gpu_trial import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, Scale, Trial
+from bench.lease_schedule import Part
+from bench.planner_points import Point
+from common.base.errors import BadInputError
+from common.checks import gpu_check, preflight, shared_gpu
+from common.checks.gpu_check import Devices, NoRoomError
+from common.checks.machine_facts import facts
+from common.checks.processes import not_installed
+from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
+from common.planning.architectures import read_architecture
+
+REHEARSED = "rehearsal on a CPU"
+
+# -- the card
+
+
+def card_here(asked: str | None = None) -> Gpu:
+    """Return this machine's GPU, with the memory that is free on it.
+
+    Raises:
+        BadInputError: there is none, the catalogue lacks it, or it is another than `asked`.
+    """
+    card = planner_points.gpu_here()
+    if asked and find_gpu(asked) != card:
+        raise BadInputError(
+            f"--card is {asked}, but the GPU here is {card.name}: leave --card out to measure on it; its rows have a "
+            "line of their own."
+        )
+    return replace(card, memory_gib=min(card.memory_gib, free_gib()))
+
+
+def free_gib() -> float:
+    """Return what is free on the first GPU, by the driver: to ask PyTorch would take some of it."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).free / GIB
+
+
+def described(card: Gpu | None) -> dict[str, Any]:
+    """Return how a part is told of its card; None: of the CPU."""
+    return {"card": card and card.name, "memory_gib": card and card.memory_gib}
+
+
+def device_of(card: str | None, memory_gib: float | None) -> Gpu:
+    """Return the card that `described` tells of."""
+    return replace(find_gpu(card), memory_gib=memory_gib) if card else cpu_device()
+
+
+# -- what parts call; each is given what `described` says, and returns what is kept
+
+
+def look_at_machine(**card: Any) -> dict[str, Any]:
+    """Return driver, card, build and packages."""
+    return facts()
+
+
+def share_gpu(pair: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
+    """Return what two ranks on one GPU compute beside one device."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        with suppress(SystemExit):  # what does not work is said in the file
+            shared_gpu.main([pair, "--device", "cuda" if card else "cpu", "--json", file.name])
+        return json.loads(Path(file.name).read_text(encoding="utf-8"))
+
+
+def take_steps(technique: str, name: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
+    """Return a trial's record."""
+    return gpu_trial.measure(trial_of(technique, name), device_of(card, memory_gib), scale_of(card))
+
+
+def profile_step(technique: str, name: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
+    """Return where a trial's step spends its time."""
+    return gpu_profile.profiled(trial_of(technique, name), device_of(card, memory_gib), scale_of(card))
+
+
+def compare_optimizers(card: str | None, **memory: Any) -> dict[str, Any]:
+    """Return the seconds of each optimizer's step."""
+    return optimizer_trial.measure(scale_of(card))
+
+
+def answer(rows: int, card: str | None, memory_gib: float | None) -> dict[str, Any]:
+    """Return how long `rows` answers take at once."""
+    return generation_trial.measure(rows, device_of(card, memory_gib), scale_of(card))
+
+
+def try_folder(folder: str, tokens: int, **card: Any) -> dict[str, Any]:
+    """Return what a preflight of a run folder measured beside its plan, on rows of `tokens`; 0: on its own rows."""
+    length = ["--seq-len", str(tokens)] if tokens else []
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        with suppress(SystemExit):  # after the file is written; without it there is nothing to read
+            preflight.main([folder, "--json", file.name, *length, "--independent_judge", "none"])
+        return gpu_check.judged(json.loads(Path(file.name).read_text(encoding="utf-8")))
+
+
+def measure_point(point: dict[str, Any], card: str | None, memory_gib: float | None) -> dict[str, Any]:
+    """Return a planner's point: planned memory beside the peak."""
+    return planner_points.measured_point(Point(**point), device_of(card, memory_gib), planner_points.measure_here)
+
+
+def run_tests(file: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
+    """Return which tests of a file of `tests/gpu` pass; on the CPU, of their rehearsal."""
+    devices = Devices("cuda", 1, device_of(card, memory_gib)) if card else Devices("cpu", 2)
+    return gpu_check.run_tests(devices, TESTS_LIMIT_S, f"tests/gpu/{file}.py")
+
+
+def trial_of(technique: str, name: str) -> Trial:
+    """Return the trial of that name."""
+    return next(each for each in (*TRIALS, *LEVER_TRIALS) if (each.technique, each.name) == (technique, name))
+
+
+def scale_of(card: str | None) -> Scale:
+    """Return what is trained on a card; on the CPU it is tiny."""
+    return GPU_SCALE if card else REHEARSED_SCALE
+
+
+# -- the parts
+
+PREFLIGHTS = (
+    ("2.3_qlora_finetuning/run_3_h200_141g_x1", "2.3_qlora_finetuning/run_0_cpu_x1", 512),
+    ("3.4_preference_tuning/run_1_a6000_48g_x1", "3.4_preference_tuning/run_0_cpu_x1", 512),
+    ("3.3_visual_question_answering/run_1_a6000_48g_x1", "3.3_visual_question_answering/run_0_cpu_x1", 0),
+)
+"""Run folders whose steps are tried on a GPU, and on the CPU, and the tokens of a row; 0: the folder's own rows."""
+PAIRS_AT_ONCE, TESTS_LIMIT_S = 3, 150.0
+PROFILED = (
+    ("full", "compiled, fused AdamW, 4 micro-batches"),
+    ("lora", "compiled, large chunks"),
+    ("lora", "compiled, cuDNN"),
+)
+TEST_FILES = {"test_kernels": 40, "test_saves": 45, "test_cuda": 75}
+"""Of `tests/gpu`, and the seconds that they should take; `test_shared_gpu` runs what the pairs do."""
+POINTS = 20
+"""Of the planner, at most: with those that are kept more than the bar asks for."""
+SLOWEST_WEIGHTS_PER_S = 2e9
+"""Of the points' steps: making the weights, quantizing them, and two steps."""
+REHEARSED_POINTS = (
+    Point("lora", "assets/embedded_base", 2, 32, False),
+    Point("full", "assets/embedded_base", 1, 32, True),
+)
+ANSWERED = (8, 64)
+
+
+def parts_for(card: Gpu | None) -> list[Part]:
+    """Return the parts of a lease of this card, in their order; None: of a rehearsal."""
+    levers = [trial_part(trial, card) for trial in LEVER_TRIALS]
+    return [
+        _part("machine", look_at_machine, card, 10, 60),
+        *pair_parts(card),
+        *levers[:2],
+        *profile_parts(card),
+        _part("optimizers", compare_optimizers, card, 25, 90),
+        *test_parts(card),
+        *levers[2:],
+        *point_parts(card),
+        *(_preflight_part(*each, card) for each in PREFLIGHTS),
+        *(_part(f"answers, {rows} rows", answer, card, 25, 90, rows=rows) for rows in ANSWERED),
+        *(trial_part(trial, card) for trial in TRIALS),
+    ]
+
+
+def _part(name: str, call: Callable, card: Gpu | None, expected_s: float, limit_s: float, /, **more: Any) -> Part:
+    """Return a part that calls a function of this module; `left_out` and `beside` are the part's, others are given."""
+    own = {key: more.pop(key) for key in ("left_out", "beside") if key in more}
+    return Part(name, f"{__name__}:{call.__name__}", more | described(card), expected_s, limit_s, **own)
+
+
+def pair_parts(card: Gpu | None) -> list[Part]:
+    """Return what two ranks on one GPU are tried with: messages, each technique, and a rank that starts again."""
+    parts = []
+    for name in shared_gpu.PART_NAMES:
+        packages = shared_gpu.PAIRS[name].packages if name in shared_gpu.PAIRS else ()
+        at_once = 1 if name == shared_gpu.SMOKE else PAIRS_AT_ONCE  # milliseconds are measured
+        own = {"beside": at_once if card else 1, "left_out": not_installed(packages)}
+        parts.append(_part(f"shared GPU: {name}", share_gpu, card, 50, shared_gpu.LIMIT_S + 10, pair=name, **own))
+    return parts
+
+
+def trial_part(trial: Trial, card: Gpu | None) -> Part:
+    """Return the steps of a trial: micro-batches take their time."""
+    expected_s = 55 if trial.settings.get("gradient_accumulation_steps") else 40
+    about = {"technique": trial.technique, "name": trial.name, "left_out": _why_not(trial, card)}
+    return _part(f"steps: {trial.technique}, {trial.name}", take_steps, card, expected_s, 120, **about)
+
+
+def _why_not(trial: Trial, card: Gpu | None) -> str:
+    """Return why a trial cannot be run; empty = it can."""
+    if trial.settings.get("use_liger_kernel"):
+        if card is None:
+            return "Liger's kernels are for GPUs"
+        if missing := not_installed(["liger_kernel"]):
+            return missing
+    try:
+        trial.planned(card or cpu_device(), scale_of(card and card.name))
+    except NoRoomError as too_large:
+        return str(too_large)
+    return ""
+
+
+def profile_parts(card: Gpu | None) -> list[Part]:
+    """Return the profiles of a step: of what is fastest so far, and of cuDNN's attention."""
+    trials = [trial for trial in (*TRIALS, *LEVER_TRIALS) if (trial.technique, trial.name) in PROFILED]
+    return [
+        _part(
+            f"profile: {trial.technique}, {trial.name}", profile_step, card, 45, 120,
+            technique=trial.technique, name=trial.name, left_out=_why_not(trial, card),
+        )
+        for trial in trials
+    ]  # fmt: skip
+
+
+def point_parts(card: Gpu | None) -> list[Part]:
+    """Return points of the planner that are not kept yet, of all kinds; three small ones are measured at once."""
+    if card is None:
+        return [_point_part(point, None) for point in REHEARSED_POINTS]
+    known = planner_points.known_points(planner_points.kept_records(), card.name)
+    missing = [point for point in planner_points.all_points(card) if point not in known]
+    return [_point_part(point, card) for point in planner_points.across_strata(missing)[:POINTS]]
+
+
+def _point_part(point: Point, card: Gpu | None) -> Part:
+    planned_gib = point.planned(card or cpu_device()).peak_gib
+    weights = read_architecture(point.model).parameters
+    beside = max(1, min(PAIRS_AT_ONCE, int(card.memory_gib // (1.1 * planned_gib)))) if card else 1
+    expected_s = 12 + weights / SLOWEST_WEIGHTS_PER_S
+    return _part(f"point: {point.label}", measure_point, card, expected_s, 120, point=asdict(point), beside=beside)
+
+
+def test_parts(card: Gpu | None) -> list[Part]:
+    """Return the tests of GPUs: kernels, saves, and all others."""
+    left_out = not_installed(gpu_check.TEST_PACKAGES)
+    return [
+        _part(f"tests: {file}", run_tests, card, expected_s, TESTS_LIMIT_S, file=file, left_out=left_out)
+        for file, expected_s in TEST_FILES.items()
+    ]
+
+
+def _preflight_part(on_gpu: str, on_cpu: str, tokens: int, card: Gpu | None) -> Part:
+    folder = on_gpu if card else on_cpu
+    about = {"folder": folder, "tokens": min(tokens, tokens if card else gpu_check.CPU_TOKENS)}
+    return _part(f"preflight: {folder}", try_folder, card, 30, 100, **about)

@@ -1,0 +1,278 @@
+"""Runs the parts of a lease: the most wanted first, none that cannot end in time, each in a process of its own."""
+
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from subprocess import PIPE
+from typing import IO, Any, Literal
+
+from common.checks.gpu_check import without_places
+from common.checks.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, end_group, last_error, start_process
+
+RESULTS = "results.jsonl"
+POLL_S = 0.05
+LINES_IN_A_FILE = 256
+"""So many of the longest lines have room in a file that may come back: more than there are parts."""
+Status = Literal["done", "failed", "cut off", "left out"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something to measure, in a process of its own.
+
+    Attributes:
+        name: What it is called in the results; a part of a name that is there is not run again.
+        call: The function that measures, `module:function`; it returns what is kept, as JSON can hold it. One that
+            catches its own failure says so as a part of `common.gpu_check` does: by `status` and `why`.
+        arguments: That the function is given.
+        expected_s: How long it should take: with less time left it is not begun.
+        limit_s: When it is ended as one that hangs.
+        beside: How many such parts may run at once, none of which measures speed; 1: it has the machine for itself.
+        left_out: Why it cannot be run here; empty = it can.
+    """
+
+    name: str
+    call: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    expected_s: float = 20.0
+    limit_s: float = 60.0
+    beside: int = 1
+    left_out: str = ""
+
+
+# -- what is kept
+
+
+@dataclass(frozen=True)
+class Results:
+    """The lines of a lease's parts, in a file; `card` is the GPU that they are of, or the CPU."""
+
+    path: Path
+    card: str
+    most_mib: float
+
+    def of_this_card(self) -> list[dict[str, Any]]:
+        """Return the lines that the file has of this card, each part's last one."""
+        return [line for line in read_results(self.path) if line["card"] == self.card]
+
+    def left_to_do(self, parts: Sequence[Part]) -> list[Part]:
+        """Return the parts that are not done, in their order; last those that have failed before."""
+        status = {line["part"]: line["status"] for line in self.of_this_card()}
+        wanted = [part for part in parts if status.get(part.name) != "done"]
+        return sorted(wanted, key=lambda part: status.get(part.name) == "failed")
+
+    def add(self, part: Part, status: Status, why: str = "", seconds: float = 0.0, **found: Any) -> dict[str, Any]:
+        """Add a part's line, and say it; what is too long for a file that may come back is left out of it."""
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        about = {"part": part.name, "card": self.card, "status": status, "why": why, "seconds": round(seconds, 1)}
+        line = without_places(about | {"at": at} | found)
+        most_bytes = self.most_mib * 2**20 / LINES_IN_A_FILE
+        if (size := len(json.dumps(line))) > most_bytes:
+            line = {**about, "at": at, "status": "failed", "why": f"its result has {size:,} bytes, too many for a line"}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        print("; ".join(filter(None, [f"{part.name}: {line['status']}, {seconds:.0f} s", line["why"]])), flush=True)
+        return line
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """Return each part's last line, by card; a line that was cut off in the middle is none."""
+    by: dict[tuple[str, str], dict[str, Any]] = {}
+    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            line = json.loads(text)
+            by[line["card"], line["part"]] = line
+    return list(by.values())
+
+
+# -- the card's clock and power
+
+
+@dataclass
+class CardWatch:
+    """Reads a GPU's clock, power and temperature twice a second, in a thread; on a machine without one nothing."""
+
+    readings: list[tuple[float, float, float, float]] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Read until the end of the context."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._read, args=(over,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _read(self, over: threading.Event) -> None:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception:  # no package, or no driver: `NVMLError` has no name where the import failed
+            return
+        while not over.wait(0.5):
+            with suppress(pynvml.NVMLError):
+                clock_mhz = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+                power_w = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+                celsius = pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+                self.readings.append((time.monotonic(), clock_mhz, power_w, celsius))
+
+    def since(self, start_s: float) -> dict[str, float] | None:
+        """Return the median clock, and the most power and heat, since a time of `time.monotonic`; None: no reading."""
+        found = [reading for reading in self.readings if reading[0] >= start_s]
+        if not found:
+            return None
+        _, clocks_mhz, powers_w, celsius = zip(*found, strict=True)
+        return {"clock_mhz": statistics.median(clocks_mhz), "power_w": max(powers_w), "celsius": max(celsius)}
+
+
+# -- a part's process
+
+
+@dataclass
+class Started:
+    """A part whose process imports, and waits until it is told to go."""
+
+    part: Part
+    folder: Path
+    start_s: float = 0.0
+    limit_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Start the process."""
+        self.log: IO[str] = (self.folder / "log").open("w+", errors="replace")
+        task = json.dumps({"call": self.part.call, "arguments": self.part.arguments, "out": str(self.out)})
+        self.process = start_process(["-m", "bench.lease_part", task], self.log, stdin=PIPE, text=True)
+
+    @property
+    def out(self) -> Path:
+        """The file that takes what the part has found."""
+        return self.folder / "result.json"
+
+    def go(self, most_s: float) -> None:
+        """Let it measure, for `most_s` at most."""
+        self.start_s, self.limit_s = time.monotonic(), min(self.part.limit_s, most_s)
+        with suppress(BrokenPipeError):  # it ended already, which is told
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+
+    def is_over(self) -> bool:
+        """Return whether it has ended, or should have."""
+        return self.process.poll() is not None or time.monotonic() > self.start_s + self.limit_s
+
+    def end(self) -> tuple[int | None, list[str]]:
+        """End the process and all that it started; return its exit code, None where it had not ended, and its words."""
+        exit_code = self.process.poll()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        end_group(self.process)
+        self.log.seek(0)
+        words = self.log.read().splitlines()
+        self.log.close()
+        return exit_code, words
+
+
+# -- all parts
+
+
+def spend(parts: Sequence[Part], results: Results, seconds: float) -> None:
+    """Run the parts that are not done yet, in their order, until `seconds` are over.
+
+    Where this process is told to end, the parts at work are, too, and their lines say so.
+    """
+    deadline_s = time.monotonic() + seconds
+    waiting = []
+    for part in results.left_to_do(parts):
+        if part.left_out:
+            results.add(part, "left out", part.left_out)
+        else:
+            waiting.append(part)
+    watch, running, ready = CardWatch(), [], None
+    with tempfile.TemporaryDirectory(prefix="lease-") as folder, watch.watching():
+        try:
+            while waiting or running:
+                for each in [each for each in running if each.is_over()]:
+                    running.remove(each)
+                    _finish(each, results, watch)
+                part = next((part for part in waiting if part.expected_s < _left_s(deadline_s)), None)
+                if part is None and not running:
+                    break
+                if ready and ready.part is not part:  # there is no time for it any more
+                    ready.end()
+                    ready = None
+                if part and not ready:
+                    ready = Started(part, Path(tempfile.mkdtemp(dir=folder)))
+                if ready and _may_join(ready.part, running):
+                    print(f"{part.name} ... ({_left_s(deadline_s):.0f} s left)", flush=True)
+                    ready.go(_left_s(deadline_s))
+                    running.append(ready)
+                    waiting.remove(part)
+                    ready = None
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            for each in running:
+                each.end()
+                results.add(each.part, "cut off", "the lease was ended", time.monotonic() - each.start_s)
+            raise
+        finally:
+            if ready:
+                ready.end()
+    if waiting:
+        names = ", ".join(f"{part.name} ({part.expected_s:.0f} s)" for part in waiting)
+        print(f"no time left for {len(waiting)} parts: {names}", flush=True)
+
+
+def _left_s(deadline_s: float) -> float:
+    """Return the seconds that a part may take, so that there is time to end it."""
+    return deadline_s - END_S - time.monotonic()
+
+
+def _may_join(part: Part, running: Sequence[Started]) -> bool:
+    """Return whether a part may begin beside those that run."""
+    return len(running) < min([part.beside, *(each.part.beside for each in running)])
+
+
+def _finish(ended: Started, results: Results, watch: CardWatch) -> None:
+    """Add the line of a part that is over."""
+    seconds = time.monotonic() - ended.start_s
+    exit_code, words = ended.end()
+    about = {"card_state": watch.since(ended.start_s)}
+    if exit_code == 0 and ended.out.is_file():
+        found = json.loads(ended.out.read_text("utf-8"))
+        status = {FAILS: "failed", LEFT_OUT: "left out"}.get(found.get("status"), "done")
+        results.add(ended.part, status, found.get("why", ""), seconds, result=found, **about)
+    elif exit_code is None and ended.limit_s < ended.part.limit_s:
+        results.add(ended.part, "cut off", f"the lease was over after {ended.limit_s:.0f} s of it", seconds, **about)
+    else:
+        why = f"took longer than {ended.limit_s:.0f} s; last words: " if exit_code is None else ""
+        output = words[-KEPT_LINES:]
+        results.add(ended.part, "failed", why + last_error("\n".join(words)), seconds, output=output, **about)
+
+
+# -- files that come back
+
+
+def bound_files(folder: Path, most_files: int, most_mib: float) -> None:
+    """Delete files of a lease's folder beyond `most_files`, the largest first, and those larger than `most_mib`.
+
+    The results stay: no line is so long that they could have more.
+    """
+    others = sorted((path for path in folder.iterdir() if path.name != RESULTS), key=lambda path: path.stat().st_size)
+    for number, path in enumerate(others, start=1):
+        if number >= most_files or path.stat().st_size > most_mib * 2**20:
+            print(f"{path.name} deleted: more than {most_files} files, or of more than {most_mib:g} MiB", flush=True)
+            path.unlink()
