@@ -1,8 +1,6 @@
 """The same workflows on GPUs. They skip, visibly, where there are none or too few."""
 
-import gc
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,61 +12,45 @@ from common.base.paths import REPOSITORY
 from common.checks import preflight
 from common.checks.dry_run import dry_run
 from common.hardware.devices import gpu_of_device, gpus
-from common.models.separate_rows import attend_within_rows
 from common.planning.architectures import read_architecture
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
-from tests.recipes.folders import CLASSIFICATION, DDP, FULL, LORA, MP, QLORA
+from tests.gpu.conftest import losses_of
+from tests.recipes.folders import (
+    CLASSIFICATION,
+    DDP,
+    FULL,
+    LORA,
+    MP,
+    PICTURES,
+    PREFERENCES,
+    QLORA,
+    SUMMARIZATION,
+)
 
-GPU_COUNT = torch.cuda.device_count()
 SHARDED, ZERO = (
     REPOSITORY / "2.6_full_finetuning_with_fsdp" / name for name in ("run_1_a100_80g_x2", "run_3_a100_80g_x2_zero")
 )
 DDP_ON_GPUS = REPOSITORY / "2.2_lora_finetuning_with_ddp" / "run_1_a6000_48g_x2"
-needs_gpu = pytest.mark.skipif(GPU_COUNT < 1, reason="needs an NVIDIA GPU")
-needs_two_gpus = pytest.mark.skipif(GPU_COUNT < 2, reason=f"needs two NVIDIA GPUs, {GPU_COUNT} found")
+needs_two_gpus = pytest.mark.usefixtures("two_gpus")
 
 
-@pytest.fixture
-def trained(run_workflow: Callable) -> Callable[..., Any]:
-    """Run to a good end on GPUs, by `python` unless it is said otherwise.
-
-    Without the independent judge, a package of 90 MB: these tests ask what a GPU does, not how good answers are.
-    """
-
-    def run(*overrides: str, launcher: str = "python", **options: object) -> Any:
-        done = run_workflow(launcher, "--independent_judge", "none", "--device", "cuda", *overrides, **options)
-        assert done.exit_code == 0, done.output
-        return done
-
-    return run
-
-
-@pytest.fixture
-def emptied_gpu() -> None:
-    """Free what earlier tests of this process left in cycles: peaks are of all that is allocated."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-
-
-def losses_of(done: Any) -> list[float]:
-    return [loss for _, loss in done.record["training_losses"]]
-
-
-@needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_lora_trains_on_one_gpu_and_reports_its_memory(trained: Callable, precision: str) -> None:
+def test_lora_trains_on_one_gpu_and_reports_its_memory(trained: Callable, device: str, precision: str) -> None:
     done = trained("--precision", precision, "--max_steps", "4")
-    record = done.record
-    assert [share["device"] for share in record["world"]] == ["cuda:0"]
-    assert 0 < record["memory"][0]["peak_allocated_gib"] <= record["memory"][0]["peak_reserved_gib"]
-    assert (record["mfu"] is None) == (gpu_of_device(gpus()[1][0]) is None)
+    (memory,), mfu = done.record["memory"], done.record["mfu"]
+    assert [share["device"] for share in done.record["world"]] == [memory["device"]]
+    if device == "cpu":
+        assert (memory["device"], memory["peak_allocated_gib"], mfu) == ("cpu", None, None)
+        return
+    assert memory["device"] == "cuda:0"
+    assert 0 < memory["peak_allocated_gib"] <= memory["peak_reserved_gib"]
+    assert (mfu is None) == (gpu_of_device(gpus()[1][0]) is None)
     assert "[RANK0:GPU0]" in done.output
 
 
-@needs_gpu
+@pytest.mark.usefixtures("gpu")
 def test_fp16_trains_to_its_end_whatever_steps_overflow(trained: Callable) -> None:
     record = trained("--precision", "fp16-mixed", "--max_steps", "4").record
     assert record["skipped_steps"] <= record["steps"] == 4
@@ -87,55 +69,84 @@ def test_layers_on_two_gpus_compute_the_losses_of_one(trained: Callable) -> None
     assert all(entry["peak_allocated_gib"] > 0 for entry in two.record["memory"])
 
 
-def check_losses_are_the_cpus(trained: Callable, folder: Path, *recipe: str) -> None:
+def check_losses_are_the_cpus(trained: Callable, device: str, folder: Path, *recipe: str) -> None:
     """In fp32 rows are padded on a GPU, and laid end to end on a CPU: by themselves their orders differ."""
-    same = (*recipe, "--lora_dropout", "0", "--train_sampling_strategy", "random")
-    cpu, cuda = (trained(*same, "--device", device, folder=folder, name=device) for device in ("cpu", "cuda"))
-    assert losses_of(cuda) == pytest.approx(losses_of(cpu), rel=1e-3)
+    same = (*recipe, "--train_sampling_strategy", "random")
+    cpu, found = (
+        losses_of(trained(*same, "--device", on, folder=folder, name=f"{number}-on-{on}"))
+        for number, on in enumerate(("cpu", device))
+    )
+    assert found == pytest.approx(cpu, rel=1e-3)
+    assert abs(cpu[0] - cpu[-1]) > 0.01 * cpu[0], "the losses stay, and would tell nothing"
 
 
-@needs_gpu
-def test_a_gpu_computes_the_losses_of_the_cpu(trained: Callable) -> None:
+def test_a_gpu_computes_the_losses_of_the_cpu(trained: Callable, device: str) -> None:
     recipe = ("--batch_size", "16", "--max_steps", "6", "--eval_steps", "0.16", "--train_rows", "819")
-    check_losses_are_the_cpus(trained, LORA, *recipe)
+    check_losses_are_the_cpus(trained, device, LORA, *recipe, "--lora_dropout", "0")
 
 
-@needs_gpu
-def test_a_gpu_computes_the_qlora_losses_of_the_cpu(trained: Callable) -> None:
-    check_losses_are_the_cpus(trained, QLORA)
+def test_a_gpu_computes_the_qlora_losses_of_the_cpu(trained: Callable, device: str) -> None:
+    check_losses_are_the_cpus(trained, device, QLORA, "--lora_dropout", "0")
 
 
-@needs_gpu
-def test_a_real_shape_trains_with_random_weights(trained: Callable) -> None:
-    shape = ("--precision", "bf16", "--weights", "random", "--model", "llama-3.2-1b")
-    done = trained(*shape, "--max_steps", "2", "--batch_size", "4")
-    assert done.record["memory"][0]["peak_allocated_gib"] > 2.3  # 1.24 billion weights of two bytes
+@pytest.mark.parametrize(
+    ("folder", "settings"),
+    [
+        (CLASSIFICATION, ("--technique", "full", "--learning_rate", "1e-3")),
+        (SUMMARIZATION, ("--learning_rate", "1e-3", "--num_beams", "1")),
+        (
+            PICTURES,
+            (
+                "--technique",
+                "full",
+            ),
+        ),
+        (PICTURES, ("--technique", "lora")),
+        (PREFERENCES, ("--technique", "full", "--learning_rate", "1e-3")),
+        (PREFERENCES, ("--technique", "lora", "--learning_rate", "1e-3")),
+    ],
+    ids=["3.1", "3.2", "3.3 in full", "3.3", "3.4 in full", "3.4"],
+)
+def test_a_gpu_computes_the_losses_of_the_cpu_in_other_tasks(
+    trained: Callable, device: str, folder: Path, settings: tuple[str, ...]
+) -> None:
+    steps = ("--batch_size", "8", "--max_steps", "4", "--eval_steps", "0.25", "--max_new_tokens", "1")
+    check_losses_are_the_cpus(trained, device, folder, "--parallel", "single", "--devices", "1", *settings, *steps)
 
 
-@needs_gpu
+def test_a_real_shape_trains_with_random_weights(trained: Callable, shape: Callable, device: str) -> None:
+    real = ("--precision", "bf16", "--weights", "random", "--model", shape("llama-3.2-1b"))
+    (memory,) = trained(*real, "--max_steps", "2", "--batch_size", "4").record["memory"]
+    assert device == "cpu" or memory["peak_allocated_gib"] > 2.3  # 1.24 billion weights of two bytes
+
+
 @pytest.mark.parametrize("technique", ["full", "lora"])
-def test_a_classifier_of_roberta_large_s_shape_trains(trained: Callable, technique: str) -> None:
-    shape = ("--model", "roberta-large", "--weights", "random", "--precision", "bf16-mixed", "--max_steps", "4")
-    record = trained(*shape, "--technique", technique, "--parallel", "single", folder=CLASSIFICATION).record
-    assert record["memory"][0]["peak_allocated_gib"] > 1.3  # 354 million weights of four bytes
+def test_a_classifier_of_roberta_large_s_shape_trains(
+    trained: Callable, shape: Callable, device: str, technique: str
+) -> None:
+    real = ("--model", shape("roberta-large"), "--weights", "random", "--precision", "bf16-mixed", "--max_steps", "4")
+    record = trained(*real, "--technique", technique, "--parallel", "single", folder=CLASSIFICATION).record
+    (memory,) = record["memory"]
+    assert device == "cpu" or memory["peak_allocated_gib"] > 1.3  # 354 million weights of four bytes
     assert record["quality"]["after"]["rows"] == 9
 
 
-@needs_gpu
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
-def test_qlora_trains_in_4_bits_and_merges(trained: Callable, quantization: str) -> None:
-    settings = ("--precision", "bf16", "--quantization", quantization, "--optimizer", "paged_adamw_8bit")
+def test_qlora_trains_in_4_bits_and_merges(trained: Callable, device: str, quantization: str) -> None:
+    optimizer = "paged_adamw_8bit" if device == "cuda" else "adamw_torch"
+    settings = ("--precision", "bf16", "--quantization", quantization, "--optimizer", optimizer)
     record = trained(*settings, folder=QLORA).record
     assert record["quantization"]["stored_dtype"] == "uint8"
     assert record["best_validation_loss"] < record["validation_losses"][0][1]
     assert record["quality"]["after_original_base"] is not None
 
 
-@needs_gpu
+@pytest.mark.usefixtures("gpu")
 def test_more_gpus_than_there_are_are_refused(run_workflow: Callable) -> None:
-    done = run_workflow("make run", "--device", "cuda", "--devices", str(GPU_COUNT + 1), folder=DDP)
+    count = torch.cuda.device_count()
+    done = run_workflow("make run", "--device", "cuda", "--devices", str(count + 1), folder=DDP)
     assert done.exit_code == 2
-    assert f"{GPU_COUNT} can be seen: use `" in done.output
+    assert f"{count} can be seen: use `" in done.output
 
 
 def check_ddp_on_both_gpus(record: Any) -> None:
@@ -173,24 +184,6 @@ def test_each_zero_stage_trains_on_both_gpus(trained: Callable, stage: str) -> N
     assert trained(*settings, launcher="torchrun", folder=ZERO).record["held"] is not None
 
 
-@needs_gpu
-@pytest.mark.parametrize("lengths", [(512, 512, 512), (100, 800, 300)])
-def test_the_kernel_attends_as_row_by_row(lengths: tuple[int, ...]) -> None:
-    """Outputs and gradients in bf16, of heads that share keys."""
-    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
-    given = [
-        torch.randn(1, heads, sum(lengths), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for heads in (8, 2, 2)
-    ]
-    settings = {"cu_seq_lens_q": borders, "max_length_q": max(lengths)}
-    found, _ = attend_within_rows(None, *given, None, **settings)
-    expected, _ = attend_within_rows(None, *(each.float() for each in given), None, **settings)
-    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
-    ours, exact = (torch.autograd.grad(each.square().sum(), given) for each in (found, expected))
-    for gradient, other in zip(ours, exact, strict=True):
-        assert (gradient - other).norm() < 0.02 * other.norm()
-
-
 def planned_and_found_gib(point: Point) -> tuple[float, float]:
     """Peak allocated memory of a step, by the closed form and on the GPU."""
     found_gib = max(watched_steps(point.run, point.batch, "cuda").segments_gib.values())
@@ -199,8 +192,7 @@ def planned_and_found_gib(point: Point) -> tuple[float, float]:
     return closed.allocated_gib, found_gib
 
 
-@needs_gpu
-@pytest.mark.usefixtures("emptied_gpu")
+@pytest.mark.usefixtures("gpu", "emptied_gpu")
 @pytest.mark.parametrize("technique", ["lora", "full"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_gpu_takes_what_was_planned_and_what_the_dry_run_says(technique: str, checkpointing: str) -> None:
@@ -211,8 +203,7 @@ def test_a_gpu_takes_what_was_planned_and_what_the_dry_run_says(technique: str, 
     assert dry_run(point.run, point.batch).peak_gib == pytest.approx(found_gib, rel=0.08)
 
 
-@needs_gpu
-@pytest.mark.usefixtures("emptied_gpu")
+@pytest.mark.usefixtures("gpu", "emptied_gpu")
 @pytest.mark.parametrize("quantization", ["nf4", "nf4-double"])
 def test_a_gpu_takes_what_was_planned_of_weights_in_4_bits(quantization: str) -> None:
     planned_gib, found_gib = planned_and_found_gib(
@@ -221,11 +212,12 @@ def test_a_gpu_takes_what_was_planned_of_weights_in_4_bits(quantization: str) ->
     assert planned_gib == pytest.approx(found_gib, rel=0.08)
 
 
-@needs_gpu
-def test_a_preflight_passes_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preflight_passes_on_a_gpu(
+    device: str, first_device: str, shape: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = "2.1_lora_finetuning/run_0_cpu_x1"
-    shape = ("--precision", "bf16", "--model", "llama-3.2-1b", "--independent_judge", "none")
+    real = ("--precision", "bf16", "--model", shape("llama-3.2-1b"), "--independent_judge", "none")
     with pytest.raises(SystemExit) as ended:
-        preflight.main([folder, "--device", "cuda", *shape])
+        preflight.main([folder, "--device", device, *real])
     assert ended.value.code in (0, None)
-    assert "cuda:0" in capsys.readouterr().out
+    assert first_device in capsys.readouterr().out
