@@ -137,8 +137,8 @@ def start_rank(run: RunConfig) -> Rank:
     )
 
 
-def _exchange_timeout(run: RunConfig) -> timedelta:
-    """Return how long an exchange between ranks may take."""
+def exchange_timeout(run: RunConfig) -> timedelta:
+    """Return how long an exchange between ranks may take, in every process group of the run."""
     return timedelta(seconds=SLOW_FACTOR * run.step_timeout_s)
 
 
@@ -151,11 +151,11 @@ def _join_world(run: RunConfig) -> PartialState:
     if not dist.is_initialized() and "TORCHELASTIC_RUN_ID" in os.environ:
         rank = int(os.environ["RANK"])
         store = store_of_this_start(rank, run.world_size, run.start_timeout_s)
-        store.set_timeout(_exchange_timeout(run))  # NCCL's ranks meet there as late as their first exchange
+        store.set_timeout(exchange_timeout(run))  # NCCL's ranks meet there as late as their first exchange
         dist.init_process_group(
-            BACKENDS[run.device], store=store, rank=rank, world_size=run.world_size, timeout=_exchange_timeout(run)
+            BACKENDS[run.device], store=store, rank=rank, world_size=run.world_size, timeout=exchange_timeout(run)
         )
-    state = PartialState(cpu=run.device == "cpu", backend=BACKENDS[run.device], timeout=_exchange_timeout(run))
+    state = PartialState(cpu=run.device == "cpu", backend=BACKENDS[run.device], timeout=exchange_timeout(run))
     seen = (state.num_processes, dist.get_backend(), state.distributed_type.value)
     asked = (run.world_size, BACKENDS[run.device], DISTRIBUTED_TYPES[run.device])
     if seen != asked:

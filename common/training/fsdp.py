@@ -23,7 +23,7 @@ from common.base.run_config import RunConfig
 from common.models.loading import model_without_weights
 from common.models.shards import byte_count, global_numel, local_part
 from common.planning.device_maps import whole_model_on
-from common.runtime.rank import accelerate_shards
+from common.runtime.rank import accelerate_shards, exchange_timeout
 from common.runtime.world import Rank
 from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
@@ -62,7 +62,7 @@ class Fsdp(Strategy):
         Raises:
             BadInputError: the model lacks a class to wrap, or layers to train.
         """
-        mesh = None if accelerate_shards() else mesh_of(self.rank, self.run.dp_replicate_size)
+        mesh = None if accelerate_shards() else mesh_of(self.rank, self.run)
         self.shard_group = mesh["shard"].get_group() if mesh else None
         with in_turn(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             model = whole_model_to_train(self.run, whole_model_on("cpu"))
@@ -158,12 +158,15 @@ def modules_to_wrap(model: Model, wrap: str) -> list[torch.nn.Module]:
     return [module for module in base.modules() if type(module).__name__ in asked]
 
 
-def mesh_of(rank: Rank, copies: int = 1) -> DeviceMesh:
+def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
     """Return the devices of all ranks in a row, or with several copies in as many rows; called on every rank."""
-    kind, shards = torch.device(rank.device).type, rank.world_size // copies
+    kind, copies = torch.device(rank.device).type, run.dp_replicate_size
     if copies == 1:
-        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (copies, shards), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(kind, (rank.world_size,), mesh_dim_names=("shard",))
+    ranks, timeout = torch.arange(rank.world_size).view(copies, -1), exchange_timeout(run)
+    # made here, as those that a mesh makes itself have PyTorch's time-out
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0] for each in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from common.models.separate_rows import separate_rows, without_mask
 from common.models.shards import byte_count, full_weights, gathered, global_numel, host_copy, local_part
 from common.models.trained_weights import parameter_counts, with_trained_weights
 from common.planning.device_maps import whole_model_on
+from common.runtime.rank import exchange_timeout
 from common.runtime.world import BACKENDS, Rank
 from common.tasks.objectives import objective_of
 from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
@@ -282,7 +283,7 @@ class Strategy:
             What is done when all ranks have written.
         """
         if self.rank.world_size > 1 and not self.saving_group:
-            self.saving_group = dist.new_group(backend=BACKENDS["cpu"])
+            self.saving_group = dist.new_group(backend=BACKENDS["cpu"], timeout=exchange_timeout(self.run))
         write = partial(dcp.save, parts, storage_writer=shard_writer(folder), process_group=self.saving_group)
         return begin_writing(write, self._own_shards(folder))
 

@@ -66,7 +66,7 @@ class TensorParallel(Strategy):
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the model with this rank's columns and rows of each layer's matrices."""
-        model = split_by_plan(super().load_model(), mesh_of(self.rank))
+        model = split_by_plan(super().load_model(), mesh_of(self.rank, self.run))
         if self.rank.is_main:  # the others hold as much
             print(f"tensor parallel: each rank {describe_split(model)}")
         return model

@@ -108,7 +108,7 @@ def test_a_loop_of_ours_computes_in_the_precision_of_the_run(loop: str, techniqu
     strategy = kind(SimpleNamespace(run=run, rank=ALONE, writes=True)) if kind is Replicas else kind(run, ALONE)
     model = toy(run)
     if kind is Fsdp:
-        shard(model, run, mesh_of(ALONE))
+        shard(model, run, mesh_of(ALONE, run))
     strategy.attach(model)
     if kind is Ddp:
         strategy.prepare(torch.optim.SGD(model.parameters()), None)

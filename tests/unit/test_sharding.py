@@ -5,13 +5,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.nn.utils import get_total_norm
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,11 +23,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_folder, check_inputs
-from common.runtime.rank import accelerate_shards
+from common.runtime.rank import accelerate_shards, exchange_timeout
 from common.runtime.world import Rank
 from common.training import fsdp, zero
+from common.training import strategy as strategy_module
 from common.training.deepspeed_config import deepspeed_config, with_sizes
-from common.training.fsdp import Fsdp, check_fully_sharded, in_turn, mixed_precision, modules_to_wrap
+from common.training.fsdp import Fsdp, check_fully_sharded, in_turn, mesh_of, mixed_precision, modules_to_wrap
 from common.training.usage import SentBytes, check_part, check_share, part_bytes
 from common.training.zero import Zero, check_deepspeed
 
@@ -175,6 +179,30 @@ def four_ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_what_copies_and_shards_exchange_may_take_as_long_as_any_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = replace(FSDP, devices=4, dp_replicate_size=2, step_timeout_s=77)
+    make, allowed_s = distributed_c10d._new_process_group_helper, []
+
+    def watched(*args: Any, timeout: timedelta, **kwargs: Any) -> Any:
+        allowed_s.append(timeout.total_seconds())
+        return make(*args, timeout=timeout, **kwargs)
+
+    monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", watched)
+    mesh = mesh_of(Rank(0, 4, "cpu", "torchrun"), run)
+    assert allowed_s == [exchange_timeout(run).total_seconds()] * 4
+    assert [dist.get_process_group_ranks(mesh[name].get_group()) for name in ("replicate", "shard")] == [[0, 2], [0, 1]]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_saving_in_the_background_has_the_runs_time_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(strategy_module, "begin_writing", lambda *_: None)
+    strategy = Fsdp(FSDP, Rank(0, 2, "cpu", "torchrun"))
+    strategy.write_in_background(tmp_path, {})
+    group = strategy.saving_group._get_backend(torch.device("cpu"))
+    assert group.options._timeout == exchange_timeout(FSDP)
 
 
 def test_collectives_count_as_in_a_ring_of_their_own_group(four_ranks: None) -> None:
