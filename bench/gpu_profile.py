@@ -71,7 +71,7 @@ def sums_of(profiler: profile, device: str, lora_rank: int) -> dict[str, Any]:
     wanted = DeviceType.CPU if on_cpu else DeviceType.CUDA
     kernels: Counter[str] = Counter()
     for each in averages:
-        if each.device_type == wanted:
+        if each.device_type == wanted and not each.is_user_annotation:
             kernels[each.key] += (each.self_cpu_time_total if on_cpu else each.self_device_time_total) / 1e6
     by_kind: Counter[str] = Counter()
     for name, seconds in kernels.items():

@@ -28,10 +28,11 @@ from common.checks.gpu_check import NoRoomError
 from common.checks.preflight import StepClock, planned_step_s, trainer_of_longest_batch
 from common.checks.tried_rows import batch_of_length, rows_of_length
 from common.hardware.devices import Gpu, forget_peak, read_memory
+from common.models.families import suited_to_model
 from common.planning.plans import Plan, plan_run
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank
-from common.training.results import model_flops_utilization, training_flops
+from common.training.results import speed_figures
 from common.training.trainer import AuditedTrainer
 
 TRIALS_PATH = REPOSITORY / "bench" / "gpu_trials.json"
@@ -66,13 +67,13 @@ class Trial:
     levers: tuple[str, ...] = ()
 
     def run(self, scale: Scale = GPU_SCALE) -> RunConfig:
-        """Return the run whose steps these are; full fine-tuning in bf16 without fp32 weights, so that `ROWS` fit."""
+        """Return the run whose steps these are, with rows end to end; full fine-tuning has no fp32 weights to fit."""
         own = {"precision": "bf16", "gradient_accumulation_steps": 1} if self.technique == "full" else {}
         asked = {"model": scale.model, "weights": "random", "max_length": scale.length, "device": scale.device,
                  "per_device_train_batch_size": scale.rows}  # fmt: skip
         without_evaluation = {"report_to": "none", "independent_judge": "none"}
         folder = literal_of(REPOSITORY / FOLDERS[self.technique])
-        return replace(folder, **asked, **own | self.settings, **without_evaluation)
+        return suited_to_model(replace(folder, **asked, **own | self.settings, **without_evaluation))
 
     def planned(self, gpu: Gpu, scale: Scale = GPU_SCALE) -> Plan:
         """Return the plan with the most rows that have room on the GPU; `NoRoomError` where not even one has."""
@@ -148,15 +149,10 @@ def _timed(run: RunConfig, trainer: AuditedTrainer, rank: Rank, gpu: Gpu) -> dic
     forget_peak(rank.device)
     trainer.train()
     tokens = run.effective_batch_size * run.max_length
-    weights = list(trainer.model.parameters())
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    flops = training_flops(trained, sum(weight.numel() for weight in weights) - trained)
-    tokens_per_s = tokens / clock.step_time_s
     return {
         "tokens": tokens,
         "step_time_s": clock.step_time_s,
-        "tokens_per_s": tokens_per_s,
-        "mfu": model_flops_utilization(tokens_per_s * flops["flops_per_token"], gpu, run.compute_dtype),
+        **speed_figures(trainer, run, tokens / clock.step_time_s, gpu),
         "peak_gib": read_memory(rank.device).peak_gib,
     }
 

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def try_folder(folder: str, tokens: int, **card: Any) -> dict[str, Any]:
 
 def measure_point(point: dict[str, Any], card: str | None, memory_gib: float | None) -> dict[str, Any]:
     """Return a planner's point: planned memory beside the peak."""
-    return planner_points.measured_point(Point(**point), device_of(card, memory_gib), planner_points.measure_here)
+    measure = partial(planner_points.measure_here, device="cuda" if card else "cpu")
+    return planner_points.measured_point(Point(**point), device_of(card, memory_gib), measure)
 
 
 def run_tests(file: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:

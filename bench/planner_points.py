@@ -186,8 +186,7 @@ class PeakWatch:
         memory = read_memory(self.device)
         self.segments_gib[self.segment] = max(memory.peak_gib, self.segments_gib.get(self.segment, 0.0))
         self.reserved_gib = max(self.reserved_gib, memory.peak_reserved_gib or 0.0)
-        if self.device != "cpu":
-            forget_peak(self.device)
+        forget_peak(self.device)
 
 
 def watched_steps(run: RunConfig, batch: BatchShape, device: str) -> PeakWatch:

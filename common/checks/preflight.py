@@ -176,8 +176,7 @@ def phase(name: str, rank: Rank, remedy: str) -> Iterator[None]:
     """
     start_s = time.perf_counter()
     for device in rank.devices:
-        if device != "cpu":  # a process's peak cannot be reset
-            forget_peak(device)
+        forget_peak(device)
     if rank.is_main:
         print(f"{name} ...")
     try:

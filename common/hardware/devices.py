@@ -71,10 +71,11 @@ def read_memory(device: str) -> MemoryReading:
 
 
 def forget_peak(device: str) -> None:
-    """Reset a GPU's peak to what is allocated now."""
-    import torch  # here: as above
+    """Reset a GPU's peak to what is allocated now; that of a CPU's process cannot be."""
+    if device != "cpu":
+        import torch  # here: as above
 
-    torch.accelerator.reset_peak_memory_stats(device)
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def cpu_name() -> str:

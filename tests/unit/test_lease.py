@@ -3,8 +3,8 @@
 import json
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from bench import lease, lease_merge, lease_parts, planner_points
 from bench.gpu_trial import LEVER_TRIALS, TRIALS
 from bench.lease_schedule import RESULTS, Part, Results, bound_files, read_results, spend
 from common.base.errors import BadInputError
+from common.base.paths import REPOSITORY
 from common.checks.processes import END_S
 from common.hardware.devices import find_gpu
+from tests.forked import run_forked
 from tests.pace import patient
 
 STUBS = "tests.unit.lease_stubs"
@@ -189,6 +191,22 @@ def test_a_rehearsal_is_not_merged(results: Results) -> None:
         lease_merge.merge(results.path)
 
 
+KINDS = ("machine", "shared GPU", "steps", "profile", "optimizers", "tests", "point", "preflight", "answers")
+GPU_ALONE = {"steps: full, Liger's kernels", "steps: lora, Liger's kernels", "steps: lora, compiled, Liger's loss"}
+
+
 @pytest.mark.slow
-def test_every_part_is_rehearsed_on_the_cpu(tmp_path: Path, run_command: Callable) -> None:
-    """But for those that only a GPU can run, which say so."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_part_is_rehearsed_on_the_cpu(kind: str, tmp_path: Path) -> None:
+    """All that a GPU runs runs here with tiny models, but for the kernels that only a GPU has."""
+    log, folder = tmp_path / "log", tmp_path / "lease"
+    command = [sys.executable, "-m", "bench.lease", "--rehearse", "--only", kind, "--folder", str(folder)]
+    assert run_forked(command, REPOSITORY, os.environ, log, timeout=600) == 0, log.read_text()
+    found = {line["part"]: line["status"] for line in read_results(folder / RESULTS)}
+    expected = {part.name for part in lease_parts.parts_for(None) if kind in part.name}
+    assert found.keys() == expected
+    assert {name for name, status in found.items() if status != "done"} <= GPU_ALONE
+
+
+def test_each_kind_of_part_is_rehearsed() -> None:
+    assert [part.name for part in lease_parts.parts_for(None) if not part.name.startswith(KINDS)] == []
