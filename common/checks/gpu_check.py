@@ -2,10 +2,12 @@
 
     python -m common.gpu_check
     python -m common.gpu_check --only 2.6 --budget_s 600
+    python -m common.gpu_check --share --budget_s 900
 
 It looks at driver, cards, links and PyTorch's build; then each technique takes a few training steps, planned beside
 measured, with random weights of a real shape that has room by the plan (nothing is downloaded); then `tests/gpu` run
-in the time that is left. Each part is a process of its own, so that one that crashes does no harm to the next.
+in the time that is left. With `--share` two ranks share one GPU, too (`common.checks.shared_gpu`). Each part is a
+process of its own, so that one that crashes does no harm to the next.
 `gpu_check.json` has what was found, and is written anew after each part: send it along with a report. It names no path,
 no host and no secret. Without a GPU the same runs on the CPU, with the embedded models.
 
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -41,15 +43,15 @@ from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
 from common.base.secrets import without_secrets
 from common.base.specs import PARALLELISMS
-from common.checks.processes import END_S, last_error, run_process
+from common.checks import shared_gpu
+from common.checks.processes import END_S, FAILS, LEFT_OUT, WORKS, failed, last_error, not_installed, run_process
 from common.checks.tried_rows import batch_of_length
 from common.hardware.devices import CATALOGUE, Gpu, gpu_of_device
 from common.models import minilm
 from common.planning.plans import plan_run
 from common.records.store import write_json
 
-WORKS, SLOWER, FAILS, LEFT_OUT = "works", "slower than planned", "does not work", "left out"
-KEPT_LINES = 40  # of the output of a part that does not work
+SLOWER = "slower than planned"  # besides the statuses that all checks have
 Record = dict[str, Any]  # what is kept of a part: `part`, `status`, `why`, `seconds`, and what it measured
 
 SCHEMA_VERSION = 1
@@ -68,7 +70,6 @@ TEST_GIB, MOST_TESTS_AT_ONCE = 24.0, 4  # the largest of `tests/gpu` trains 1.2 
 UNUSABLE = f"PyTorch cannot use the GPUs (see {MACHINE}); --device cpu tries the techniques without them"
 TEST_PACKAGES = ("pytest", "tensorboard")  # without these most of `tests/gpu` cannot run
 TESTS_OF_4_BITS = "qlora or 4_bits"  # names of the tests that need bitsandbytes, as pytest's -k takes them
-INSTALLED_BY = {"deepspeed": "make deepspeed", "pytest": "pip install pytest"}  # others come with `make install`
 ABSOLUTE = re.compile(r"(?<![\w./:~])~?/(?:[^/\s'\":,;()]+/)*(?=[^/\s'\":,;()])")  # a path but for its last name
 
 
@@ -114,6 +115,8 @@ TRIALS = (
     Trial("3.1 classifier, TP", CLASSIFICATION, ("roberta-large",), {"parallel": "tp"}),
     Trial("3.2 summarizer", "3.2_summarization/run_0_cpu_x2", ("bart-large-cnn",), also_single=True),
 )
+SHARED = frozenset(pair.parallel for pair in shared_gpu.PAIRS.values())
+SHARED_PARTS = {f"{name}, shared": name for name in shared_gpu.PART_NAMES}
 PART_NAMES = (MACHINE, *(trial.name for trial in TRIALS), TESTS)
 
 
@@ -131,17 +134,6 @@ class Part:
 
 
 # -- a part in a process of its own
-
-
-def failed(ended: subprocess.CompletedProcess, limit_s: float) -> Record:
-    """Return the record of a process that did not do what it should, or hung for `limit_s`."""
-    why = last_error(ended.stdout)
-    if ended.returncode is None:
-        why = f"took longer than {limit_s:.0f} s; its last words: {why}"
-    elif ended.returncode < 0:
-        why = f"killed by signal {-ended.returncode}; its last words: {why}"
-    output = ended.stdout.splitlines()[-KEPT_LINES:]
-    return {"status": FAILS, "why": why, "exit_code": ended.returncode, "output": output}
 
 
 def not_done(ended: subprocess.CompletedProcess, limit_s: float) -> Record:
@@ -265,24 +257,32 @@ def fitting_settings(trial: Trial, devices: Devices) -> dict[str, object]:
     )
 
 
+def _parallel_of(trial: Trial) -> str:
+    return str(trial.settings.get("parallel", literal_of(REPOSITORY / trial.folder).parallel))
+
+
+def _needs_two(trial: Trial, devices: Devices) -> bool:
+    return devices.count == 1 and not PARALLELISMS[_parallel_of(trial)].is_single and not trial.also_single
+
+
+def _can_share(trial: Trial, devices: Devices) -> bool:
+    """Return whether a technique that needs two GPUs can do with two ranks on one."""
+    return _needs_two(trial, devices) and _parallel_of(trial) in SHARED
+
+
 def _why_left_out(trial: Trial, devices: Devices) -> str:
     if devices.count == 0:
         return UNUSABLE
     own = literal_of(REPOSITORY / trial.folder)
-    parallelism = PARALLELISMS[trial.settings.get("parallel", own.parallel)]
-    if devices.count < 2 and not parallelism.is_single and not trial.also_single:
-        return f"needs two GPUs, and there is {devices.count}"
+    parallelism = PARALLELISMS[_parallel_of(trial)]
+    if _needs_two(trial, devices):
+        instead = ": --share has two ranks share it" if _can_share(trial, devices) else ""
+        return f"needs two GPUs, and there is {devices.count}{instead}"
     own_model = [minilm.PACKAGE] if devices.kind == "cpu" and own.model == minilm.MINILM else []
     missing = not_installed((*trial.packages, *own_model))
     if parallelism.splits_layers and not devices.is_known and not missing:
         return "layers are placed by a plan, and the catalogue (common/hardware/catalogue.toml) lacks this card"
     return missing
-
-
-def not_installed(needed: Iterable[str]) -> str:
-    """Return how to install those packages that are missing; empty = none is."""
-    missing = [name for name in needed if find_spec(name) is None]
-    return "; ".join(f"{name} is not installed: `{INSTALLED_BY.get(name, 'make install')}`" for name in missing)
 
 
 def try_technique(trial: Trial, devices: Devices, limit_s: float) -> Record:
@@ -299,6 +299,15 @@ def try_technique(trial: Trial, devices: Devices, limit_s: float) -> Record:
     if ended.returncode != 0 or not figures:
         return {**not_done(ended, limit_s), "settings": settings}
     return judged(json.loads(figures))
+
+
+def try_shared(name: str, devices: Devices, limit_s: float) -> Record:
+    """Run a part of `common.checks.shared_gpu`, on the first GPU, or on the CPU."""
+    with tempfile.NamedTemporaryFile(prefix="gpu-check-", suffix=".json") as file:
+        command = ["-m", "common.checks.shared_gpu", name, "--device", devices.kind, "--json", file.name]
+        ended = run_process(command, limit_s)
+        found = Path(file.name).read_text(encoding="utf-8")
+    return json.loads(found) if ended.returncode == 0 and found else not_done(ended, limit_s)
 
 
 def judged(figures: Record) -> Record:
@@ -336,13 +345,14 @@ def tests_at_once(devices: Devices) -> int:
     return max(1, min(MOST_TESTS_AT_ONCE, os.cpu_count() // 2, int(devices.card.memory_gib // TEST_GIB)))
 
 
-def run_tests(devices: Devices, limit_s: float) -> Record:
-    """Run `tests/gpu`: how many passed, failed and were skipped, and which failed."""
+def run_tests(devices: Devices, limit_s: float, tests: str = "tests/gpu") -> Record:
+    """Run the tests of GPUs (on CPU their rehearsal): how many passed, failed and were skipped, and which failed."""
     without_4_bits = find_spec("bitsandbytes") is None
     chosen = ["-k", f"not ({TESTS_OF_4_BITS})"] if without_4_bits else []
     workers = tests_at_once(devices)
     spread = ["-n", str(workers)] if workers > 1 else []
-    ended = run_process(["-m", "pytest", "-q", "tests/gpu", *spread, *chosen], limit_s)
+    rehearsed = ["--rehearse"] if devices.kind == "cpu" else []
+    ended = run_process(["-m", "pytest", "-q", tests, *rehearsed, *spread, *chosen], limit_s)
     counts = counts_of(ended.stdout)
     said = [", ".join(f"{count} {name}" for name, count in counts.items()) or last_error(ended.stdout)]
     if without_4_bits:
@@ -399,13 +409,25 @@ def find_out(part: Part, deadline_s: float) -> Record:
     return {"part": part.name, **found, "seconds": round(time.monotonic() - start_s, 1)}
 
 
-def parts_for(devices: Devices) -> list[Part]:
-    """Return each technique, then the tests, which get what time is left."""
+def parts_for(devices: Devices, is_shared: bool = False) -> list[Part]:
+    """Return each technique, then the tests, which get what time is left.
+
+    Where one GPU `is_shared`, two ranks on it stand in for the techniques that need two and can run so.
+    """
+    trials = [
+        trial for trial in TRIALS if not (is_shared and _needs_two(trial, devices) and _parallel_of(trial) in SHARED)
+    ]
     techniques = [
         Part(trial.name, partial(try_technique, trial, devices), left_out=_why_left_out(trial, devices))
-        for trial in TRIALS
+        for trial in trials
     ]
-    return [*techniques, Part(TESTS, partial(run_tests, devices), most_s=float("inf"), left_out=_why_no_tests(devices))]
+    shared = [
+        Part(part, partial(try_shared, name, devices), left_out="" if devices.count else UNUSABLE)
+        for part, name in SHARED_PARTS.items()
+        if is_shared
+    ]
+    tests = Part(TESTS, partial(run_tests, devices), most_s=float("inf"), left_out=_why_no_tests(devices))
+    return [*techniques, *shared, tests]
 
 
 def is_asked_for(name: str, only: str | None) -> bool:
@@ -450,7 +472,7 @@ def check(options: argparse.Namespace) -> list[Record]:
     print(records[0]["why"])
     if kind == "cpu":
         print("on CPU: the same steps with the embedded models, and two processes where there would be two GPUs")
-    for part in parts_for(devices_of(kind, machine)):
+    for part in parts_for(devices_of(kind, machine), options.share):
         if is_asked_for(part.name, options.only):
             records.append(without_places(find_out(part, deadline_s)))
             write_json(report, options.out)
@@ -484,10 +506,9 @@ def table(records: Sequence[Record]) -> str:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    if not any(is_asked_for(name, options.only) for name in PART_NAMES):
-        raise BadInputError(
-            f"--only is {options.only!r}, but there is no such part: choose one of {', '.join(PART_NAMES)}."
-        )
+    names = (*PART_NAMES, *(SHARED_PARTS if options.share else ()))
+    if not any(is_asked_for(name, options.only) for name in names):
+        raise BadInputError(f"--only is {options.only!r}, but there is no such part: choose one of {'; '.join(names)}.")
     if not options.budget_s >= LEAST_S + END_S:
         raise BadInputError(
             f"--budget_s is {options.budget_s:g}, in which no part would end: pass {LEAST_S + END_S:g} or more."
@@ -504,6 +525,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where a GPU can be seen, else cpu")
     parser.add_argument("--out", type=Path, default=Path("gpu_check.json"), help="the file")
     parser.add_argument("--budget_s", type=float, default=360.0, help="seconds for all")
+    parser.add_argument("--share", action="store_true", help="also two ranks on one GPU, beside one rank's losses")
     parser.add_argument(
         "--only", metavar="PART", help=f"one part, or by its first word several: {', '.join(PART_NAMES)}"
     )
