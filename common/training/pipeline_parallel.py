@@ -78,7 +78,8 @@ class PipelineParallel(Strategy):
             return
         trained = [weight for weight in self.model.parameters() if weight.grad is not None]
         copy = tied if not self.rank.is_main else None  # counted on the first stage
-        squares = get_total_norm([weight.grad for weight in trained if weight is not copy]).float() ** 2
+        norm = get_total_norm([weight.grad for weight in trained if weight is not copy])
+        squares = norm.to(self.rank.device).float() ** 2  # of no gradients it is on the host, where NCCL sums nothing
         dist.all_reduce(squares)
         clip_grads_with_norm_(trained, self.run.max_grad_norm, squares.sqrt())
 

@@ -29,6 +29,7 @@ from common.training import fsdp, zero
 from common.training import strategy as strategy_module
 from common.training.deepspeed_config import deepspeed_config, with_sizes
 from common.training.fsdp import Fsdp, check_fully_sharded, in_turn, mesh_of, mixed_precision, modules_to_wrap
+from common.training.pipeline_parallel import PipelineParallel
 from common.training.usage import SentBytes, check_part, check_share, part_bytes
 from common.training.zero import Zero, check_deepspeed
 
@@ -257,6 +258,17 @@ def test_gradients_are_summed_in_fp32_also_where_accelerate_divides_the_model(
     strategy.prepare(Mock(), SimpleNamespace(state=state, prepare=prepare))
     assert plugin.mixed_precision_policy == mixed_precision(run)
     assert prepare.called
+
+
+def test_a_stage_without_gradients_takes_part_in_the_norm_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL sums nothing that is on the CPU; `meta` stands in for a GPU."""
+    summed: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", summed.append)
+    strategy = PipelineParallel(replace(FSDP, parallel="pp", micro_batches=2), Rank(1, 2, "meta", "torchrun"))
+    strategy.model = torch.nn.Linear(1, 1, device="meta")
+    strategy._tied_weight = lambda: None
+    strategy.finish_gradients()
+    assert [each.device.type for each in summed] == ["meta"]
 
 
 def test_gradients_that_deepspeed_keeps_are_looked_at() -> None:
