@@ -107,6 +107,11 @@ KERNEL_SETS: dict[Kernels, KernelSet] = {
 }
 RESIDUAL, LAYER_NORM, UNGATED, DROPOUT = 3, 2, 2, 2.5
 EAGER_SCORE = 15  # of attention without a fused kernel, per score
+COUNTED = (
+    "per token 6 per trained weight, 4 per frozen one (2 in a frozen vision tower), for attention 12 layers * channels "
+    "* length, half of it where causal; no lookup, the head where there are labels"
+)
+"""How `StepFlops.useful` counts."""
 
 
 # -- operations
@@ -130,7 +135,12 @@ class StepFlops:
     @property
     def total(self) -> float:
         """All of them."""
-        return self.forward + self.activation_gradients + self.weight_gradients + self.recomputed
+        return self.useful + self.recomputed
+
+    @property
+    def useful(self) -> float:
+        """Those of each operation once, which every MFU here counts; `COUNTED` says it to a reader."""
+        return self.forward + self.activation_gradients + self.weight_gradients
 
     def __add__(self, other: "StepFlops") -> "StepFlops":
         return StepFlops(*map(sum, zip(astuple(self), astuple(other), strict=True)))

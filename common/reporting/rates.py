@@ -1,5 +1,6 @@
 """The tables of the planner's times beside published rates (1.1), and of docs/published_rates.md."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +9,10 @@ from statistics import median
 
 import pandas as pd
 
+from common.base.paths import REPOSITORY
 from common.planning.published_rates import PublishedRate, excluded_rates, published_rates, source_name
+from common.planning.shares import whole_model
+from common.planning.step_speed import peak_tflops, step_flops
 from common.records.store import Record
 from common.reporting.rows import Row, as_table, percent
 
@@ -30,6 +34,14 @@ WELL_KNOWN = (
     "llama-2-70b, QLoRA, 4 x RTX A5000 24GB (fsdp), 1 x 2,048, checkpointed, plain",
 )
 """Published runs by their label: models and GPUs that many have. (Of the RTX A6000 nothing credible is published.)"""
+
+OWN_MFU = {
+    "llama-3-8b, full, 1 x H200 141GB SXM, 4 x 4,096, checkpointed, compiled": "57.8%, 6 N + 12 layers * channels * T",
+    "llama-3-8b, LoRA, 1 x H100 80GB SXM, 2 x 4,096, fused": "40.6%, 402 of 989 TFLOP/s",
+    "qwen2.5-7b, LoRA, 1 x H100 80GB SXM, 2 x 4,096, fused": "42.8%, 423 of 989 TFLOP/s",
+}
+"""By the label of a run on one GPU, the MFU that its source has."""
+GPU_TRIALS_FILE = REPOSITORY / "bench" / "gpu_trials.json"
 
 
 def is_near(rate: PublishedRate) -> bool:
@@ -71,6 +83,31 @@ def well_known_table(_: list[Record]) -> Iterator[Row]:
     known = {rate.label: rate for rate in reversed(published_rates())}  # of several alike the first
     for label in WELL_KNOWN:
         yield {"Run": label, **_compared(known[label])}
+
+
+@as_table
+def mfu_table(_: list[Record]) -> Iterator[Row]:
+    """Return the table of bench/README.md: MFU of published runs on one GPU, and of the fastest here, by one count."""
+    trials = json.loads(GPU_TRIALS_FILE.read_text(encoding="utf-8"))
+    for gpu, technique in dict.fromkeys((trial["gpu"], trial["technique"]) for trial in trials):
+        own = [trial for trial in trials if (trial["gpu"], trial["technique"]) == (gpu, technique)]
+        fastest = max(own, key=lambda trial: trial["mfu"])
+        run = f"here: llama-3.1-8b, {technique}, {gpu}, {fastest['name']}"
+        yield _used(run, fastest["tokens_per_s"], fastest["mfu"], "the same")
+    known = {rate.label: rate for rate in reversed(published_rates())}
+    for label, own_mfu in OWN_MFU.items():
+        rate = known[label]
+        yield _used(f"{source_name(rate.source)}: {label}", rate.tokens_per_s, mfu_of(rate), own_mfu)
+
+
+def mfu_of(rate: PublishedRate) -> float:
+    """Return the MFU of a published run by this project's count (`StepFlops.useful`)."""
+    flops = step_flops(rate.architecture, rate.job, whole_model(rate.architecture)).useful / rate.job.batch.tokens
+    return rate.tokens_per_s * flops / (peak_tflops(rate.gpu, rate.job) * 1e12)
+
+
+def _used(run: str, tokens_per_s: float, mfu: float, own_mfu: str) -> Row:
+    return {"Run": run, "Tokens/s": f"{tokens_per_s:,.0f}", "MFU": f"{mfu:.1%}", "As the source counts": own_mfu}
 
 
 def tables_by_source() -> dict[str, Callable[[list[Record]], pd.DataFrame]]:

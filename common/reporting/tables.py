@@ -225,6 +225,7 @@ TABLES: dict[str, Callable[[list[Record]], pd.DataFrame]] = {
     "bench": benchmark.bars,
     "bench-all": benchmark.every_entry,
     "bench-worst": benchmark.worst_points,
+    "bench-mfu": rates.mfu_table,
     "front": front,
     "two-cards": two_cards,
     "planner-errors": benchmark.planner_errors,

@@ -2,15 +2,27 @@
 
 import os
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate.utils import gather_object
 
+from common.base.errors import BadInputError
+from common.base.run_config import RunConfig
+from common.data.batches import longest_batch
+from common.data.rows import Tokens
 from common.hardware.devices import Gpu
+from common.planning.run_jobs import architecture_of_run, job_of_run
+from common.planning.shares import whole_model
+from common.planning.step_speed import COUNTED, step_flops
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
 from common.tasks.objectives import ACCURACY, VALIDATION_LOSS
 from common.training.trainer import AuditedTrainer
+
+COUNTED_ROWS = 10_000
+"""Of more rows than these, so many are counted: a second on one core."""
 
 
 def check_training(trainer: AuditedTrainer, rank: Rank) -> list[dict[str, object]]:
@@ -82,11 +94,8 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
     """
     log.memory.training_ended()
     history, run = trainer.state.log_history, log.run
-    trained, multiplied = trainer.strategy.parameter_counts()
-    flops = training_flops(trained, multiplied - trained, is_encoder_decoder=run.goal.summarizes)
     train_time_s, reporting_s = log.phases_s["training"], trainer.work.reporting_s
     tokens = sum(trainer.strategy.own_rows([share["tokens"] for share in world]))
-    tokens_per_s = tokens / (train_time_s - reporting_s)
     accuracies = [[entry["step"], entry[ACCURACY]] for entry in history if ACCURACY in entry]  # with classification
     return {
         "world": world,
@@ -97,13 +106,8 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
         "train_time_s": train_time_s,
         "reporting_s": reporting_s,
         "saves": trainer.saves.for_record(),
-        "tokens_per_s": tokens_per_s,
-        "trained_parameters": trained,
+        **speed_figures(trainer, run, tokens / (train_time_s - reporting_s), log.gpu()),
         **trainer.updates.figures(),
-        **flops,
-        "mfu": model_flops_utilization(
-            tokens_per_s * flops["flops_per_token"] / run.devices, log.gpu(), run.compute_dtype
-        ),
         "training_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "validation_losses": [[entry["step"], entry[VALIDATION_LOSS]] for entry in history if VALIDATION_LOSS in entry],
         "best_validation_loss": min(entry[VALIDATION_LOSS] for entry in history if VALIDATION_LOSS in entry),
@@ -115,20 +119,46 @@ def training_metrics(trainer: AuditedTrainer, world: list[dict[str, object]], lo
     }
 
 
-def training_flops(
-    trained_parameters: int, frozen_parameters: int, is_encoder_decoder: bool = False
-) -> dict[str, object]:
-    """Return the floating-point operations per token of a training step, and the formula.
+def speed_figures(trainer: AuditedTrainer, run: RunConfig, tokens_per_s: float, gpu: Gpu | None) -> dict[str, object]:
+    """Return tokens per second, trained weights, FLOPs per token and MFU; called on every rank.
 
-    Forward 2N, the activations' gradients 2N, the weights' gradients 2N (Kaplan et al. 2020, section 2.1); frozen
-    weights need no gradients of their own: 4N. Recomputation is not counted. With an encoder-decoder a token goes
-    through one of the two, about half of the weights.
+    `tokens_per_s` is that of all devices, which are `gpu`s.
     """
-    flops = 6 * trained_parameters + 4 * frozen_parameters
-    if is_encoder_decoder:
-        return {"flops_per_token": flops // 2, "flops_formula": "3N: each token through encoder or decoder"}
-    formula = "4N frozen + 6N trained" if frozen_parameters else "6N full"
-    return {"flops_per_token": flops, "flops_formula": formula}
+    trained, multiplied = trainer.strategy.parameter_counts()
+    flops = training_flops(run, trainer.train_dataset, trained, multiplied)
+    flops_per_s = tokens_per_s * flops["flops_per_token"] / run.devices
+    return {
+        "tokens_per_s": tokens_per_s,
+        "trained_parameters": trained,
+        **flops,
+        "mfu": model_flops_utilization(flops_per_s, gpu, run.compute_dtype),
+    }
+
+
+def training_flops(run: RunConfig, rows: Sequence[Tokens], trained: int, multiplied: int) -> dict[str, object]:
+    """Return the floating-point operations per token of a training step on `rows`, and how they are counted.
+
+    As the planner counts them (`StepFlops.useful`), for each row by its own length, without padding; a picture counts
+    as a square one. Of a model that the planner does not know, by its weights alone: forward 2N of those that are
+    `multiplied`, the activations' gradients 2N, the weights' gradients 2N of those that are `trained` (Kaplan et al.
+    2020, section 2.1); with an encoder-decoder a token goes through one of the two, about half of them.
+    """
+    counted = [rows[place] for place in range(0, len(rows), -(-len(rows) // COUNTED_ROWS))]
+    classes = longest_batch(counted, 1, run).classes  # a row alone knows its own label only
+    shapes = Counter(replace(longest_batch([row], 1, run), classes=classes) for row in counted)
+    try:
+        architecture = architecture_of_run(run, next(iter(shapes)))
+    except BadInputError:
+        halved = 2 if run.goal.summarizes else 1
+        formula = "6 per trained weight, 4 per frozen one" + ", halved: encoder or decoder" * run.goal.summarizes
+        flops = (4 * multiplied + 2 * min(trained, multiplied)) // halved  # a trained lookup multiplies nothing
+        return {"flops_per_token": flops, "flops_formula": f"{formula}; attention's scores are not counted"}
+    job, share, flops, tokens = job_of_run(run, next(iter(shapes))), whole_model(architecture), 0.0, 0
+    for shape, count in shapes.items():
+        alone = replace(job, batch=replace(shape, tiles=job.batch.tiles), micro_batches=1)
+        flops += count * step_flops(architecture, alone, share).useful
+        tokens += count * (shape.tokens + shape.target_length)
+    return {"flops_per_token": round(flops / tokens), "flops_formula": COUNTED}
 
 
 def model_flops_utilization(flops_per_s: float, gpu: Gpu | None, number_format: str) -> float | None:

@@ -26,7 +26,9 @@ from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import find_gpu
+from common.planning.published_rates import published_rates
 from common.planning.step_speed import COUNTED
+from common.reporting.rates import OWN_MFU, mfu_of
 from common.tasks.objectives import VALIDATION_LOSS
 from common.training.results import training_metrics
 from tests.forked import run_forked
@@ -402,6 +404,16 @@ def test_kept_trials_have_the_mfu_of_the_one_count(technique: str, name: str, pr
     peak = find_gpu(gpu.GPU).tflops_dense["bf16"] * 1e12
     assert kept["mfu"] == pytest.approx(kept["tokens_per_s"] * per_token / peak, rel=1e-9)
     assert kept["flops_formula"] == COUNTED
+
+
+def test_published_runs_have_an_mfu_of_the_same_count() -> None:
+    """KempnerForge trains the head, too; NeMo's adapters have rank 16."""
+    kempner, nemo, _ = (next(rate for rate in published_rates() if rate.label == label) for label in OWN_MFU)
+    layers, head, scores = 32 * 218_103_808, 128_256 * 4096, 6 * 32 * 4096 * 4096
+    peak = find_gpu(gpu.GPU).tflops_dense["bf16"] * 1e12
+    assert mfu_of(kempner) == pytest.approx(10_471 * (6 * (layers + head) + scores) / peak)
+    adapters = 2 * 20_971_520
+    assert mfu_of(nemo) == pytest.approx(12_472.9 * (4 * (layers + head) + 6 * adapters + scores) / peak)
 
 
 def test_a_trial_and_a_run_s_record_have_the_same_mfu(monkeypatch: pytest.MonkeyPatch) -> None:

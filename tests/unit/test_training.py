@@ -1,6 +1,7 @@
 """The truth checks fail when they should; both loops stop, and go on, alike."""
 
 import copy
+import json
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ from common.hardware.devices import GIB
 from common.models.loading import load_base_model, load_tokenizer, next_token_logits
 from common.models.minilm import minilm_folder
 from common.models.trained_weights import add_lora
+from common.planning.step_speed import COUNTED
 from common.runtime.rank import end_rank
 from common.runtime.recorder import RunRecorder
 from common.runtime.world import Rank
@@ -85,9 +87,92 @@ def test_rows_skipped_or_repeated_are_refused(rows_by_rank: list[list[int]], row
         check_rows_seen(rows_by_rank, row_count=4, row_uses=row_uses)
 
 
-def test_frozen_weights_need_no_gradients_of_their_own() -> None:
-    assert training_flops(100, 0) == {"flops_per_token": 600, "flops_formula": "6N full"}
-    assert training_flops(10, 90)["flops_per_token"] == 420
+SMALL_LLAMA = {
+    "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "intermediate_size": 16, "vocab_size": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+SMALL_BERT = {**SMALL_LLAMA, "model_type": "bert", "num_hidden_layers": 1, "type_vocab_size": 2}
+SMALL_BART = {
+    "model_type": "bart", "d_model": 8, "vocab_size": 32, "max_position_embeddings": 64,
+    **{f"{side}_{what}": value for side in ("encoder", "decoder")
+       for what, value in (("layers", 1), ("ffn_dim", 16), ("attention_heads", 2))},
+}  # fmt: skip
+LEARNT_ROWS = [{"input_ids": [1] * length, "labels": [1] * length} for length in (3, 5)]
+LABELLED_ROW, SUMMARY_ROW = {"input_ids": [1] * 4, "labels": 2}, {"input_ids": [1] * 4, "labels": [1] * 3}
+
+
+def run_of_shape(folder: Path, config: dict[str, Any], **settings: Any) -> RunConfig:
+    """A run with a model of a config.json."""
+    (folder / "config.json").write_text(json.dumps(config))
+    return RunConfig(model=str(folder), weights="random", **{"technique": "full", "target_modules": "all", **settings})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "per_weight", "of_head", "adapters"),
+    [
+        ({}, 6, 6, 0),
+        ({"target_modules": "all-linear"}, 6, 4, 0),
+        # of rank 2: (inputs + outputs) * 2 in each of seven projections
+        (
+            {"technique": "lora", "target_modules": "all-linear", "lora_r": 2},
+            4,
+            4,
+            2 * 2 * (16 + 12 + 12 + 16 + 3 * 24),
+        ),
+        ({"gradient_checkpointing": True}, 6, 6, 0),
+        ({"parallel": "pp", "devices": 2, "micro_batches": 4, "schedule": "gpipe"}, 6, 6, 0),
+    ],
+    ids=["full", "linear layers", "LoRA", "checkpointed", "micro-batches"],
+)
+def test_a_token_takes_six_operations_per_trained_weight_and_four_per_frozen_one(
+    tmp_path: Path, settings: dict[str, Any], per_weight: int, of_head: int, adapters: int, tied: bool
+) -> None:
+    """Attention takes six per layer, channel and earlier token; the last token of a row has no label for the head."""
+    run = run_of_shape(tmp_path, {**SMALL_LLAMA, "tie_word_embeddings": tied}, **settings)
+    layers, head = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16), 32 * 8
+    expected = sum(
+        (per_weight * layers + 6 * adapters) * length + of_head * head * (length - 1) + 6 * 2 * 8 * length**2
+        for length in (3, 5)
+    )
+    flops = training_flops(run, LEARNT_ROWS, 1, 1)
+    assert flops == {"flops_per_token": expected / 8, "flops_formula": COUNTED}
+
+
+def test_of_a_classifier_the_head_reads_one_token_and_attention_the_whole_text(tmp_path: Path) -> None:
+    run = run_of_shape(tmp_path, SMALL_BERT, task="classification")
+    expected = 6 * (4 * 64 + 2 * 128) * 4 + 6 * 3 * 8 + 12 * 8 * 4**2
+    assert training_flops(run, [LABELLED_ROW], 1, 1)["flops_per_token"] == expected / 4
+    other = {**LABELLED_ROW, "labels": 0}  # of the same three classes
+    assert training_flops(run, [LABELLED_ROW, other], 1, 1)["flops_per_token"] == expected / 4
+
+
+def test_of_an_encoder_decoder_texts_and_summaries_are_counted_each_in_its_half(tmp_path: Path) -> None:
+    run = run_of_shape(tmp_path, SMALL_BART, task="summarization")
+    attention, mlp, head = 4 * 64, 2 * 128, 32 * 8
+    reads_text = attention + mlp + attention / 2  # cross attention's keys and values, too
+    reads_summary = attention + attention / 2 + mlp + head
+    scores = 4 * 4 + 3 * 3 / 2 + 3 * 4
+    expected = 6 * (reads_text * 4 + reads_summary * 3) + 12 * 8 * scores
+    assert training_flops(run, [SUMMARY_ROW], 1, 1)["flops_per_token"] == round(expected / (4 + 3))
+
+
+def test_of_a_model_that_the_planner_does_not_know_the_weights_alone_are_counted(tmp_path: Path) -> None:
+    run = run_of_shape(tmp_path, {**SMALL_LLAMA, "model_type": "unheard-of"})
+    assert training_flops(run, LEARNT_ROWS, 10, 100) == {
+        "flops_per_token": 6 * 10 + 4 * 90,
+        "flops_formula": "6 per trained weight, 4 per frozen one; attention's scores are not counted",
+    }
+    with_lookup = training_flops(run, LEARNT_ROWS, 110, 100)
+    assert with_lookup["flops_per_token"] == 6 * 100
+
+
+def test_of_many_rows_some_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of_shape(tmp_path, SMALL_LLAMA)
+    every, one = (training_flops(run, rows, 1, 1) for rows in (LEARNT_ROWS * 5, LEARNT_ROWS[:1]))
+    assert every == training_flops(run, LEARNT_ROWS, 1, 1)
+    monkeypatch.setattr("common.training.results.COUNTED_ROWS", 5)
+    assert training_flops(run, LEARNT_ROWS * 5, 1, 1) == one
 
 
 @pytest.mark.parametrize(
