@@ -370,7 +370,8 @@ class Strategy:
 
 def shard_writer(folder: Path) -> dcp.FileSystemWriter:
     """Return DCP's writer of a checkpoint's shards, which are flushed as they are hashed (`Digests.begin`)."""
-    return dcp.FileSystemWriter(folder / SHARDS, sync_files=False)
+    # to copy ahead of the writing it would ask for a stream of the thread's GPU, which is the first on every rank
+    return dcp.FileSystemWriter(folder / SHARDS, sync_files=False, per_thread_copy_ahead=0)
 
 
 class WholeModel(Strategy):

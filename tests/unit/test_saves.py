@@ -7,9 +7,11 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from transformers import TrainerControl, TrainerState
 
 from common.base import asked_to_save
@@ -35,6 +37,7 @@ from common.training.checkpoints import (
 )
 from common.training.digests import begin_hashing
 from common.training.saves import MEET_S, CheckpointSize, SaveSchedule, checkpoint_size, describe_saves
+from common.training.strategy import SHARDS, shard_writer
 from tests.unit.ranks import found_by_ranks
 
 ROWS = 64
@@ -257,3 +260,15 @@ def test_a_full_state_has_the_optimizers_states_of_what_is_trained() -> None:
 def test_shards_are_those_of_the_step_after_which_they_were_asked_for(tmp_path: Path) -> None:
     found = found_by_ranks("background_save_worker.py", 2, tmp_path)
     assert found == {"has_name": [False] * 2, "differs": [True] * 2, "equal": [True] * 2}
+
+
+def test_a_copy_on_the_host_is_written_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For a thread that writes the GPU is the first one, where each rank's process would take memory for nothing."""
+
+    def touched(*_: object) -> NoReturn:
+        raise AssertionError("a GPU was asked for its stream")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", touched)
+    dcp.save({"weight": torch.ones(3)}, storage_writer=shard_writer(tmp_path), no_dist=True)
+    assert [file.name for file in (tmp_path / SHARDS).glob("__*")] == ["__0_0.distcp"]
