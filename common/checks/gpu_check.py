@@ -116,7 +116,7 @@ TRIALS = (
     Trial("3.2 summarizer", "3.2_summarization/run_0_cpu_x2", ("bart-large-cnn",), also_single=True),
 )
 SHARED = frozenset(pair.parallel for pair in shared_gpu.PAIRS.values())
-SHARED_PARTS = {f"{name}, shared": name for name in shared_gpu.PART_NAMES}
+SHARED_PARTS = {f"shared {name}": name for name in shared_gpu.PART_NAMES}
 PART_NAMES = (MACHINE, *(trial.name for trial in TRIALS), TESTS)
 
 

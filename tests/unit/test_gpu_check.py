@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -22,7 +23,7 @@ import torch
 
 from common.base.paths import REPOSITORY
 from common.base.run_folders import literal_of
-from common.checks import gpu_check, machine_facts, processes
+from common.checks import gpu_check, machine_facts, processes, shared_gpu
 from common.checks.folder_runs import run_of_folder
 from common.checks.gpu_check import FAILS, LEFT_OUT, SLOWER, TRIALS, WORKS, Part, main
 from tests.forked import run_forked
@@ -46,6 +47,13 @@ path.write_text(json.dumps({
 """
 """A program with a preflight's arguments, for which all is well."""
 
+WRITES_SHARED = """
+import json, sys
+from pathlib import Path
+Path(sys.argv[5]).write_text(json.dumps({"status": "works", "why": "losses differ by 1.0e-05 at most", "seconds": 1}))
+"""
+"""The same of two ranks on one GPU."""
+
 
 def facts_of(*cards: dict[str, Any], listed: int | None = None, **build: object) -> dict[str, Any]:
     return {
@@ -64,7 +72,9 @@ Asked = list[list[str]]
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
     """Make this machine one with these facts, whose preflights are other programs; what was asked for is returned."""
 
-    def make(facts: dict[str, Any], preflights: dict[str, str] | None = None) -> Asked:
+    def make(
+        facts: dict[str, Any], preflights: dict[str, str] | None = None, shared: dict[str, str] | None = None
+    ) -> Asked:
         asked, run_process = [], gpu_check.run_process
 
         def run_other(command: list[str], limit_s: float) -> CompletedProcess:
@@ -73,6 +83,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Asked]:
                 return CompletedProcess(command, 0, f"a warning\n{json.dumps(facts)}\nanother")
             if command[1] == "pytest":
                 return CompletedProcess(command, 0, "3 passed in 1.00s")
+            if command[1] == "common.checks.shared_gpu":
+                return run_process(["-c", (shared or {}).get(command[2], WRITES_SHARED), *command[2:]], limit_s)
             program = (preflights or {}).get(command[2].partition("_")[0], WRITES_FIGURES)
             return run_process(["-c", program, *command[2:]], limit_s)
 
@@ -213,7 +225,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_found(
         raise KeyboardInterrupt
 
     parts = [Part("first", works), Part("second", cut_off), Part("third", works)]
-    monkeypatch.setattr(gpu_check, "parts_for", lambda devices: parts)
+    monkeypatch.setattr(gpu_check, "parts_for", lambda *_: parts)
     code, kept = outcome(out)
     assert (code, [*kept], json.loads(out.read_text())["is_complete"]) == (130, ["machine", "first"], False)
 
@@ -241,7 +253,7 @@ def test_overrunning_its_own_time_is_a_failure_and_the_budgets_end_is_not(
         for part in gpu_check.parts_for(gpu_check.Devices("cpu", 2))
     ]
     chosen = [part for part in parts if part.name in ("2.1 LoRA", "2.4 full", "3.1 classifier")]
-    monkeypatch.setattr(gpu_check, "parts_for", lambda devices: chosen)
+    monkeypatch.setattr(gpu_check, "parts_for", lambda *_: chosen)
     start_s = time.monotonic()
     code, found = outcome(out, "--budget_s", str(patient(1.25)))
     assert time.monotonic() - start_s < patient(3)
@@ -303,6 +315,40 @@ def test_one_gpu_tries_what_one_can_and_says_what_needs_two(out: Path, machine: 
     assert ("--model=qwen2.5-7b" in tried["2.1"], "--precision=bf16-mixed" in tried["3.1"]) == (True, True)
 
 
+def test_two_ranks_share_one_gpu_where_that_is_asked_for(out: Path, machine: Callable) -> None:
+    """In place of what needs two GPUs, as far as two ranks on one can do it; each part by itself."""
+    asked = machine(facts_of(H100), shared={"2.7 PP": "raise ValueError('the second stage')"})
+    code, parts = outcome(out, "--share")
+    tried = [command[2:5] for command in asked if command[1] == "common.checks.shared_gpu"]
+    assert tried == [[name, "--device", "cuda"] for name in shared_gpu.PART_NAMES]
+    need_two = {name for name, part in parts.items() if "needs two GPUs" in part["why"]}
+    assert need_two == {"2.5 full, MP", "2.6 full, ZeRO-2"}
+    assert "2.2 LoRA, DDP" not in parts
+    check_told(parts, {
+        "2.1 LoRA": (WORKS, ""),
+        "shared smoke": (WORKS, "1.0e-05"),
+        "shared 2.7 PP": (FAILS, "ValueError: the second stage"),
+        "shared restart": (WORKS, ""),
+        "tests/gpu": (WORKS, ""),
+    })  # fmt: skip
+    assert code == 1
+
+
+def test_sharing_is_named_where_it_would_do_and_left_out_unless_asked_for(out: Path, machine: Callable) -> None:
+    asked = machine(facts_of(H100))
+    parts = outcome(out)[1]
+    assert not any(command[1] == "common.checks.shared_gpu" for command in asked)
+    told = {name for name, part in parts.items() if "--share" in part["why"]}
+    assert told == {"2.2 LoRA, DDP", "2.6 full, FSDP", "2.6 full, ZeRO-3", "2.7 full, PP", "3.1 classifier, TP"}
+
+
+def test_without_a_gpu_sharing_is_rehearsed(out: Path, machine: Callable) -> None:
+    asked = machine(facts_of())
+    parts = outcome(out, "--share", "--only", "shared")[1]
+    assert [*parts] == ["machine", *gpu_check.SHARED_PARTS]
+    assert asked[-1][2:5] == [shared_gpu.RESTART, "--device", "cpu"]
+
+
 def test_two_gpus_are_used_by_what_shares_work(out: Path, machine: Callable) -> None:
     asked = machine(facts_of(H100, H100, H100))
     outcome(out)
@@ -346,9 +392,18 @@ def test_no_room_is_no_failure(out: Path, machine: Callable) -> None:
     assert code == 0
 
 
+@contextmanager
+def missing(package: str) -> Iterator[None]:
+    def find_spec(name: str) -> object:
+        return None if name == package else object()
+
+    with mock.patch.object(gpu_check, "find_spec", find_spec), mock.patch.object(processes, "find_spec", find_spec):
+        yield
+
+
 def test_missing_packages_are_said_and_what_needs_them_is_left_out(out: Path, machine: Callable) -> None:
     asked = machine(facts_of(H100))
-    with mock.patch.object(gpu_check, "find_spec", lambda name: None if name == "bitsandbytes" else object()):
+    with missing("bitsandbytes"):
         code, parts = outcome(out)
     check_told(parts, {
         "machine": (WORKS, "not installed: trl"),
@@ -358,7 +413,7 @@ def test_missing_packages_are_said_and_what_needs_them_is_left_out(out: Path, ma
     })  # fmt: skip
     pytest_command = next(command for command in asked if command[1] == "pytest")
     assert (code, pytest_command[-2:]) == (0, ["-k", "not (qlora or 4_bits)"])
-    with mock.patch.object(gpu_check, "find_spec", lambda name: None if name == "pytest" else object()):
+    with missing("pytest"):
         check_told(outcome(out, "--only", "tests/gpu")[1], {"tests/gpu": (LEFT_OUT, "pip install pytest")})
 
 
