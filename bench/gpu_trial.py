@@ -1,14 +1,10 @@
-"""Training steps of an 8B model on the GPU here: `python -m bench.gpu_trial` keeps what `python -m bench gpu` judges.
+"""Training steps of an 8B model on a GPU: parts of `python -m bench.lease`, which `python -m bench gpu` judges.
 
 Random weights of the real shape, rows of 4,096 tokens of which all but the first are learnt, and the run folder's own
-trainer. Memory and time of its steps stand beside the plan's. Each variant has a process of its own, because Liger's
-kernels stay in the model's classes. One that fails is named, and the others go on.
+trainer. Memory and time of its steps stand beside the plan's.
 """
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +15,6 @@ from typing import Any
 import torch
 
 from bench.levers import LEVERS, pulled
-from bench.planner_points import gpu_here
-from common.base.errors import BadInputError
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig
 from common.base.run_folders import literal_of
@@ -162,51 +156,3 @@ def keep(records: Sequence[dict[str, Any]], path: Path = TRIALS_PATH) -> None:
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     by = {(each["technique"], each["name"], each["gpu"]): each for each in [*kept, *records]}
     path.write_text(json.dumps(list(by.values()), indent=2) + "\n", encoding="utf-8")
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_trial", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--technique", choices=FOLDERS, help="one of them; without it, both")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=TRIALS_PATH, help="the file of records, which is added to")
-    options = parser.parse_args(arguments)
-    try:
-        gpu = gpu_here()
-    except BadInputError as mistake:
-        parser.exit(2, f"error: {mistake}\n")
-    if options.one is not None:
-        print(json.dumps(measure(TRIALS[options.one], gpu)))
-        return
-    for number, trial in enumerate(TRIALS):
-        if options.technique in (None, trial.technique):
-            try:
-                record = _in_own_process(number)
-            except RuntimeError as failure:
-                print(f"{trial.technique}, {trial.name}: {failure}", flush=True)
-                continue
-            keep([record], options.out)
-            print(line(record), flush=True)
-
-
-def line(record: dict[str, Any]) -> str:
-    """A record for a reader."""
-    return (
-        f"{record['technique']}, {record['name']}: {record['tokens_per_s']:,.0f} tokens/s, MFU {record['mfu']:.1%}; "
-        f"{record['step_time_s']:.3f} s a step (planned {record['planned_step_time_s']:.3f}), "
-        f"{record['peak_gib']:.1f} GiB (planned {record['planned_gib']:.1f})"
-    )
-
-
-def _in_own_process(number: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.gpu_trial", "--one", str(number)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-if __name__ == "__main__":
-    main()

@@ -143,7 +143,7 @@ PROFILED = (
 TEST_FILES = {"test_kernels": 40, "test_saves": 45, "test_cuda": 75}
 """Of `tests/gpu`, and the seconds that they should take; `test_shared_gpu` runs what the pairs do."""
 POINTS = 20
-"""Of the planner, at most: with those that are kept more than the bar asks for."""
+"""Of the planner, before other parts: with those that are kept more than its bar asks for."""
 SLOWEST_WEIGHTS_PER_S = 2e9
 """Of the points' steps: making the weights, quantizing them, and two steps."""
 REHEARSED_POINTS = (
@@ -155,7 +155,7 @@ ANSWERED = (8, 64)
 
 def parts_for(card: Gpu | None) -> list[Part]:
     """Return the parts of a lease of this card, in their order; None: of a rehearsal."""
-    levers = [trial_part(trial, card) for trial in LEVER_TRIALS]
+    levers, points = [trial_part(trial, card) for trial in LEVER_TRIALS], point_parts(card)
     return [
         _part("machine", look_at_machine, card, 10, 60),
         *pair_parts(card),
@@ -164,10 +164,11 @@ def parts_for(card: Gpu | None) -> list[Part]:
         _part("optimizers", compare_optimizers, card, 25, 90),
         *test_parts(card),
         *levers[2:],
-        *point_parts(card),
+        *points[:POINTS],
         *(_preflight_part(*each, card) for each in PREFLIGHTS),
         *(_part(f"answers, {rows} rows", answer, card, 25, 90, rows=rows) for rows in ANSWERED),
         *(trial_part(trial, card) for trial in TRIALS),
+        *points[POINTS:],
     ]
 
 
@@ -227,7 +228,7 @@ def point_parts(card: Gpu | None) -> list[Part]:
         return [_point_part(point, None) for point in REHEARSED_POINTS]
     known = planner_points.known_points(planner_points.kept_records(), card.name)
     missing = [point for point in planner_points.all_points(card) if point not in known]
-    return [_point_part(point, card) for point in planner_points.across_strata(missing)[:POINTS]]
+    return [_point_part(point, card) for point in planner_points.across_strata(missing)]
 
 
 def _point_part(point: Point, card: Gpu | None) -> Part:

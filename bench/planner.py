@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from bench import planner_points
 from bench.entries import Entry, measured
 from bench.planner_points import POINTS_PATH, SHAPES
 from common.base.errors import BadInputError
@@ -48,11 +49,13 @@ from common.reporting.rows import NOT_RUN
 from common.training.placement import place_stages
 
 COMMAND = "python -m bench planner"
-POINTS_COMMAND = "python -m bench.planner_points && python -m bench planner"
+POINTS_COMMAND = "python -m bench.lease --only point && python -m bench planner"
 
 DRY_RUN_BARS = (0.02, 0.05)
 MEASURED_BARS = (0.03, 0.08)
 """Largest mean and largest single error."""
+MEASURED_POINTS = 20
+"""Steps on a GPU that these errors should be of, at least."""
 HELD_OUT_BARS = (0.08, 0.9)
 """Largest mean error of what is likely, and smallest share of errors within 15 %, where no constant was fitted."""
 PLANNER_BAR_S, DRY_RUN_BAR_S = 1.0, 20.0
@@ -461,13 +464,19 @@ def kept_entries(records: list[Record]) -> list[Entry]:
 
 def gpu_entries(path: Path) -> list[Entry]:
     """What `bench.planner_points` measured: errors of closed form and dry run, and whether what was said to fit did."""
-    records = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    records = planner_points.kept_records(path)
     ran = [record for record in records if record["outcome"] == "ran"]
     ours, dry = (
-        [Compared(point_name(record), record[planned], record["allocated_gib"]) for record in ran if record[planned]]
+        [
+            Compared(planner_points.point_of(record).label, record[planned], record["allocated_gib"])
+            for record in ran
+            if record[planned]
+        ]
         for planned in ("planned_gib", "dry_run_gib")  # a dry run quantizes no weights
     )
+    name = "planner, steps whose CUDA peaks were measured"
     return [
+        measured(name, len(ran), "runs", POINTS_COMMAND, at_least=MEASURED_POINTS),
         *error_entries("planner, closed form against measured CUDA peaks", ours, POINTS_COMMAND, MEASURED_BARS),
         *error_entries("planner, dry run against measured CUDA peaks", dry, POINTS_COMMAND),
         verdict_entry([record for record in records if record["card"]]),
@@ -486,18 +495,6 @@ def verdict_entry(records: Sequence[dict[str, Any]]) -> Entry:
     ran = sum(record["outcome"] == "ran" for record in records)
     counts = f"{ran} ran, {len(records) - ran} ran out"
     return measured(f"{name}, {counts}: right verdicts", right / len(records), "share", POINTS_COMMAND)
-
-
-def point_name(record: dict[str, Any]) -> str:
-    """What distinguishes a measured point from the others."""
-    special = [
-        "linear layers" if record["linear_only"] else "",
-        "checkpointed" if record["gradient_checkpointing"] else "",
-        record["quantization"] if record["technique"] == "qlora" else "",
-        record["card"],
-    ]
-    words = [record["technique"], record["model"], f"{record['rows']}x{record['length']}", *filter(None, special)]
-    return " ".join(words)
 
 
 # -- how soon the answer comes

@@ -1,16 +1,12 @@
-"""What the planner's memory is checked against on a GPU: `python -m bench.planner_points` measures real training steps.
+"""What the planner's memory is checked against on a GPU: real training steps, parts of `python -m bench.lease`.
 
 Every point is a model with random weights, made on the GPU, and two optimizer steps by the run's own trainer, of which
-the second counts. Each has a process of its own, so that one which runs out of memory does no harm to the next. Points
-with a smaller card's memory show whether what is said to fit does. What the file has of this GPU already is left out.
+the second counts. Points with a smaller card's memory show whether what is said to fit does.
 
 Nothing is fitted to these points: the closed form has no constant that a measurement could set.
 """
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -53,7 +49,6 @@ FULLNESS = (0.5, 0.65, 0.75, 0.85, 0.9, 0.94, 0.98, 1.02, 1.06, 1.1, 1.15, 1.25,
 """Planned memory over a small card's, of the points to look for: seven that fit and seven that do not."""
 TOO_LARGE = 1.3
 """Planned memory over the whole card's from which on a point is not even tried."""
-QUICK_POINTS = 2
 
 
 @dataclass(frozen=True)
@@ -100,15 +95,15 @@ class Point:
 
     @property
     def label(self) -> str:
-        """In a few words."""
-        others = {
-            f"{self.card} card": self.card,
+        """What distinguishes it from other points, in a few words."""
+        special = {
             "linear layers": self.linear_only,
+            "checkpointed": self.gradient_checkpointing,
             self.quantization: self.technique == "qlora",
-            "checkpointing": self.gradient_checkpointing,
+            self.card: self.card,
         }
-        words = [self.technique, self.model, f"{self.rows} x {self.length}", *(word for word in others if others[word])]
-        return ", ".join(words)
+        told = (name for name, is_so in special.items() if is_so)
+        return " ".join([self.technique, self.model, f"{self.rows}x{self.length}", *told])
 
     def planned(self, gpu: Gpu) -> DeviceMemory:
         """The closed form's answer."""
@@ -253,26 +248,6 @@ def measured_point(point: Point, here: Gpu, measure_one: Callable[[Point], dict[
     }
 
 
-def _in_own_process(point: Point) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.planner_points", "--one", json.dumps(asdict(point))]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"The point {point} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def measure(points: Sequence[Point], here: Gpu, path: Path) -> None:
-    """Measure what the file at `path` lacks, and write it after each point, so that a stopped run can go on."""
-    records = kept_records(path)
-    known = known_points(records, here.name)
-    for number, point in enumerate(points, start=1):
-        if point in known:
-            continue
-        records.append(measured_point(point, here, _in_own_process))
-        path.write_text(json.dumps(records, indent=2) + "\n", encoding="utf-8")
-        print(f"{number} of {len(points)}: {line(records[-1])}", flush=True)
-
-
 def kept_records(path: Path = POINTS_PATH) -> list[dict[str, Any]]:
     """The records of the file at `path`; none where there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
@@ -297,12 +272,6 @@ def across_strata(points: Sequence[Point]) -> list[Point]:
     return [point for turn in zip_longest(*turned) for point in turn if point]
 
 
-def line(record: dict[str, Any]) -> str:
-    """A record for a reader."""
-    found = record["outcome"] if record["allocated_gib"] is None else f"{record['allocated_gib']:.2f} GiB"
-    return f"{point_of(record).label}: planned {record['planned_gib']:.2f} GiB, {found}"
-
-
 def gpu_here() -> Gpu:
     """This machine's first GPU.
 
@@ -316,27 +285,3 @@ def gpu_here() -> Gpu:
     if gpu is None:
         raise BadInputError(f"The GPU {names[0]} is not in the catalogue: add it to common/hardware/catalogue.toml.")
     return gpu
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.planner_points", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few points, to see that it works")
-    parser.add_argument("--out", type=Path, default=POINTS_PATH, help="the file of points, which is added to")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    try:
-        here = gpu_here()
-    except BadInputError as mistake:
-        parser.exit(2, f"error: {mistake}\n")
-    if options.one:
-        print(json.dumps(measure_here(Point(**json.loads(options.one)))))
-        return
-    points = all_points(here)
-    measure([*points[:QUICK_POINTS], *points[-QUICK_POINTS:]] if options.quick else points, here, options.out)
-
-
-if __name__ == "__main__":
-    main()

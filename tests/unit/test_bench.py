@@ -373,11 +373,14 @@ def test_the_fastest_way_is_judged_and_lora_against_full_in_the_same_way() -> No
     ways = [("full", "plain", 0.50, 5000), ("full", "fast", 0.59, 5600), ("lora", "plain", 0.45, 7000),
             ("lora", "fast", 0.49, 6720)]  # fmt: skip
     plan = {"planned_step_time_s": 1.1, "step_time_s": 1.0, "planned_gib": 70, "peak_gib": 80}
-    *of_ways, ratio, time_of_one, time_of_other, memory = gpu.entries([
-        {"technique": technique, "name": name, "mfu": mfu, "tokens_per_s": speed,
+    found = gpu.entries([
+        {"technique": technique, "name": name, "mfu": mfu, "tokens_per_s": speed, "gpu": card,
          "settings": [name] if name == "fast" else [], **plan}
+        for card in ("H100 80GB SXM", gpu.GPU)
         for technique, name, mfu, speed in ways
     ])  # fmt: skip
+    (*of_ways, ratio, time_of_one, time_of_other, memory), others = found[:8], found[8:]
+    assert {entry.holds for entry in others} == {None}
     assert [entry.value for entry in (time_of_one, time_of_other, memory)] == pytest.approx([0.1, 0.1, 0.125])
     assert [entry.holds for entry in of_ways] == [None, True, None, False]
     assert [entry.value for entry in of_ways[:2]] + [of_ways[3].value] == [0.50, 0.59, 0.49]
@@ -388,7 +391,11 @@ def test_a_trial_on_a_gpu_takes_its_place_in_the_file(tmp_path: Path) -> None:
     path, record = tmp_path / "trials.json", {"technique": "lora", "name": "plain", "gpu": gpu.GPU, "mfu": 0.4}
     gpu_trial.keep([record, {**record, "gpu": "another"}], path)
     gpu_trial.keep([{**record, "mfu": 0.5}, {**record, "name": "fast"}], path)
-    assert [(each["name"], each["mfu"]) for each in gpu.kept_trials(path)] == [("plain", 0.5), ("fast", 0.4)]
+    assert [(each["name"], each["gpu"], each["mfu"]) for each in gpu.kept_trials(path)] == [
+        ("plain", gpu.GPU, 0.5),
+        ("plain", "another", 0.4),
+        ("fast", gpu.GPU, 0.4),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,19 @@
 
 import json
 import sys
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from bench import planner, planner_points
 from bench.planner import Compared, Entry, error_entries
 from bench.planner_points import FULLNESS, SMALL_CARDS, PeakWatch, Point
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.hardware.devices import GIB, find_gpu
+from common.hardware.devices import MemoryReading, find_gpu
 from common.planning.job import BatchShape
 from common.planning.published_memory import architectures_of, t4_job
 from common.training.placement import place_stages
@@ -42,9 +42,9 @@ def test_each_bar_can_fail(bars: tuple[float, float], holds: list[bool]) -> None
 
 def test_what_was_not_run_says_so(tmp_path: Path) -> None:
     found = planner.gpu_entries(tmp_path / "none.json")
-    assert [entry.value for entry in found] == [None] * 5
-    assert all(entry.name.endswith("not run") for entry in found)
-    assert [entry.bar for entry in found[:2]] == [0.03, 0.08]
+    assert [entry.value for entry in found] == [0, *[None] * 5]
+    assert all(entry.name.endswith("not run") for entry in found[1:])
+    assert [entry.bar for entry in found[:3]] == [20, 0.03, 0.08]
 
 
 def measured_entries(path: Path, *records: dict[str, object]) -> list[Entry]:
@@ -64,7 +64,7 @@ def planned(planned_gib: float, **changes: object) -> dict[str, object]:
 
 
 def test_measured_points_are_compared_and_their_verdicts_judged(tmp_path: Path) -> None:
-    mean, worst, *_, verdicts = measured_entries(
+    steps, mean, worst, *_, verdicts = measured_entries(
         tmp_path / "points.json",
         planned(10, allocated_gib=10.2),
         planned(20, allocated_gib=None, outcome="oom"),
@@ -72,7 +72,7 @@ def test_measured_points_are_compared_and_their_verdicts_judged(tmp_path: Path) 
     )
     assert mean.value == pytest.approx((0.2 / 10.2 + 0.2 / 15.1) / 2)
     assert "full llama-3.2-1b 4x512 a4000" in worst.name
-    assert (mean.holds, worst.holds) == (True, True)
+    assert (steps.value, steps.holds, mean.holds, worst.holds) == (2, False, True, True)
     assert verdicts.value == pytest.approx(2 / 3)  # the last one was said to need 15.9 of 15.59 GiB, and ran
     assert "2 ran, 1 ran out" in verdicts.name
 
@@ -85,7 +85,7 @@ def test_points_in_4_bits_are_enough_planned_and_without_a_dry_run(tmp_path: Pat
     assert sum(point.planned(gpu).peak_gib < gpu.memory_gib for point in points) >= 12
     assert set(points) <= set(planner_points.all_points(gpu))
     record = planned(10, **vars(points[-1])) | {"allocated_gib": 10.5, "dry_run_gib": None}
-    closed, worst, dry, *_ = measured_entries(tmp_path / "points.json", record)
+    _, closed, worst, dry, *_ = measured_entries(tmp_path / "points.json", record)
     assert (closed.value, dry.value) == (pytest.approx(0.5 / 10.5), None)
     assert "nf4-double" in worst.name
 
@@ -182,29 +182,18 @@ def test_full_fine_tuning_is_of_every_weight_but_where_a_point_says_otherwise() 
     assert linear.planned(l4).peak_gib < every.planned(l4).peak_gib
 
 
-def test_without_a_gpu_one_sentence_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(planner_points, "gpus", lambda: ("", []))
-    with pytest.raises(SystemExit) as left:
-        planner_points.main([])
-    assert left.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: PyTorch sees no GPU")
-
-
 @pytest.fixture
 def counted_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stands in for CUDA's counters: each peak is half a GiB above the one before."""
     peaks_gib = count(1.5, 0.5)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: next(peaks_gib) * GIB)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 99 * GIB)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    reading = partial(MemoryReading, now_gib=0.0, peak_reserved_gib=99.0, total_gib=100.0)
+    monkeypatch.setattr(planner_points, "read_memory", lambda device: reading(peak_gib=next(peaks_gib)))
+    monkeypatch.setattr(planner_points, "forget_peak", lambda device: None)
 
 
 @pytest.mark.usefixtures("counted_memory")
 def test_the_watch_keeps_each_segments_peak_and_forgets_the_first_step() -> None:
-    watch = PeakWatch()
+    watch = PeakWatch("cuda")
     watch.enter("backward")
     watch.restart()
     for segment in ("forward", "backward", "forward"):
@@ -224,31 +213,18 @@ def test_the_real_trainer_takes_the_watched_steps(technique: str, checkpointing:
     assert any(segment.startswith("backward") and segment.endswith("first layer") for segment in found)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
-    """The points that would have been measured: no GPU is asked, each runs out of memory."""
-    points: list[Point] = []
+def test_what_is_far_too_large_is_not_tried_but_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_points, "dry_run", lambda run, batch: SimpleNamespace(peak_gib=1.0))
+    asked: list[Point] = []
 
     def out_of_memory(point: Point) -> dict[str, str]:
-        points.append(point)
+        asked.append(point)
         return {"outcome": "oom"}
 
-    monkeypatch.setattr(planner_points, "_in_own_process", out_of_memory)
-    monkeypatch.setattr(planner_points, "dry_run", lambda run, batch: SimpleNamespace(peak_gib=1.0))
-    return points
-
-
-def test_a_stopped_measurement_goes_on_where_it_stopped(tmp_path: Path, asked: list[Point]) -> None:
-    points, here, path = planner_points.small_card_points("a4000")[:3], find_gpu("h200"), tmp_path / "points.json"
-    for some in (points[:1], points):
-        planner_points.measure(some, here, path)
-    assert asked == points
-    kept = json.loads(path.read_text())
-    assert [record["outcome"] for record in kept] == ["oom"] * 3
-    assert kept[0]["capacity_gib"] == find_gpu("a4000").memory_gib
-    assert kept[0]["planned_gib"] < kept[0]["planned_with_overhead_gib"]
-
-
-def test_what_is_far_too_large_is_not_tried_but_told(asked: list[Point]) -> None:
-    record = planner_points.measured_point(Point("full", "llama-3.1-8b", 1, 2048, False), find_gpu("a4000"))
-    assert (record["outcome"], record["allocated_gib"], asked) == ("skipped", None, [])
+    a4000, fits = find_gpu("a4000"), planner_points.small_card_points("a4000")[0]
+    large, small = (
+        planner_points.measured_point(point, a4000, out_of_memory)
+        for point in (Point("full", "llama-3.1-8b", 1, 2048, False), fits)
+    )
+    assert (large["outcome"], large["allocated_gib"], small["outcome"], asked) == ("skipped", None, "oom", [fits])
+    assert small["planned_gib"] < small["planned_with_overhead_gib"] < small["capacity_gib"] == a4000.memory_gib

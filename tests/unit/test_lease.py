@@ -130,7 +130,7 @@ def test_every_card_has_parts_that_it_has_room_for(memory_gib: float) -> None:
     card = replace(find_gpu(CARD), memory_gib=memory_gib)
     parts = {part.name: part for part in lease_parts.parts_for(card)}
     points = [part for name, part in parts.items() if name.startswith("point: ")]
-    assert len(points) == lease_parts.POINTS
+    assert len(points) > lease_parts.POINTS
     assert len({part.arguments["point"]["technique"] for part in points[:9]}) == 3
     trials = {name: part for name, part in parts.items() if name.startswith("steps: ")}
     without_room = [name for name, part in trials.items() if "by the plan" in part.left_out]
