@@ -110,6 +110,15 @@ def trained(run_workflow: Callable, rehearses: bool) -> Callable[..., Any]:
     return run
 
 
+def folder_with(script: Path, folder: Path, first: str = "") -> Path:
+    """Make a run folder of one workflow, which runs `script` after the lines of `first`; return it."""
+    folder.mkdir()
+    lines = ("import runpy, sys", first, f"sys.path.insert(0, {str(script.parent)!r})",
+             f"runpy.run_path({str(script)!r}, run_name='__main__')")  # fmt: skip
+    (folder / script.name).write_text("\n".join(lines))
+    return folder
+
+
 def losses_of(done: Any) -> list[float]:
     """The training losses of a run, in the order of its steps."""
     return [loss for _, loss in done.record["training_losses"]]

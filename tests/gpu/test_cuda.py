@@ -16,7 +16,7 @@ from common.planning.architectures import read_architecture
 from common.planning.memory_plan import device_memory
 from common.planning.plans import job_of_run
 from common.planning.shares import whole_model
-from tests.gpu.conftest import losses_of
+from tests.gpu.conftest import folder_with, losses_of
 from tests.recipes.folders import (
     CLASSIFICATION,
     DDP,
@@ -77,7 +77,7 @@ def check_losses_are_the_cpus(trained: Callable, device: str, folder: Path, *rec
         for number, on in enumerate(("cpu", device))
     )
     assert found == pytest.approx(cpu, rel=1e-3)
-    assert abs(cpu[0] - cpu[-1]) > 0.01 * cpu[0], "the losses stay, and would tell nothing"
+    assert max(cpu) > 1.01 * min(cpu), "the losses stay, and would tell nothing"
 
 
 def test_a_gpu_computes_the_losses_of_the_cpu(trained: Callable, device: str) -> None:
@@ -89,27 +89,24 @@ def test_a_gpu_computes_the_qlora_losses_of_the_cpu(trained: Callable, device: s
     check_losses_are_the_cpus(trained, device, QLORA, "--lora_dropout", "0")
 
 
-@pytest.mark.parametrize(
-    ("folder", "settings"),
-    [
-        (CLASSIFICATION, ("--technique", "full", "--learning_rate", "1e-3")),
-        (SUMMARIZATION, ("--learning_rate", "1e-3", "--num_beams", "1")),
-        (
-            PICTURES,
-            (
-                "--technique",
-                "full",
-            ),
-        ),
-        (PICTURES, ("--technique", "lora")),
-        (PREFERENCES, ("--technique", "full", "--learning_rate", "1e-3")),
-        (PREFERENCES, ("--technique", "lora", "--learning_rate", "1e-3")),
-    ],
-    ids=["3.1", "3.2", "3.3 in full", "3.3", "3.4 in full", "3.4"],
-)
+OTHER_TASKS = {
+    "3.1": (CLASSIFICATION, ("--technique", "full", "--learning_rate", "3e-3")),
+    "3.2": (SUMMARIZATION, ("--learning_rate", "1e-3", "--num_beams", "1")),
+    "3.3 in full": (PICTURES, ("--technique", "full")),
+    "3.3": (PICTURES, ("--technique", "lora")),
+    "3.4 in full": (PREFERENCES, ("--technique", "full", "--learning_rate", "1e-3")),
+    "3.4": (PREFERENCES, ("--technique", "lora", "--learning_rate", "1e-3")),
+}
+
+
+@pytest.mark.parametrize("task", OTHER_TASKS)
 def test_a_gpu_computes_the_losses_of_the_cpu_in_other_tasks(
-    trained: Callable, device: str, folder: Path, settings: tuple[str, ...]
+    trained: Callable, device: str, tmp_path: Path, task: str
 ) -> None:
+    """Of 3.2's three loops Accelerate's, which needs no process group on one device."""
+    folder, settings = OTHER_TASKS[task]
+    if folder == SUMMARIZATION:
+        folder = folder_with(SUMMARIZATION / "my_workflow_summarization_accelerate.py", tmp_path / "accelerate")
     steps = ("--batch_size", "8", "--max_steps", "4", "--eval_steps", "0.25", "--max_new_tokens", "1")
     check_losses_are_the_cpus(trained, device, folder, "--parallel", "single", "--devices", "1", *settings, *steps)
 

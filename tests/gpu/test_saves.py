@@ -8,28 +8,17 @@ from pathlib import Path
 import pytest
 
 from common.training.saves import MEANWHILE
-from tests.gpu.conftest import losses_of
+from tests.gpu.conftest import folder_with, losses_of
 from tests.recipes.folders import FULL
 
-AS_IF_LARGE = """
-import runpy, sys
-import common.training.trainer
-common.training.trainer.LITTLE_BYTES = 0
-sys.path.insert(0, {folder!r})
-runpy.run_path({script!r}, run_name="__main__")
-"""
-"""A workflow whose checkpoints are written in the background however small they are."""
+AS_IF_LARGE = "import common.training.trainer; common.training.trainer.LITTLE_BYTES = 0"
+"""What has a workflow write its checkpoints in the background however small they are."""
 
 
 @pytest.fixture
 def large_saves(rehearses: bool, tmp_path: Path) -> Path:
     """The folder of full fine-tuning; in a rehearsal one with a workflow that takes small checkpoints for large."""
-    if not rehearses:
-        return FULL
-    script = next(FULL.glob("my_workflow_*.py"))
-    (tmp_path / "large").mkdir()
-    (tmp_path / "large" / script.name).write_text(AS_IF_LARGE.format(folder=str(FULL), script=str(script)))
-    return tmp_path / "large"
+    return folder_with(next(FULL.glob("my_workflow_*.py")), tmp_path / "large", AS_IF_LARGE) if rehearses else FULL
 
 
 def test_killed_while_it_saves_a_run_resumes_from_the_save_before(
