@@ -51,11 +51,11 @@ SAME = (
 OF_RANK, WHOLE = "--batch_size=4", "--batch_size=8"
 ALONE = ("--parallel=single", "--devices=1")
 # at these rates losses fall clearly within five steps; some of the gradients are longer than the norm, others are not
-ALL_WEIGHTS = ("--learning_rate=0.02", "--max_grad_norm=6.5")
-ADAPTERS = ("--learning_rate=0.0003", "--max_grad_norm=46", "--lora_dropout=0")
-# by precision, the largest relative difference of a loss. In fp32 sums differ in their order alone; bf16 rounds to
-# 8 bits, and batches of other shapes are summed, and so rounded, in another order
-TOLERANCES = {"fp32": 1e-4, "bf16": 1e-3, "bf16-mixed": 1e-3}
+ALL_WEIGHTS = ("--learning_rate=0.05", "--max_grad_norm=6.5")
+ADAPTERS = ("--learning_rate=0.001", "--max_grad_norm=46", "--lora_dropout=0")
+# by precision, the largest relative difference of a loss. In fp32 sums differ in their order alone. bf16 rounds to 8
+# bits, and batches of other shapes are rounded in other places: up to 2e-3 was measured, on a CPU
+TOLERANCES = {"fp32": 1e-4, "bf16": 5e-3, "bf16-mixed": 5e-3}
 
 
 @dataclass(frozen=True)
