@@ -150,8 +150,8 @@ def ranks_of(
     pair: Pair, device: str, folder: Path, name: str, *settings: str, max_restarts: int = 0
 ) -> list[list[str]]:
     """Return the commands of a pair's two ranks, whose record is in the results `name` of `folder`."""
-    size = ("--devices=2", "--nodes=2", f"--parallel={pair.parallel}", *pair.settings)
-    return torchruns([pair.script, *size, *common_settings(pair, device, folder, name), *settings], max_restarts)
+    own = ("--devices=2", "--nodes=2", f"--parallel={pair.parallel}", *pair.settings)
+    return torchruns([pair.script, *common_settings(pair, device, folder, name), *own, *settings], max_restarts)
 
 
 def common_settings(pair: Pair, device: str, folder: Path, name: str) -> list[str]:
