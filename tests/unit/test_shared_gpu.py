@@ -20,8 +20,6 @@ from common.checks.processes import FAILS, LEFT_OUT, WORKS
 from common.checks.shared_gpu import PAIRS, RESTART, SMOKE, Pair
 from tests.pace import patient
 
-FAST = "3.2 DDP"
-"""The pair that starts and trains soonest."""
 NOT_TRIED = {
     "single": "it has one rank",
     "mp": "one process works on two devices, and there is one",
@@ -75,7 +73,7 @@ def test_a_pairs_two_ranks_are_to_take_the_steps_of_one_device(pair: Pair, tmp_p
         "quantization", "lora_r", "lora_alpha", "partition_count", "weight_decay", "lr_scheduler_type",
     )  # fmt: skip
     differ = [name for name in alike if getattr(ranks, name) != getattr(one, name)]
-    assert [name for name in differ if name != "partition_count" or pair.name == FAST] == []
+    assert [name for name in differ if name != "partition_count" or pair.name == "3.2 DDP"] == []
     assert (ranks.lora_dropout, ranks.optim) == (0.0 if ranks.method.has_adapters else type(ranks).lora_dropout, "sgd")
 
 
@@ -155,9 +153,8 @@ def test_two_ranks_send_what_they_should(tmp_path: Path) -> None:
     assert len(found["milliseconds"]) == 7
 
 
-@pytest.mark.parametrize(
-    "part", [FAST, *(pytest.param(part, marks=pytest.mark.slow) for part in (*PAIRS, RESTART) if part != FAST)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [*PAIRS, RESTART])
 def test_two_ranks_have_one_devices_losses(part: str, tmp_path: Path) -> None:
     """On the CPU, over gloo."""
     found = found_on_cpu(part, tmp_path)
@@ -166,7 +163,7 @@ def test_two_ranks_have_one_devices_losses(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rate"), [(FAST, "0.11"), ("2.6 FSDP", "0.06")])
+@pytest.mark.parametrize(("name", "rate"), [("3.2 DDP", "0.11"), ("2.6 FSDP, bf16", "0.06")])
 def test_ranks_with_another_rate_do_not_work(name: str, rate: str, tmp_path: Path) -> None:
     """In fp32 and in bf16 a tenth and a fifth are seen, as is a gradient that is wrong by so much."""
     pair = replace(PAIRS[name], settings=(*PAIRS[name].settings, f"--learning_rate={rate}"))
