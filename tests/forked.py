@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from inspect import signature
@@ -154,6 +155,7 @@ class ForkingPopen(subprocess.Popen):
 
 def _run_in_child(command: list[str], wanted: SimpleNamespace) -> NoReturn:
     """Do in the fork what `Popen` was asked for, then run the command."""
+    weakref.finalize._registry.clear()  # at this process's end they would delete temporary folders of its parent
     for source, target in ((wanted.p2cread, 0), (wanted.c2pwrite, 1), (wanted.errwrite, 2)):
         if source != -1:
             os.dup2(source, target)
