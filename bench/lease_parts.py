@@ -110,10 +110,10 @@ def measure_point(point: dict[str, Any], card: str | None, memory_gib: float | N
     return planner_points.measured_point(Point(**point), device_of(card, memory_gib), measure)
 
 
-def run_tests(file: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
-    """Return which tests of a file of `tests/gpu` pass; on the CPU, of their rehearsal."""
+def run_tests(files: list[str], card: str | None, memory_gib: float | None) -> dict[str, Any]:
+    """Return which tests of some files of `tests/gpu` pass; on the CPU, of their rehearsal."""
     devices = Devices("cuda", 1, device_of(card, memory_gib)) if card else Devices("cpu", 2)
-    return gpu_check.run_tests(devices, TESTS_LIMIT_S, f"tests/gpu/{file}.py")
+    return gpu_check.run_tests(devices, TESTS_LIMIT_S, [f"tests/gpu/{file}.py" for file in files])
 
 
 def trial_of(technique: str, name: str) -> Trial:
@@ -140,7 +140,7 @@ PROFILED = (
     ("lora", "compiled, large chunks"),
     ("lora", "compiled, cuDNN"),
 )
-TEST_FILES = {"test_kernels": 40, "test_saves": 45, "test_cuda": 75}
+TEST_FILES = {("test_kernels", "test_strategies"): 45, ("test_saves",): 45, ("test_cuda",): 75}
 """Of `tests/gpu`, and the seconds that they should take; `test_shared_gpu` runs what the pairs do."""
 POINTS = 20
 """Of the planner, before other parts: with those that are kept more than its bar asks for."""
@@ -243,8 +243,8 @@ def test_parts(card: Gpu | None) -> list[Part]:
     """Return the tests of GPUs: kernels, saves, and all others."""
     left_out = not_installed(gpu_check.TEST_PACKAGES)
     return [
-        _part(f"tests: {file}", run_tests, card, expected_s, TESTS_LIMIT_S, file=file, left_out=left_out)
-        for file, expected_s in TEST_FILES.items()
+        _part(f"tests: {', '.join(files)}", run_tests, card, expected_s, TESTS_LIMIT_S, files=files, left_out=left_out)
+        for files, expected_s in TEST_FILES.items()
     ]
 
 

@@ -160,6 +160,7 @@ def _run_in_child(command: list[str], wanted: SimpleNamespace) -> NoReturn:
         if source != -1:
             os.dup2(source, target)
     os.closerange(3, MOST_FILES)  # as `close_fds`: else a killed agent's ports stay open
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another file in its place
     if wanted.start_new_session:
         os.setsid()
     if wanted.preexec_fn:

@@ -340,19 +340,21 @@ def _why_no_tests(devices: Devices) -> str:
 
 def tests_at_once(devices: Devices) -> int:
     """Return how many of `tests/gpu` run side by side: they mostly wait for imports, and measure no speed."""
-    if devices.card is None or find_spec("xdist") is None:
+    if find_spec("xdist") is None:
         return 1
+    if devices.card is None:
+        return devices.count
     return max(1, min(MOST_TESTS_AT_ONCE, os.cpu_count() // 2, int(devices.card.memory_gib // TEST_GIB)))
 
 
-def run_tests(devices: Devices, limit_s: float, tests: str = "tests/gpu") -> Record:
+def run_tests(devices: Devices, limit_s: float, tests: Sequence[str] = ("tests/gpu",)) -> Record:
     """Run the tests of GPUs (on CPU their rehearsal): how many passed, failed and were skipped, and which failed."""
     without_4_bits = find_spec("bitsandbytes") is None
     chosen = ["-k", f"not ({TESTS_OF_4_BITS})"] if without_4_bits else []
     workers = tests_at_once(devices)
     spread = ["-n", str(workers)] if workers > 1 else []
     rehearsed = ["--rehearse"] if devices.kind == "cpu" else []
-    ended = run_process(["-m", "pytest", "-q", tests, *rehearsed, *spread, *chosen], limit_s)
+    ended = run_process(["-m", "pytest", "-q", *tests, *rehearsed, *spread, *chosen], limit_s)
     counts = counts_of(ended.stdout)
     said = [", ".join(f"{count} {name}" for name, count in counts.items()) or last_error(ended.stdout)]
     if without_4_bits:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -192,20 +193,29 @@ def test_a_rehearsal_is_not_merged(results: Results) -> None:
 
 
 KINDS = ("machine", "shared GPU", "steps", "profile", "optimizers", "tests", "point", "preflight", "answers")
-GPU_ALONE = {"steps: full, Liger's kernels", "steps: lora, Liger's kernels", "steps: lora, compiled, Liger's loss"}
+MAY_BE_LEFT_OUT = {
+    "steps: full, Liger's kernels", "steps: lora, Liger's kernels", "steps: lora, compiled, Liger's loss",
+    "shared GPU: 2.6 ZeRO-3",
+}  # fmt: skip
+"""Kernels for GPUs alone, and a package that is an extra."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_part_is_rehearsed_on_the_cpu(kind: str, tmp_path: Path) -> None:
-    """All that a GPU runs runs here with tiny models, but for the kernels that only a GPU has."""
+    """All that a GPU runs runs here, with tiny models."""
     log, folder = tmp_path / "log", tmp_path / "lease"
     command = [sys.executable, "-m", "bench.lease", "--rehearse", "--only", kind, "--folder", str(folder)]
-    assert run_forked(command, REPOSITORY, os.environ, log, timeout=600) == 0, log.read_text()
+    if kind == "tests":  # which start forks of their own
+        with log.open("w") as file:
+            code = subprocess.run(command, cwd=REPOSITORY, stdout=file, stderr=file, check=False).returncode
+    else:
+        code = run_forked(command, REPOSITORY, os.environ, log, timeout=300)
+    assert code == 0, log.read_text()
     found = {line["part"]: line["status"] for line in read_results(folder / RESULTS)}
-    expected = {part.name for part in lease_parts.parts_for(None) if kind in part.name}
-    assert found.keys() == expected
-    assert {name for name, status in found.items() if status != "done"} <= GPU_ALONE
+    parts = [part for part in lease_parts.parts_for(None) if kind in part.name]
+    assert found == {part.name: "left out" if part.left_out else "done" for part in parts}
+    assert {part.name for part in parts if part.left_out} <= MAY_BE_LEFT_OUT
 
 
 def test_each_kind_of_part_is_rehearsed() -> None:
