@@ -20,6 +20,7 @@ from common.checks.machine_facts import facts
 from common.checks.processes import not_installed
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
 from common.planning.architectures import read_architecture
+from common.planning.gpu_overhead import CONTEXT_GIB
 
 REHEARSED = "rehearsal on a CPU"
 
@@ -27,7 +28,7 @@ REHEARSED = "rehearsal on a CPU"
 
 
 def card_here(asked: str | None = None) -> Gpu:
-    """Return this machine's GPU, with the memory that is free on it.
+    """Return this machine's GPU, with the memory that a part may take: what is free but for the next part's context.
 
     Raises:
         BadInputError: there is none, the catalogue lacks it, or it is another than `asked`.
@@ -38,7 +39,7 @@ def card_here(asked: str | None = None) -> Gpu:
             f"--card is {asked}, but the GPU here is {card.name}: leave --card out to measure on it; its rows have a "
             "line of their own."
         )
-    return replace(card, memory_gib=min(card.memory_gib, free_gib()))
+    return replace(card, memory_gib=min(card.memory_gib, free_gib()) - CONTEXT_GIB)
 
 
 def free_gib() -> float:

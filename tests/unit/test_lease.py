@@ -161,7 +161,7 @@ def test_parts_are_refused_without_a_gpu_and_on_another_card(
     monkeypatch.setattr(planner_points, "gpu_here", lambda: find_gpu("H100 80GB SXM"))
     monkeypatch.setattr(lease_parts, "free_gib", lambda: 78.0)
     assert "the GPU here is H100" in refused("--card", "h200")
-    assert lease_parts.card_here().memory_gib == 78.0
+    assert 77.0 < lease_parts.card_here().memory_gib < 78.0  # less what the next part's process takes
 
 
 # -- what is kept
