@@ -17,11 +17,11 @@ MOST_KERNELS = 40
 """Of the longest that are kept by name."""
 PROFILED_STEP = 3
 KINDS = {
+    "compiled": r"^triton",  # its names tell all that is fused
     "attention": r"flash|fmha|cudnn.*sdpa|attention|mha",
     "products": r"gemm|nvjet|xmma|cutlass|cublas|mm\b|::linear",
     "optimizer": r"adam|optimizer|multi_tensor",
     "copies": r"memcpy|memset|copy",
-    "compiled": r"triton",
 }
 """Of kernels, by what is in their names; the first that fits."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")

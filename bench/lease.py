@@ -1,4 +1,4 @@
-"""A GPU's rare minutes, fully used: `python -m bench.lease --minutes 11` measures what is most wanted first.
+"""Measures on a GPU for a given time, the most wanted first: `python -m bench.lease --minutes 11`.
 
 Each part (`bench.lease_parts`) is a process of its own, with an expected duration and a limit. None is begun that
 cannot end in the time left. While one measures, the next one's process imports its libraries. After each part a line is
@@ -10,14 +10,19 @@ Exit code 0: no part failed; 1: one did; 2: the question is wrong.
 """
 
 import argparse
+import fcntl
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from bench import lease_merge, lease_parts
-from bench.lease_schedule import RESULTS, Results, bound_files, spend
+from bench.lease_schedule import RESULTS, Results, spend
 from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
@@ -39,6 +44,40 @@ def _check_options(options: argparse.Namespace) -> None:
         )
 
 
+def check_folder(folder: Path, most_files: int) -> None:
+    """Check that the results are among the files that may come back from `folder`.
+
+    Raises:
+        BadInputError: it has too many others.
+    """
+    others = [path.name for path in folder.iterdir() if path.name != RESULTS]
+    if len(others) >= most_files:
+        raise BadInputError(
+            f"{folder} has {len(others)} files besides the results, and --max-files is {most_files}: pass an empty "
+            "--folder."
+        )
+
+
+@contextmanager
+def alone(results: Path) -> Iterator[None]:
+    """Measure while nobody else does: two leases would spoil each other's speeds.
+
+    Raises:
+        BadInputError: another lease writes these results.
+    """
+    with results.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInputError(f"Another lease is at work on {results}: wait for its end, or end it.") from None
+        yield
+
+
+def seconds_since_start() -> float:
+    """Return how long this process has run: to import libraries and to choose parts takes seconds of the lease."""
+    return time.time() - psutil.Process().create_time()
+
+
 @refused_in_one_sentence()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
@@ -48,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--card", help="refuse to measure on another card, such as 'H200 141GB SXM'")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the results; lease where it is left out")
     parser.add_argument("--only", metavar="WORDS", help="parts whose names have these words")
-    parser.add_argument("--max-files", type=int, default=8, help="that the folder may have in the end")
-    parser.add_argument("--max-file-mib", type=float, default=16.0, help="that a file may have in the end")
+    parser.add_argument("--max-files", type=int, default=8, help="that come back from the folder")
+    parser.add_argument("--max-file-mib", type=float, default=16.0, help="of a file that comes back")
     parser.add_argument("--rehearse", action="store_true", help="every part on a CPU, with tiny models")
     parser.add_argument("--list", action="store_true", help="say the parts, and run none")
     parser.add_argument("--merge", action="store_true", help="put results into bench's files, and run nothing")
@@ -67,14 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print("; ".join(filter(None, [f"{part.name}: {part.expected_s:.0f} s", part.left_out])))
         return
     options.folder.mkdir(parents=True, exist_ok=True)
+    check_folder(options.folder, options.max_files)
     results = Results(options.folder / RESULTS, card.name if card else lease_parts.REHEARSED, options.max_file_mib)
     try:
-        spend(parts, results, 60 * options.minutes)
+        with alone(results.path):
+            spend(parts, results, 60 * options.minutes - seconds_since_start())
     except KeyboardInterrupt:
         print(f"error: interrupted; {results.path} has what was measured until then.", file=sys.stderr)
         sys.exit(INTERRUPTED_EXIT_CODE)
-    finally:
-        bound_files(options.folder, options.max_files, options.max_file_mib)
     counts = Counter(line["status"] for line in results.of_this_card())
     print(f"{', '.join(f'{count} {status}' for status, count in counts.items())}; {results.path.name} has them")
     sys.exit(int(counts["failed"] > 0))

@@ -29,15 +29,11 @@ def merge(
     What was left out or cut off measured nothing, and changes nothing. A part that failed is among the others.
 
     Raises:
-        BadInputError: there are no results, or they are of a rehearsal.
+        BadInputError: there are no results but a rehearsal's, whose figures mean nothing.
     """
-    lines = read_results(results)
+    lines = [line for line in read_results(results) if line["card"] != REHEARSED]
     if not lines:
-        raise BadInputError(f"{results.name} has no results to merge: run `python -m bench.lease` first.")
-    if any(line["card"] == REHEARSED for line in lines):
-        raise BadInputError(
-            f"{results.name} has results of a rehearsal, whose figures mean nothing: remove them first."
-        )
+        raise BadInputError(f"{results.name} has no results of a GPU: run `python -m bench.lease` on one first.")
     done = [line for line in lines if line["status"] == "done"]
     steps = [line["result"] for line in done if line["part"].startswith("steps: ")]
     gpu_trial.keep(steps, trials)
@@ -49,7 +45,8 @@ def merge(
 
 
 def keep_points(records: list[dict[str, Any]], path: Path) -> None:
-    """Put points into the file at `path`, in place of older records of the same point and GPU."""
+    """Put points into the file at `path`, with their dry runs, in place of older ones of the same point and GPU."""
+    records = [planner_points.with_dry_run(record) for record in records]
     by = {(planner_points.point_of(each), each["gpu"]): each for each in [*planner_points.kept_records(path), *records]}
     path.write_text(json.dumps(list(by.values()), indent=2) + "\n", encoding="utf-8")
 

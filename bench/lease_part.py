@@ -5,6 +5,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from common.records.store import write_json
+
 
 def main() -> None:
     """Do the task of the command line: JSON with `call`, `arguments`, and `out`, the file for what is found."""
@@ -13,8 +15,7 @@ def main() -> None:
     measure = getattr(import_module(module), name)
     if sys.stdin.readline() != "go\n":  # the lease has gone, or has no time for this part any more
         return
-    found = measure(**task["arguments"])
-    Path(task["out"]).write_text(json.dumps(found), encoding="utf-8")
+    write_json(measure(**task["arguments"]), Path(task["out"]))
 
 
 if __name__ == "__main__":

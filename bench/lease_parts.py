@@ -3,7 +3,6 @@
 import json
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +42,7 @@ def card_here(asked: str | None = None) -> Gpu:
 
 
 def free_gib() -> float:
-    """Return what is free on the first GPU, by the driver: to ask PyTorch would take some of it."""
+    """Return what is free on the first GPU, by the driver: PyTorch's own context would take some of it."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -68,12 +67,9 @@ def look_at_machine(**card: Any) -> dict[str, Any]:
     return facts()
 
 
-def share_gpu(pair: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
+def share_gpu(pair: str, card: str | None, **memory: Any) -> dict[str, Any]:
     """Return what two ranks on one GPU compute beside one device."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        with suppress(SystemExit):  # what does not work is said in the file
-            shared_gpu.main([pair, "--device", "cuda" if card else "cpu", "--json", file.name])
-        return json.loads(Path(file.name).read_text(encoding="utf-8"))
+    return shared_gpu.find_out(pair, "cuda" if card else "cpu")
 
 
 def take_steps(technique: str, name: str, card: str | None, memory_gib: float | None) -> dict[str, Any]:
@@ -100,8 +96,11 @@ def try_folder(folder: str, tokens: int, **card: Any) -> dict[str, Any]:
     """Return what a preflight of a run folder measured beside its plan, on rows of `tokens`; 0: on its own rows."""
     length = ["--seq-len", str(tokens)] if tokens else []
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        with suppress(SystemExit):  # after the file is written; without it there is nothing to read
+        try:
             preflight.main([folder, "--json", file.name, *length, "--independent_judge", "none"])
+        except SystemExit as left:
+            if left.code:  # the log says why
+                raise
         return gpu_check.judged(json.loads(Path(file.name).read_text(encoding="utf-8")))
 
 
@@ -242,9 +241,9 @@ def _point_part(point: Point, card: Gpu | None) -> Part:
 
 def test_parts(card: Gpu | None) -> list[Part]:
     """Return the tests of GPUs: kernels, saves, and all others."""
-    left_out = not_installed(gpu_check.TEST_PACKAGES)
+    about = {"left_out": not_installed(gpu_check.TEST_PACKAGES)}
     return [
-        _part(f"tests: {', '.join(files)}", run_tests, card, expected_s, TESTS_LIMIT_S, files=files, left_out=left_out)
+        _part(f"tests: {', '.join(files)}", run_tests, card, expected_s, TESTS_LIMIT_S + 10, files=files, **about)
         for files, expected_s in TEST_FILES.items()
     ]
 

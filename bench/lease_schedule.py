@@ -20,7 +20,7 @@ from common.checks.processes import END_S, FAILS, KEPT_LINES, LEFT_OUT, end_grou
 RESULTS = "results.jsonl"
 POLL_S = 0.05
 LINES_IN_A_FILE = 256
-"""So many of the longest lines have room in a file that may come back: more than there are parts."""
+"""The most bytes of a file, divided by this, are those of a line: there are fewer parts."""
 Status = Literal["done", "failed", "cut off", "left out"]
 
 
@@ -78,7 +78,7 @@ class Results:
         if (size := len(json.dumps(line))) > most_bytes:
             line = {**about, "at": at, "status": "failed", "why": f"its result has {size:,} bytes, too many for a line"}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write("\n" + json.dumps(line))  # after a line that was cut off another begins
             file.flush()
             os.fsync(file.fileno())
         print("; ".join(filter(None, [f"{part.name}: {line['status']}, {seconds:.0f} s", line["why"]])), flush=True)
@@ -224,6 +224,7 @@ def spend(parts: Sequence[Part], results: Results, seconds: float) -> None:
                     ready = None
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
+            end_group(*(each.process for each in running))
             for each in running:
                 each.end()
                 results.add(each.part, "cut off", "the lease was ended", time.monotonic() - each.start_s)
@@ -251,28 +252,13 @@ def _finish(ended: Started, results: Results, watch: CardWatch) -> None:
     seconds = time.monotonic() - ended.start_s
     exit_code, words = ended.end()
     about = {"card_state": watch.since(ended.start_s)}
-    if exit_code == 0 and ended.out.is_file():
+    if ended.out.is_file():  # whatever became of the process afterwards
         found = json.loads(ended.out.read_text("utf-8"))
         status = {FAILS: "failed", LEFT_OUT: "left out"}.get(found.get("status"), "done")
         results.add(ended.part, status, found.get("why", ""), seconds, result=found, **about)
     elif exit_code is None and ended.limit_s < ended.part.limit_s:
         results.add(ended.part, "cut off", f"the lease was over after {ended.limit_s:.0f} s of it", seconds, **about)
     else:
-        why = f"took longer than {ended.limit_s:.0f} s; last words: " if exit_code is None else ""
+        why = f"took longer than {ended.limit_s:.3g} s; last words: " if exit_code is None else ""
         output = words[-KEPT_LINES:]
         results.add(ended.part, "failed", why + last_error("\n".join(words)), seconds, output=output, **about)
-
-
-# -- files that come back
-
-
-def bound_files(folder: Path, most_files: int, most_mib: float) -> None:
-    """Delete files of a lease's folder beyond `most_files`, the largest first, and those larger than `most_mib`.
-
-    The results stay: no line is so long that they could have more.
-    """
-    others = sorted((path for path in folder.iterdir() if path.name != RESULTS), key=lambda path: path.stat().st_size)
-    for number, path in enumerate(others, start=1):
-        if number >= most_files or path.stat().st_size > most_mib * 2**20:
-            print(f"{path.name} deleted: more than {most_files} files, or of more than {most_mib:g} MiB", flush=True)
-            path.unlink()

@@ -14,6 +14,7 @@ from transformers.integrations.liger import apply_liger_kernel
 
 from common.models import separate_rows
 from common.planning import memory_plan, phases
+from common.planning.gpu_overhead import memory_of_step
 from common.training import chunked_loss, strategy
 from common.training.trainer import AuditedTrainer
 
@@ -30,7 +31,10 @@ def without_waits_per_weight() -> AbstractContextManager[Any]:
 
 
 def without_wait_for_norm() -> AbstractContextManager[Any]:
-    """Start the update without a look at the gradients' norm, for which the host waits until all of them are there."""
+    """Start the update without a look at the gradients' norm, for which the host waits until all of them are there.
+
+    A trial waits for the GPU after each step: what is gained from one step to the next is not seen.
+    """
     return mock.patch.object(AuditedTrainer, "check_gradients", _goes_on)
 
 
@@ -44,6 +48,8 @@ def many_logits_at_once() -> Iterator[None]:
     with ExitStack() as patches:
         for module in (chunked_loss, memory_plan, phases):
             patches.enter_context(mock.patch.object(module, "LOGITS_AT_ONCE", MANY_LOGITS))
+        memory_of_step.cache_clear()  # of plans with the other size
+        patches.callback(memory_of_step.cache_clear)
         yield
 
 

@@ -240,12 +240,20 @@ def measured_point(point: Point, here: Gpu, measure_one: Callable[[Point], dict[
         "planned_gib": planned.allocated_gib,
         "planned_with_overhead_gib": planned.peak_gib,
         "capacity_gib": gpu.memory_gib,
-        "dry_run_gib": None if point.technique == "qlora" else dry_run(point.run, point.batch).peak_gib,
+        "dry_run_gib": None,
         **dict.fromkeys(("allocated_gib", "reserved_gib", "segments_gib")),
         **outcome,
         "torch": torch.__version__,
         "gpu": here.name,
     }
+
+
+def with_dry_run(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with the dry run's peak, which takes seconds and no GPU; a dry run quantizes no weights."""
+    if record["dry_run_gib"] is not None or record["technique"] == "qlora":
+        return record
+    point = point_of(record)
+    return {**record, "dry_run_gib": dry_run(point.run, point.batch).peak_gib}
 
 
 def kept_records(path: Path = POINTS_PATH) -> list[dict[str, Any]]:

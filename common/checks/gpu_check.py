@@ -301,15 +301,6 @@ def try_technique(trial: Trial, devices: Devices, limit_s: float) -> Record:
     return judged(json.loads(figures))
 
 
-def try_shared(name: str, devices: Devices, limit_s: float) -> Record:
-    """Run a part of `common.checks.shared_gpu`, on the first GPU, or on the CPU."""
-    with tempfile.NamedTemporaryFile(prefix="gpu-check-", suffix=".json") as file:
-        command = ["-m", "common.checks.shared_gpu", name, "--device", devices.kind, "--json", file.name]
-        ended = run_process(command, limit_s)
-        found = Path(file.name).read_text(encoding="utf-8")
-    return json.loads(found) if ended.returncode == 0 and found else not_done(ended, limit_s)
-
-
 def judged(figures: Record) -> Record:
     """Return the record of a preflight that passed."""
     settings, planned_s, measured_s = figures["settings"], figures["planned_step_time_s"], figures["step_time_s"]
@@ -416,15 +407,13 @@ def parts_for(devices: Devices, is_shared: bool = False) -> list[Part]:
 
     Where one GPU `is_shared`, two ranks on it stand in for the techniques that need two and can run so.
     """
-    trials = [
-        trial for trial in TRIALS if not (is_shared and _needs_two(trial, devices) and _parallel_of(trial) in SHARED)
-    ]
+    trials = [trial for trial in TRIALS if not (is_shared and _can_share(trial, devices))]
     techniques = [
         Part(trial.name, partial(try_technique, trial, devices), left_out=_why_left_out(trial, devices))
         for trial in trials
     ]
     shared = [
-        Part(part, partial(try_shared, name, devices), left_out="" if devices.count else UNUSABLE)
+        Part(part, partial(shared_gpu.find_out, name, devices.kind), left_out="" if devices.count else UNUSABLE)
         for part, name in SHARED_PARTS.items()
         if is_shared
     ]

@@ -1,31 +1,24 @@
 """Two ranks on one GPU, which talk by NCCL as they would on two: what they send, and the losses that they train to.
 
-    python -m common.checks.shared_gpu smoke --device cuda --json found.json
-    python -m common.checks.shared_gpu "2.6 FSDP" --device cpu --json found.json
-
 Each rank has a torchrun of its own, as on two machines. `smoke` checks and times what ranks send. A pair takes five SGD
 steps beside one device, whose losses it must have. `restart` kills a rank of a pair, which must start again and end
-with the losses of a pair that nothing happened to. With `--device cpu` the same runs over gloo. Neither speed nor the
-links of two cards are seen so. The file has status, reason and figures; the exit code is 0 whatever the status.
+with the losses of a pair that nothing happened to. On the CPU the same runs over gloo. Neither speed nor the links of
+two cards are seen so.
 """
 
 import json
 import math
 import os
-import signal
 import socket
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.base.command_line import refused_in_one_sentence
-from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.checks.processes import FAILS, LEFT_OUT, WORKS, failed, not_installed, run_processes
-from common.records.store import RECORD_NAME, Record, load_record, write_json
+from common.records.store import RECORD_NAME, Record, load_record
 
 Found = dict[str, Any]  # `status`, `why`, and what was measured
 SMOKE, RESTART = "smoke", "restart"
@@ -252,38 +245,16 @@ def compared(record: Record, reference: Record, tolerance: float) -> Found:
     return {"status": WORKS if is_near else FAILS, "why": why, **losses, "worst_relative": worst}
 
 
-def find_out(name: str, device: str, limit_s: float) -> Found:
-    """Return what was found of a part; whatever it started has ended then."""
-    start_s = time.monotonic()
+def find_out(name: str, device: str, limit_s: float = LIMIT_S) -> Found:
+    """Return what was found of a part on `cuda` or `cpu`; whatever it started has ended then."""
     pair = PAIRS.get(RESTARTED_PAIR if name == RESTART else name)
     missing = not_installed(pair.packages) if pair else ""
     with tempfile.TemporaryDirectory(prefix="shared-gpu-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         if missing:
-            found: Found = {"status": LEFT_OUT, "why": missing}
-        elif name == SMOKE:
-            found = smoke(device, limit_s, folder)
-        elif name == RESTART:
-            found = restart(device, limit_s, folder)
-        else:
-            found = try_pair(pair, device, limit_s, folder)
-    return {**found, "seconds": round(time.monotonic() - start_s, 1)}
-
-
-@refused_in_one_sentence()
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what runs is ended, too
-    parser = OneSentenceParser(prog="python -m common.checks.shared_gpu", description=__doc__)
-    parser.add_argument("part", choices=PART_NAMES, help="what is found out")
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--json", type=Path, required=True, help="the file")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds, at most")
-    options = parser.parse_args(arguments)
-    found = find_out(options.part, options.device, options.limit_s)
-    write_json(found, options.json)
-    print(f"{options.part}: {found['status']}, {found['seconds']:.0f} s: {found['why']}")
-
-
-if __name__ == "__main__":
-    main()
+            return {"status": LEFT_OUT, "why": missing}
+        if name == SMOKE:
+            return smoke(device, limit_s, folder)
+        if name == RESTART:
+            return restart(device, limit_s, folder)
+        return try_pair(pair, device, limit_s, folder)

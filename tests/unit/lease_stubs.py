@@ -1,5 +1,6 @@
 """Parts of a lease that measure nothing, and import nothing that takes time."""
 
+import atexit
 import os
 import time
 from typing import Any
@@ -12,6 +13,12 @@ def work(seconds: float = 0.0, **about: Any) -> dict[str, Any]:
     began_at = time.time()
     time.sleep(seconds)
     return {"imported_at": IMPORTED_AT, "began_at": began_at, "ended_at": time.time(), **about}
+
+
+def work_and_crash() -> dict[str, Any]:
+    """End without a word once the result is there."""
+    atexit.register(os.abort)
+    return {}
 
 
 def crash() -> None:

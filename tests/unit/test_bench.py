@@ -7,7 +7,6 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from bench import gpu, gpu_trial, pipeline, rates, training, vocabulary
 from bench.__main__ import DATA_SETS, PARTS, TOOL_NAMES
 from bench.clock import Check, Clock, reached, tokens_per_s
 from bench.entries import measured, save, update
+from bench.gpu_profile import kind_of
 from bench.long_rows import LEAST, MOST, joined, long_rows
 from bench.recipe import MOST_STEPS, Material, Trial, load_material
 from bench.tools import TOOLS
@@ -29,8 +29,6 @@ from common.hardware.devices import find_gpu
 from common.planning.published_rates import published_rates
 from common.planning.step_speed import COUNTED
 from common.reporting.rates import OWN_MFU, mfu_of
-from common.tasks.objectives import VALIDATION_LOSS
-from common.training.results import training_metrics
 from tests.forked import run_forked
 
 KEYS = {"name", "value", "unit", "bar", "holds", "command", "bar_is"}
@@ -423,28 +421,17 @@ def test_published_runs_have_an_mfu_of_the_same_count() -> None:
     assert mfu_of(nemo) == pytest.approx(12_472.9 * (4 * (layers + head) + 6 * adapters + scores) / peak)
 
 
-def test_a_trial_and_a_run_s_record_have_the_same_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same rows in the same time: two seconds."""
-    run = RunConfig(model="llama-3.1-8b", weights="random", precision="bf16", max_length=6)
-    rows = [{"input_ids": [1] * length, "labels": [IGNORED_LABEL, 1] + [1] * (length - 2)} for length in (4, 6, 6, 8)]
-    h200, tokens, nothing = find_gpu(gpu.GPU), run.effective_batch_size * run.max_length, {}
-    trainer = SimpleNamespace(
-        train_dataset=rows, train=list, add_callback=[].append, model=torch.nn.Linear(1, 1), resume_checkpoint=None,
-        strategy=SimpleNamespace(parameter_counts=lambda: (1, 1), own_rows=list), skips=SimpleNamespace(steps=0),
-        saves=SimpleNamespace(for_record=dict), updates=SimpleNamespace(figures=dict),
-        work=SimpleNamespace(reporting_s=1.0),
-        state=SimpleNamespace(log_history=[{"step": 1, VALIDATION_LOSS: 1.0}], global_step=1, best_model_checkpoint=""),
-    )  # fmt: skip
-    monkeypatch.setattr(gpu_trial, "StepClock", lambda _: SimpleNamespace(step_time_s=2.0))
-    monkeypatch.setattr(gpu_trial, "forget_peak", nothing.get)
-    monkeypatch.setattr(gpu_trial, "read_memory", lambda _: SimpleNamespace(peak_gib=1.0))
-    trial = gpu_trial._timed(run, trainer, SimpleNamespace(devices=["cpu"], device="cpu"), h200)
-    memory = SimpleNamespace(training_ended=lambda: None)
-    log = SimpleNamespace(run=run, memory=memory, phases_s={"training": 3.0}, gpu=lambda: h200)
-    record = training_metrics(trainer, [{"tokens": tokens}], log)
-    names = ("tokens_per_s", "flops_per_token", "flops_formula", "mfu")
-    assert {name: trial.get(name) for name in names} == {name: record[name] for name in names}
-    assert record["mfu"] > 0
+def test_kernels_are_told_apart_by_their_names() -> None:
+    kinds = {
+        "void flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop": "attention",
+        "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN": "products",
+        "triton_poi_fused__to_copy_add_mul_silu_3": "compiled",
+        "Memcpy DtoD (Device -> Device)": "copies",
+        "kOptimizerStatic8bit2StateBlockwise<__nv_bfloat16, 0>": "optimizer",
+        "void at::native::vectorized_elementwise_kernel<4>": "others",
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds
 
 
 @pytest.mark.parametrize("trial", gpu_trial.TRIALS)

@@ -1,16 +1,22 @@
 """What may make a step faster on a GPU changes nothing of what is computed."""
 
+from dataclasses import replace
+from types import ModuleType
+from unittest import mock
+
 import pytest
 import torch
 
 from bench import levers
-from bench.gpu_trial import REHEARSED_SCALE, Trial, steps_of
-from bench.levers import LEVERS, attend_in_a_batch, pulled
+from bench.gpu_trial import GPU_SCALE, REHEARSED_SCALE, STEPS, Trial, steps_of
+from bench.levers import attend_in_a_batch, pulled
+from common.hardware.devices import find_gpu
 from common.models.separate_rows import attend_within_rows
-from common.planning import memory_plan
+from common.planning import memory_plan, phases
 from common.training import chunked_loss
 
-ON_CPU = [name for name in LEVERS if name != "Liger's loss"]  # whose kernels are for GPUs
+FEW_LOGITS, CHUNKS = 20_000, 2 * STEPS
+"""With so few at once a step has more than two chunks."""
 
 
 def update_by(*pulled_levers: str) -> torch.Tensor:
@@ -28,10 +34,21 @@ def expected() -> torch.Tensor:
     return update_by()
 
 
-@pytest.mark.parametrize("lever", ON_CPU)
-def test_a_lever_takes_the_same_steps(lever: str, expected: torch.Tensor) -> None:
+@pytest.mark.parametrize(("lever", "module", "name"), [
+    ("no waits per weight", levers, "_goes_on"),
+    ("no wait for the norm", levers, "_goes_on"),
+    ("2^28 logits at once", chunked_loss, "chunk_losses"),
+    ("cuDNN's attention", levers, "attend_in_a_batch"),
+])  # fmt: skip
+def test_a_lever_is_at_work_and_takes_the_same_steps(
+    lever: str, module: ModuleType, name: str, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """States of 8 bits may be rounded to a neighbour where a sum has another order."""
-    assert (update_by(lever) - expected).norm() < 0.01 * expected.norm()
+    monkeypatch.setattr(levers, "MANY_LOGITS", FEW_LOGITS)
+    with mock.patch.object(module, name, side_effect=getattr(module, name)) as at_work:
+        found = update_by(lever)
+    assert at_work.call_count > (CHUNKS if module is chunked_loss else 0)
+    assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 def test_rows_of_one_length_attend_as_a_batch_as_each_alone() -> None:
@@ -45,6 +62,11 @@ def test_rows_of_one_length_attend_as_a_batch_as_each_alone() -> None:
 
 
 def test_the_plan_shares_the_size_of_a_chunk() -> None:
+    """Of 12 bytes a logit, where layers keep so little that the head is the peak."""
+    h200, one_row = find_gpu("H200 141GB SXM"), replace(GPU_SCALE, rows=1)
+    trials = [Trial("lora", "", {"gradient_checkpointing": True}, names) for names in ((), ("2^28 logits at once",))]
+    without, with_many = (trial.planned(h200, one_row).fullest[0].allocated_gib for trial in trials)
+    assert 1 < with_many - without < 3
     with pulled(["2^28 logits at once"]):
-        assert {module.LOGITS_AT_ONCE for module in (chunked_loss, memory_plan)} == {levers.MANY_LOGITS}
+        assert {module.LOGITS_AT_ONCE for module in (chunked_loss, memory_plan, phases)} == {levers.MANY_LOGITS}
     assert chunked_loss.LOGITS_AT_ONCE < levers.MANY_LOGITS

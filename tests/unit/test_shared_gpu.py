@@ -1,9 +1,6 @@
 """Two ranks on one GPU: every parallelism that can is tried, NCCL is told what it needs, and other losses are seen."""
 
-import json
-import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -27,20 +24,6 @@ NOT_TRIED = {
     "zero2": "as stage 1",
 }
 LOSSES = {"training_losses": [[1, 8.0], [2, 6.0]], "validation_losses": [[1, 7.0], [2, 5.0]]}
-
-
-@pytest.fixture(autouse=True)
-def sigterm_stays() -> Iterator[None]:
-    """What a check does on SIGTERM ends with the test."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-def found_on_cpu(part: str, folder: Path) -> dict[str, Any]:
-    file = folder / "found.json"
-    shared_gpu.main([part, "--device", "cpu", "--json", str(file), "--limit-s", f"{patient(100)}"])
-    return json.loads(file.read_text())
 
 
 def runs_of(pair: Pair, folder: Path) -> list[Any]:
@@ -140,25 +123,25 @@ def test_ranks_that_hang_end_with_all_that_they_started() -> None:
     assert (found["status"], "7 s" in found["why"], "step 2" in found["why"]) == (FAILS, True, True)
 
 
-def test_what_lacks_a_package_is_left_out(tmp_path: Path) -> None:
+def test_what_lacks_a_package_is_left_out() -> None:
     with mock.patch.object(processes, "find_spec", return_value=None):
-        found = found_on_cpu("2.6 ZeRO-3", tmp_path)
+        found = shared_gpu.find_out("2.6 ZeRO-3", "cpu")
     assert (found["status"], "make deepspeed" in found["why"]) == (LEFT_OUT, True)
 
 
-def test_two_ranks_send_what_they_should(tmp_path: Path) -> None:
-    found = found_on_cpu(SMOKE, tmp_path)
+def test_two_ranks_send_what_they_should() -> None:
+    found = shared_gpu.find_out(SMOKE, "cpu", patient(100))
     assert found["status"] == WORKS, found
     assert all(0 < each < 1000 for each in found["milliseconds"].values())
     assert len(found["milliseconds"]) == 7
 
 
 @pytest.mark.slow
-def test_in_bf16_too_ranks_with_another_rate_do_not_work(tmp_path: Path) -> None:
+def test_in_bf16_too_ranks_with_another_rate_do_not_work() -> None:
     """A fifth more is seen, as is a gradient that is wrong by so much."""
     name = "2.6 FSDP, bf16"
     pair = replace(PAIRS[name], settings=(*PAIRS[name].settings, "--learning_rate=0.06"))
     with mock.patch.dict(PAIRS, {name: pair}):
-        found = found_on_cpu(name, tmp_path)
+        found = shared_gpu.find_out(name, "cpu", patient(100))
     assert found["status"] == FAILS, found
     assert found["worst_relative"] > shared_gpu.TOLERANCES[pair.precision]
