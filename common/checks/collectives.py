@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,74 +23,52 @@ from common.runtime.world import BACKENDS
 NUMBERS = 2**18  # fp32 of a rank: 1 MiB
 TIMES = 5
 TIMEOUT = timedelta(seconds=60)  # of an exchange: a rank that is not there is told by it
+Exchange = tuple[Callable[[torch.Tensor], object], torch.Tensor, torch.Tensor]
 
 
-def exchanges(device: str) -> dict[str, Callable[[], None]]:
-    """Return each kind of exchange; rank r sends numbers that are r + 1, and checks what it receives.
+def exchanges(device: str) -> dict[str, Exchange]:
+    """Return of each kind what sends, the tensor that it receives into (as it is before), and what must come.
 
-    Each raises AssertionError where what came is not what was sent.
+    Rank r sends numbers that are r + 1; parts of several ranks come in their order.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = torch.full((NUMBERS,), rank + 1.0, device=device)
-    sum_of_all = ranks * (ranks + 1) / 2
-    parts = torch.arange(1.0, ranks + 1, device=device).repeat_interleave(NUMBERS // ranks)  # one of each rank
+    nothing, part = torch.zeros_like(own), NUMBERS // ranks
+    total = ranks * (ranks + 1) / 2
+    of_each = torch.arange(1.0, ranks + 1, device=device).repeat_interleave(part)
+    before, after = (rank - 1) % ranks, (rank + 1) % ranks
 
-    def all_reduce(dtype: torch.dtype) -> None:
-        received = own.to(dtype, copy=True)
-        dist.all_reduce(received)
-        _check(received, sum_of_all)
-
-    def all_gather() -> None:
-        received = torch.empty(NUMBERS, device=device)
-        dist.all_gather_into_tensor(received, own[: NUMBERS // ranks].contiguous())
-        _check(received, parts)
-
-    def reduce_scatter() -> None:
-        received = torch.empty(NUMBERS // ranks, device=device)
-        dist.reduce_scatter_tensor(received, own * parts)
-        _check(received, sum_of_all * (rank + 1))
-
-    def broadcast() -> None:
-        received = own.clone()
-        dist.broadcast(received, src=ranks - 1)
-        _check(received, ranks)
-
-    def all_to_all() -> None:
-        received = torch.empty(NUMBERS, device=device)
-        dist.all_to_all_single(received, own)
-        _check(received, parts)
-
-    def send_and_receive() -> None:
-        received = torch.empty(NUMBERS, device=device)
-        towards, source = (rank + 1) % ranks, (rank - 1) % ranks
-        both = [dist.P2POp(dist.isend, own, towards), dist.P2POp(dist.irecv, received, source)]
+    def send_and_receive(received: torch.Tensor) -> None:
+        both = [dist.P2POp(dist.isend, own, after), dist.P2POp(dist.irecv, received, before)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
-        _check(received, source + 1)
 
     return {
-        "all_reduce": lambda: all_reduce(torch.float32),
-        "all_reduce of bf16": lambda: all_reduce(torch.bfloat16),
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "broadcast": broadcast,
-        "all_to_all": all_to_all,
-        "send and receive": send_and_receive,
+        "all_reduce": (dist.all_reduce, own, torch.full_like(own, total)),
+        "all_reduce of bf16": (dist.all_reduce, own.bfloat16(), torch.full_like(own, total).bfloat16()),
+        "all_gather": (partial(dist.all_gather_into_tensor, input_tensor=own[:part].clone()), nothing, of_each),
+        "reduce_scatter": (
+            partial(dist.reduce_scatter_tensor, input=own * of_each),
+            nothing[:part],
+            torch.full_like(own[:part], total * (rank + 1)),
+        ),
+        "broadcast": (partial(dist.broadcast, src=ranks - 1), own, torch.full_like(own, ranks)),
+        "all_to_all": (partial(dist.all_to_all_single, input=own), nothing, of_each),
+        "send and receive": (send_and_receive, nothing, torch.full_like(own, before + 1)),
     }
 
 
-def _check(received: torch.Tensor, expected: torch.Tensor | float) -> None:
-    wrong = int((received != expected).sum())  # waits for the device
-    if wrong:
-        raise AssertionError(f"of {received.numel():,} numbers {wrong:,} are not those that were sent")
+def milliseconds(send: Callable[[torch.Tensor], object], given: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the median of `TIMES` exchanges with their checks, after a first one, which makes the connections.
 
-
-def milliseconds(exchange: Callable[[], None]) -> float:
-    """Return the median of `TIMES` exchanges with their checks, after a first one, which makes the connections."""
+    Raises:
+        AssertionError: What came is not what was sent.
+    """
     taken_ms = []
     for _ in range(1 + TIMES):
-        start_s = time.perf_counter()
-        exchange()
+        received, start_s = given.clone(), time.perf_counter()
+        send(received)
+        torch.testing.assert_close(received, expected, rtol=0, atol=0)  # waits for the device
         taken_ms.append(1000 * (time.perf_counter() - start_s))
     return median(taken_ms[1:])
 
@@ -105,9 +84,9 @@ def main(device: str, path: str) -> None:
     taken_ms = {}
     for name, exchange in exchanges(device).items():
         try:
-            taken_ms[name] = milliseconds(exchange)
+            taken_ms[name] = milliseconds(*exchange)
         except AssertionError as wrong:
-            raise RuntimeError(f"{name}: {wrong}") from wrong
+            raise RuntimeError(f"{name}: {str(wrong).splitlines()[0]}") from wrong
     if dist.get_rank() == 0:
         write_json(taken_ms, Path(path))
     dist.destroy_process_group()
