@@ -22,12 +22,13 @@ from pathlib import Path
 import psutil
 
 from bench import lease_merge, lease_parts
-from bench.lease_schedule import RESULTS, Results, spend
+from bench.lease_schedule import RESULTS, Part, Results, spend
 from common.base.command_line import INTERRUPTED_EXIT_CODE, refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.checks.processes import END_S
+from common.hardware.devices import find_gpu
 
 FOLDER = REPOSITORY / "lease"
 
@@ -37,11 +38,18 @@ FOLDER = REPOSITORY / "lease"
 
 def _check_options(options: argparse.Namespace) -> None:
     if not options.minutes * 60 > END_S:
-        raise BadInputError(f"--minutes is {options.minutes:g}, in which no part would end: pass 1 or more.")
+        raise BadInputError(f"--minutes is {options.minutes:g}, in which no part would end: pass more, such as 11.")
     if options.max_files < 1 or not options.max_file_mib > 0:
         raise BadInputError(
             f"--max-files is {options.max_files}, and --max-file-mib {options.max_file_mib:g}: pass 1 or more."
         )
+
+
+def listed(parts: Sequence[Part]) -> str:
+    """Return the parts for a reader, with how long they should take, and how long all of them."""
+    lines = ["; ".join(filter(None, [f"{part.name}: {part.expected_s:.0f} s", part.left_out])) for part in parts]
+    minutes = sum(part.expected_s / part.beside for part in parts if not part.left_out) / 60
+    return "\n".join([*lines, f"about {minutes:.0f} minutes for all; what there is no time for waits for another call"])
 
 
 def check_folder(folder: Path, most_files: int) -> None:
@@ -83,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the parts at work are ended, too
     parser = OneSentenceParser(prog="python -m bench.lease", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=11.0, help="for all; the time of starting a machine counts")
-    parser.add_argument("--card", help="refuse to measure on another card, such as 'H200 141GB SXM'")
+    parser.add_argument("--minutes", type=float, default=11.0, help="for all, from the start of this command")
+    parser.add_argument("--card", help="refuse to measure on another; with --list, plan for it")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="of the results; lease where it is left out")
     parser.add_argument("--only", metavar="WORDS", help="parts whose names have these words")
     parser.add_argument("--max-files", type=int, default=8, help="that come back from the folder")
@@ -97,13 +105,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.merge:
         lease_merge.merge(options.folder / RESULTS)
         return
-    card = lease_parts.card_here(options.card) if not options.rehearse else None
+    if options.rehearse:
+        card = None
+    elif options.list and options.card:
+        card = find_gpu(options.card)
+    else:
+        card = lease_parts.card_here(options.card)
     parts = [part for part in lease_parts.parts_for(card) if (options.only or "") in part.name]
     if not parts:
         raise BadInputError(f"--only is {options.only!r}, but no part's name has it: --list says them.")
     if options.list:
-        for part in parts:
-            print("; ".join(filter(None, [f"{part.name}: {part.expected_s:.0f} s", part.left_out])))
+        print(listed(parts))
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     check_folder(options.folder, options.max_files)
@@ -115,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: interrupted; {results.path} has what was measured until then.", file=sys.stderr)
         sys.exit(INTERRUPTED_EXIT_CODE)
     counts = Counter(line["status"] for line in results.of_this_card())
-    print(f"{', '.join(f'{count} {status}' for status, count in counts.items())}; {results.path.name} has them")
+    print(f"in all {', '.join(f'{count} {status}' for status, count in counts.items())}: {results.path}")
     sys.exit(int(counts["failed"] > 0))
 
 

@@ -17,6 +17,7 @@ from common.checks import gpu_check, preflight, shared_gpu
 from common.checks.gpu_check import Devices, NoRoomError
 from common.checks.machine_facts import facts
 from common.checks.processes import not_installed
+from common.checks.shared_gpu import LIMIT_S, PAIRS, RESTART, SMOKE
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu
 from common.planning.architectures import read_architecture
 from common.planning.gpu_overhead import CONTEXT_GIB
@@ -32,8 +33,9 @@ def card_here(asked: str | None = None) -> Gpu:
     Raises:
         BadInputError: there is none, the catalogue lacks it, or it is another than `asked`.
     """
+    wanted = find_gpu(asked) if asked else None
     card = planner_points.gpu_here()
-    if asked and find_gpu(asked) != card:
+    if wanted not in (None, card):
         raise BadInputError(
             f"--card is {asked}, but the GPU here is {card.name}: leave --card out to measure on it; its rows have a "
             "line of their own."
@@ -137,7 +139,6 @@ PREFLIGHTS = (
 PAIRS_AT_ONCE, TESTS_LIMIT_S = 3, 150.0
 PROFILED = (
     ("full", "compiled, fused AdamW, 4 micro-batches"),
-    ("lora", "compiled, large chunks"),
     ("lora", "compiled, cuDNN"),
 )
 TEST_FILES = {("test_kernels", "test_strategies"): 45, ("test_saves",): 45, ("test_cuda",): 75}
@@ -156,17 +157,19 @@ ANSWERED = (8, 64)
 def parts_for(card: Gpu | None) -> list[Part]:
     """Return the parts of a lease of this card, in their order; None: of a rehearsal."""
     levers, points = [trial_part(trial, card) for trial in LEVER_TRIALS], point_parts(card)
+    *new_tests, old_tests = test_parts(card)
     return [
         _part("machine", look_at_machine, card, 10, 60),
         *pair_parts(card),
         *levers[:2],
         *profile_parts(card),
         _part("optimizers", compare_optimizers, card, 25, 90),
-        *test_parts(card),
-        *levers[2:],
+        *new_tests,
         *points[:POINTS],
+        *levers[2:],
         *(_preflight_part(*each, card) for each in PREFLIGHTS),
         *(_part(f"answers, {rows} rows", answer, card, 25, 90, rows=rows) for rows in ANSWERED),
+        old_tests,
         *(trial_part(trial, card) for trial in TRIALS),
         *points[POINTS:],
     ]
@@ -180,13 +183,17 @@ def _part(name: str, call: Callable, card: Gpu | None, expected_s: float, limit_
 
 def pair_parts(card: Gpu | None) -> list[Part]:
     """Return what two ranks on one GPU are tried with: messages, each technique, and a rank that starts again."""
-    parts = []
-    for name in shared_gpu.PART_NAMES:
-        packages = shared_gpu.PAIRS[name].packages if name in shared_gpu.PAIRS else ()
-        at_once = 1 if name == shared_gpu.SMOKE else PAIRS_AT_ONCE  # milliseconds are measured
-        own = {"beside": at_once if card else 1, "left_out": not_installed(packages)}
-        parts.append(_part(f"shared GPU: {name}", share_gpu, card, 50, shared_gpu.LIMIT_S + 10, pair=name, **own))
-    return parts
+    smoke = _part(f"shared GPU: {SMOKE}", share_gpu, card, 25, LIMIT_S + 10, pair=SMOKE)  # which measures milliseconds
+    at_once = PAIRS_AT_ONCE if card else 1
+    packages = {name: pair.packages for name, pair in PAIRS.items()} | {RESTART: ()}
+    others = [
+        _part(
+            f"shared GPU: {name}", share_gpu, card, 45, LIMIT_S + 10,
+            pair=name, beside=at_once, left_out=not_installed(needed),
+        )
+        for name, needed in packages.items()
+    ]  # fmt: skip
+    return [smoke, *others]
 
 
 def trial_part(trial: Trial, card: Gpu | None) -> Part:

@@ -288,7 +288,7 @@ def gpu_here() -> Gpu:
     """
     names = gpus()[1]  # asking PyTorch would start CUDA here, and take memory from the points
     if not names or not torch.cuda.is_available():
-        raise BadInputError("PyTorch sees no GPU here, and these points are measured on one: run this where one is.")
+        raise BadInputError("PyTorch sees no GPU here: run this where one is; --rehearse tries all of it on a CPU.")
     gpu = gpu_of_device(names[0])
     if gpu is None:
         raise BadInputError(f"The GPU {names[0]} is not in the catalogue: add it to common/hardware/catalogue.toml.")

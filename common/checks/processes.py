@@ -20,7 +20,12 @@ from common.runtime.watch import die_with_parent
 
 WORKS, FAILS, LEFT_OUT = "works", "does not work", "left out"
 KEPT_LINES = 40  # of the output of a part that does not work
-INSTALLED_BY = {"deepspeed": "make deepspeed", "pytest": "pip install pytest"}  # others come with `make install`
+# others come with `make install`
+INSTALLED_BY = {
+    "deepspeed": "make deepspeed",
+    "liger_kernel": ".venv/bin/pip install liger-kernel",
+    "pytest": ".venv/bin/pip install pytest",
+}
 POLL_S = 0.05
 END_S = 5.0  # how long a process may take to end when it is told to; then it is killed
 
