@@ -69,6 +69,7 @@ MACHINE, TESTS = "machine", "tests/gpu"
 TEST_GIB, MOST_TESTS_AT_ONCE = 24.0, 4  # the largest of `tests/gpu` trains 1.2 billion weights, in 17 GiB
 UNUSABLE = f"PyTorch cannot use the GPUs (see {MACHINE}); --device cpu tries the techniques without them"
 TEST_PACKAGES = ("pytest", "tensorboard")  # without these most of `tests/gpu` cannot run
+BUT_SHARED = "--ignore=tests/gpu/test_shared_gpu.py"  # of `tests/gpu`: `--share` has parts that do the same
 TESTS_OF_4_BITS = "qlora or 4_bits"  # names of the tests that need bitsandbytes, as pytest's -k takes them
 ABSOLUTE = re.compile(r"(?<![\w./:~])~?/(?:[^/\s'\":,;()]+/)*(?=[^/\s'\":,;()])")  # a path but for its last name
 
@@ -345,7 +346,7 @@ def run_tests(devices: Devices, limit_s: float, tests: Sequence[str] = ("tests/g
     workers = tests_at_once(devices)
     spread = ["-n", str(workers)] if workers > 1 else []
     rehearsed = ["--rehearse"] if devices.kind == "cpu" else []
-    ended = run_process(["-m", "pytest", "-q", *tests, *rehearsed, *spread, *chosen], limit_s)
+    ended = run_process(["-m", "pytest", "-q", *tests, BUT_SHARED, *rehearsed, *spread, *chosen], limit_s)
     counts = counts_of(ended.stdout)
     said = [", ".join(f"{count} {name}" for name, count in counts.items()) or last_error(ended.stdout)]
     if without_4_bits:
