@@ -11,6 +11,7 @@ from typing import Any
 from bench import generation_trial, gpu_profile, gpu_trial, optimizer_trial, planner_points
 from bench.gpu_trial import GPU_SCALE, LEVER_TRIALS, REHEARSED_SCALE, TRIALS, Scale, Trial
 from bench.lease_schedule import Part
+from bench.optimizer_trial import OPTIMIZERS, TORCHAO
 from bench.planner_points import Point
 from common.base.errors import BadInputError
 from common.checks import gpu_check, preflight, shared_gpu
@@ -84,9 +85,9 @@ def profile_step(technique: str, name: str, card: str | None, memory_gib: float 
     return gpu_profile.profiled(trial_of(technique, name), device_of(card, memory_gib), scale_of(card))
 
 
-def compare_optimizers(card: str | None, **memory: Any) -> dict[str, Any]:
-    """Return the seconds of each optimizer's step."""
-    return optimizer_trial.measure(scale_of(card))
+def step_alone(optimizer: str, card: str | None, **memory: Any) -> dict[str, Any]:
+    """Return the seconds of an optimizer's step."""
+    return optimizer_trial.measure(optimizer, scale_of(card))
 
 
 def answer(rows: int, card: str | None, memory_gib: float | None) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def parts_for(card: Gpu | None) -> list[Part]:
         *pair_parts(card),
         *levers[:2],
         *profile_parts(card),
-        _part("optimizers", compare_optimizers, card, 25, 90),
+        *optimizer_parts(card),
         *new_tests,
         *points[:POINTS],
         *levers[2:],
@@ -226,6 +227,18 @@ def profile_parts(card: Gpu | None) -> list[Part]:
             technique=trial.technique, name=trial.name, left_out=_why_not(trial, card),
         )
         for trial in trials
+    ]  # fmt: skip
+
+
+def optimizer_parts(card: Gpu | None) -> list[Part]:
+    """Return the steps of each optimizer alone."""
+    packages = {TORCHAO: ["torchao"]}
+    return [
+        _part(
+            f"optimizer: {name}", step_alone, card, 12, 60,
+            optimizer=name, left_out=not_installed(packages.get(name, [])),
+        )
+        for name in OPTIMIZERS
     ]  # fmt: skip
 
 

@@ -28,41 +28,37 @@ def torchao_adamw(weights: Weights) -> torch.optim.Optimizer:
     return TorchaoAdamW8bit(weights)
 
 
+WITHOUT_WAITS, TORCHAO = "bitsandbytes, 8 bits, no waits per weight", "torchao, 8 bits"
 OPTIMIZERS: dict[str, Callable[[Weights], torch.optim.Optimizer]] = {
     "bitsandbytes, 8 bits": AdamW8bit,
-    "bitsandbytes, 8 bits, no waits per weight": AdamW8bit,
+    WITHOUT_WAITS: AdamW8bit,
     "PyTorch, fused, states as the weights": partial(torch.optim.AdamW, fused=True),
-    "torchao, 8 bits": torchao_adamw,
+    TORCHAO: torchao_adamw,
 }
 
 
-def measure(scale: Scale) -> dict[str, Any]:
-    """Return each optimizer's median seconds of a step and the bytes of its states, or why it was not measured."""
+def measure(name: str, scale: Scale) -> dict[str, Any]:
+    """Return the median seconds of a step of the optimizer of that name, and the bytes of its states."""
     model = with_trained_weights(model_without_weights(FULL.run(scale)), FULL.run(scale))
     shapes = [(weight.shape, weight.dtype) for weight in model.parameters() if weight.requires_grad]
-    found = {}
-    for name, make in OPTIMIZERS.items():
-        try:
-            found[name] = _step_s(name, make, shapes, scale.device)
-        except (ImportError, NotImplementedError, RuntimeError) as error:  # what is not installed, or has no kernel
-            found[name] = {"not_run": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    return {"model": scale.model, "weights": sum(shape.numel() for shape, _ in shapes), "optimizers": found}
-
-
-def _step_s(name: str, make: Callable, shapes: list[tuple[torch.Size, torch.dtype]], device: str) -> dict[str, Any]:
-    weights = [torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype)) for shape, dtype in shapes]
+    weights = [torch.nn.Parameter(torch.randn(shape, device=scale.device, dtype=dtype)) for shape, dtype in shapes]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
-    before = _allocated(device)
-    optimizer, times_s = make(weights), []
-    with without_waits_per_weight() if "no waits" in name else nullcontext():
+    before = _allocated(scale.device)
+    optimizer, times_s = OPTIMIZERS[name](weights), []
+    with without_waits_per_weight() if name == WITHOUT_WAITS else nullcontext():
         for _ in range(WARM_UP + STEPS):
-            _wait(device)
+            _wait(scale.device)
             start_s = time.perf_counter()
             optimizer.step()
-            _wait(device)
+            _wait(scale.device)
             times_s.append(time.perf_counter() - start_s)
-    return {"step_s": median(times_s[WARM_UP:]), "states_gib": (_allocated(device) - before) / GIB}
+    return {
+        "model": scale.model,
+        "weights": sum(shape.numel() for shape, _ in shapes),
+        "step_s": median(times_s[WARM_UP:]),
+        "states_gib": (_allocated(scale.device) - before) / GIB,
+    }
 
 
 def _wait(device: str) -> None:

@@ -102,6 +102,11 @@ def trained_on(batch: dict[str, torch.Tensor], model: torch.nn.Module, device: s
     return with_gradients(model, strategy.loss(inputs, int(answers[:, 1:].sum())))
 
 
+def two_copies(model: torch.nn.Module, precision: str) -> list[torch.nn.Module]:
+    """The model in a precision, to compute by PyTorch's own operations and by kernels."""
+    return [deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32) for _ in range(2)]
+
+
 @pytest.mark.usefixtures("liger")
 @TECHNIQUES
 @PRECISIONS
@@ -110,9 +115,7 @@ def test_ligers_loss_and_gradients_are_plain_ones(
 ) -> None:
     model = llama(technique)
     batch, settings = rows_of(model, device), {"technique": technique, "precision": precision}
-    plain, with_kernels = (
-        deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32) for _ in range(2)
-    )
+    plain, with_kernels = two_copies(model, precision)
     exact = trained_on(batch, model, device, **settings)
     without = trained_on(batch, plain, device, **settings)
     found = trained_on(batch, with_kernels, device, use_liger_kernel=True, **settings)  # the last: see `liger`
@@ -224,9 +227,7 @@ def test_trls_loss_and_gradients_are_plain_ones(
 ) -> None:
     model = llama(technique)
     batch = rows_of(model, device)
-    plain, with_kernels = (
-        deepcopy(model).to(torch.bfloat16 if precision == "bf16" else torch.float32) for _ in range(2)
-    )
+    plain, with_kernels = two_copies(model, precision)
     exact = with_gradients(model, pair_loss(plain_log_probs(model, batch)))
     without = with_gradients(plain, pair_loss(plain_log_probs(plain, batch)))
     prepare_for_pairs(with_kernels)
