@@ -483,6 +483,19 @@ class HasSpecs:
         """Ranks that share one sharded copy of the model."""
         return self.devices // self.dp_replicate_size if self.parallelism.shards else 1
 
+    def answering_stages(self, layers: int) -> int:
+        """Return how many ranks share a model of so many layers that answers beside training; 1 = each has it whole.
+
+        Those that share its weights in training do, or, where there are too few layers, as many of them as divide the
+        ranks: each holds some of the layers then.
+        """
+        if self.parallelism.in_one_process:
+            return 1
+        together = self.devices
+        if not (self.parallelism.pipelines or self.parallelism.splits_matrices):
+            together = self.shard_ranks if self.parallelism.shards_weights else 1
+        return max(count for count in range(1, together + 1) if together % count == 0 and count <= layers)
+
     @property
     def sharing(self) -> str:
         """The parallelism's name, with hybrid sharding the copies and the ranks of each: `fsdp`, `fsdp-2x4`."""

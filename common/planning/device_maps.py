@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from common.planning.architectures import Architecture, Family
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.job import Job
 from common.planning.searches import largest
-from common.planning.shares import Share
+from common.planning.shares import Share, parameters_of, whole_model
 
 Device = str | int  # as Transformers takes it: 1, `cuda:1`, or `cpu`
 Ends = Literal["apart", "first", "last"]  # embeddings and head: on the first and the last device, or both on one
@@ -58,6 +58,25 @@ def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tu
         BadInputError: There are more stages than layers.
     """
     return _least_full(architecture, job, gpus, _evenly)
+
+
+def answering_shares(architecture: Architecture, stages: int) -> tuple[Share, ...]:
+    """Give each of the ranks that hold a model together to answer questions contiguous layers, of about equal weights.
+
+    Embeddings are on the first, the head is on the last; there are no more stages than layers.
+    """
+    first, last = (
+        replace(whole_model(architecture), layers=(0,), **{end: False}) for end in ("has_head", "has_embeddings")
+    )
+    ends = [0] * stages
+    ends[0] += parameters_of(architecture, first)
+    ends[-1] += parameters_of(architecture, last)
+    counts = [1] * stages
+    for _ in range(architecture.layers - stages):
+        held = [end + count * architecture.stacks[0].layer_parameters for end, count in zip(ends, counts, strict=True)]
+        counts[held.index(min(held))] += 1
+    numbers = range(stages)
+    return tuple(Share((count,), n == 0, n == stages - 1) for n, count in zip(numbers, counts, strict=True))
 
 
 def shares_that_fit(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tuple[Share, ...] | None:

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
-from common.data.rows import Tokens
+from common.data.rows import NO_ROW, Tokens
 from common.hardware.devices import Gpu
 from common.planning.run_jobs import architecture_of_run, job_of_run
 from common.planning.shares import whole_model
@@ -37,7 +37,7 @@ def check_training(trainer: AuditedTrainer, rank: Rank) -> list[dict[str, object
     place = {"rank": rank.rank, "host": f"machine{machine}", "device": rank.device}
     shares = gather_object([{**place, "samples": len(work.rows), "tokens": work.tokens, "rows": work.rows}])
     for share in shares:
-        if share["samples"] == 0 and trainer.state.global_step > trainer.first_step:
+        if share["samples"] == 0 and steps_have_rows(trainer, share["rank"]):
             raise RuntimeError(f"Rank {share['rank']} of {len(shares)} trained on no row.")
     rows_by_rank = trainer.strategy.own_rows([share.pop("rows") for share in shares])
     check_rows_seen(rows_by_rank, len(trainer.train_dataset), row_uses(trainer), resumes=trainer.first_step > 0)
@@ -48,6 +48,18 @@ def check_training(trainer: AuditedTrainer, rank: Rank) -> list[dict[str, object
             "skipped."
         )
     return shares
+
+
+def steps_have_rows(trainer: AuditedTrainer, rank: int) -> bool:
+    """Return whether the steps of this run have a row for a rank: an epoch's last step may have fewer than ranks."""
+    batches = trainer.batches
+    steps_per_epoch = -(-len(batches) // batches.accumulation_steps)
+    for step in range(trainer.first_step, trainer.state.global_step):
+        batches.set_epoch(step // steps_per_epoch)
+        at_once = batches.micro_batches(batches.rows_of_step(step))
+        if any(batches.share(rows, rank % batches.world_size) != [NO_ROW] for rows in at_once):
+            return True
+    return False
 
 
 def check_rows_seen(rows_by_rank: list[list[int]], row_count: int, row_uses: int, resumes: bool = False) -> None:

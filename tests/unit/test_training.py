@@ -27,7 +27,7 @@ from transformers import (
 
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS, TASKS, Parallelism
-from common.data.batches import make_collator
+from common.data.batches import EpochBatches, make_collator
 from common.data.rows import IGNORED_LABEL
 from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import GIB
@@ -56,7 +56,7 @@ from common.training.counted_steps import count_steps
 from common.training.digests import digest_of
 from common.training.export import rows_to_compare
 from common.training.loop import LoopTrainer
-from common.training.results import check_rows_seen, check_training, training_flops
+from common.training.results import check_rows_seen, check_training, steps_have_rows, training_flops
 from common.training.strategy import Strategy, strategy_class
 from common.training.trainer import AuditedTrainer, make_trainer, training_arguments
 
@@ -505,6 +505,17 @@ def test_a_step_that_overflowed_is_none_of_the_schedules(
     longer.skips.steps = 2
     with pytest.raises(RuntimeError, match="took 7 steps, training 8, of which 2 were skipped"):
         check_training(longer, ALONE)
+
+
+def test_a_rank_that_resumes_before_a_step_with_fewer_rows_than_ranks_may_have_none() -> None:
+    """Of 33 rows, 16 a step, the third step has one."""
+
+    def has_rows(first_step: int, rank: int) -> bool:
+        batches = EpochBatches([9] * 33, batch_size=8, world_size=2, rank=0, seed=0)
+        trainer = SimpleNamespace(batches=batches, first_step=first_step, state=SimpleNamespace(global_step=6))
+        return steps_have_rows(trainer, rank)
+
+    assert [has_rows(step, rank) for step in (4, 5) for rank in (0, 1)] == [True, True, True, False]
 
 
 @LOOPS
