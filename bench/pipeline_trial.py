@@ -19,11 +19,11 @@ from common.base.run_config import RunConfig
 from common.data.batches import longest_batch
 from common.data.splits import load_splits, tokens_of
 from common.models.loading import load_tokenizer
+from common.models.stages import load_stage
 from common.models.trained_weights import train_linear_layers
 from common.runtime.rank import end_rank, start_rank
 from common.runtime.world import Rank
 from common.training.loop import LoopTrainer
-from common.training.pipeline import load_stage
 from common.training.pipeline_measure import measure_pipeline
 from common.training.pipeline_parallel import PipelineParallel
 from common.training.placement import place_stages
@@ -65,9 +65,8 @@ def _tell(what: str, line: str) -> None:
 def _trainer(run: RunConfig, rank: Rank, folder: Path) -> LoopTrainer:
     tokenizer, splits = load_tokenizer(run), load_splits(run)
     train, validation = (tokens_of(rows, tokenizer, run) for rows in (splits.train, splits.validation))
-    stage = load_stage(
-        run, place_stages(run, longest_batch(train, run.per_device_train_batch_size, run)).stage_map, rank
-    )
+    placement = place_stages(run, longest_batch(train, run.per_device_train_batch_size, run))
+    stage = load_stage(run, placement.stage_map, rank.rank, rank.device)
     train_linear_layers(stage, run.target_modules)
     arguments, strategy = training_arguments(run, folder), PipelineParallel(run, rank)
     return trainer_of_rows(run, rank, stage, tokenizer, train, validation, arguments, [], strategy, LoopTrainer)

@@ -7,6 +7,7 @@ The quantization's own settings are in `common.models.quantization.quantization_
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -87,7 +88,8 @@ def merge_both_ways(
     batch, expected, _ = save_and_free(trainer, folder / "adapter")
     differences, error = {}, None
     if log.rank.is_main:
-        differences["adapter"] = reloaded_difference(run, folder / "adapter", device, batch, expected, log.memory)
+        load = partial(load_base_model, run, device)
+        differences["adapter"] = reloaded_difference(run, folder / "adapter", load, batch, expected, log.memory)
         error = _save_merged(run, folder, tokenizer)
     wait_for_everyone()
     if not has_room:

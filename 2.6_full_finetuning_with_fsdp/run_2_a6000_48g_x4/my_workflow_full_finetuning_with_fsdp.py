@@ -25,7 +25,7 @@ from common.training.ceiling import measure_machine_ceiling
 from common.training.ddp import Ddp
 from common.training.loop import LoopTrainer
 from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, train
-from common.training.strategy import as_computed, strategy_class, whole_model_to_train
+from common.training.strategy import strategy_class, whole_model_to_train
 from common.training.trainer import make_trainer
 
 RUN = RunConfig(
@@ -75,15 +75,15 @@ def measure_ceiling(log: RunRecorder, trainer: LoopTrainer) -> dict[str, float] 
 
 
 def workflow(run: RunConfig) -> Record:
-    """Take all steps of the run, on this rank; whole models answer in the format of the matrix products."""
+    """Take all steps of the run, on this rank."""
     with run_started(run) as log:
         tokenizer, data, rows = load_data(log)
-        before = evaluate_before(log, None, tokenizer, data, base_run=as_computed(log.run))
+        before = evaluate_before(log, None, tokenizer, data)
         trainer = build_trainer(log, tokenizer, rows, data)
         trained = train_shards(log, trainer)
         tuned, differences = save(log, trainer, tokenizer)  # (5)
         ceiling = measure_ceiling(log, trainer)
-        after = evaluate_after(log, tuned, tokenizer, data, base_run=as_computed(log.run))
+        after = evaluate_after(log, tuned, tokenizer, data)
         return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 
 

@@ -135,6 +135,11 @@ class Parallelism:
         return not (self.splits_layers or self.splits_matrices or gathers_by_module)
 
     @property
+    def answers_as_computed(self) -> bool:
+        """Whether models answer beside training in the format of the matrix products, not in that of the weights."""
+        return bool(self.shards) or self.splits_matrices
+
+    @property
     def uses_fsdp(self) -> bool:
         """Whether PyTorch's FSDP2 shards."""
         return self.sharded_by == FSDP

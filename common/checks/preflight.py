@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,9 +41,10 @@ from common.checks.tried_rows import Rows, batch_of, check_length, rows_of_lengt
 from common.data.batches import EpochBatches
 from common.data.pictures import pixels_of
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
-from common.models.loading import load_base_model, load_tokenizer
+from common.models.answering import answering_run, answering_stages, load_answering, sharing_of
+from common.models.loading import load_tokenizer
+from common.models.stages import StageMap
 from common.planning.architectures import UnknownArchitectureError, read_architecture
-from common.planning.device_maps import whole_model_on
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
 from common.records.store import without_paths, write_json
@@ -52,9 +54,8 @@ from common.runtime.world import Rank, detect_launcher, is_main_process
 from common.tasks.answers import Judge, Texts, independent_judges
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
-from common.training.module_maps import StageMap
 from common.training.placement import evaluation_of_rows, place_stages
-from common.training.strategy import as_computed, strategy_class
+from common.training.strategy import strategy_class
 from common.training.trainer import (
     AuditedTrainer,
     free_model,
@@ -290,35 +291,35 @@ def trainer_of_longest_batch(
     return trainer
 
 
-def device_map_of_rank(stage_map: StageMap, rank: Rank) -> dict[str, str | int]:
-    """Return where a whole model loads: with mp on GPUs divided as the stages are, else on this rank's device."""
-    return stage_map if len(rank.devices) > 1 else whole_model_on(rank.device)
+def device_map_of_rank(stage_map: StageMap, rank: Rank) -> dict[str, str | int] | None:
+    """Return where a model that answers loads with mp on GPUs, divided as the stages are; else None."""
+    return stage_map if len(rank.devices) > 1 else None
 
 
 def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap, rank: Rank, folder: Path) -> float:
-    """Save the adapter, or the model, and load it again on one rank; return the largest absolute difference of logits.
+    """Save the adapter, or the model, and load it again to answer; return the largest absolute difference of logits.
 
-    With pp that rank is the last one, which has the logits of all stages. The trained model is freed, so that a device
-    holds one model at a time.
+    On the first rank that knows the trained model's, or on all that share one. The trained model is freed, so that a
+    device holds one model at a time.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
     batch, expected, compares = save_and_free(trainer, folder)
-    if not compares:
+    if not (compares or answering_stages(run) > 1):
         return 0.0
-    return reloaded_difference(run, folder, device_map_of_rank(stage_map, rank), batch, expected, trainer.memory)
+    load = partial(load_answering, run, rank, device_map=device_map_of_rank(stage_map, rank))
+    return reloaded_difference(answering_run(run), folder, load, batch, expected, trainer.memory) or 0.0
 
 
 @torch.no_grad()
 def answer_one_batch(run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank) -> None:
-    """Answer (summarize, label) the longest batch with the whole model, as this rank's evaluations load it.
+    """Answer (summarize, label) the longest batch with the base, as this rank's evaluations load it.
 
     The base and the independent judge compare the answers, as they do before training.
     """
-    loaded = as_computed(run) if strategy_class(run).reloads_as_computed else run
-    model, tokenizer = load_base_model(loaded, device_map_of_rank(stage_map, rank)).eval(), load_tokenizer(run)
-    prompts = {"input_ids": [row["input_ids"] for row in rows.validation]}
+    model, tokenizer = load_answering(run, rank, device_map=device_map_of_rank(stage_map, rank)), load_tokenizer(run)
+    prompts = {"input_ids": [row["input_ids"] for row in rows.validation] * sharing_of(model, rank).stages}
     batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
     if run.goal.sees:
         batch.update(pixels_of([row["picture"] for row in rows.validation], tokenizer))

@@ -21,6 +21,8 @@ def global_numel(weight: torch.Tensor) -> int:
 def tensors_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Yield what a rank holds of a model: weights, or its part of them, buffers, and the scales of 4-bit weights."""
     for weight in (*model.parameters(), *model.buffers()):
+        if weight.is_meta:  # of a model that was freed
+            continue
         yield local_part(weight)
         scales = getattr(weight, "quant_state", None)
         yield from (value for value in (scales.as_dict() if scales else {}).values() if torch.is_tensor(value))
@@ -51,13 +53,13 @@ def full_weights(
 ) -> dict[str, torch.Tensor]:
     """Return every weight whole, on the host of rank 0 (elsewhere empty); one at a time on the devices.
 
-    `gather` makes a weight whole; every rank must call this.
+    `gather` makes a weight whole; every rank must call this. What no rank divides is not copied.
     """
     whole = {}
     for name, weight in named:
         gathered = gather(weight)
         if is_main:
-            whole[name] = gathered.detach().cpu().clone()
+            whole[name] = gathered.detach().cpu()
     return whole
 
 

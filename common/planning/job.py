@@ -114,9 +114,10 @@ class EvaluationShape:
     """What validation, and the evaluations before and after training, work on at once on one rank.
 
     Attributes:
-        rows: Of a batch.
+        rows: Of a batch, for each rank that takes part: ranks that share a model that answers take theirs together.
         sequences_per_row: Of a validation row; an answer is generated for each row once.
-        test_rows: Of the test on this rank; 0 = no fewer than a batch has.
+        validation_rows: Of all ranks; 0 = no fewer than a batch has.
+        test_rows: The same of the test.
         length: Tokens of a validation row.
         compared_length: Tokens of the longest of the rows whose logits are compared after saving; 0 = `length`.
         labelled: Tokens of a validation row that have labels.
@@ -135,14 +136,20 @@ class EvaluationShape:
     beams: int = 1
     judged: bool = False
     has_independent_judge: bool = False
+    validation_rows: int = 0
     test_rows: int = 0
     compared_length: int = 0
     sequences_per_row: int = 1
 
     @property
-    def answered(self) -> int:
-        """Rows that are answered at once."""
-        return min(self.rows, self.test_rows or self.rows)
+    def validated(self) -> int:
+        """Rows that are validated at once."""
+        return min(self.rows, self.validation_rows or self.rows)
+
+    def answered(self, stages: int, groups: int) -> int:
+        """Return the rows that each of so many groups answers at once, whose ranks hold a model in so many stages."""
+        rows = self.rows * stages
+        return min(rows, -(-self.test_rows // groups) or rows)
 
 
 @dataclass(frozen=True)
@@ -192,6 +199,7 @@ class Job(HasSpecs):
         evaluation: What the phases beside training work on; None: training alone is planned.
         trains_tower: The vision tower of a model that sees is trained in full, with its connector; else it is frozen.
         sums_gradients_after: A plain loop sums them after the backward pass, without DDP.
+        draws_weights: They start at random, and come module by module; else each rank reads its part of files.
 
     Raises:
         BadInputError: settings contradict each other.
@@ -220,6 +228,7 @@ class Job(HasSpecs):
     evaluation: EvaluationShape | None = None
     trains_tower: bool = False
     sums_gradients_after: bool = False
+    draws_weights: bool = False
 
     def __post_init__(self) -> None:
         rows, parts, parallelism, parallel = self.batch.rows, self.micro_batches, self.parallelism, self.parallel
@@ -314,10 +323,9 @@ class Job(HasSpecs):
     def whole_model_bytes(self) -> int:
         """Bytes of a weight where the whole model answers beside training: without an optimizer it needs no fp32 ones.
 
-        (`common.training.strategy.as_computed`; where a device trains the whole model, it answers as it is.)
+        (`common.models.answering.answering_run`; where a device trains the whole model, it answers as it is.)
         """
-        is_reloaded = self.parallelism.shards or self.parallelism.splits_matrices
-        return self.arithmetic_bytes if is_reloaded else self.weight_bytes
+        return self.arithmetic_bytes if self.parallelism.answers_as_computed else self.weight_bytes
 
     @property
     def trained_bytes(self) -> int:

@@ -9,10 +9,8 @@ from common.planning.job import ALL_LINEAR, BatchShape, EvaluationShape, Job
 
 def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
     """Return what a run's phases beside training work on, where its rows to validate and test are like `batch`'s."""
-    validated = run.validation_rows if run.validation_rows > 0 else run.per_device_eval_batch_size
-    ranks = 1 if run.parallelism.in_one_process else run.devices
     return EvaluationShape(
-        rows=min(run.per_device_eval_batch_size, validated),
+        rows=run.evaluated_at_once,
         length=batch.length,
         labelled=batch.target_length or batch.labelled,
         prompt_length=batch.length,
@@ -21,7 +19,8 @@ def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
         judged=run.goal.is_judged,
         has_independent_judge=run.goal.is_judged and run.independent_judge != "none",
         sequences_per_row=run.goal.sequences_per_row,
-        test_rows=max(0, -(-run.test_rows // ranks)),
+        validation_rows=max(0, run.validation_rows),
+        test_rows=max(0, run.test_rows),
     )
 
 
@@ -69,6 +68,7 @@ def job_of_run(run: RunConfig, batch: BatchShape, evaluation: EvaluationShape | 
         evaluation=evaluation or evaluation_of_run(run, batch),
         trains_tower=run.goal.sees and not run.freeze_vision_tower,
         sums_gradients_after=run.loop == "machines" and run.gradient_exchange == "after",
+        draws_weights=run.weights == "random",
     )
 
 
@@ -84,3 +84,13 @@ def architecture_of_run(run: RunConfig, batch: BatchShape) -> Architecture:
 def with_head_for(architecture: Architecture, classes: int) -> Architecture:
     """Return the architecture with a classifier's head, where there are classes."""
     return as_classifier(architecture, classes) if classes else architecture
+
+
+def answering_architecture(run: RunConfig) -> Architecture:
+    """Return the run's model as it answers beside training; a classifier with a head for the labels of the run's data.
+
+    Raises:
+        BadInputError: There is no shape of the model, or it is no encoder and cannot classify.
+        UnknownArchitectureError: The closed form does not know its kind.
+    """
+    return with_head_for(read_architecture(run.model, run.model_revision), 1 if run.goal.classifies else 0)

@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
+from common.models.answering import sharing_of
 from common.models.shards import tensors_of
 from common.runtime.recorder import RunRecorder
 
@@ -31,11 +32,13 @@ def predict_rows(
     """Return the prediction for every row, in the data's order and the same on every rank; no row is predicted twice.
 
     Every rank takes its share of the rows, longest first, so that batches hold little padding: `lengths` has the tokens
-    of each row. `predict` gets the numbers of a batch's rows, and returns a prediction for each; `what` names them.
-    In the first batch memory is counted, of which `models` take a part.
+    of each row. `predict` gets the numbers of a batch's rows, and returns a prediction for each by the first of the
+    `models`; `what` names them. Ranks that share that model (`load_answering`) take their rows together, and the one
+    with its last stage knows what comes out. In the first batch memory is counted, of which `models` take a part.
     """
-    rank, size = log.rank, log.run.per_device_eval_batch_size
-    share = sorted(range(len(lengths)), key=lambda number: -lengths[number])[rank.rank :: rank.world_size]
+    rank, sharing = log.rank, sharing_of(models[0], log.rank)
+    size = log.run.per_device_eval_batch_size * sharing.stages
+    share = sorted(range(len(lengths)), key=lambda number: -lengths[number])[sharing.group :: sharing.groups]
     batches = [share[start : start + size] for start in range(0, len(share), size)]
     title = f"{rank.prefix} {what} {title_of(when)}, batches"
     predicted: dict[int, Any] = {}
@@ -44,7 +47,7 @@ def predict_rows(
         counting = nullcontext() if predicted else memory.counting(memory.current, {"weights": weights})
         with counting:
             predicted.update(zip(numbers, predict(numbers), strict=True))
-    of_all = dict(gather_object(list(predicted.items())))
+    of_all = dict(gather_object(list(predicted.items()) if sharing.is_last else []))
     return [of_all[number] for number in range(len(lengths))]
 
 

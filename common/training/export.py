@@ -1,7 +1,8 @@
 """Save a trained model or adapter, load it again as any user would, and compare the logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -15,22 +16,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.base.run_config import RunConfig
 from common.data.batches import within_budget
 from common.data.messages import first_tokens
+from common.data.row_checks import say_once
 from common.data.rows import Tokens
+from common.models.answering import answering_run, answering_stages, load_answering, sharing_of
 from common.models.loading import (
     check_equal_logits,
-    load_base_model,
     next_token_logits,
     save_tokenizer,
     weight_dtype,
 )
 from common.models.quantization import dequantized
 from common.models.shards import tensors_of
-from common.planning.device_maps import whole_model_on
 from common.planning.job import LOGITS_AT_ONCE
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import PeakMemory, RunRecorder
+from common.runtime.world import Rank
 from common.training.counted_steps import resting
-from common.training.strategy import as_computed
+from common.training.pipeline_parallel import save_parts
 from common.training.trainer import AuditedTrainer, free_model
 
 DeviceMap = dict[str, str | int]
@@ -45,34 +47,33 @@ def save_and_reload(
     model is freed on the way, so that a device holds no more than two models at a time. Called on every rank.
 
     Returns:
-        The model as plain Transformers loads it, on every rank by `device_map` (by default whole on its device), and
-        the largest absolute differences of logits from the trained one's.
+        What was saved, loaded to answer by `device_map` or as `load_answering` does, and the largest absolute
+        differences of logits from the trained one's.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    run = as_computed(log.run) if trainer.strategy.reloads_as_computed else log.run
-    device_map = device_map or whole_model_on(log.rank.device)
+    run, load = answering_run(log.run), partial(load_answering, log.run, log.rank, device_map=device_map)
     saved = [log.folder / name for name in (("adapter", "merged") if run.method.has_adapters else ("model",))]
     first, folder = saved[0], saved[-1]
     batch, expected, compares = save_and_free(trainer, first)
     differences: dict[str, float] = {}
     if run.method.has_adapters:
-        if compares:
-            differences["adapter"] = reloaded_difference(run, first, device_map, batch, expected, log.memory)
-        if log.rank.is_main:
-            save_tokenizer(tokenizer, first)
-            merged(run, first, device_map).save_pretrained(folder)
+        in_stages = not device_map and answering_stages(run) > 1
+        if compares or in_stages:
+            differences["adapter"] = reloaded_difference(run, first, load, batch, expected, log.memory)
+        if log.rank.is_main or in_stages:
+            save_merged(run, log.rank, first, load, folder)
     if log.rank.is_main:
-        save_tokenizer(tokenizer, folder)
+        for each in saved:
+            save_tokenizer(tokenizer, each)
     wait_for_everyone()
     for each in saved:
         broadcast_folder(each, source=0, lacks=log.writes and not log.rank.is_main)
-    tuned = load_base_model(run, device_map, source=folder)
+    tuned = load(source=folder)
     with comparing(tuned, expected, log.memory):
-        if expected is not None:
-            what = "merged model" if run.method.has_adapters else "model"
-            differences[folder.name] = check_equal_logits(expected, tuned, batch, what, run.precision)
+        what = "merged model" if run.method.has_adapters else "model"
+        differences[folder.name] = check_equal_logits(expected, tuned, batch, what, run.precision)
     of_ranks = gather_object([differences])
     return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
 
@@ -129,20 +130,20 @@ def whole_logits_at_once(tokens: Sequence[int], model: torch.nn.Module) -> list[
 def reloaded_difference(
     run: RunConfig,
     folder: Path,
-    device_map: DeviceMap,
+    load: Callable[..., PreTrainedModel],
     batch: dict[str, torch.Tensor],
-    expected: torch.Tensor,
+    expected: torch.Tensor | None,
     memory: PeakMemory,
-) -> float:
+) -> float | None:
     """Load what `save_and_free` wrote as any user would, return the largest absolute difference of logits, and free it.
+
+    `load` loads the base, or the model in its `source`, on every rank that shares it. None where the trained model's
+    logits are not known.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
-    if run.method.has_adapters:
-        reloaded = PeftModel.from_pretrained(load_base_model(run, device_map), folder)
-    else:
-        reloaded = load_base_model(run, device_map, source=folder)
+    reloaded = PeftModel.from_pretrained(load(), folder) if run.method.has_adapters else load(source=folder)
     what = "adapter" if run.method.has_adapters else "model"
     with comparing(reloaded, expected, memory):
         difference = check_equal_logits(expected, reloaded, batch, what, run.precision)
@@ -168,12 +169,21 @@ def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], fol
             f"The adapter in {folder.name} was trained, but changes no logit of its base after it was loaded again: "
             "PEFT did not find its weights; pass other --target_modules."
         )
-    print("WARNING: the adapter changes nothing, as in a run whose few steps have a learning rate of 0")
+    say_once("WARNING: the adapter changes nothing, as in a run whose few steps have a learning rate of 0")
 
 
-def merged(run: RunConfig, adapter: Path, device_map: DeviceMap) -> PreTrainedModel:
-    """Return the base with an adapter merged into it; a base in 4 bits has no room for the sum, and is dequantized."""
-    base = load_base_model(run, device_map)
+def save_merged(run: RunConfig, rank: Rank, adapter: Path, load: Callable[..., PreTrainedModel], folder: Path) -> None:
+    """Save the base with an adapter merged into it, on every rank that shares the base: each merges its own layers.
+
+    A base in 4 bits has no room for the sum, and is dequantized.
+    """
+    base = load()
     if run.method.quantizes:
         base = dequantized(base, weight_dtype(run))
-    return PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    merged = PeftModel.from_pretrained(base, adapter).merge_and_unload()
+    sharing = sharing_of(merged, rank)
+    if sharing.stages > 1:
+        save_parts(merged, folder, sharing)
+    else:
+        merged.save_pretrained(folder)
+    free_model(merged)

@@ -22,10 +22,10 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.loading import model_without_weights
 from common.models.shards import byte_count, global_numel, local_part
+from common.models.stages import StageMap
 from common.planning.device_maps import whole_model_on
 from common.runtime.rank import accelerate_shards, exchange_timeout
 from common.runtime.world import Rank
-from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
 from common.training.usage import Held, check_part, part_bytes
 

@@ -12,9 +12,7 @@ from common.base.loggers import silent
 from common.base.run_config import RunConfig
 from common.hardware.devices import GIB, Gpu
 from common.models.loading import model_without_weights
-
-StageMap = dict[str, int]
-"""Which stage, and so which device, holds which module."""
+from common.models.stages import StageMap
 
 
 def auto_map(run: RunConfig, gpus: Sequence[Gpu]) -> StageMap:

@@ -1,35 +1,30 @@
 """Pipeline parallel: each rank holds one stage of the model, and works on one micro-batch while others work on theirs.
 
-A stage is the model itself with the layers of the other stages taken out, so that names, adapters, masks and rotary
-positions are those of the whole model. PyTorch's schedules (`torch.distributed.pipelining`) order the passes and send
-hidden states and gradients; this module cuts the stages, weighs the loss, and times every pass.
+PyTorch's schedules (`torch.distributed.pipelining`) order the passes of stages (`common.models.stages`) and send hidden
+states and gradients; this module weighs the loss, and times every pass.
 """
 
 import time
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from accelerate.utils import gather_object
 from peft import PeftModel
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
-from common.models.loading import load_base_model, load_pretrained, model_class, what_to_load
-from common.models.trained_weights import add_lora, train_own_weights
-from common.planning.device_maps import whole_model_on
+from common.models.stages import StageMap, add_lora_to_stage, load_stage
+from common.models.trained_weights import train_own_weights
 from common.runtime.world import Rank
 from common.training.chunked_loss import losses_or_logits
 from common.training.known_padding import padding_known
-from common.training.module_maps import StageMap
 from common.training.strategy import loss_is_chunked, on_device
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -38,89 +33,13 @@ KEPT_SCHEDULES = {"cpu": 32, "cuda": 1}
 one costs a handshake of 1 to 4 ms (two ranks with gloo)."""
 
 
-# -- stages
-
-
-class PassThrough(torch.nn.Module):
-    """Stands where another stage has a module, and hands on what it gets."""
-
-    def forward(
-        self, hidden: torch.Tensor | None = None, *_: object, inputs_embeds: torch.Tensor | None = None, **__: object
-    ) -> torch.Tensor | None:
-        """Return the hidden state: layers get it first, embeddings by name."""
-        return inputs_embeds if hidden is None else hidden
-
-    @property
-    def word_embeddings(self) -> "PassThrough":
-        """Stand for those of an encoder's embeddings, which gradient checkpointing asks for."""
-        return self
-
-
-def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
-    """Take out of `model` what other stages hold; of the whole model it keeps `whole_config` and `ends_are_tied`.
-
-    The last stage of a model whose head is tied to its embeddings keeps a copy of them.
-    """
-    is_last = stage == max(stage_map.values())
-    if not hasattr(model, "whole_config"):  # with adapters a model is cut twice
-        model.whole_config = deepcopy(model.config)
-        library = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
-        model.whole_config.architectures = [library.__name__]  # what plain Transformers loads what is saved with
-        model.ends_are_tied = bool(model.all_tied_weights_keys)  # a classifier's config may say so of another head
-    keeps_embeddings = is_last and model.ends_are_tied
-    for name, holder in stage_map.items():
-        is_shared = name.endswith("rotary_emb") or (keeps_embeddings and name.endswith("embed_tokens"))
-        if holder != stage and not is_shared:
-            model.set_submodule(name, PassThrough())
-    if not is_last:  # nothing is left to be tied
-        model.config.tie_word_embeddings = False
-        model.all_tied_weights_keys = {}
-
-
-def load_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel:
-    """Return this rank's stage of the base model; of pretrained weights nothing else is read into memory.
-
-    (Random weights are made for the whole model first, so that they are the same at any number of stages.)
-    """
-    if run.weights == "random":
-        model = load_base_model(run, whole_model_on(rank.device))
-        cut(model, stage_map, rank.rank)
-        return model
-    whole = model_class(run, AutoConfig.from_pretrained(**what_to_load(run)))
-
-    class Stage(whole):
-        _keys_to_ignore_on_load_unexpected = (r".*",)  # other stages' weights
-
-        def __init__(self, config: transformers.PretrainedConfig) -> None:
-            super().__init__(config)
-            cut(self, stage_map, rank.rank)
-
-    return load_pretrained(Stage, run, whole_model_on(rank.device))
-
-
-def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:
-    """Put adapters on this stage's layers, with the starting values that they would have on one device.
-
-    Each adapter draws random numbers when it is made; so those of other stages are made, too, beside layers on `meta`,
-    and taken out again.
-    """
-    with torch.device("meta"):
-        whole = model_class(run, model.config)(model.config)
-    for name in stage_map:
-        if isinstance(model.get_submodule(name), PassThrough) and not name.endswith("lm_head"):
-            model.set_submodule(name, whole.get_submodule(name))
-    adapted = add_lora(model, run)
-    cut(model, stage_map, stage)
-    return adapted
-
-
 def trained_stage(run: RunConfig, stage_map: StageMap, rank: Rank) -> PreTrainedModel | PeftModel:
     """Return this rank's layers with the trained weights switched on; with LoRA, adapters beside frozen ones.
 
     Raises:
         BadInputError: `target_modules` names no layer of this stage: every stage must have something to train.
     """
-    stage = load_stage(run, stage_map, rank)
+    stage = load_stage(run, stage_map, rank.rank, rank.device)
     if run.method.has_adapters:
         return add_lora_to_stage(stage, run, stage_map, rank.rank)
     train_own_weights(stage, run)

@@ -18,10 +18,10 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
+from common.models.stages import Sharing, StageMap
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.runtime.world import Rank
 from common.training.digests import begin_hashing
-from common.training.module_maps import StageMap
 from common.training.pipeline import Pipeline, StageModule, trained_stage
 from common.training.strategy import Batch, Model, Strategy
 
@@ -31,7 +31,7 @@ OPTIMIZER_FILE = "optimizer-stage{}.pt"
 class PipelineParallel(Strategy):
     """Every rank holds a stage, and goes through the same rows in the same order."""
 
-    measures_usage = reloads_as_computed = saves_in_background = False
+    measures_usage = saves_in_background = False
     divides_checkpoints = True
 
     @classmethod
@@ -126,7 +126,7 @@ class PipelineParallel(Strategy):
 
     def save_weights(self, folder: Path) -> None:
         """Write the stages as parts of one model."""
-        begin_hashing(save_parts(self.model, folder, self.rank))
+        begin_hashing(save_parts(self.model, folder, self._sharing))
 
     def load(self, folder: Path) -> None:
         """Take back this stage's part of the weights, and its optimizer."""
@@ -140,7 +140,11 @@ class PipelineParallel(Strategy):
 
     def export(self, folder: Path) -> None:
         """Write the stages as one model; see `save_parts`."""
-        save_parts(self.model, folder, self.rank)
+        save_parts(self.model, folder, self._sharing)
+
+    @property
+    def _sharing(self) -> Sharing:
+        return Sharing(self.rank.rank, self.rank.world_size, group=0, groups=1)
 
     def for_record(self) -> dict[str, object]:
         """Return each stage's seconds of work, and its share of the steps' time in which it waited.
@@ -186,51 +190,53 @@ def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
 # -- the parts as one model
 
 
-def save_parts(model: Model, folder: Path, rank: Rank) -> list[Path]:
+def save_parts(model: Model, folder: Path, sharing: Sharing) -> list[Path]:
     """Save all stages as one model that plain Transformers (or PEFT) loads: call it on every rank.
 
     Each rank writes its stage's weights as a part of a model in several files; no weight is sent. Of adapters, which
-    are small, rank 0 writes all.
+    are small, the first writes all. Of several groups of ranks the first one writes.
 
     Returns:
         The files of weights that this rank has written.
     """
-    if rank.is_main:
+    is_main = sharing.is_first and sharing.group == 0
+    if is_main:
         folder.mkdir(parents=True, exist_ok=True)
     wait_for_everyone()
     if isinstance(model, PeftModel):
         own = get_peft_model_state_dict(model, save_embedding_layers=False)
         parts = gather_object([{name: weight.cpu() for name, weight in own.items()}])
-        if rank.is_main:
+        if is_main:
             model.save_pretrained(folder, save_embedding_layers=False)  # configuration, and weights of this stage only
             every = {name: weight.contiguous() for part in parts for name, weight in part.items()}
             save_file(every, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
-        written = [folder / SAFETENSORS_WEIGHTS_NAME] if rank.is_main else []
+        written = [folder / SAFETENSORS_WEIGHTS_NAME] if is_main else []
     else:
-        written = [_save_stage(model, folder, rank)]
+        written = _save_stage(model, folder, sharing, is_main)
     wait_for_everyone()
     return written
 
 
-def _save_stage(model: PreTrainedModel, folder: Path, rank: Rank) -> Path:
-    file_name = f"model-{rank.rank + 1:05}-of-{rank.world_size:05}.safetensors"
+def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing, is_main: bool) -> list[Path]:
+    file_name = f"model-{sharing.stage + 1:05}-of-{sharing.stages:05}.safetensors"
     weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
-    if model.ends_are_tied and not rank.is_main:
+    if model.ends_are_tied and not sharing.is_first:
         copies = ("embed_tokens.weight", "lm_head.weight")  # the first stage saves them
         weights = {name: weight for name, weight in weights.items() if not name.endswith(copies)}
-    save_file(weights, folder / file_name, metadata={"format": "pt"})
+    if sharing.group == 0:
+        save_file(weights, folder / file_name, metadata={"format": "pt"})
     size = sum(weight.numel() * weight.element_size() for weight in weights.values())
-    parts = gather_object([(file_name, list(weights), size)])
-    if rank.is_main:
+    parts = [part for part in gather_object([(file_name, list(weights), size, sharing.group)]) if part[-1] == 0]
+    if is_main:
         model.whole_config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         index = {
-            "metadata": {"total_size": sum(size for _, _, size in parts)},
-            "weight_map": {name: file_name for file_name, names, _ in parts for name in names},
+            "metadata": {"total_size": sum(size for _, _, size, _ in parts)},
+            "weight_map": {name: file_name for file_name, names, *_ in parts for name in names},
         }
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return folder / file_name
+    return [folder / file_name] if sharing.group == 0 else []
 
 
 def load_parts(model: Model, folder: Path) -> None:

@@ -17,6 +17,7 @@ from common.data.rows import Row, Splits, Tokens, texts_of, tokens_in
 from common.data.splits import tokens_of
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
+from common.models.stages import StageMap
 from common.planning.architectures import Architecture, is_known_architecture
 from common.planning.device_maps import (
     balanced_shares,
@@ -39,7 +40,7 @@ from common.planning.plans import (
 from common.planning.run_jobs import evaluation_of_run
 from common.planning.time_plan import Cluster, calibration_from
 from common.records.store import PLAN_TOLERANCE, kept_records
-from common.training.module_maps import StageMap, auto_map, even_map, layer_names
+from common.training.module_maps import auto_map, even_map, layer_names
 
 
 @dataclass(frozen=True)

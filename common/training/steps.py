@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.base.run_config import RunConfig
 from common.data.rows import Splits, Tokens
 from common.data.splits import load_splits, tokens_of
+from common.models.answering import load_answering, sharing_of
 from common.models.loading import load_base_model, load_tokenizer, waiting_on_host
 from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import whole_model_on
@@ -43,18 +43,31 @@ def evaluate_before(
     model: PreTrainedModel | None,
     tokenizer: Tokenizer,
     data: Splits,
-    base_run: RunConfig | None = None,
     score: Callable[..., Evaluation] = evaluate,
-) -> Evaluation:
-    """Evaluate the base's answers to the test questions, each rank's to its share of them, before any training.
+) -> Evaluation | None:
+    """Evaluate the base's answers to the test questions before any training; None with `--baseline none`.
 
     `score`: what a task does with them (with pictures `evaluate_looking`). The base also judges them, beside an
-    independent judge. Without a `model` the whole base is loaded for this step alone, as the run says, or `base_run`.
+    independent judge. Without a `model` the base is loaded for this step alone: `load_answering`.
     """
-    with log.phase("baseline evaluation"):
-        base = model or load_base_model(base_run or log.run, whole_model_on(log.rank.device))
+
+    def judged(base: PreTrainedModel, *about: Any) -> Evaluation:
         judges = [Judge("base", base, tokenizer), *independent_judges(log.run, log.rank.device)]
-        return score(base, tokenizer, data.test, judges, log, "before")
+        return score(base, tokenizer, data.test, judges, *about)
+
+    return _with_base(log, model, judged)
+
+
+def _with_base(log: RunRecorder, model: PreTrainedModel | None, find: Callable[..., Any]) -> Any:
+    """Return what is found with `model` or, without one, with the base, which is loaded for that and freed."""
+    if log.run.baseline == "none":
+        return None
+    with log.phase("baseline evaluation"):
+        base = model or load_answering(log.run, log.rank)
+        found = find(base, log, "before")
+        if model is None:
+            free_model(base)
+        return found
 
 
 def build_trainer(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits) -> AuditedTrainer:
@@ -97,19 +110,20 @@ def evaluate_after(
     tokenizer: Tokenizer,
     data: Splits,
     device_map: DeviceMap | None = None,
-    base_run: RunConfig | None = None,
     score: Callable[..., Evaluation] = evaluate,
 ) -> Evaluation:
     """Evaluate the tuned model's answers, judged by itself, by the base as before, and by an independent judge.
 
-    The base loads again, by `device_map` where it is not to be on this rank's device. Meanwhile the tuned model waits
-    in the host's memory, so that a device holds one of them at a time.
+    The base loads again, by `device_map` where that says where. Meanwhile the tuned model waits in the host's memory,
+    so that a device holds one of them at a time; one in stages, whose answers are there, is freed.
     """
 
     def judges() -> Iterator[Judge]:
         yield Judge("tuned", tuned, tokenizer)
+        if sharing_of(tuned, log.rank).stages > 1:
+            free_model(tuned)
         with waiting_on_host(tuned):
-            base = load_base_model(base_run or log.run, device_map or whole_model_on(log.rank.device))
+            base = load_answering(log.run, log.rank, device_map=device_map)
             yield Judge("base", base, tokenizer)
             free_model(base)
         yield from independent_judges(log.run, log.rank.device)
@@ -125,13 +139,11 @@ def score_before(
     score: Callable[..., Any],
     model: PreTrainedModel | None = None,
 ) -> Any:
-    """Score what the whole base finds in the test rows before any training; `score`: the task's, say `classify`.
+    """Score what the base finds in the test rows before any training; None with `--baseline none`.
 
-    Without a `model` the base is loaded for this step alone.
+    `score`: the task's, say `classify`. Without a `model` the base is loaded for this step alone: `load_answering`.
     """
-    with log.phase("baseline evaluation"):
-        base = model or load_base_model(log.run, whole_model_on(log.rank.device))
-        return score(base, tokenizer, data.test, log, "before")
+    return _with_base(log, model, lambda base, *about: score(base, tokenizer, data.test, *about))
 
 
 def score_after(
@@ -144,4 +156,5 @@ def score_after(
 
 def record(log: RunRecorder, before: Any, after: Any, **figures: object) -> Record:
     """Write the record of the run: what was asked, what the evaluations found, and all other `figures`."""
-    return log.complete(quality={"before": before.summary(), "after": after.summary()}, **figures)
+    found = {"before": before, "after": after}
+    return log.complete(quality={when: each.summary() for when, each in found.items() if each}, **figures)

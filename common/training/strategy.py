@@ -6,7 +6,7 @@ strategy of the run's task.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -35,8 +35,10 @@ from common.base.run_config import RunConfig
 from common.data import rows
 from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.loading import load_base_model, next_token_logits
+from common.models.saved_files import save_model
 from common.models.separate_rows import separate_rows, without_mask
 from common.models.shards import byte_count, full_weights, gathered, global_numel, host_copy, local_part
+from common.models.stages import StageMap
 from common.models.trained_weights import parameter_counts, with_trained_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.rank import exchange_timeout
@@ -46,7 +48,6 @@ from common.training.chunked_loss import compute_loss_in_chunks, takes_chunks
 from common.training.compiled_layers import compile_layers
 from common.training.digests import begin_hashing, begin_writing
 from common.training.known_padding import padding_known
-from common.training.module_maps import StageMap
 from common.training.safe_loading import SafePlanner, SafeReader
 from common.training.usage import Held, SentBytes, optimizer_bytes
 
@@ -66,8 +67,6 @@ class Strategy:
     Attributes:
         takes_steps: Whether a `LoopTrainer` takes the steps; else the Trainer does.
         measures_usage: Whether what a rank holds and sends is measured in the second step.
-        reloads_as_computed: Whether whole models load after training in the format of matrix products; see
-            `as_computed`.
         saves_in_background: Whether training goes on while a large checkpoint is written;
             `Parallelism.saves_in_background` plans for it.
         autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
@@ -76,7 +75,7 @@ class Strategy:
         gather: Function that returns a weight whole; called on every rank.
     """
 
-    takes_steps = measures_usage = reloads_as_computed = saves_in_background = needs_one_disk = autocasts = True
+    takes_steps = measures_usage = saves_in_background = needs_one_disk = autocasts = True
     divides_checkpoints = False
 
     def __init__(self, run: RunConfig, rank: Rank) -> None:
@@ -329,11 +328,13 @@ class Strategy:
 
     def export(self, folder: Path) -> None:
         """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""
-        model, is_lora = self.model, isinstance(self.model, PeftModel)
-        named = [named for named in model.named_parameters() if named[1].requires_grad or not is_lora]
-        weights = full_weights(named, self.rank.is_main, self.gather)
-        if self.rank.is_main:
-            model.save_pretrained(folder, state_dict=weights, **({"save_embedding_layers": False} if is_lora else {}))
+        if isinstance(self.model, PeftModel):
+            trained = [named for named in self.model.named_parameters() if named[1].requires_grad]
+            weights = full_weights(trained, self.rank.is_main, self.gather)
+            if self.rank.is_main:
+                self.model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
+        else:
+            save_model(self.model, folder, self.rank.is_main, self.gather)
         wait_for_everyone()
 
     def free(self) -> None:
@@ -377,7 +378,7 @@ def shard_writer(folder: Path) -> dcp.FileSystemWriter:
 class WholeModel(Strategy):
     """Every rank holds the whole model, with mp on several devices, and the Trainer takes the steps."""
 
-    takes_steps = measures_usage = reloads_as_computed = needs_one_disk = False
+    takes_steps = measures_usage = needs_one_disk = False
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the whole model to train, with mp placed by `stage_map`."""
@@ -506,15 +507,6 @@ def keep_answer_logits(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 # -- models and settings
-
-
-def as_computed(run: RunConfig) -> RunConfig:
-    """Return the run with weights in the format of its matrix products: what whole models answer questions in.
-
-    The fp32 weights of mixed precision are for the optimizer; two whole models of them would not fit beside each other
-    where the parts do.
-    """
-    return replace(run, precision=run.compute_dtype)
 
 
 def whole_model_to_train(run: RunConfig, device_map: dict[str, str | int]) -> Model:

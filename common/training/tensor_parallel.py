@@ -31,8 +31,8 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.loading import any_shape_config
 from common.models.shards import local_part
+from common.models.stages import StageMap
 from common.training.fsdp import mesh_of
-from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy
 
 PLAN: dict[str, type[ParallelStyle]] = {

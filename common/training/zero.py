@@ -21,10 +21,10 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.models.loading import next_token_logits
 from common.models.shards import byte_count, full_weights, global_numel, local_part
+from common.models.stages import StageMap
 from common.planning.device_maps import whole_model_on
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
 from common.training.digests import begin_hashing
-from common.training.module_maps import StageMap
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
 from common.training.usage import Held, check_share, optimizer_bytes
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.models.loading import load_base_model
+from common.models.stages import StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import add_lora
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
@@ -24,7 +25,7 @@ from common.planning.shares import Share
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
 from common.training import chunked_loss
-from common.training.pipeline import Pipeline, StageMap, StageModule, add_lora_to_stage, load_stage
+from common.training.pipeline import Pipeline, StageModule
 from common.training.pipeline_parallel import PipelineParallel, load_parts, save_parts, sum_of_first_and_last
 from common.training.strategy import Batch, keep_answer_logits
 from tests.unit.ranks import gradients_of, largest, tell
@@ -151,7 +152,7 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
 def to_be_trained(
     run: RunConfig, kind: str, stage_map: StageMap, rank: Rank
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    whole, stage = load_whole(run, kind), load_stage(run, stage_map, rank)
+    whole, stage = load_whole(run, kind), load_stage(run, stage_map, rank.rank, rank.device)
     if run.technique == "full":
         return whole.requires_grad_(True), stage.requires_grad_(True)
     torch.manual_seed(1)

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.data.batches import EpochBatches
 from common.data.rows import IGNORED_LABEL, NO_ROW, labels_in
+from common.models.stages import PassThrough, cut
 from common.training.loop import LoopTrainer
-from common.training.pipeline import PassClock, PassThrough, cut
+from common.training.pipeline import PassClock
 from common.training.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
 from common.training.pipeline_parallel import PipelineParallel
 from tests.unit.pipeline_worker import cases

@@ -1,0 +1,138 @@
+"""A model that answers, judges or is compared beside training: whole on each rank, or in stages where ranks share it.
+
+Where training divides the weights, they may fit no single device. Each of the ranks that share a model then holds some
+of its layers. A rank gets hidden states from the one before, and the last one's logits go to all, so that every rank
+chooses the same next token: the code that answers, `generate` included, is that of a whole model, and so are the
+logits, to the last bit. (With FSDP instead all weights would cross the links for each new token: LOG.md has both.)
+"""
+
+from dataclasses import replace
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from common.base.run_config import RunConfig
+from common.models.loading import load_base_model
+from common.models.stages import Sharing, StageMap, load_stage
+from common.planning.architectures import UnknownArchitectureError
+from common.planning.device_maps import answering_shares, device_map_of, whole_model_on
+from common.planning.run_jobs import answering_architecture
+from common.runtime.rank import exchange_timeout
+from common.runtime.world import Rank
+
+
+def sharing_of(model: torch.nn.Module, rank: Rank) -> Sharing:
+    """Return how the ranks share `model`, from `load_answering`; any other is whole on each rank."""
+    return getattr(model, "sharing", Sharing(0, 1, rank.rank, rank.world_size))
+
+
+def answering_run(run: RunConfig) -> RunConfig:
+    """Return the run with weights in the format in which models answer beside training.
+
+    Where ranks divide the weights it is that of the matrix products: fp32 weights of mixed precision are for the
+    optimizer.
+    """
+    return replace(run, precision=run.compute_dtype) if run.parallelism.answers_as_computed else run
+
+
+def answering_stages(run: RunConfig) -> int:
+    """Return how many ranks share a model that answers; 1 = each has it whole, also one whose layers are not known."""
+    try:
+        return run.answering_stages(answering_architecture(run).layers)
+    except UnknownArchitectureError:
+        return 1
+
+
+def load_answering(
+    run: RunConfig,
+    rank: Rank,
+    source: str | Path | None = None,
+    quantized: bool = True,
+    device_map: dict[str, str | int] | None = None,
+) -> PreTrainedModel:
+    """Load the base, or the model in `source`, to answer: in stages where training divides weights; on every rank.
+
+    `quantized` as `load_base_model`'s; with a `device_map` it goes there.
+
+    Raises:
+        BadInputError: it cannot be loaded.
+    """
+    run, stages = answering_run(run), 1 if device_map else answering_stages(run)
+    if stages == 1:
+        return load_base_model(run, device_map or whole_model_on(rank.device), source, quantized)
+    sharing = Sharing(rank.rank % stages, stages, rank.rank // stages, rank.world_size // stages)
+    model = load_stage(run, answering_map(run, stages), sharing.stage, rank.device, source, quantized)
+    return in_stages(model, sharing, _group_of(run, rank, stages))
+
+
+def answering_map(run: RunConfig, stages: int) -> StageMap:
+    """Return which stage of a model that answers holds which module."""
+    architecture = answering_architecture(run)
+    return device_map_of(architecture, answering_shares(architecture, stages), range(stages))
+
+
+def _group_of(run: RunConfig, rank: Rank, stages: int) -> dist.ProcessGroup | None:
+    return _groups(rank.world_size, stages, exchange_timeout(run)) if stages < rank.world_size else None
+
+
+@lru_cache(maxsize=1)
+def _groups(world_size: int, stages: int, timeout: Any) -> dist.ProcessGroup:
+    ranks = torch.arange(world_size).view(-1, stages).tolist()
+    return dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
+
+
+def in_stages(model: PreTrainedModel, sharing: Sharing, group: dist.ProcessGroup | None) -> PreTrainedModel:
+    """Let a stage take its hidden states from the one before, hand its own on, and know the last one's logits.
+
+    `group` has the ranks that share the model; None = all. (`forward` is replaced, as PEFT's models call that of the
+    model within, past its hooks.)
+    """
+    body = model.base_model
+    compute, answer = body.forward, model.forward
+    own_rank = sharing.first_rank + sharing.stage
+
+    @wraps(compute)
+    def compute_stage(input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if not sharing.is_first:
+            hidden = torch.empty((*input_ids.shape, _width(model)), dtype=model.dtype, device=model.device)
+            dist.recv(hidden, own_rank - 1)
+            input_ids, kwargs["inputs_embeds"] = None, hidden
+        output = compute(input_ids, *args, **kwargs)
+        if not sharing.is_last:
+            dist.send(output.last_hidden_state.contiguous(), own_rank + 1)
+        return output
+
+    @wraps(answer)
+    def answer_stage(*args: Any, **kwargs: Any) -> Any:
+        output = answer(*args, **kwargs)
+        if not sharing.is_last:  # what came through in the head's place is a hidden state
+            output.logits = output.logits.new_empty(_shape_of_logits(model, output.logits))
+        output.logits = output.logits.contiguous()
+        dist.broadcast(output.logits, sharing.first_rank + sharing.stages - 1, group=group)
+        return output
+
+    body.forward, model.forward, model.sharing = compute_stage, answer_stage, sharing
+    _count_own_layers(body)
+    return model
+
+
+def _width(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().hidden_size
+
+
+def _shape_of_logits(model: PreTrainedModel, hidden: torch.Tensor) -> tuple[int, ...]:
+    if model.can_generate():
+        return (*hidden.shape[:-1], model.config.get_text_config().vocab_size)
+    return (len(hidden), model.config.num_labels)
+
+
+def _count_own_layers(body: torch.nn.Module) -> None:
+    """Number a stage's layers from 0: by the first one's keys and values `generate` knows how many tokens were read."""
+    numbered = [module for module in body.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    first = min((module.layer_idx for module in numbered), default=0)
+    for module in numbered:
+        module.layer_idx -= first
