@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
+from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_liger_kernel_available
 
 from common.base.errors import BadInputError
@@ -40,12 +41,9 @@ from common.data.row_checks import say_once
 from common.data.splits import label_names_of
 from common.data.templates import with_chat_template
 from common.models.minilm import MINILM, check_minilm, minilm_folder
-from common.models.quantization import (
-    forked_random_numbers,
-    prepare_quantized,
-    quantization_config,
-    random_model,
-)
+from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read, model_on_meta
+from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
+from common.models.weight_files import LOADING_LOGGERS
 from common.planning.architectures import find_config, is_hub_id, refuse_revision
 
 LOGIT_TOLERANCES = {"fp32": 1e-5, "bf16": 0.05, "bf16-mixed": 0.05, "fp16-mixed": 0.05}
@@ -58,9 +56,6 @@ FLASH_PACKAGES = {
     "flash3": ("flash_attn_interface", "`python setup.py install` in the folder hopper of flash-attention's source"),
 }
 """By our names: what is imported, and how it is installed."""
-LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
-"""They list what a checkpoint lacks (of a classifier the head, which `start_head` starts), and, wherever several ranks
-run, what the library's own tensor parallel, which is not asked for, does not divide."""
 ASSETS = REPOSITORY / "assets"
 EMBEDDED_BASE, EMBEDDED_SUMMARIZER = ASSETS / "embedded_base", ASSETS / "embedded_summarizer"
 HUB_TIMEOUT_S = 10
@@ -302,22 +297,36 @@ def weight_dtype(run: RunConfig) -> torch.dtype:
 
 
 def load_base_model(
-    run: RunConfig, device_map: dict[str, str | int], source: str | Path | None = None, quantized: bool = True
+    run: RunConfig,
+    device_map: dict[str, str | int],
+    source: str | Path | None = None,
+    quantized: bool = True,
+    each: EachModule | None = None,
 ) -> PreTrainedModel:
     """Load the base model (or the model in `source`, say a merged one) in the run's precision, placed by `device_map`.
 
     With qlora the base's layers are in 4 bits, unless `quantized` is False; a `source` is taken as it is. With
     classification it has a head for the labels of the run's data, which starts at random where the base has none.
 
+    With `each` the model comes module by module to one device: it is called with the name and the module as soon as
+    that has all weights of its own, whole, and quantized where they are to be, and may replace these. A module whose
+    weights are tied to another's is left out, unless files have them twice.
+
     Raises:
         BadInputError: it cannot be loaded.
     """
     quantized = quantized and run.method.quantizes and source is None
     if run.weights == "random" and source is None:
-        model = _random_model(run, device_map, quantized)
+        model = _random_model(run, device_map, quantized, each)
     else:
         settings = {"quantization_config": quantization_config(run)} if quantized else {}
-        model = load_pretrained(getattr(transformers, run.goal.auto_class), run, device_map, source, **settings)
+        if each:
+            kind = model_class(run, any_shape_config(str(source or run.model), "" if source else run.model_revision))
+            with each_as_it_is_read(kind, each) as watched:
+                model = load_pretrained(watched, run, device_map, source, **settings)
+            model.__class__ = kind
+        else:
+            model = load_pretrained(getattr(transformers, run.goal.auto_class), run, device_map, source, **settings)
     return prepare_quantized(model) if quantized else model
 
 
@@ -437,7 +446,9 @@ def model_without_weights(run: RunConfig) -> PreTrainedModel:
     return model
 
 
-def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: bool) -> PreTrainedModel:
+def _random_model(
+    run: RunConfig, device_map: dict[str, str | int], quantized: bool, each: EachModule | None
+) -> PreTrainedModel:
     """Make a model of `run.model`'s shape on its device, or on the host for several.
 
     The weights are the same each time, so that adapters can be reloaded. The embedded tokenizer's ids stand below any
@@ -452,14 +463,15 @@ def _random_model(run: RunConfig, device_map: dict[str, str | int], quantized: b
     if config.is_encoder_decoder:
         config.decoder_start_token_id, config.forced_bos_token_id = tokenizer.eos_token_id, None
     config.name_or_path = ""  # else PEFT looks for a whole model where the shape came from
-    device = torch.device(device_map.get("", "cpu"))
-    if run.method.quantizes:
-        return random_model(run, config, weight_dtype(run), ATTENTION[run.attention], device, quantized)
-    with forked_random_numbers(device), device:
-        torch.manual_seed(run.seed)
-        model = getattr(transformers, run.goal.auto_class).from_config(
-            config, dtype=weight_dtype(run), attn_implementation=ATTENTION[run.attention]
-        )
+    kind, dtype = getattr(transformers, run.goal.auto_class), weight_dtype(run)
+    model = model_on_meta(lambda: kind.from_config(config, dtype=dtype, attn_implementation=ATTENTION[run.attention]))
+    quantizer = AutoHfQuantizer.from_config(quantization_config(run), pre_quantized=False) if quantized else None
+    if quantizer:
+        quantizer.preprocess_model(model=model, device_map=device_map)
+    draw_weights(model, run.seed, device_map.get("", "cpu"), each)
+    if quantizer:
+        quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
     return model.eval() if "" in device_map else dispatch_model(model.eval(), device_map)
 
 
@@ -472,9 +484,9 @@ def _cannot_be_loaded(part: str, model: str, error: Exception) -> BadInputError:
 
 @contextmanager
 def waiting_on_host(model: PreTrainedModel) -> Iterator[None]:
-    """Keep a model that is whole on one GPU in the host's memory meanwhile; any other stays where it is."""
+    """Keep a model that is whole on one GPU in the host's memory meanwhile; any other, or a freed one, stays."""
     devices = {weight.device for weight in model.parameters()}
-    moves = len(devices) == 1 and "cpu" not in {device.type for device in devices}
+    moves = len(devices) == 1 and not {"cpu", "meta"} & {device.type for device in devices}
     if moves:
         model.to("cpu")
     yield
@@ -515,15 +527,23 @@ def logit_tolerance(precision: str, config: PretrainedConfig) -> float:
 
 
 def check_equal_logits(
-    expected: torch.Tensor, reloaded: torch.nn.Module, batch: dict[str, torch.Tensor], what: str, precision: str
-) -> float:
+    expected: torch.Tensor | None,
+    reloaded: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    what: str,
+    precision: str,
+) -> float | None:
     """Return the largest absolute difference between a trained model's logits of a batch and the `reloaded` one's.
+
+    None where `expected` is: on a rank that does not know the trained model's, but has a part of the reloaded one.
 
     Raises:
         RuntimeError: it is above the precision's rounding, so that what was saved is not what was trained.
     """
-    tolerance = logit_tolerance(precision, reloaded.config)
-    return largest_difference(expected, next_token_logits(reloaded, batch), what, tolerance)
+    found = next_token_logits(reloaded, batch)
+    if expected is None:
+        return None
+    return largest_difference(expected, found, what, logit_tolerance(precision, reloaded.config))
 
 
 def largest_difference(trained: torch.Tensor, reloaded: torch.Tensor, what: str, tolerance: float) -> float:

@@ -1,4 +1,4 @@
-"""Quantize base models to 4 bits (QLoRA), make them with random weights, count what they store, and de-quantize them.
+"""Quantize base models to 4 bits (QLoRA), count what they store, and de-quantize them.
 
 Imports bitsandbytes only inside functions: runs without quantized weights do without it.
 """
@@ -10,10 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers import AutoHfQuantizer
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
@@ -76,7 +74,12 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
 
 def is_quantized(module: torch.nn.Module) -> bool:
     """Return whether this is a linear layer whose weights are stored in 4 bits; an adapter's wrapper of one is not."""
-    return type(module._parameters.get("weight")).__name__ == "Params4bit"
+    return _is_in_4_bits(module._parameters.get("weight"))
+
+
+def _is_in_4_bits(weight: torch.Tensor | None) -> bool:
+    """Return whether a weight is bitsandbytes' own, or a rank's part of one, which keeps its attributes."""
+    return hasattr(weight, "quant_type")
 
 
 def is_quantizable(module: torch.nn.Module) -> bool:
@@ -113,46 +116,18 @@ def forked_random_numbers(*devices: str | int | torch.device) -> AbstractContext
     return torch.random.fork_rng(devices=[device for device in map(torch.device, devices) if device.type == "cuda"])
 
 
-# -- random weights
+# -- quantizing one weight
 
 
-def random_model(
-    run: RunConfig, config: PretrainedConfig, dtype: torch.dtype, attention: str, device: str | int, quantized: bool
-) -> PreTrainedModel:
-    """Make a model of a shape with random weights, layer by layer, so that it is never whole in `dtype` on the device.
+def quantize_as(
+    planned: torch.nn.Parameter, weight: torch.nn.Parameter, device: str | torch.device
+) -> torch.nn.Parameter:
+    """Return `weight` in 4 bits on `device` where `planned`, which stood in its place on `meta`, was to be so."""
+    if not _is_in_4_bits(planned):
+        return weight
+    from bitsandbytes.nn import Params4bit
 
-    The seed's weights are the same ones each time, quantized or not.
-    """
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    quantizer = AutoHfQuantizer.from_config(quantization_config(run), pre_quantized=False) if quantized else None
-    if quantizer:
-        quantizer.preprocess_model(model=model, device_map={"": device})
-    with forked_random_numbers(device):
-        torch.manual_seed(run.seed)
-        for module in model.modules():
-            if any(weight.is_meta for weight in module.parameters(recurse=False)):
-                _materialise(model, module, device)
-    model.tie_weights()
-    model.to(device)  # buffers, which were made on the host
-    if quantizer:
-        quantizer.postprocess_model(model)
-        model.hf_quantizer = quantizer
-    return model.eval()
-
-
-@torch.no_grad()
-def _materialise(model: PreTrainedModel, module: torch.nn.Module, device: str | int) -> None:
-    """Give the weights of one module random values, as the model's class starts them, and quantize its matrix."""
-    quantized = module.weight if is_quantized(module) else None
-    if quantized is not None:
-        module.weight = torch.nn.Parameter(torch.empty_like(quantized.data), requires_grad=False)
-    module.to_empty(device=device, recurse=False)
-    model._init_weights(module)
-    if quantized is not None:
-        from bitsandbytes.nn import Params4bit
-
-        module.weight = Params4bit(module.weight.data, requires_grad=False, **quantized.__dict__).to(device)
+    return Params4bit(weight.data, requires_grad=False, **planned.__dict__).to(device)
 
 
 # -- what is stored

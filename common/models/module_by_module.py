@@ -1,0 +1,140 @@
+"""Models made or read module by module, so that what takes a part of each holds no more than its parts and one module.
+
+A rank divides a module's weights among the ranks, or throws them away, as soon as they are there.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import PreTrainedModel, modeling_utils
+
+from common.models.quantization import forked_random_numbers, quantize_as
+
+EachModule = Callable[[str, nn.Module], None]
+"""Takes the name of a module and the module as soon as it has all weights of its own, and may replace these."""
+
+
+def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's own weights by their names in it; those of its children are not among them."""
+    return {name: weight for name, weight in module._parameters.items() if weight is not None}
+
+
+def model_on_meta(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """Return the model that `make` makes, its weights on `meta` and its buffers on the host."""
+    with init_empty_weights(include_buffers=False):
+        return make()
+
+
+def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, each: EachModule | None = None) -> None:
+    """Give a model on `meta` the random weights of `seed`, module by module, as its class starts them.
+
+    They are the same ones for a kind of device, quantized or not, whatever `each` does. Tied weights are drawn once.
+    """
+    with forked_random_numbers(device):
+        torch.manual_seed(seed)
+        for name, module, owner in list(_modules_with_owners("", model, model)):
+            drawn = [own for own in weights_of(module) if _join(name, own) not in model.all_tied_weights_keys]
+            if drawn:
+                _draw(module, drawn, owner, device)
+                if each:
+                    each(name, module)
+    model.tie_weights()
+    for module in model.modules():
+        module._buffers.update(
+            {name: buffer.to(device) for name, buffer in module._buffers.items() if buffer is not None}
+        )
+
+
+def _modules_with_owners(
+    name: str, module: nn.Module, owner: PreTrainedModel
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Yield each module with its name and the innermost model that it is a part of, whose class starts its weights."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    yield name, module, owner
+    for own, child in module.named_children():
+        yield from _modules_with_owners(_join(name, own), child, owner)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+@torch.no_grad()
+def _draw(module: nn.Module, drawn: list[str], owner: PreTrainedModel, device: str | torch.device) -> None:
+    """Give some of a module's own weights their start, and quantize its matrix where that is to be."""
+    planned = weights_of(module)
+    for own in drawn:
+        empty = torch.empty(planned[own].shape, dtype=planned[own].dtype, device=device)
+        setattr(
+            module, own, nn.Parameter(empty, requires_grad=planned[own].requires_grad and empty.is_floating_point())
+        )
+    owner._init_weights(module)
+    for own in drawn:
+        setattr(module, own, quantize_as(planned[own], getattr(module, own), device))
+
+
+# -- read from files
+
+
+def ending_with(kind: type[PreTrainedModel], then: Callable[[PreTrainedModel], None]) -> type[PreTrainedModel]:
+    """Return a subclass of `kind`, called as it is, whose `__init__` ends by calling `then` with the model."""
+
+    class Ending(kind):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            then(self)
+
+    Ending.__name__, Ending.__module__ = kind.__name__, kind.__module__
+    return Ending
+
+
+@contextmanager
+def each_as_it_is_read(kind: type[PreTrainedModel], each: EachModule) -> Iterator[type[PreTrainedModel]]:
+    """Have `each` called for the modules of the model that `from_pretrained` of the yielded subclass of `kind` reads.
+
+    Modules are read in the order of their names, one weight at a time. Those with weights that no file has follow at
+    the end, when whoever loads the model has given these a start.
+    """
+    models: list[PreTrainedModel] = []
+    names: dict[nn.Module, str] = {}
+    told: dict[int, nn.Parameter] = {}
+
+    def tell(module: nn.Module) -> None:
+        each(names[module], module)
+        for weight in weights_of(module).values():
+            weight._is_hf_initialized = True  # else the library would start it anew
+            told[id(weight)] = weight
+
+    def at_registration(module: nn.Module, own: str, weight: nn.Parameter) -> nn.Parameter:
+        if not _is_read(weight) or id(weight) in told:  # the latter is tied
+            return weight
+        if not names:  # by now quantizing has put other modules in the place of some
+            names.update({module: name for name, module in models[0].named_modules()})
+        module._parameters[own] = weight
+        if all(map(_is_read, weights_of(module).values())):
+            tell(module)
+        return module._parameters[own]
+
+    hook = register_module_parameter_registration_hook(at_registration)
+    # threads would read ahead; and the allocator would be warmed up with all of the model's bytes on a GPU
+    in_turn = patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+    without_warmup = patch.object(modeling_utils, "caching_allocator_warmup", lambda *_: None)
+    try:
+        with in_turn, without_warmup:
+            yield ending_with(kind, models.append)
+    finally:
+        hook.remove()
+    for module in names:
+        if any(id(weight) not in told for weight in weights_of(module).values()):
+            tell(module)
+
+
+def _is_read(weight: nn.Parameter) -> bool:
+    return getattr(weight, "_is_hf_initialized", False)
