@@ -79,6 +79,7 @@ def cut(model: PreTrainedModel, stage_map: StageMap, stage: int) -> None:
     is_last = stage == max(stage_map.values())
     if not hasattr(model, "whole_config"):  # with adapters a model is cut twice
         model.whole_config = deepcopy(model.config)
+        vars(model.whole_config).pop("quantization_config", None)  # what is saved is dequantized
         library = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
         model.whole_config.architectures = [library.__name__]  # what plain Transformers loads what is saved with
         model.ends_are_tied = bool(model.all_tied_weights_keys)  # a classifier's config may say so of another head
@@ -129,8 +130,9 @@ def _drop_unheld(stage_map: StageMap, stage: int, name: str, module: torch.nn.Mo
     holder = stage_map[max((entry for entry in stage_map if f"{name}.".startswith(f"{entry}.")), key=len)]
     is_copied = stage == max(stage_map.values()) and name.endswith("embed_tokens")
     if holder != stage and not is_copied:
-        own = {key: weight for key, weight in module._parameters.items() if weight is not None}
-        module._parameters.update({key: torch.nn.Parameter(own[key].to("meta"), own[key].requires_grad) for key in own})
+        for key, weight in module.named_parameters(recurse=False):
+            nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+            module.register_parameter(key, torch.nn.Parameter(nothing, requires_grad=weight.requires_grad))
 
 
 def add_lora_to_stage(model: PreTrainedModel, run: RunConfig, stage_map: StageMap, stage: int) -> PeftModel:
