@@ -33,7 +33,8 @@ class Member:
     Attributes:
         rows: Training rows of the whole data, before they are divided.
         data: A digest of the rows.
-        model: The commit of a model of the Hub; of a folder a digest of its configuration and its files' sizes.
+        model: The commit of a model of the Hub; of a folder a digest of its configuration, and of the index, names and
+            sizes of its files of weights.
         code: A digest of this repository's modules.
         versions: Of Python and the packages that compute.
         settings: The run's, except for its paths.
@@ -76,14 +77,18 @@ def digest_of_rows(rows: Iterable[Mapping[str, object]]) -> str:
 
 
 def digest_of_model(run: RunConfig) -> str:
-    """Return the commit of a model of the Hub, or 12 digits of a folder's configuration and its files' sizes."""
+    """Return the commit of a model of the Hub, or 12 digits of a folder's configuration, and which files have weights.
+
+    That is their names, their sizes, and the index that says which weight is in which.
+    """
     folder = next((path for path in (Path(run.model).expanduser(), REPOSITORY / run.model) if path.is_dir()), None)
     if folder is None:
         return cached_commit(run.model, run.model_revision) or "not in the cache"
     digest = sha256((folder / "config.json").read_bytes())
-    digest.update(
-        json.dumps([(path.name, path.stat().st_size) for path in sorted(folder.glob("*.safetensors"))]).encode()
-    )
+    for index in sorted(folder.glob("*.index.json")):
+        digest.update(index.read_bytes())
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    digest.update(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
     return digest.hexdigest()[:12]
 
 

@@ -1,0 +1,261 @@
+"""Files of a model's weights: which holds which, and whether all is there, by their headers, before any tensor is read.
+
+The files are those that Transformers loads: `model.safetensors`, else those of `model.safetensors.index.json`. Others
+beside them, such as `consolidated.safetensors` or an adapter's, are none of the model's.
+"""
+
+import json
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from common.base.errors import BadInputError
+from common.base.loggers import silent
+from common.base.run_config import RunConfig
+from common.data.row_checks import say_once
+
+LENGTH_BYTES = 8
+"""At the start of a safetensors file: how long the header is that follows."""
+LONGEST_HEADER_BYTES = 100_000_000  # as the library has it
+AGAIN = "copy or download it again (`hf download` fetches what is missing), or pass another --model."
+LOADING_LOGGERS = ("transformers.modeling_utils", "transformers.distributed.tensor_parallel")
+"""They list what a checkpoint lacks (of a classifier the head, which `start_head` starts), and, wherever several ranks
+run, what the library's own tensor parallel, which is not asked for, does not divide."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """Where a weight is: its file, and its shape there."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+def weight_files(source: str | Path, revision: str = "") -> dict[str, Path]:
+    """Return the file of each weight, by its name in the files, of a model's folder or Hub id, which is downloaded.
+
+    Of pickled weights (`.bin`), which cannot be read by name, nothing is returned.
+
+    Raises:
+        BadInputError: as `stored_weights`.
+    """
+    return {name: weight.file for name, weight in stored_weights(source, revision).items()}
+
+
+def stored_weights(source: str | Path, revision: str = "", downloads: bool = True) -> dict[str, StoredWeight]:
+    """Return where each weight of a model's folder or Hub id is, by its name in the files; no tensor is read.
+
+    Without `downloads` a model of which a file is not in the Hub's cache yet has none.
+
+    Raises:
+        BadInputError: a file is missing, shorter than its header says, or not safetensors; or the index is none, or
+            contradicts its files; or two of the files have one weight.
+    """
+    single = _find(source, SAFE_WEIGHTS_NAME, revision, downloads)
+    index = _find(source, SAFE_WEIGHTS_INDEX_NAME, revision, downloads)
+    if single:
+        if index and set(_places(index).values()) != {single.name}:
+            say_once(f"{source}: {single.name} is loaded, and not the files of {index.name}: Transformers takes one")
+        return _header(single)
+    if not index:
+        return {}
+    places = _places(index)
+    files = {name: _find(source, name, revision, downloads) for name in sorted(set(places.values()))}
+    lost = [name for name, path in files.items() if path is None]
+    if lost and not Path(source).is_dir():  # the Hub has it, and it is downloaded when it is loaded
+        return {}
+    if lost:
+        count = sum(place == lost[0] for place in places.values())
+        raise BadInputError(
+            f"{source} lacks {_and_more(lost)}, in which {index.name} has {count} of its {len(places)} weights: {AGAIN}"
+        )
+    return _agreeing(index, places, {name: _header(path) for name, path in files.items() if path})
+
+
+def check_weight_files(
+    run: RunConfig, source: str | Path, kind: type[PreTrainedModel], config: PretrainedConfig
+) -> None:
+    """Check that the files of the run's base, in a folder or the Hub's cache, hold what its class `kind` needs.
+
+    Weights that the model has no use for are said once: a checkpoint of another task has such a head.
+
+    Raises:
+        BadInputError: as `stored_weights`; or weights are missing or have another shape than `config` says, but for a
+            classifier's head; or they are pickled, and the run reads them in parts; or a folder has none.
+    """
+    stored = stored_weights(source, run.model_revision, downloads=False)
+    pickled = [_find(source, name, run.model_revision, downloads=False) for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)]
+    if not stored and any(pickled):
+        check_readable_in_parts(run)
+    elif not stored and Path(source).is_dir():
+        raise BadInputError(
+            f"The model folder {run.model} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, the only names "
+            "by which Transformers finds weights: pass a folder that save_pretrained wrote."
+        )
+    if not stored or hasattr(config, "quantization_config"):  # the latter are stored under other names
+        return
+    model, loading = _as_loaded(stored, kind, config)
+    needed = dict(model.named_parameters())
+    lost = [name for name in sorted(loading["missing_keys"]) if name in needed and not _starts_anew(name, run, model)]
+    if lost:
+        raise BadInputError(
+            f"The files of {run.model} lack {_and_more(lost)} of the {len(needed)} weights that a {kind.__name__} of "
+            "its config.json has: pass a folder that save_pretrained wrote, or another --model."
+        )
+    for name, there, wanted in sorted(loading["mismatched_keys"]):
+        if not _starts_anew(name, run, model):
+            raise BadInputError(
+                f"{name} of {run.model} has the shape {tuple(there)} in its file, but {tuple(wanted)} by config.json: "
+                "correct config.json, or pass another --model."
+            )
+    if loading["unexpected_keys"]:
+        unclaimed = _and_more(sorted(loading["unexpected_keys"]))
+        say_once(f"{run.model}: its files also have {unclaimed}, which a {kind.__name__} has no use for")
+
+
+def check_readable_in_parts(run: RunConfig) -> None:
+    """Refuse pickled weights where ranks read parts of a model: such a file is read as a whole.
+
+    Raises:
+        BadInputError: with the command that converts them.
+    """
+    sharing = run.parallelism
+    if not (sharing.shards_weights or sharing.splits_matrices or sharing.pipelines):
+        return
+    reader = "AutoProcessor" if run.goal.sees else "AutoTokenizer"
+    model = "AutoModel" if run.goal.classifies else run.goal.auto_class  # a classifier's head would start at random
+    convert = (
+        f"import transformers as t; [kind.from_pretrained('{run.model}').save_pretrained('converted') "
+        f"for kind in (t.{model}, t.{reader})]"
+    )
+    raise BadInputError(
+        f"The weights of {run.model} are pickled (.bin), which each rank would read whole, but parallel is "
+        f'{run.parallel}: convert them once, with `python -c "{convert}"`, and pass --model converted.'
+    )
+
+
+def _find(source: str | Path, name: str, revision: str, downloads: bool) -> Path | None:
+    """Return a file of a folder or Hub id, or None where it has no such file, or where it is not in the cache yet."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    if downloads:
+        try:
+            return Path(hf_hub_download(str(source), name, revision=revision or None))
+        except EntryNotFoundError:
+            return None
+    found = try_to_load_from_cache(str(source), name, revision=revision or None)
+    return Path(found) if isinstance(found, str) else None  # else a mark that there is none
+
+
+def _places(index: Path) -> dict[str, str]:
+    """Return the name of the file of each weight, as an index has them."""
+    try:
+        content = json.loads(index.read_text())
+        places = {str(name): str(file) for name, file in content["weight_map"].items()}
+        content["metadata"]  # which Transformers reads as well
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInputError(
+            f"{index} is no index of weights ({type(error).__name__}: {str(error).splitlines()[0]}): {AGAIN}"
+        ) from None
+    return places
+
+
+def _header(file: Path) -> dict[str, StoredWeight]:
+    """Return what a safetensors file holds, by its header (https://huggingface.co/docs/safetensors)."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+        text = opened.read(min(length, LONGEST_HEADER_BYTES))
+    if size >= LENGTH_BYTES and length <= LONGEST_HEADER_BYTES and len(text) < length:
+        raise _short(file, size, f"its header alone takes {LENGTH_BYTES + length:,}")
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        weights = {name: StoredWeight(file, tuple(each["shape"])) for name, each in header.items()}
+        end = LENGTH_BYTES + length + max((each["data_offsets"][1] for each in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        start = "is empty" if not size else f"has {size:,} bytes, but starts with no header of safetensors"
+        pointer = (
+            ", as a pointer of Git LFS does (`git lfs pull` gets the file)"
+            if text.startswith(b"https://git-lfs")
+            else ""
+        )
+        raise BadInputError(f"{file} {start}{pointer}: {AGAIN}") from None
+    if size < end:
+        raise _short(file, size, f"its header says {end:,}")
+    return weights
+
+
+def _short(file: Path, size: int, expected: str) -> BadInputError:
+    return BadInputError(f"{file} has {size:,} bytes, but {expected}: it was not copied to its end; {AGAIN}")
+
+
+def _agreeing(
+    index: Path, places: dict[str, str], headers: dict[str, dict[str, StoredWeight]]
+) -> dict[str, StoredWeight]:
+    """Return the weights of an index's files, each of which is in one of them, and where the index has it."""
+    stored: dict[str, StoredWeight] = {}
+    for weights in headers.values():
+        for name in weights.keys() & stored.keys():
+            raise BadInputError(
+                f"{name} is both in {stored[name].file.name} and in {weights[name].file.name} of {index.parent}: "
+                "remove it from one of them, or pass another --model."
+            )
+        stored |= weights
+    wrong = [name for name, place in places.items() if name not in headers[place]]
+    if wrong:
+        raise BadInputError(
+            f"{index} has {_and_more(wrong)} in {places[wrong[0]]}, which does not hold it: index and files are not of "
+            f"one download; {AGAIN}"
+        )
+    return stored
+
+
+def _as_loaded(
+    stored: dict[str, StoredWeight], kind: type[PreTrainedModel], config: PretrainedConfig
+) -> tuple[PreTrainedModel, dict]:
+    """Return a model on `meta`, and what Transformers says of its loading from weights of these names and shapes.
+
+    So the library's own names, renamings, tied weights and exceptions count.
+    """
+    weights = {name: torch.empty(weight.shape, device="meta") for name, weight in stored.items()}
+    with silent(*LOADING_LOGGERS), _without_progress(), torch.random.fork_rng(devices=[]):
+        return kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            device_map={"": "meta"},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+
+
+def _starts_anew(name: str, run: RunConfig, model: PreTrainedModel) -> bool:
+    """Return whether a weight is of a classifier's head, or of the pooling before it: such start at random."""
+    return run.goal.classifies and (not name.startswith(f"{model.base_model_prefix}.") or "pooler" in name)
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    was_enabled = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            enable_progress_bar()
+
+
+def _and_more(names: Collection[str]) -> str:
+    """Return the first of the names, and how many more there are."""
+    first = next(iter(names))
+    return f"{first} and {len(names) - 1} more" if len(names) > 1 else first
