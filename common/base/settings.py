@@ -21,6 +21,8 @@ class Range:
     refusal: str
 
 
+MOST_EVALUATED_AT_ONCE = 32
+"""Rows per rank that are validated and answered at once, at most, where a plan chooses them: more are hardly faster."""
 AT_LEAST_0 = Range(lambda value: value >= 0, "{name} is {value}, but must be at least 0: pass --{name} 1.")
 AT_LEAST_1 = Range(lambda value: value >= 1, "{name} is {value}, but must be at least 1: pass --{name} 1.")
 AT_LEAST_2 = Range(lambda value: value >= 2, "{name} is {value}, but must be at least 2: pass --{name} 2.")
@@ -71,6 +73,10 @@ TEXTS = OnlyFor("classification (3.1) and summarization (3.2)", lambda run: not 
 CLASSIFICATION = OnlyFor("classification (3.1)", lambda run: run.goal.classifies)
 SUMMARIZATION = OnlyFor("summarization (3.2)", lambda run: run.goal.summarizes)
 PREFERENCES = OnlyFor("pairs of answers (3.4)", lambda run: run.goal.compares)
+NO_PAIRS = OnlyFor(
+    "tasks without pairs of answers, whose rewards compare with what the base finds of them",
+    lambda run: not run.goal.compares,
+)
 PICTURES = OnlyFor("questions about pictures (3.3)", lambda run: run.goal.sees)
 MACHINES_LOOP = OnlyFor("the machines workflow (3.2)", lambda run: run.loop == "machines")
 SEVERAL_MACHINES = OnlyFor("several machines (nodes)", lambda run: run.nodes > 1)
@@ -496,7 +502,12 @@ class EvaluationSettings:
         within=AT_LEAST_0,
         only_for=TRAINER,
     )
-    per_device_eval_batch_size: int = setting(32, "Rows per rank in validation and generation.", within=AT_LEAST_1)
+    per_device_eval_batch_size: int = setting(
+        0,
+        "Rows per rank in validation and generation; 0 = chosen by the plan: as many as need no more memory than "
+        f"training does, at most {MOST_EVALUATED_AT_ONCE}.",
+        within=AT_LEAST_0,
+    )
     max_new_tokens: int = setting(48, "Longest generated answer, in tokens.", within=AT_LEAST_1)
     num_beams: int = setting(
         4,
@@ -504,9 +515,19 @@ class EvaluationSettings:
         within=AT_LEAST_1,
         only_for=SUMMARIZATION,
     )
+    baseline: Literal["base", "none"] = setting(
+        "base",
+        "Evaluate the base before training; none leaves it out, which of a large model takes minutes.",
+        only_for=NO_PAIRS,
+    )
     independent_judge: Literal["minilm", "none"] = setting(
         "minilm", "A second judge of the answers: the sentence encoder all-MiniLM-L6-v2 (extra `judge`), or none."
     )
+
+    @property
+    def evaluated_at_once(self) -> int:
+        """Rows per rank in validation and generation; the most, where no plan has chosen them."""
+        return self.per_device_eval_batch_size or MOST_EVALUATED_AT_ONCE
 
 
 @dataclass(frozen=True)

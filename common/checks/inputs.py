@@ -18,9 +18,18 @@ from common.data.rows import Row
 from common.data.splits import load_splits
 from common.hardware.devices import size_text
 from common.models.families import check_quantizable, suited_to_model
-from common.models.loading import any_shape_config, check_attention, check_liger, load_tokenizer, model_without_weights
+from common.models.loading import (
+    any_shape_config,
+    check_attention,
+    check_liger,
+    check_model,
+    load_tokenizer,
+    model_class,
+    model_without_weights,
+)
 from common.models.quantization import check_bitsandbytes
 from common.models.trained_weights import with_trained_weights
+from common.models.weight_files import check_weight_files
 from common.records.store import default_run_name
 from common.runtime.disks import may_be_restarted_in
 from common.runtime.rank import check_gpus, threads_per_rank
@@ -37,7 +46,8 @@ def check_inputs(run: RunConfig) -> RunConfig:
     """Check the run's settings, rows, model, disk and memory, cheaply and before anything is written or started.
 
     Returns:
-        The run, with defaults changed that cannot work with its model (`suited_to_model`).
+        The run, with defaults changed that cannot work with its model (`suited_to_model`), and the rows that are
+        validated and answered at once as its plan chose them.
 
     Raises:
         BadInputError: what is unknown, missing or malformed, or cannot fit.
@@ -49,8 +59,7 @@ def check_inputs(run: RunConfig) -> RunConfig:
         check_disk(run)
     if run.resume_from_checkpoint:
         check_checkpoint(run, detect_launcher(), len(rows))
-    check_placement_and_memory(run, load_splits(run), load_tokenizer(run))
-    return run
+    return check_placement_and_memory(run, load_splits(run), load_tokenizer(run))
 
 
 def check_settings(run: RunConfig) -> RunConfig:
@@ -89,6 +98,7 @@ def check_settings(run: RunConfig) -> RunConfig:
     check_quantizable(run)
     check_liger(run)
     _check_parallelism(run)
+    check_weights(run)
     return run
 
 
@@ -104,6 +114,17 @@ def check_threads(run: RunConfig) -> None:
             f"threads is {run.threads} for each of {ranks_here} ranks here, but this machine has {os.cpu_count()}: "
             f"pass --threads {threads_per_rank(ranks_here)}."
         )
+
+
+def check_weights(run: RunConfig) -> None:
+    """Check that the files of the run's pretrained model hold all that it needs, by their headers.
+
+    Raises:
+        BadInputError: as `check_weight_files`.
+    """
+    if run.weights == "pretrained":
+        config = any_shape_config(run.model, run.model_revision)
+        check_weight_files(run, check_model(run.model, run.model_revision), model_class(run, config), config)
 
 
 def training_rows(run: RunConfig) -> Sequence[Row]:

@@ -20,7 +20,7 @@ from common.base.command_line import refused_in_one_sentence
 from common.base.errors import BadInputError
 from common.base.parsing import SettingsParser
 from common.base.run_config import RunConfig, not_meant_for
-from common.base.settings import setting
+from common.base.settings import MOST_EVALUATED_AT_ONCE, setting
 from common.base.specs import PARALLELISMS, TASKS, TECHNIQUES, Task
 from common.checks.run_command import last_lines, run_command
 from common.hardware.devices import Gpu, cpu_device, find_gpu, gpu_of_device, gpus
@@ -289,7 +289,7 @@ def evaluation_of(options: PlannerOptions, architecture: Architecture) -> Evalua
     target_length = options.max_target_length or options.max_length
     is_judged = task_of(options).is_judged and not summarizes
     return EvaluationShape(
-        rows=RunConfig.per_device_eval_batch_size,
+        rows=MOST_EVALUATED_AT_ONCE,
         length=options.max_length,
         labelled=1 if options.classes else target_length,
         prompt_length=options.max_length,
@@ -319,7 +319,8 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         "memory as PyTorch's own kernels take it, also where Liger's or compiled ones are faster; expandable segments; "
         "batches are copied from pinned memory while the GPU computes",
         f"an epoch is {options.rows_per_epoch:,} rows",
-        f"validated, and answered before and after training: {job.evaluation.rows} rows at once on each GPU",
+        f"validated, and answered before and after training: as many rows at once as need no more than training, at "
+        f"most {MOST_EVALUATED_AT_ONCE} ({best.name}: {job.evaluation.rows} on each GPU)",
     ]
     if len(best.devices) > 1:
         yours = "; name yours with --link" if best.cluster.nodes > 1 and not options.link else ""

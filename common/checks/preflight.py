@@ -54,7 +54,7 @@ from common.runtime.world import Rank, detect_launcher, is_main_process
 from common.tasks.answers import Judge, Texts, independent_judges
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
-from common.training.placement import evaluation_of_rows, place_stages
+from common.training.placement import evaluation_of_rows, place_stages, with_evaluation, with_rows_at_once
 from common.training.strategy import strategy_class
 from common.training.trainer import (
     AuditedTrainer,
@@ -102,8 +102,7 @@ def place_and_plan(
             raise BadInputError(f"Layers are placed by their planned memory, but {no_plan}.")
         placement = place_stages(run, batch, device)
         plan = placement.plan
-        job = replace(plan.job, evaluation=evaluation or plan.job.evaluation)
-        return placement.stage_map, replace(plan, job=job), ""
+        return placement.stage_map, with_evaluation(plan, run, evaluation or plan.job.evaluation), ""
     return {}, None if no_plan else plan_run(run, batch, device, evaluation), no_plan
 
 
@@ -515,6 +514,8 @@ def preflight(options: argparse.Namespace, run: RunConfig, arguments: Sequence[s
     check_length(run, rows, lowered_by)
     evaluation = evaluation_of_rows(run, rows.validation)
     stage_map, plan, no_plan = place_and_plan(run, batch_of(run, rows), evaluation)
+    run = with_rows_at_once(run, plan)
+    rows = replace(rows, validation=rows.validation[: run.per_device_eval_batch_size])
     if detect_launcher() != "torchrun":
         print(announcement(run, rows, plan, no_plan), flush=True)
         if plan and not plan.may_fit and not options.anyway:

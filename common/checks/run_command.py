@@ -192,7 +192,7 @@ def _settings(plan: Plan, own: RunConfig) -> dict[str, object]:
         "dp_replicate_size": job.dp_replicate_size,
         "micro_batches": job.micro_batches,
     }
-    if job.evaluation:
+    if job.evaluation and own.per_device_eval_batch_size:  # else the run chooses as the planner does
         wanted["per_device_eval_batch_size"] = job.evaluation.rows
     if job.method.has_adapters:
         wanted |= {"lora_r": job.lora_rank, "lora_dropout": job.lora_dropout}

@@ -3,6 +3,9 @@
 A training step is `memory_plan`'s. The other phases have no backward pass: beside the models that are alive, a forward
 pass holds what one layer works on, and generating the keys and values of all tokens so far. Letters as in
 `memory_plan`, for the rows that are validated or answered; N new tokens, W beams.
+
+Where training divides the weights, a model that answers, judges or is compared is in stages: each rank that shares it
+holds some of its layers, and all of them work on the same rows, as many as each would answer alone, times the stages.
 """
 
 from collections.abc import Callable
@@ -70,16 +73,22 @@ def has_room_for_whole(whole_gib: float, quantized_gib: float, memory_gib: float
 
 
 def phases_of(
-    architecture: Architecture, job: Job, share: Share, gpu: Gpu, reloads_adapter: bool = True
+    architecture: Architecture,
+    job: Job,
+    share: Share,
+    gpu: Gpu,
+    reloads_adapter: bool = True,
+    stage: Share | None = None,
 ) -> tuple[Phase, ...]:
     """Return the phases of a run on one device, in their order; training alone where no evaluation is planned.
 
-    `reloads_adapter`: the device is of the rank that loads the saved adapter on the base again.
+    `reloads_adapter`: the device is of a rank that loads the saved adapter on the base again. `stage`: what the device
+    holds of a model that answers beside training; None: all of it, or with mp as much as in training.
     """
     training = Phase(TRAINING, "trained model", memory_with_overhead(architecture, job, share, gpu))
     if job.evaluation is None:
         return (training,)
-    sums = _PhaseSums(architecture, job, job.evaluation, share, gpu, reloads_adapter)
+    sums = _PhaseSums(architecture, job, job.evaluation, share, gpu, reloads_adapter, stage)
     others = (sums.loading(), sums.evaluation("baseline evaluation"), sums.validation(), sums.saving(), sums.merging(),
               sums.evaluation("final evaluation"))  # fmt: skip
     by_name = {phase.name: phase for phase in (training, *others)}
@@ -96,17 +105,43 @@ class _PhaseSums:
     share: Share
     gpu: Gpu
     reloads_adapter: bool
+    stage: Share | None
 
     # -- phases
 
     def loading(self) -> Phase:
-        """Return the model when its last weight is there."""
-        return self._phase("loading", "trained model", ("the last weight", self._trained.weights()), attends=False)
+        """Return the model when its last weight is there; or a module that is whole before it is divided.
+
+        Of files each rank reads its part alone. Weights that are drawn, quantized or DeepSpeed's come module by module.
+        """
+        job, there = self.job, self._trained.weights()
+        moments = [("the last weight", there)]
+        sharing = job.parallelism
+        is_divided = sharing.shards_weights or sharing.splits_matrices or sharing.pipelines
+        if is_divided and (job.draws_weights or job.method.quantizes or sharing.uses_deepspeed):
+            architecture, each = self.architecture, job.weight_bytes
+            embeddings = architecture.embedding_parameters
+            widest = _widest_matrix(architecture)
+            has_own_head = not (architecture.tied or architecture.classes)
+            last = max(widest, embeddings) if has_own_head else widest
+            moments += [
+                ("the last module, whole", [*there, numbers("weights", "a module before it is divided", last, each)]),
+                ("the embeddings, whole", self._embeddings_whole(embeddings)),
+            ]
+        return self._phase("loading", "trained model", *moments, attends=False)
+
+    def _embeddings_whole(self, count: int) -> list[Term]:
+        """Return the embeddings, which come first, and this rank's part of them."""
+        job = self.job
+        ranks = job.shard_ranks if job.parallelism.shards_weights else job.devices
+        part = numbers("weights", "part of the embeddings", count, job.weight_bytes, ranks)
+        whole = numbers("weights", "embeddings before they are divided", count, job.weight_bytes)
+        return [whole, *where((not job.parallelism.pipelines, part))]
 
     def validation(self) -> Phase:
         """Return a batch of validation beside all that training keeps."""
         sums, parts, length = self._trained, self.job.micro_batches, self.shape.length
-        rows = self._filled_up(self.shape.rows) * self.shape.sequences_per_row
+        rows = self._filled_up(self.shape.validated) * self.shape.sequences_per_row
         kept = [*self._kept_beside(rows * length), *self._autocast_copies()]
         passing = self._trained_layer(rows // parts, length, length)
         pictures = self._pictures(rows)
@@ -133,34 +168,39 @@ class _PhaseSums:
         if len(architecture.stacks) == 1:
             longest = length if architecture.tower else at_once  # longer rows are cut, but not within a picture
             target_length = length = min(length, longest)
-        rows = self._filled_up(min(shape.rows, max(1, at_once // target_length))) * shape.sequences_per_row
+        rows = self._filled_up(min(shape.validated, max(1, at_once // target_length))) * shape.sequences_per_row
         kept = self._kept_beside(rows * length)
         passing = self._trained_layer(rows // parts, length, target_length)
         gathered = [self._trained.gathered(layers) for layers in (FSDP_GATHERED_IN_FORWARD, FSDP_GATHERED_AT_LOSS)]
         moments = [
             (TOWER_FORWARD, [*kept, *self._looking(rows)]),
             ("forward of a layer", [*kept, *gathered[0], *passing, *self._pictures(rows)]),
+            ("a weight is gathered and saved", [*self._trained.between_steps(), *self._gathered_to_save()]),
             ("what was saved is loaded", self._reloaded()),
         ]
+        count = rows * (1 if architecture.classes else target_length) * architecture.vocab
+        reading = [*self._layer(rows, length, target_length, a), *self._pictures(rows)]
         if self.share.has_head or not self.job.parallelism.pipelines:  # the last stage compares
-            count = rows * (1 if architecture.classes else target_length) * architecture.vocab
             expected = [Term("logits", "the trained model's logits", "P V 4", 4 * count)]
             if self.job.method.has_adapters and self.reloads_adapter:
                 expected.append(Term("logits", "those with the adapter that was loaded", "P V 4", 4 * count))
             moments += [
                 ("the saved model's vision tower", [*self._reloaded(), *expected, *self._looking(rows)]),
                 ("the trained model's logits", [*kept, *gathered[1], self._whole_logits(count)]),
-                (
-                    "forward of a layer of the saved model",
-                    [*self._reloaded(), *expected, *self._layer(rows, length, target_length, a), *self._pictures(rows)],
-                ),
+                ("forward of a layer of the saved model", [*self._reloaded(), *expected, *reading]),
                 ("the comparison with the saved model's", [*self._reloaded(), _compared(count)]),
             ]
             if self.job.method.quantizes and self._has_room_for_whole():
                 moments.append(("the comparison with the merged model's", [*self._whole_weights(), _compared(count)]))
+        elif self.stage:
+            received = Term("logits", "logits that the last stage sends", f"P V {a}", count * a)
+            moments += [
+                ("forward of a layer of the saved model", [*self._reloaded(), *reading]),
+                ("the saved model's logits", [*self._reloaded(), received]),
+            ]
         if self.job.method.has_adapters:
-            widest = max(linear.inputs * linear.outputs for stack in architecture.stacks for linear in stack.linears)
-            product = numbers("weights", "an adapter's product, and its sum with the matrix", widest, 4 + 4)
+            what = "an adapter's product, and its sum with the matrix"
+            product = numbers("weights", what, _widest_matrix(architecture), 4 + 4)
             moments.append(("an adapter is merged", [*self._reloaded(), product]))
         return self._phase("merging", "trained model; then the saved one", *moments)
 
@@ -169,17 +209,17 @@ class _PhaseSums:
         shape, a = self.shape, self.job.whole_model_bytes
         answering, judging, alive = self._evaluated(is_tuned=name == "final evaluation")
         moments = [(moment, [*answering, *terms]) for moment, terms in self._answers(a).items()]
-        moments.append((TOWER_FORWARD, [*answering, *self._looking(shape.answered)]))
+        moments.append((TOWER_FORWARD, [*answering, *self._looking(self._answered)]))
         if self.job.batch.goal.compares:
             moments += [(moment, [*answering, *terms]) for moment, terms in self._given_answers(a).items()]
         if shape.judged:
             length = max(shape.new_tokens, shape.labelled)
-            size = 2 * shape.answered * length * self.architecture.hidden * 4
+            size = 2 * self._answered * length * self.architecture.hidden * 4
             hidden = activations("hidden states in fp32", "2 T H 4", size)
-            moments.append(("the base judges", [*judging, *self._layer(shape.answered, length, length, a), hidden]))
+            moments.append(("the base judges", [*judging, *self._layer(self._answered, length, length, a), hidden]))
         if shape.has_independent_judge:
             moments.append(
-                ("the independent judge", [*answering, *_independent_judge(shape.answered * shape.labelled)])
+                ("the independent judge", [*answering, *_independent_judge(self._answered * shape.labelled)])
             )
         return self._phase(name, alive, *moments)
 
@@ -198,8 +238,8 @@ class _PhaseSums:
 
     @cached_property
     def _whole(self) -> DeviceSums:
-        """Return the base as one device loads it by itself; with mp the device's part of it."""
-        share = self.share if self.job.parallelism.layers_in_turn else whole_model(self.architecture)
+        """Return the device's stage of the base; all of it where there are none, with mp the device's part of it."""
+        share = self.stage or (self.share if self.job.parallelism.layers_in_turn else whole_model(self.architecture))
         alone = replace(
             self.job,
             parallel="single",
@@ -224,6 +264,23 @@ class _PhaseSums:
     def _has_room_for_whole(self) -> bool:
         gib = (sum(term.gib for term in terms) for terms in (self._whole_weights(), self._whole.base_weights()))
         return has_room_for_whole(*gib, self.gpu.memory_gib)
+
+    @property
+    def _answered(self) -> int:
+        """Rows that this device answers at once, with those that share its model."""
+        stages = 1 if self.stage is None else stages_of(self.architecture, self.job)
+        ranks = 1 if self.job.parallelism.in_one_process else self.job.devices
+        return self.shape.answered(stages, ranks // stages)
+
+    def _gathered_to_save(self) -> list[Term]:
+        """Return the largest of the weights that ranks gather one by one while rank 0 writes them."""
+        job, architecture = self.job, self.architecture
+        count = max(_widest_matrix(architecture), architecture.embedding_parameters)
+        if job.method.has_adapters:
+            adapted = [linear for stack in architecture.stacks for linear in stack.linears if job.adapts(linear)]
+            count = max(job.lora_rank * max(linear.inputs, linear.outputs) for linear in adapted)
+        weight = numbers("buffers", "the largest weight that is saved, gathered", count, job.trained_bytes)
+        return where((job.parallelism.shards_weights or job.parallelism.splits_matrices, weight))
 
     def _evaluated(self, is_tuned: bool) -> tuple[list[Term], list[Term], str]:
         """Return the weights that answer, those that are there while the base judges, and which models these are."""
@@ -351,7 +408,7 @@ class _PhaseSums:
 
     def _given_answers(self, a: int) -> dict[str, list[Term]]:
         """Return the moments of finding how likely both given answers to a batch of prompts are."""
-        shape, rows = self.shape, self.shape.answered * self.shape.sequences_per_row
+        shape, rows = self.shape, self._answered * self.shape.sequences_per_row
         return {
             "forward of a layer of the given answers": self._layer(rows, shape.length, shape.length, a),
             "head of the given answers": self._whole.loss_without_gradients(rows, shape.length, shape.labelled),
@@ -360,11 +417,11 @@ class _PhaseSums:
     def _answers(self, a: int) -> dict[str, list[Term]]:
         """Return the moments of generating a batch of answers; without new tokens, of finding its labels."""
         shape, architecture = self.shape, self.architecture
-        reading = self._layer(shape.answered, shape.prompt_length, shape.prompt_length, a)
-        reading += self._pictures(shape.answered)
+        reading = self._layer(self._answered, shape.prompt_length, shape.prompt_length, a)
+        reading += self._pictures(self._answered)
         if not shape.new_tokens:
             return {"labels": reading}
-        rows = shape.answered * shape.beams
+        rows = self._answered * shape.beams
         logits = Term(
             "logits", "logits of a token, and their fp32 copy", "B V (a + 4)", rows * architecture.vocab * (a + 4)
         )
@@ -391,7 +448,7 @@ class _PhaseSums:
         copies = Term("buffers", "a layer's, before they are kept", "2 B W S K a", 2 * self._keys(rows, length, a))
         new = self._cached(rows, self.shape.new_tokens, a, "keys and values of the new tokens")
         return {
-            "the texts": self._layer(self.shape.answered, length, 0, a),
+            "the texts": self._layer(self._answered, length, 0, a),
             "the first new token": [*of_texts, encoded, copies, logits],
             "the last new token": [*of_texts, encoded, *new, *self._layer(rows, 0, 1, a), logits],
         }
@@ -406,6 +463,16 @@ class _PhaseSums:
             if stack.kind != "encoder"
         )
         return [Term("buffers", what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]
+
+
+def stages_of(architecture: Architecture, job: Job) -> int:
+    """Return in how many stages a model answers beside training; 1 = whole, or with mp as in training."""
+    return job.answering_stages(architecture.layers) if len(architecture.stacks) == 1 else 1
+
+
+def _widest_matrix(architecture: Architecture) -> int:
+    """Return the weights of the largest matrix in a layer."""
+    return max(linear.inputs * linear.outputs for stack in architecture.stacks for linear in stack.linears)
 
 
 def _compared(count: int) -> Term:

@@ -10,15 +10,23 @@ from tabulate import tabulate
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_of_device
 from common.planning.architectures import Architecture
-from common.planning.device_maps import balanced_shares, even_shares, read_device_map, shares_of_map, shares_that_fit
+from common.planning.device_maps import (
+    answering_shares,
+    balanced_shares,
+    even_shares,
+    read_device_map,
+    shares_of_map,
+    shares_that_fit,
+)
 from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_terms
 from common.planning.job import BatchShape, EvaluationShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
-from common.planning.phases import TRAINING, Phase, phases_of
+from common.planning.phases import TRAINING, Phase, phases_of, stages_of
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.run_jobs import architecture_of_run, job_of_run, with_tiles
 from common.planning.searches import largest
@@ -56,6 +64,11 @@ class Highest(NamedTuple):
         """The same by the likely figure."""
         return self.phase.peak_gib / self.gpu.memory_gib
 
+    @property
+    def models_share(self) -> float:
+        """What the phase's models alone take of it."""
+        return self.phase.memory.parts_gib["weights"] / self.gpu.memory_gib
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -79,10 +92,12 @@ class Plan:
     @cached_property
     def phases(self) -> tuple[tuple[Phase, ...], ...]:
         """Each device's phases; training alone where the job has no evaluation."""
-        first = len(self.shares) - 1 if self.job.parallelism.pipelines else 0  # that knows the logits
-        is_alone = self.job.parallelism.in_one_process
-        reloads = [is_alone or number == first for number in range(len(self.shares))]
-        devices = list(zip(self.shares, self.cluster.gpus, reloads, strict=True))
+        stages = stages_of(self.architecture, self.job)
+        is_alone, numbers = self.job.parallelism.in_one_process, range(len(self.shares))
+        reloads = [is_alone or number < stages for number in numbers]  # the first rank, or group of ranks
+        parts = answering_shares(self.architecture, stages) if stages > 1 else (None,)
+        of_devices = [parts[number % stages] for number in numbers]
+        devices = list(zip(self.shares, self.cluster.gpus, reloads, of_devices, strict=True))
         known = {device: phases_of(self.architecture, self.job, *device) for device in dict.fromkeys(devices)}
         return tuple(known[device] for device in devices)
 
@@ -154,30 +169,37 @@ class Plan:
         """What the fullest device lacks in its highest phase to be safe; negative where it has room."""
         return self.highest.phase.safe_gib - self.highest.gpu.memory_gib
 
-    def evaluated_at_once(self, is_safe: bool = True) -> int:
-        """Return the most rows, halved from the job's own, with which every phase beside training fits; 0: none.
-
-        `is_safe`: by the safe figure; else by the likely one.
-        """
+    def evaluated_at_once(self) -> int:
+        """Return the most rows, halved from the job's own, with which every phase beside training is safe; 0: none."""
         rows = self.job.evaluation.rows
-        while rows and not self._evaluates(rows, is_safe):
+        while rows and any(each.share > 1 for each in self._evaluating(rows)._beside_training()):
             rows //= 2
         return rows
 
-    def _evaluates(self, rows: int, is_safe: bool) -> bool:
-        evaluating = replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
-        return all(
-            (each.share if is_safe else each.likely_share) <= 1
-            for each in evaluating._each_phase()
-            if each.phase.name != TRAINING
-        )
+    def with_rows_chosen(self) -> "Plan":
+        """Return the plan with as many rows validated and answered at once as leave training the highest phase.
 
-    def with_fewer_evaluated(self) -> "Plan":
-        """Return the plan with as many rows evaluated at once as are safe, or at least likely to fit; else itself."""
+        At least one row, which is higher where training's own batch is small. A phase whose models alone take more than
+        training may fill the device, by the safe figure.
+        """
         if self.job.evaluation is None:
             return self
-        rows = self.evaluated_at_once() or self.evaluated_at_once(is_safe=False) or self.job.evaluation.rows
+        highest = max(each.likely_share for each in self._each_phase() if each.phase.name == TRAINING)
+        with_one = self._evaluating(1)._beside_training()
+
+        def fits_beside(rows: int) -> bool:
+            return all(
+                each.likely_share <= max(highest, one.likely_share) or (one.models_share > highest and each.share <= 1)
+                for one, each in zip(with_one, self._evaluating(rows)._beside_training(), strict=True)
+            )
+
+        return self._evaluating(largest(fits_beside, MOST_EVALUATED_AT_ONCE, MOST_EVALUATED_AT_ONCE) or 1)
+
+    def _evaluating(self, rows: int) -> "Plan":
         return replace(self, job=replace(self.job, evaluation=replace(self.job.evaluation, rows=rows)))
+
+    def _beside_training(self) -> list[Highest]:
+        return [each for each in self._each_phase() if each.phase.name != TRAINING]
 
     @property
     def rows_per_step(self) -> int:
@@ -373,9 +395,7 @@ def ranked_plans(
             )
             tries = [False, True] if checkpointing is None else [checkpointing]
             found = [
-                make_plan(
-                    architecture, replace(job, gradient_checkpointing=on), cluster, calibration
-                ).with_fewer_evaluated()
+                make_plan(architecture, replace(job, gradient_checkpointing=on), cluster, calibration).with_rows_chosen()
                 for on in tries
             ]
             safe = [plan for plan in found if plan.fits]
@@ -716,8 +736,9 @@ def plan_run(
 ) -> Plan:
     """Plan a run, on the GPU that its folder was made for, or on `gpu`; layers are where the run's device map says.
 
-    `evaluation` is what the phases beside training work on; None: rows like those of the batch. Accelerate's own map
-    (`auto`) needs the model: such a run is planned as balanced.
+    `evaluation` is what the phases beside training work on; None: rows like those of the batch. How many of them at
+    once is chosen here where the run leaves it to the plan. Accelerate's own map (`auto`) needs the model: such a run
+    is planned as balanced.
 
     Raises:
         BadInputError: The closed form does not know the model, the optimizer or the GPU, or the device map is wrong.
@@ -734,7 +755,8 @@ def plan_run(
         shares = shares_of_map(architecture, read_device_map(run.device_map), len(gpus))
     link = parse_link(run.link, gpu) if run.link and run.device != "cpu" else None
     cluster = Cluster(gpus, run.nodes, link)
-    return make_plan(architecture, job, cluster, calibration_from(kept_records(), batch.task), shares)
+    plan = make_plan(architecture, job, cluster, calibration_from(kept_records(), batch.task), shares)
+    return plan if run.per_device_eval_batch_size else plan.with_rows_chosen()
 
 
 def usual_precision(technique: str, cluster: Cluster) -> Precision:

@@ -3,6 +3,7 @@
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -171,10 +172,13 @@ def _check_contiguous(architecture: Architecture, stage_map: StageMap, stages: i
             )
 
 
-def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTrainedTokenizerBase) -> RunConfig:
     """Place and plan the run's largest batch, and its phases beside training, before its model loads.
 
     A model that the closed form does not know is not planned, and passes where no layers are to be placed.
+
+    Returns:
+        The run, with the rows that are validated and answered at once as its plan chose them, where it asks for that.
 
     Raises:
         BadInputError: layers cannot be placed as asked, or a phase cannot fit.
@@ -187,26 +191,40 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
         return tokens_of(few, tokenizer, replace(run, long_texts="cut"))  # those too long were refused before
 
     batch = longest_batch(longest(splits.train, run.per_device_train_batch_size), run.per_device_train_batch_size, run)
-    evaluation = evaluation_of_rows(run, longest(splits.validation, run.per_device_eval_batch_size))
+    evaluation = evaluation_of_rows(run, longest(splits.validation, run.evaluated_at_once))
     if run.parallelism.splits_layers:
-        plan = place_stages(run, batch, gpu).plan
-        if plan is None:
-            return
-        plan = replace(plan, job=replace(plan.job, evaluation=evaluation))
+        plan = with_evaluation(place_stages(run, batch, gpu).plan, run, evaluation)
     else:
-        try:
+        plan = None
+        with suppress(BadInputError):
             plan = plan_run(run, batch, gpu, evaluation)
-        except BadInputError:
-            return
-    check_fits(plan)
-    check_host(plan, psutil.virtual_memory().available)
+    if plan:
+        check_fits(plan)
+        check_host(plan, psutil.virtual_memory().available)
+    return with_rows_at_once(run, plan)
+
+
+def with_evaluation(plan: Plan | None, run: RunConfig, evaluation: EvaluationShape) -> Plan | None:
+    """Return a plan of the run's training with what its other phases work on, as `plan_run` plans them; None for None.
+
+    How many rows are validated and answered at once is chosen here, where the run leaves it to the plan.
+    """
+    if plan is None:
+        return None
+    plan = replace(plan, job=replace(plan.job, evaluation=evaluation))
+    return plan if run.per_device_eval_batch_size else plan.with_rows_chosen()
+
+
+def with_rows_at_once(run: RunConfig, plan: Plan | None) -> RunConfig:
+    """Return the run with as many rows validated and answered at once as planned, or else as it asks for itself."""
+    return replace(run, per_device_eval_batch_size=plan.job.evaluation.rows if plan else run.evaluated_at_once)
 
 
 def evaluation_of_rows(run: RunConfig, validation: Sequence[Tokens]) -> EvaluationShape:
     """Return what the phases beside training work on, by the longest validation rows, as if tests' were as long."""
-    longest = longest_batch(validation, run.per_device_eval_batch_size, run, is_training=False)
+    longest = longest_batch(validation, run.evaluated_at_once, run, is_training=False)
     evaluation = evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
-    first = islice(validation, evaluation.rows)  # the others may be on disk
+    first = islice(validation, evaluation.validated)  # the others may be on disk
     return replace(evaluation, compared_length=max(map(tokens_in, first)))
 
 
