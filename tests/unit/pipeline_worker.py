@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.models.loading import load_base_model
-from common.models.stages import StageMap, add_lora_to_stage, load_stage
+from common.models.stages import Sharing, StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import add_lora
 from common.planning.architectures import as_classifier, read_architecture
 from common.planning.device_maps import device_map_of
@@ -137,7 +137,7 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> Differences:
     pipeline.kept_schedules = 2  # so that some are dropped and made anew on the way
     saved = folder.with_name(folder.name + "-saved")
     every = set().union(*gather_object([set(trained_of(stage))]))
-    save_parts(stage, saved, rank)
+    save_parts(stage, saved, Sharing(rank.rank, rank.world_size, group=0, groups=1))
     return {
         "saved": saved_difference(saved, run, whole),
         **forward_differences(pipeline, whole, batch, told),
