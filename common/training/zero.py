@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 import warnings
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -12,20 +13,25 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 from torch.utils.cpp_extension import get_default_build_root
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.models.divided import Division, load_divided
 from common.models.loading import next_token_logits
-from common.models.shards import byte_count, full_weights, global_numel, local_part
+from common.models.module_by_module import weights_of
+from common.models.saved_files import save_weights
+from common.models.shards import byte_count, global_numel, local_part
 from common.models.stages import StageMap
-from common.planning.device_maps import whole_model_on
+from common.models.trained_weights import with_trained_weights
+from common.models.weight_files import weight_files
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
 from common.training.digests import begin_hashing
-from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
+from common.training.fsdp import mesh_of
+from common.training.strategy import Batch, Model, Strategy
 from common.training.usage import Held, check_share, optimizer_bytes
 
 COMPILED = "deepspeed_shm_comm"
@@ -69,8 +75,23 @@ class Zero(Strategy):
         check_deepspeed()
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
-        """Return the whole model on the host: DeepSpeed divides it when training begins."""
-        return whole_model_to_train(self.run, whole_model_on("cpu"))
+        """Return the model on this rank's device, with stage 3 its part.
+
+        Each rank reads rows of every weight, and the adapters are put on these, since DeepSpeed's own parts have no
+        shape; then weights are made whole one after the other and handed to DeepSpeed. (Transformers' loader for
+        stage 3 has every rank hold the whole model on its host.)
+        """
+        if self.run.device == "cpu" and self.rank.is_main and not is_compiled():
+            print(f"DeepSpeed compiles {COMPILED} now, once on this machine: about a minute ...")
+        # its names for collectives are older than PyTorch's: it says so at every call
+        warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
+        if zero_stage(self.run) < 3:
+            return super().load_model(stage_map)
+        device = "cpu" if self.run.offload == "cpu" else self.rank.device
+        rows = Division(init_device_mesh(torch.device(device).type, (self.rank.world_size,)), lambda _: (Shard(0),))
+        model = with_trained_weights(load_divided(self.run, device, rows), self.run)
+        hand_over(model, self._config(model), mesh_of(self.rank, self.run))
+        return model.to(self.rank.device)  # buffers
 
     def group_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave empty groups out: DeepSpeed drops them, and the schedule would count others than there are."""
@@ -80,13 +101,11 @@ class Zero(Strategy):
         """Hand model and optimizer to DeepSpeed's engine."""
         import deepspeed  # here: runs without ZeRO need none
 
-        if self.run.device == "cpu" and self.rank.is_main and not is_compiled():
-            print(f"DeepSpeed compiles {COMPILED} now, once on this machine: about a minute ...")
-        # its names for collectives are older than PyTorch's: it says so at every call
-        warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
-        config = with_sizes(deepspeed_config(self.run), self.model.config.hidden_size)
-        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._config(self.model))
         return super().prepare(optimizer, accelerator)
+
+    def _config(self, model: Model) -> dict[str, Any]:
+        return with_sizes(deepspeed_config(self.run), model.config.hidden_size)
 
     def forward(self, **inputs: Any) -> Any:
         """Return the output of the engine, which gathers what stage 3 has divided."""
@@ -137,11 +156,8 @@ class Zero(Strategy):
         begin_hashing((folder / "zero").glob(f"*zero_pp_rank_{self.rank.rank}_mp_rank_*"))
 
     def save_weights(self, folder: Path) -> None:
-        """Write what is trained from rank 0, whole: DeepSpeed's own checkpoints have the optimizer in any case."""
-        weights = full_weights(self._trained_weights(), self.rank.is_main, self.gather)
-        if self.rank.is_main:
-            save_file(weights, folder / SAFE_WEIGHTS_NAME)
-            begin_hashing([folder / SAFE_WEIGHTS_NAME])
+        """Write what is trained from rank 0, file by file: DeepSpeed's checkpoints have the optimizer in any case."""
+        begin_hashing(save_weights(dict(self._trained_weights()), folder, self.rank.is_main, self.gather))
 
     def load(self, folder: Path) -> None:
         """Take back this rank's part."""
@@ -149,13 +165,14 @@ class Zero(Strategy):
 
     def load_weights(self, folder: Path) -> None:
         """Take back the weights, which the engine does not train any further; each rank its part."""
-        if not (folder / SAFE_WEIGHTS_NAME).exists():  # a full state
+        file_of = weight_files(folder)
+        if not file_of:  # a full state
             self.load(folder)
             return
-        with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as file:
-            for name, weight in self._trained_weights():
-                with self._whole(weight, modifier_rank=0), torch.no_grad():
-                    weight.copy_(file.get_tensor(name))
+        for name, weight in self._trained_weights():
+            whole = self._whole(weight, modifier_rank=0)
+            with safe_open(file_of[name], framework="pt") as file, whole, torch.no_grad():
+                weight.copy_(file.get_tensor(name))
 
     def _trained_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [named for named in self.model.named_parameters() if named[1].requires_grad]
@@ -165,11 +182,12 @@ class Zero(Strategy):
         with self._whole(weight):
             return weight.detach().clone()
 
-    def _whole(self, weight: torch.Tensor, modifier_rank: int | None = None) -> AbstractContextManager[object]:
+    @staticmethod
+    def _whole(weight: torch.Tensor, modifier_rank: int | None = None) -> AbstractContextManager[object]:
         """Return a context in which a weight is whole; what rank `modifier_rank` does to it remains on every rank."""
         import deepspeed
 
-        if zero_stage(self.run) < 3:
+        if not hasattr(weight, "ds_tensor"):  # stages 1 and 2, and buffers
             return nullcontext()
         return deepspeed.zero.GatheredParameters([weight], modifier_rank)
 
@@ -208,3 +226,46 @@ class Zero(Strategy):
             check_share("optimizer states", states, 2 * self._trained() * 4, self.rank.world_size)
         if zero_stage(self.run) == 3:
             check_share("weights", held.weights_bytes, self.held_by_one_device().weights_bytes, self.rank.world_size)
+
+
+# -- dividing
+
+
+def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Divide rows of weights as DeepSpeed's stage 3 does, in place, with one weight whole at a time; on every rank.
+
+    `mesh` is where a weight is gathered. With bf16 all weights become bf16, as DeepSpeed wants them.
+    """
+    import deepspeed
+
+    partitioned: torch.nn.Parameter | None = None
+    for places in _places_of_weights(model):
+        weight = _whole_weight(places, mesh, torch.bfloat16 if config["bf16"]["enabled"] else None)
+        for module, name in places:
+            module._parameters[name] = weight
+        if partitioned is None:
+            deepspeed.zero.Init(module=torch.nn.ParameterList([weight]), config_dict_or_path=config)
+            partitioned = weight
+        else:  # as it does with adapters itself: to read the settings again takes longer
+            partitioned.convert_to_zero_parameters(param_list=[weight])
+
+
+def _places_of_weights(model: torch.nn.Module) -> list[list[tuple[torch.nn.Module, str]]]:
+    """Return of each weight the modules that have it, several where it is tied, and its names there."""
+    places: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, weight in weights_of(module).items():
+            places[weight].append((module, name))
+    return list(places.values())
+
+
+def _whole_weight(
+    places: list[tuple[torch.nn.Module, str]], mesh: DeviceMesh, dtype: torch.dtype | None
+) -> torch.nn.Parameter:
+    module, name = places[0]
+    weight = module._parameters[name]
+    whole = weight.detach()
+    if isinstance(whole, DTensor):
+        part, about = whole.to_local().to(mesh.device_type), {"shape": whole.shape, "stride": whole.stride()}
+        whole = DTensor.from_local(part, mesh, whole.placements, run_check=False, **about).full_tensor()
+    return torch.nn.Parameter(whole.to(mesh.device_type, dtype), requires_grad=weight.requires_grad)

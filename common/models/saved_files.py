@@ -1,0 +1,130 @@
+"""Write a model of which each rank holds a part as plain Transformers loads it, file by file.
+
+Transformers' `save_pretrained` wants all weights on one rank's host. Here a file's weights are gathered one after the
+other, written, and dropped, so that no process holds more of them than one file beside its own part.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory, split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from common.models.shards import byte_count, full_weights
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+LARGEST_FILE_BYTES = 5_000_000_000  # the Hub's own
+SMALL_FILE_BYTES = 16_000_000
+"""A model of so few bytes is one file."""
+LEAST_FILES = 16
+"""Of a larger model: rank 0 holds one file's weights beside its own part."""
+OF_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def save_model(model: PreTrainedModel, folder: Path, is_main: bool, gather: Gather) -> None:
+    """Write the model's weights and configuration, as `save_pretrained` names and describes them, from rank 0.
+
+    `gather` makes a weight whole, and so every rank must call this. What the folder had of a model is removed first,
+    and the configuration is written last: a folder that was not finished does not load.
+    """
+    weights = weights_to_save(model)
+    if is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in (*folder.glob("model*.safetensors*"), *folder.glob("config.json")):
+            old.unlink()
+    save_weights(weights, folder, is_main, gather, of_model=model)
+    if is_main:
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        model.config.save_pretrained(folder)
+
+
+def weights_to_save(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the weights and buffers that `save_pretrained` writes, by name: a tied one once, under its main name."""
+    state = model.state_dict(keep_vars=True)
+    planned = {name: _described(weight) for name, weight in state.items()}
+    for name in model._keys_to_ignore_on_save or ():
+        planned.pop(name, None)
+    return {name: state[name] for name in remove_tied_weights_from_state_dict(planned, model)}
+
+
+def save_weights(
+    weights: Mapping[str, torch.Tensor],
+    folder: Path,
+    is_main: bool,
+    gather: Gather,
+    of_model: PreTrainedModel | None = None,
+) -> list[Path]:
+    """Write weights from rank 0, file by file, with their index, if they are several, last; called on every rank.
+
+    Of a model they get the names and shapes that its checkpoints have, which may not be those of its modules.
+
+    Returns:
+        The files of weights.
+    """
+    file_of: dict[str, str] = {}
+    for file_name, names in planned_files(weights, of_model).items():
+        whole = full_weights(((name, weights[name]) for name in names), is_main, gather)
+        if is_main:
+            stored = revert_weight_conversion(of_model, whole) if of_model else whole
+            save_file({name: each.contiguous() for name, each in stored.items()}, folder / file_name, {"format": "pt"})
+            file_of |= dict.fromkeys(stored, file_name)
+            del whole, stored  # before the next file's
+    files = [folder / name for name in dict.fromkeys(file_of.values())]
+    if len(files) > 1:
+        planned = list(map(_described, weights.values()))
+        write_index(folder, file_of, byte_count(planned), sum(each.numel() for each in planned))
+    return files
+
+
+def write_index(folder: Path, file_of: Mapping[str, str], total_bytes: int, parameters: int) -> None:
+    """Write the index of a model in several files, after these: which file has which weight."""
+    about = {"total_parameters": parameters, "total_size": total_bytes}
+    text = json.dumps({"metadata": about, "weight_map": file_of}, indent=2, sort_keys=True)
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def planned_files(weights: Mapping[str, torch.Tensor], of_model: PreTrainedModel | None = None) -> dict[str, list[str]]:
+    """Return which weights are in which file: known from their shapes, before any is gathered.
+
+    Weights that a model's checkpoints have under other names or in other shapes stay together layer by layer: several
+    may become one. Others may be parted anywhere.
+    """
+    planned = {name: _described(weight) for name, weight in weights.items()}
+    most = file_bytes(byte_count(planned.values()))
+    converts = of_model is not None and revert_weight_conversion(of_model, planned).keys() != planned.keys()
+    if not converts:
+        return split_torch_state_dict_into_shards(planned, max_shard_size=most).filename_to_tensors
+    together: dict[str, list[str]] = {}
+    for name in planned:
+        layer = OF_LAYER.match(name)
+        together.setdefault(layer[1] if layer else name, []).append(name)
+    split = split_state_dict_into_shards_factory(
+        together,
+        get_storage_size=lambda names: byte_count(planned[name] for name in names),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=most,
+    )
+    return {
+        file_name: [name for layer in layers for name in together[layer]]
+        for file_name, layers in split.filename_to_tensors.items()
+    }
+
+
+def file_bytes(total_bytes: int) -> int:
+    """Return how large a file of a model of `total_bytes` may be; a single weight may be larger."""
+    return max(SMALL_FILE_BYTES, min(LARGEST_FILE_BYTES, total_bytes // LEAST_FILES))
+
+
+def _described(weight: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the whole weight's shape and type, without values; DeepSpeed (stage 3) has it beside."""
+    return torch.empty(getattr(weight, "ds_shape", weight.shape), dtype=weight.dtype, device="meta")
