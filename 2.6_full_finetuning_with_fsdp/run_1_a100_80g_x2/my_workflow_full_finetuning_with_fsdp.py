@@ -10,6 +10,7 @@ part of every rank, (5) at the end the parts become one model, (6) the machine's
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from my_utils_full_finetuning_with_fsdp import held_table
 
@@ -45,6 +46,7 @@ RUN = RunConfig(
     per_device_eval_batch_size=8,
     gradient_checkpointing=True,  # without it rows of 1,024 tokens do not fit
 )
+WHOLE_AT_MOST_BYTES = 256 * 2**20
 
 
 def build_trainer(log: RunRecorder, tokenizer: Tokenizer, rows: Sequence[Tokens], data: Splits) -> LoopTrainer:
@@ -65,9 +67,9 @@ def train_shards(log: RunRecorder, trainer: LoopTrainer) -> Metrics:
     return figures
 
 
-def measure_ceiling(log: RunRecorder, trainer: LoopTrainer) -> dict[str, float] | None:
-    """Measure the highest possible speed-up (6); on CPU only, as one GPU may not hold the whole model."""
-    if log.run.device == "cuda":
+def measure_ceiling(log: RunRecorder, trainer: LoopTrainer, held: dict[str, Any] | None) -> dict[str, float] | None:
+    """Measure the highest possible speed-up (6); on CPU only, of a model small enough to be whole on each rank."""
+    if log.run.device == "cuda" or not held or held["whole"]["weights_bytes"] > WHOLE_AT_MOST_BYTES:
         return None
     with log.phase("machine ceiling"):
         whole = whole_model_to_train(log.run, whole_model_on(log.rank.device))
@@ -82,7 +84,7 @@ def workflow(run: RunConfig) -> Record:
         trainer = build_trainer(log, tokenizer, rows, data)
         trained = train_shards(log, trainer)
         tuned, differences = save(log, trainer, tokenizer)  # (5)
-        ceiling = measure_ceiling(log, trainer)
+        ceiling = measure_ceiling(log, trainer, trained["held"])
         after = evaluate_after(log, tuned, tokenizer, data)
         return record(log, before, after, **trained, largest_logit_differences=differences, machine_ceiling=ceiling)
 
