@@ -3,34 +3,39 @@
 PyTorch's `fully_shard` is called here directly: Accelerate's FSDP plugin runs plain DDP on a CPU, and says nothing.
 """
 
-import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import wait_for_everyone
 from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
+from transformers import PreTrainedModel
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
+from common.models.divided import Division, load_divided
 from common.models.loading import model_without_weights
+from common.models.module_by_module import weights_of
 from common.models.shards import byte_count, global_numel, local_part
 from common.models.stages import StageMap
+from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import whole_model_on
 from common.runtime.rank import accelerate_shards, exchange_timeout
-from common.runtime.world import Rank
+from common.runtime.world import BACKENDS, Rank
 from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
 from common.training.usage import Held, check_part, part_bytes
 
 OWN_LAYERS = "layers"
 """The setting `wrap` for the model's own layers."""
+WHOLE_UNTIL_DIVIDED = (
+    "`accelerate launch` divides the model when training begins: until then each rank has all of it in its host's "
+    "memory; with torchrun it would load its part alone"
+)
 LEFT_TO_ACCELERATE = ("wrap", "prefetch", "offload", "dp_replicate_size")
 """Settings that do nothing where `accelerate launch` shards by its own file."""
 
@@ -54,21 +59,37 @@ class Fsdp(Strategy):
         modules_to_wrap(model_without_weights(run), run.wrap)
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
-        """Return the divided model, so that no GPU ever holds all of it.
+        """Return the divided model, of which each rank has loaded its part alone.
 
-        It loads on the host, one rank of a machine after the other, so that the host holds one whole model and not one
-        for each GPU. Accelerate, where it was launched with an FSDP file, divides it when training begins.
+        Accelerate, where it was launched with an FSDP file, divides it when training begins.
 
         Raises:
             BadInputError: the model lacks a class to wrap, or layers to train.
         """
-        mesh = None if accelerate_shards() else mesh_of(self.rank, self.run)
-        self.shard_group = mesh["shard"].get_group() if mesh else None
-        with in_turn(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        if accelerate_shards():
+            self.shard_group = None
             model = whole_model_to_train(self.run, whole_model_on("cpu"))
-            if self.rank.is_main:
-                print(describe_wrapping(model, self.run.wrap))
-            return shard(model, self.run, mesh) if mesh else model
+            said = f"{describe_wrapping(model, self.run.wrap)}\n{WHOLE_UNTIL_DIVIDED}"
+        else:
+            mesh = mesh_of(self.rank, self.run)
+            self.shard_group = mesh["shard"].get_group()
+            model = with_trained_weights(self._load_part(mesh), self.run)
+            said = describe_wrapping(model, self.run.wrap)
+            shard(model, self.run, mesh)
+        if self.rank.is_main:
+            print(said)
+        return model
+
+    def _load_part(self, mesh: DeviceMesh) -> PreTrainedModel:
+        """Return the base, of which each rank has some rows of each weight, on the host where it stays there.
+
+        Heads are whole: a checkpoint may have one for other labels, which then starts anew on every rank.
+        """
+        heads = set(self.run.goal.heads)
+        division = Division(
+            loading_mesh(self.rank, self.run, mesh), lambda name: None if heads & {*name.split(".")} else 0
+        )
+        return load_divided(self.run, "cpu" if self.run.offload == "cpu" else self.rank.device, division)
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Check that the model is divided; where Accelerate was launched with an FSDP file, it divides it only now."""
@@ -169,21 +190,22 @@ def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
-@contextmanager
-def in_turn(own_turn: int, turns: int) -> Iterator[None]:
-    """Have ranks do what follows one after the other, in the order of their turns from 0; called on every rank."""
-    for _ in range(own_turn):
-        wait_for_everyone()
-    yield
-    for _ in range(turns - own_turn):
-        wait_for_everyone()
+def loading_mesh(rank: Rank, run: RunConfig, mesh: DeviceMesh) -> DeviceMesh:
+    """Return this rank's row of `mesh`, where weights stay: on the devices, or on the hosts; called on every rank.
+
+    It has no names: PEFT takes parts on any mesh with other names than its own for tensor parallel's.
+    """
+    if run.offload != "cpu":
+        return DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
+    rows = torch.arange(rank.world_size).view(run.dp_replicate_size, -1).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(rows, backend=BACKENDS["cpu"], timeout=exchange_timeout(run))
+    return DeviceMesh.from_group(group, "cpu")
 
 
 def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     """Divide every weight among the ranks, in place: wrapped modules one by one, then what is left in the root.
 
-    A model on the host moves to the rank's GPU module by module, so that the GPU never holds more than its shards and
-    one whole module.
+    What ranks hold parts of already (`load_divided`) stays where it is.
 
     Raises:
         BadInputError: see `modules_to_wrap`.
@@ -194,10 +216,36 @@ def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
         "mp_policy": mixed_precision(run),
         "offload_policy": CPUOffloadPolicy() if run.offload == "cpu" else OffloadPolicy(),
     }
+    loaded = _set_aside(model)
     for module in [*reversed(wrapped), model]:  # a wrapped module's own parts come first
         fully_shard(module, **about)
+    _put_back(loaded)
     prefetch(wrapped, run.prefetch)
     return model
+
+
+def _set_aside(model: Model) -> list[tuple[torch.nn.Module, str, DTensor]]:
+    """Put whole weights on `meta`, which `fully_shard` takes, in the places of loaded parts; return these places."""
+    places: list[tuple[torch.nn.Module, str, DTensor]] = []
+    stand_ins: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, part in weights_of(module).items():
+            if isinstance(part, DTensor):
+                empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
+                stand_in = torch.nn.Parameter(empty, requires_grad=part.requires_grad)
+                places.append((module, name, part))
+                setattr(module, name, stand_ins.setdefault(id(part), stand_in))
+    return places
+
+
+def _put_back(places: list[tuple[torch.nn.Module, str, DTensor]]) -> None:
+    """Put loaded parts in the places of those on `meta`, which `fully_shard` has made of whole weights there."""
+    parts: dict[int, torch.nn.Parameter] = {}
+    for module, name, loaded in places:
+        of_meta = getattr(module, name)
+        part = DTensor(loaded.to_local(), of_meta._spec, requires_grad=False)  # `from_local` would leave the host
+        part = torch.nn.Parameter(part, requires_grad=of_meta.requires_grad)
+        setattr(module, name, parts.setdefault(id(loaded), part))
 
 
 def prefetch(wrapped: Sequence[FSDPModule], ahead: int) -> None:

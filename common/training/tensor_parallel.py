@@ -15,7 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,10 +29,11 @@ from transformers import PretrainedConfig
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.loading import any_shape_config
+from common.models.divided import Division, load_divided
+from common.models.loading import any_shape_config, model_without_weights
 from common.models.shards import local_part
 from common.models.stages import StageMap
-from common.training.fsdp import mesh_of
+from common.models.trained_weights import with_trained_weights
 from common.training.strategy import Batch, Model, Strategy
 
 PLAN: dict[str, type[ParallelStyle]] = {
@@ -65,8 +66,12 @@ class TensorParallel(Strategy):
         check_divisible(any_shape_config(run.model, run.model_revision), run.devices)
 
     def load_model(self, stage_map: StageMap | None = None) -> Model:
-        """Return the model with this rank's columns and rows of each layer's matrices."""
-        model = split_by_plan(super().load_model(), mesh_of(self.rank, self.run))
+        """Return the model with this rank's columns and rows of each layer's matrices, which alone it has loaded."""
+        # without names: PEFT would make adapters for this rank's part of a matrix, which `split_by_plan` divides
+        mesh = init_device_mesh(torch.device(self.rank.device).type, (self.rank.world_size,))
+        planned = planned_dimensions(model_without_weights(self.run))
+        base = load_divided(self.run, self.rank.device, Division(mesh, planned.get))
+        model = split_by_plan(with_trained_weights(base, self.run), mesh)
         if self.rank.is_main:  # the others hold as much
             print(f"tensor parallel: each rank {describe_split(model)}")
         return model
@@ -169,6 +174,8 @@ def planned_dimensions(model: Model) -> dict[str, int | None]:
 
 def split_by_plan(model: Model, mesh: DeviceMesh) -> Model:
     """Divide every layer's matrices among the ranks of `mesh`, in place; values are those of its first rank.
+
+    What ranks hold parts of already (`load_divided`) stays as it is.
 
     Raises:
         BadInputError: see `check_divisible`; nothing was divided then.

@@ -1,0 +1,123 @@
+"""Models that ranks load in parts, beside whole ones: what they hold, logits and gradients. Run by torchrun.
+
+torchrun --nproc_per_node 2 divided_worker.py FOLDER CASE...: what each rank finds of each case.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import set_seed
+
+from common.base.run_config import RunConfig
+from common.models.loading import load_base_model
+from common.models.shards import byte_count, tensors_of
+from common.models.trained_weights import with_trained_weights
+from common.runtime.rank import start_rank
+from common.training.fsdp import check_fully_sharded
+from common.training.strategy import Strategy, strategy_class
+from common.training.tensor_parallel import check_split
+from tests.unit.ranks import gradients_of, largest, tell
+
+LLAMA, BERT = "llama", "bert"
+CASES: dict[str, dict[str, object]] = {
+    "full": {"technique": "full", "model": LLAMA, "target_modules": "all"},
+    "LoRA": {"technique": "lora", "model": LLAMA},
+    "QLoRA": {"technique": "qlora", "model": LLAMA},
+    "QLoRA, random": {"technique": "qlora", "model": LLAMA, "weights": "random"},
+    "LoRA, random": {"technique": "lora", "model": LLAMA, "weights": "random"},
+    "full, tp": {"technique": "full", "model": BERT, "task": "classification", "parallel": "tp"},
+    "LoRA, tp": {"technique": "lora", "model": BERT, "task": "classification", "parallel": "tp"},
+    "LoRA, classifier": {"technique": "lora", "model": BERT, "task": "classification"},
+}
+SAMPLED_EVERY_S = 0.002
+Found = dict[str, object]
+
+
+def run_of(case: str, folder: Path) -> RunConfig:
+    changes = CASES[case]
+    same = {"parallel": "fsdp", "devices": 2, **changes}
+    return RunConfig(**{**same, "model": str(folder / str(changes["model"]))})
+
+
+def anonymous_bytes() -> int:
+    """Of this process's memory what no file backs."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def growth(found: Found) -> Iterator[None]:
+    """Note the largest growth of the process's own memory within."""
+    before, peak, done = anonymous_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(SAMPLED_EVERY_S):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+    found["growth"] = max(peak[0], anonymous_bytes()) - before
+
+
+def batch_of(run: RunConfig, rows: slice) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 500, (4, 16), generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([0, 1, 2, 1]) if run.goal.classifies else ids
+    return {"input_ids": ids[rows], "attention_mask": torch.ones_like(ids[rows]), "labels": labels[rows]}
+
+
+def compare(case: str, folder: Path, rank: object) -> Found:
+    run, found = run_of(case, folder), {}
+    strategy: Strategy = strategy_class(run)(run, rank)
+    set_seed(3)
+    with growth(found):
+        model = strategy.load_model()
+    drawn = torch.rand(1).item()
+    found["held"] = byte_count(tensors_of(model))
+    if run.parallel == "tp":
+        check_split(model, 2)
+    else:
+        check_fully_sharded(model, 2)
+    set_seed(3)
+    whole = with_trained_weights(load_base_model(run, {"": "cpu"}), run)
+    found |= {
+        "whole": byte_count(tensors_of(whole)),
+        "drawn alike": drawn == torch.rand(1).item(),
+        "weights": [name for name, _ in whole.named_parameters()] == [name for name, _ in model.named_parameters()],
+        "trained": [each.requires_grad for each in whole.parameters()] == [each.requires_grad for each in model.parameters()],
+        "buffers": all(map(torch.equal, whole.buffers(), model.buffers())),
+    }
+    whole.eval(), model.eval()
+    own = slice(None) if run.parallel == "tp" else slice(rank.rank, None, 2)  # gradients are then means over the ranks
+    of_all, of_own = whole(**batch_of(run, slice(None)), use_cache=False), model(**batch_of(run, own), use_cache=False)
+    found["logits"] = (of_own.logits - of_all.logits[own]).abs().max().item()
+    of_all.loss.backward()
+    of_own.loss.backward()
+    expected, gradients = gradients_of(whole), gradients_of(model)
+    scale = max(gradient.abs().max().item() for gradient in expected.values())
+    found["gradients"] = largest(gradients, expected) / scale if expected.keys() == gradients.keys() else "others"
+    dist.barrier()
+    return found
+
+
+def main() -> None:
+    rank = start_rank(RunConfig(technique="full", parallel="fsdp", devices=2))
+    torch.set_num_threads(1)
+    found = {}
+    for case in sys.argv[2:]:
+        begun = time.perf_counter()
+        found[case] = compare(case, Path(sys.argv[1]), rank)
+        found[case]["s"] = time.perf_counter() - begun
+    tell(found)
+
+
+if __name__ == "__main__":
+    main()
