@@ -198,10 +198,11 @@ class _PhaseSums:
                 ("forward of a layer of the saved model", [*self._reloaded(), *reading]),
                 ("the saved model's logits", [*self._reloaded(), received]),
             ]
-        if self.job.method.has_adapters:
+        quantizes = self.job.method.quantizes  # 4 bits have no room for the sum: without room for 16 the host merges
+        if self.job.method.has_plain_adapters or (quantizes and self.stage and self._has_room_for_whole()):
             what = "an adapter's product, and its sum with the matrix"
             product = numbers("weights", what, _widest_matrix(architecture), 4 + 4)
-            moments.append(("an adapter is merged", [*self._reloaded(), product]))
+            moments.append(("an adapter is merged", [*self._whole_weights("weights that are merged"), product]))
         return self._phase("merging", "trained model; then the saved one", *moments)
 
     def evaluation(self, name: str) -> Phase:

@@ -49,7 +49,7 @@ def run_of(command: str) -> RunConfig:
 
 def in_common(job: Job) -> Job:
     """Return the job without what means nothing for it, or has two names."""
-    adapters, own = job.method.has_adapters, {"cpu_operations": False, "evaluation": None}
+    adapters, own = job.method.has_adapters, {"cpu_operations": False, "evaluation": None, "draws_weights": False}
     if adapters and job.target_modules == ALL_LINEAR:
         own["target_modules"] = ()
     if job.parallelism.uses_deepspeed and job.precision == "bf16-mixed":
@@ -73,8 +73,9 @@ def test_each_plan_s_command_is_the_plan_s_run(question: str) -> None:
             continue
         run, job = run_of(command), plan.job
         assert in_common(job_of_run(run, job.batch)) == in_common(job), command
-        rows = (run.per_device_train_batch_size, run.max_length, run.per_device_eval_batch_size)
-        assert rows == (job.batch.rows, job.batch.length, job.evaluation.rows)
+        rows = (run.per_device_train_batch_size, run.max_length)
+        assert rows == (job.batch.rows, job.batch.length)
+        assert run.per_device_eval_batch_size in (0, job.evaluation.rows)  # 0: the run chooses as the planner did
         check_folder(run)  # its workflow does what is asked
         assert run.gpu == plan.cluster.gpus[0].name or run.device == "cpu"
         assert read_architecture(run.model).parameters == read_architecture(model).parameters
