@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.cpp_extension import get_default_build_root
 
@@ -88,7 +88,7 @@ class Zero(Strategy):
         if zero_stage(self.run) < 3:
             return super().load_model(stage_map)
         device = "cpu" if self.run.offload == "cpu" else self.rank.device
-        rows = Division(init_device_mesh(torch.device(device).type, (self.rank.world_size,)), lambda _: (Shard(0),))
+        rows = Division(init_device_mesh(torch.device(device).type, (self.rank.world_size,)), lambda name: 0)
         model = with_trained_weights(load_divided(self.run, device, rows), self.run)
         hand_over(model, self._config(model), mesh_of(self.rank, self.run))
         return model.to(self.rank.device)  # buffers
