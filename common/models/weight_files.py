@@ -97,8 +97,8 @@ def check_weight_files(
         check_readable_in_parts(run)
     elif not stored and Path(source).is_dir():
         raise BadInputError(
-            f"The model folder {run.model} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, the only names "
-            "by which Transformers finds weights: pass a folder that save_pretrained wrote."
+            f"The model folder {run.model} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, and "
+            "Transformers finds weights by no other name: pass a folder that save_pretrained wrote."
         )
     if not stored or hasattr(config, "quantization_config"):  # the latter are stored under other names
         return

@@ -81,7 +81,9 @@ def check_holds(tuned: TunedRun, folder: Path, name: str) -> None:
         BadInputError: with the file.
     """
     if not (folder / name).is_file():
-        raise BadInputError(f"{tuned.folder.name} holds no {folder.name}/{name}: repeat the run.")
+        may_lack_room = folder == tuned.whole_model and tuned.run.method.has_adapters
+        instead = ", or pass --to adapter where it was not merged for want of room" if may_lack_room else ""
+        raise BadInputError(f"{tuned.folder.name} holds no {folder.name}/{name}: repeat the run{instead}.")
 
 
 def check_new(output: Path) -> None:
