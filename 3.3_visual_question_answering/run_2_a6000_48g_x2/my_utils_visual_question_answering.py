@@ -5,7 +5,6 @@ from pathlib import Path
 from textwrap import fill
 
 import matplotlib.pyplot as plt
-import pandas as pd
 from matplotlib.figure import Figure
 from peft import PeftModel
 
@@ -13,6 +12,7 @@ from common.data.pictures import open_picture, thumbnail_of
 from common.data.rows import Splits
 from common.models.trained_weights import vision_modules
 from common.runtime.recorder import RunRecorder
+from common.tasks.samples import predictions
 from common.training.trainer import AuditedTrainer
 
 COLUMNS, WIDTH_INCHES = 4, 12
@@ -41,10 +41,8 @@ def gallery_rows(log: RunRecorder, data: Splits, rows: int = 8) -> list[dict[str
     """
     if not log.rank.is_main:
         return []
-    before, after = (
-        pd.read_csv(log.folder / f"predictions_{when}.csv", dtype=str, keep_default_na=False)
-        for when in ("before", "after")
-    )
+    said = predictions(log.folder)
+    after = said["after"]
     has_facts = after["facts"].astype(int) > 0
     is_hit = (after["facts_said"] == after["facts"]).where(has_facts, after["answer"] == after["reference"])
     misses = _other_pictures(after.index[~is_hit], data)[: rows // 2]
@@ -54,8 +52,7 @@ def gallery_rows(log: RunRecorder, data: Splits, rows: int = 8) -> list[dict[str
             "picture": thumbnail_of(data.test[number]["picture"]),
             "question": after.loc[number, "question"],
             "right": after.loc[number, "reference"],
-            "before": before.loc[number, "answer"],
-            "after": after.loc[number, "answer"],
+            **{when: answers.loc[number, "answer"] for when, answers in said.items()},
             "with another picture": after.loc[number, "swapped_answer"],
             "is_hit": bool(is_hit[number]),
         }
@@ -77,7 +74,7 @@ def draw_gallery(seen: list[dict[str, object]], folder: Path) -> Figure:
         axis.set_axis_off()
     for axis, row in zip(axes.flat, seen, strict=False):
         axis.imshow(open_picture(row["picture"]))
-        lines = [row["question"], *(f"{name}: {row[name]}" for name in SAID)]
+        lines = [row["question"], *(f"{name}: {row[name]}" for name in SAID if name in row)]
         title = "\n".join(fill(line, CHARACTERS) for line in lines)
         colour = HIT if row["is_hit"] else MISS
         axis.set_title(title, fontsize=7, loc="left", color=colour, parse_math=False)  # a `$` is a dollar

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
@@ -14,7 +15,18 @@ from common.base.parsing import OneSentenceParser
 from common.base.paths import REPOSITORY
 from common.base.run_config import RunConfig, not_meant_for
 from common.records.store import RECORD_NAME, Record, load_record
-from common.reporting.rows import OFF, called, clock, metrics_of, model_of, result_files, step_s, task_of
+from common.reporting.rows import (
+    NO_BASELINE,
+    OFF,
+    Metric,
+    called,
+    clock,
+    metrics_of,
+    model_of,
+    result_files,
+    step_s,
+    task_of,
+)
 from common.reporting.screen import fitted, screen_width
 
 NAMES = ("run_folder", "run_name", "results_root", "resume_from_checkpoint", "report_to", "log_format", "link")
@@ -83,8 +95,8 @@ class Comparison:
         lines = [
             self.line(
                 f"{metric.label} ({metric.direction} is better)",
-                lambda run, name=metric.name: [run["quality"][when][name] for when in ("before", "after")],
-                lambda pair, form=metric.shown: " -> ".join(OFF if v is None else form.format(v) for v in pair),
+                partial(_before_and_after, metric=metric),
+                partial(_arrow, metric),
             )
             for metric in dict.fromkeys(chain.from_iterable(map(metrics_of, self.runs)))
         ]
@@ -165,6 +177,17 @@ def _if_there(value_of: Callable[[Record], Any], run: Record) -> Any:
 
 def _with_values(lines: Iterable[Line]) -> list[Line]:
     return [line for line in lines if any(value not in (None, [None, None]) for value in line.values)]
+
+
+def _before_and_after(run: Record, metric: Metric) -> list[float | None]:
+    before = run["quality"].get("before")
+    return [before[metric.name] if before else None, run["quality"]["after"][metric.name]]
+
+
+def _arrow(metric: Metric, values: list[float | None]) -> str:
+    """Return `0.91 -> 0.35`; `off -> off` of a judge that was off, and `- -> 0.35` of a run without a baseline."""
+    none = OFF if values[-1] is None else NO_BASELINE
+    return " -> ".join(none if value is None else metric.shown.format(value) for value in values)
 
 
 def _most(run: Record, name: str) -> float | None:

@@ -91,11 +91,12 @@ def values_of(record: Record) -> Values:
 
 
 def _quality(record: Record) -> tuple[str | None, float | None, float | None]:
-    """Return the main metric that the run has, before and after; None: data without facts have none."""
-    before, after = (record["quality"][when] for when in ("before", "after"))
+    """Return the main metric that the run has, before and after; None: data without facts, or no baseline."""
+    before, after = record["quality"].get("before") or {}, record["quality"]["after"]
     for metric in metrics_of(record):
         if metric.direction == "higher" and after.get(metric.name) is not None:
-            return metric.label, *(round(each[metric.name], QUALITY_DIGITS) for each in (before, after))
+            found = before.get(metric.name), after[metric.name]
+            return metric.label, *(value if value is None else round(value, QUALITY_DIGITS) for value in found)
     return None, None, None
 
 

@@ -10,6 +10,7 @@ from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
 from common.reporting.rows import (
     ANSWER_METRICS,
+    NO_BASELINE,
     NOT_RUN,
     PLANNED,
     Row,
@@ -83,6 +84,8 @@ def front(records: list[Record]) -> pd.DataFrame:
 
 def share(runs: list[Record], when: str, name: str) -> str:
     """Return a share of facts over the seeds, in percent: `93.4 % (92.8 to 94.1)`."""
+    if not all(run["quality"].get(when) for run in runs):
+        return NO_BASELINE
     shares = [run["quality"][when][name] for run in runs]
     if None in shares:
         return "no facts"
@@ -112,8 +115,9 @@ def _by_kind(runs: list[Record]) -> Row:
     kinds = runs[0]["quality"]["after"]["facts_said_share_by_kind"]
 
     def mean(when: str, kind: str) -> str:
-        shares = [run["quality"][when]["facts_said_share_by_kind"].get(kind) for run in runs]
-        return "-" if None in shares else f"{100 * fmean(shares):.0f}"
+        found = [run["quality"].get(when) or {} for run in runs]
+        shares = [each.get("facts_said_share_by_kind", {}).get(kind) for each in found]
+        return NO_BASELINE if None in shares else f"{100 * fmean(shares):.0f}"
 
     return {
         "Setting": kind_name(*kind_of(runs[0])),

@@ -50,18 +50,21 @@ def _metric_by_step(record: Record) -> tuple[str, str, list[tuple[int, float]]]:
         return "validation accuracy", "higher", record["validation_accuracies"]
     quality = record.get("quality", {})
     for metric in metrics_of(record):
-        values = [quality.get(when, {}).get(metric.name) for when in ("before", "after")]
+        values = [(quality.get(when) or {}).get(metric.name) for when in ("before", "after")]
         if None not in values:
             return metric.label, metric.direction, list(zip((0, record["steps"]), values, strict=True))
     return "", "", []
 
 
 def plot_scores(results_folder: Path) -> Figure:
-    """Plot the similarity score of each test question, before and after, sorted by the score before."""
-    whens = ("before", "after")
-    scores = {when: pd.read_csv(results_folder / f"predictions_{when}.csv")["similarity_score"] for when in whens}
+    """Plot the similarity score of each test question, before and after, sorted by the score before.
+
+    Of a run without a baseline those after training alone.
+    """
+    files = {when: results_folder / f"predictions_{when}.csv" for when in ("before", "after")}
+    scores = {when: pd.read_csv(file)["similarity_score"] for when, file in files.items() if file.exists()}
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    axes.plot(pd.DataFrame(scores).sort_values("before").to_numpy(), ".", label=whens)
+    axes.plot(pd.DataFrame(scores).sort_values(next(iter(scores))).to_numpy(), ".", label=list(scores))
     axes.set(xlabel="test question", ylabel="similarity score\n(a distance: lower is better)")
     axes.legend()
     return figure

@@ -177,8 +177,11 @@ def best_good_ok(records: list[Record]) -> Iterator[Row]:
 def _is_recipe(record: Record) -> bool:
     """Return whether a run was started by command with its folder's settings, but for the seed.
 
-    A record says what the model takes of padding, where the folder leaves that open.
+    A record says what the model takes of padding, and how many rows the plan lets answer at once, where the folder
+    leaves that open; whether the base was evaluated changes nothing.
     """
     literal, config = literal_of(REPOSITORY / record["run_folder"]).to_dict(), record["config"]
-    compared = (literal.keys() & config.keys()) - {"seed", "run_name", "results_root", "run_folder", "padding_free"}
+    named = {"seed", "run_name", "results_root", "run_folder"}
+    chosen = {"padding_free", "per_device_eval_batch_size", "baseline"}
+    compared = (literal.keys() & config.keys()) - named - chosen
     return record["launcher"] == "python" and all(config[name] == literal[name] for name in compared)

@@ -14,6 +14,7 @@ from common.base.specs import PARALLELISMS, TECHNIQUES
 from common.records.store import Record
 from common.reporting.rows import (
     Row,
+    before_training,
     completed,
     copies_of,
     data_parallel_ranks,
@@ -46,7 +47,7 @@ def master(records: list[Record]) -> pd.DataFrame:
 
 
 def _run(record: Record) -> Row:
-    config, before, after = record["config"], record["quality"]["before"], record["quality"]["after"]
+    config, after = record["config"], record["quality"]["after"]
     quality, speed = measured_quality(record), measured_speed(record)
     rows = sum(rank["samples"] for rank in record["world"][: data_parallel_ranks(record)])
     return {
@@ -55,8 +56,9 @@ def _run(record: Record) -> Row:
         "Model": model_of(record),
         "Data": f"{Path(config['data']).name}, {rows:,} rows in up to {_epochs(config['num_train_epochs'])}",
         "Machine": device_of(record),
-        "Before": f"before: score {score(before['similarity_score'])}, by MiniLM "
-        f"{judged(before['similarity_score_minilm'])}, facts said {percent(before['facts_said_share'])}",
+        "Before": f"before: score {before_training(record, 'similarity_score', score)}, by MiniLM "
+        f"{before_training(record, 'similarity_score_minilm', judged)}, facts said "
+        f"{before_training(record, 'facts_said_share', percent)}",
         "Devices": _devices(record),
         "Launcher": record["launcher"],
         "Seed": quality["Seed"],

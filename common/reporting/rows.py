@@ -27,6 +27,8 @@ from common.records.store import PREVIOUS, RECORD_NAME, UNFINISHED, Record, load
 
 PUBLISHED_FILE = REPOSITORY / "assets" / "published.json"
 NOT_RUN, NOT_PUBLISHED, NO_GPU, PROJECTED, OFF = "not run", "not published", "no GPU", "projected", "off"
+NO_BASELINE = "-"
+"""Of what is said of the model before training, where that was not evaluated."""
 PROJECTED_LENGTH = 1024
 """Tokens of a row in projections for GPU folders."""
 GIB_PER_DEVICE = "GiB per device"
@@ -53,7 +55,7 @@ FULL, FULL_DDP, FULL_MP, FULL_PP = ("full", "single"), ("full", "ddp"), ("full",
 FULL_FSDP, FULL_ZERO3 = ("full", "fsdp"), ("full", "zero3")
 FREE_SETTINGS = {
     *("parallel", "devices", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("gradient_checkpointing", "use_reentrant", "padding_free"),
+    *("gradient_checkpointing", "use_reentrant", "padding_free", "per_device_eval_batch_size", "baseline"),
     *("stages", "device_map", "schedule", "micro_batches", "wrap", "prefetch", "offload", "dp_replicate_size"),
     *("loop", "partitions", "gradient_exchange", "bucket_cap_mb", "step_timeout_s", "link", "log_format"),
     *("run_folder", "run_name", "results_root"),
@@ -377,6 +379,12 @@ def judged(value: float | None) -> str:
     return OFF if value is None else f"{value:.3f}"
 
 
+def before_training(record: Record, name: str, shown: Callable[[Any], str]) -> str:
+    """Return a score before training, as `shown` has it; `-` where the base was not evaluated (`--baseline none`)."""
+    scores = record["quality"].get("before")
+    return shown(scores[name]) if scores else NO_BASELINE
+
+
 def over_seeds(values: Sequence[float], form: str) -> str:
     """Return a single value, or `0.92 (0.90 to 0.93)` of several: the mean, the lowest and the highest."""
     mean, low, high = (form.format(value) for value in (sum(values) / len(values), min(values), max(values)))
@@ -461,7 +469,7 @@ def hardware_factors(record: Record, baseline: Record | None) -> Row:
 
 def measured_quality(record: Record) -> Row:
     """Return a run's quality, before and after."""
-    config, before, after = record["config"], record["quality"]["before"], record["quality"]["after"]
+    config, after = record["config"], record["quality"]["after"]
     rows = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
     return {
         "Approach": approach(record),
@@ -475,13 +483,13 @@ def measured_quality(record: Record) -> Row:
         "Batch size": str(rows),
         "Effective batch size": f"{rows} x{data_parallel_ranks(record)}",
         "Learning rate scaling": learning_rate_scaling(record["peak_learning_rate"], config["learning_rate"]),
-        "Similarity score before": score(before["similarity_score"]),
+        "Similarity score before": before_training(record, "similarity_score", score),
         "By the tuned model": score(after["similarity_score_tuned"]),
-        "By MiniLM before": score(before["similarity_score_minilm"]),
+        "By MiniLM before": before_training(record, "similarity_score_minilm", score),
         "By MiniLM": score(after["similarity_score_minilm"]),
         "Answers shuffled": score(after["shuffled_score"]),
         "Shuffled, by MiniLM": score(after["shuffled_score_minilm"]),
-        "Facts said before": percent(before["facts_said_share"]),
+        "Facts said before": before_training(record, "facts_said_share", percent),
     }
 
 

@@ -24,6 +24,7 @@ from common.reporting.rows import (
     Metric,
     Row,
     as_table,
+    before_training,
     by_setting,
     clock,
     clock_seconds,
@@ -32,6 +33,7 @@ from common.reporting.rows import (
     devices_of,
     model_of,
     over_seeds,
+    percent,
     planned_memory,
     published_results,
     short_devices_of,
@@ -94,11 +96,11 @@ def front(records: list[Record]) -> pd.DataFrame:
 
 def _in_brief(runs: list[Record]) -> Row:
     first, row = runs[0], _loop(runs)
-    before = first["quality"]["before"]
     return {
         "Model": row["Model"],
         "Machine": device_of(first),
-        "Before": f"before: ROUGE-L {before['rougeL']:.3f}, to the letter {before['exact_share']:.0%}",
+        "Before": f"before: ROUGE-L {before_training(first, 'rougeL', '{:.3f}'.format)}, to the letter "
+        f"{before_training(first, 'exact_share', percent)}",
         "Loop": row["Loop"],
         "Devices": str(first["config"]["devices"]),
         "ROUGE-L": row["ROUGE-L before -> after"].partition(" -> ")[2],
@@ -111,9 +113,9 @@ def _in_brief(runs: list[Record]) -> Row:
 
 def _loop(runs: list[Record]) -> Row:
     first = runs[0]
-    before, after = first["quality"]["before"], first["quality"]["after"]
+    after = first["quality"]["after"]
     scores = {
-        f"{name.replace('rouge', 'ROUGE-')} before -> after": f"{before[name]:.3f} -> "
+        f"{name.replace('rouge', 'ROUGE-')} before -> after": f"{before_training(first, name, '{:.3f}'.format)} -> "
         + over_seeds([run["quality"]["after"][name] for run in runs], "{:.3f}")
         for name in after
         if name.startswith("rouge")
@@ -125,7 +127,7 @@ def _loop(runs: list[Record]) -> Row:
         "Devices": devices_of(first),
         "Seeds": str(len(runs)),
         **scores,
-        "To the letter": f"{before['exact_share']:.0%} -> {after['exact_share']:.0%}",
+        "To the letter": f"{before_training(first, 'exact_share', percent)} -> {after['exact_share']:.0%}",
         "Validation loss": f"{first['best_validation_loss']:.4f}",
         "Training time": training_time(first),
         "Tokens per second": f"{first['tokens_per_s']:,.0f}",

@@ -51,6 +51,7 @@ from common.reporting.rows import (
     all_own_tables,
     as_table,
     baseline_of,
+    before_training,
     beside_one_device,
     ceiling_of,
     clock,
@@ -302,7 +303,7 @@ def side_by_side(records: list[Record]) -> pd.DataFrame:
 def _column(record: Record, records: list[Record]) -> dict[str, object]:
     if record["status"] != "completed":
         return {"status": f"{record['status']}: {record.get('error', '')[:60]}"}
-    before, after = record["quality"]["before"], record["quality"]["after"]
+    after = record["quality"]["after"]
     has_adapters = TECHNIQUES[record["technique"]].has_adapters
     return {
         "approach": kind_name(*kind_of(record)),
@@ -312,13 +313,13 @@ def _column(record: Record, records: list[Record]) -> dict[str, object]:
         "steps": record["steps"],
         "learning rate": f"{record['config']['learning_rate']:g}",
         "rank of the adapters": str(record["config"]["lora_r"]) if has_adapters else None,
-        "similarity score before": score(before["similarity_score"]),
+        "similarity score before": before_training(record, "similarity_score", score),
         "similarity score after": score(after["similarity_score"]),
-        "by MiniLM before": judged(before["similarity_score_minilm"]),
+        "by MiniLM before": before_training(record, "similarity_score_minilm", judged),
         "by MiniLM after": judged(after["similarity_score_minilm"]),
         "answers shuffled": score(after["shuffled_score"]),
         "shuffled, by MiniLM": judged(after["shuffled_score_minilm"]),
-        "facts said before": percent(before["facts_said_share"]),
+        "facts said before": before_training(record, "facts_said_share", percent),
         "facts said after": percent(after["facts_said_share"]),
         "lowest validation loss": f"{record['best_validation_loss']:.4f}",
         "training time": clock(record["train_time_s"]),

@@ -105,15 +105,16 @@ print(tokenizer.decode(answer[0, batch["input_ids"].shape[1] :], skip_special_to
 
 
 def _score_table(record: Record) -> str:
-    before, after = record["quality"]["before"], record["quality"]["after"]
+    after = record["quality"]["after"]
+    evaluated = [when for when in ("before", "after") if record["quality"].get(when)]
     rows = [
-        (label, *(f"{scores[name]:.3f}" for scores in (before, after)))
+        (label, *(f"{record['quality'][when][name]:.3f}" for when in evaluated))
         for name, label in SCORES.items()
-        if before.get(name) is not None
+        if after.get(name) is not None
     ]
     few = " (too few to judge by)" if after["questions"] < ENOUGH_QUESTIONS else ""
     asked = f"Of {after['questions']} questions{few} that had no part in training:\n\n"
-    return asked + _table(("", "before", "after"), rows)
+    return asked + _table(("", *evaluated), rows)
 
 
 def _table(headers: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:

@@ -222,7 +222,7 @@ def evaluate(
 def report_evaluation(evaluation: Evaluation, rows: Sequence[Row], log: RunRecorder, when: str) -> None:
     """Write and print what `evaluate` found, on rank 0."""
     report_predictions(log, when, evaluation.answers, evaluation)
-    if log.rank.is_main and when == "after" and (log.folder / "predictions_before.csv").exists():
+    if log.rank.is_main and when == "after":
         print(samples(log.folder, "begins" if is_plain(rows) else "question"))
 
 

@@ -18,15 +18,15 @@ SAMPLES, CHARACTERS = 3, 100
 def before_and_after(folder: Path, rows: int = 5) -> pd.DataFrame:
     """Return the first `rows` test rows of a run, with what the model predicted before and after tuning side by side.
 
-    `folder` is the run's results folder with predictions_before.csv and predictions_after.csv. The columns are the
-    question (or text), `expected`, `before` and `after`.
+    `folder` is the run's results folder with predictions_before.csv, which a run without a baseline has not, and
+    predictions_after.csv. The columns are the question (or text), `expected`, `before` and `after`.
     """
-    before, after = (_predictions(folder, when).head(rows) for when in ("before", "after"))
+    tables = {when: table.head(rows) for when, table in predictions(folder).items()}
+    after = tables["after"]
     expected = next(name for name in PREDICTED if name in after)
     asked, predicted = PREDICTED[expected]
-    return pd.DataFrame(
-        {asked: after[asked], "expected": after[expected], "before": before[predicted], "after": after[predicted]}
-    )
+    said = {when: table[predicted] for when, table in tables.items()}
+    return pd.DataFrame({asked: after[asked], "expected": after[expected], **said})
 
 
 def samples(folder: Path, asked: str = "question") -> str:
@@ -37,8 +37,14 @@ def samples(folder: Path, asked: str = "question") -> str:
     return "\n".join(f"{name:>8}: {_short(text)}" for name, text in lines)
 
 
-def _predictions(folder: Path, when: str) -> pd.DataFrame:
-    return pd.read_csv(folder / f"predictions_{when}.csv", dtype=str, keep_default_na=False)
+def predictions(folder: Path) -> dict[str, pd.DataFrame]:
+    """Return what a run predicted, as text: `before` training, which a run without a baseline has not, and `after`."""
+    files = {when: folder / f"predictions_{when}.csv" for when in ("before", "after")}
+    return {
+        when: pd.read_csv(file, dtype=str, keep_default_na=False)
+        for when, file in files.items()
+        if when == "after" or file.exists()
+    }
 
 
 def _short(text: str) -> str:
