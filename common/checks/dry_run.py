@@ -225,6 +225,7 @@ def verdict(plan: Plan, number: int) -> str:
     return (
         f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f}, safe {memory.safe_gib:.2f} "
         f"of {gpu.memory_gib:.1f} GiB on {gpu.name}: {fits}"
+        + (f"; beside training, {plan.higher_phase}" if plan.higher_phase else "")
     )
 
 

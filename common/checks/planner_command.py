@@ -327,7 +327,8 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         said.append(f"between GPUs: {link.name}, of which {link.gb_per_s:.3g} GB/s are reached{yours}")
     if any(plan.job.parallelism.pipelines for plan in plans):
         said.append(
-            "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included"
+            "pp: 1F1B, so that a stage holds at most as many micro-batches as stages follow it, itself included; GPipe "
+            "where there are fewer micro-batches than stages"
         )
     for name, plan in {plan.job.sharing: plan for plan in plans if plan.job.dp_replicate_size > 1}.items():
         copies, near = plan.job.dp_replicate_size, plan.cluster.link_among(plan.job.shard_ranks)

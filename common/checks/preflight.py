@@ -363,6 +363,7 @@ def announcement(run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str) ->
     return (
         f"{tried}\n{layers}planned for {gpu.name}: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB {where}, "
         f"{planned_step_s(run, plan):.3g} s per step; {why(plan)}"
+        + (f"\nbeside training, {plan.higher_phase}" if plan.higher_phase else "")
     )
 
 

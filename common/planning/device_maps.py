@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -60,6 +61,7 @@ def even_shares(architecture: Architecture, job: Job, gpus: Sequence[Gpu]) -> tu
     return _least_full(architecture, job, gpus, _evenly)
 
 
+@lru_cache(maxsize=100)
 def answering_shares(architecture: Architecture, stages: int) -> tuple[Share, ...]:
     """Give each of the ranks that hold a model together to answer questions contiguous layers, of about equal weights.
 

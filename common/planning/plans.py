@@ -119,6 +119,22 @@ class Plan:
         ]
 
     @property
+    def training_peak_gib(self) -> float:
+        """What the fullest device is likely to need in training."""
+        return max(memory.peak_gib for memory in self.devices)
+
+    @property
+    def run_peak_gib(self) -> float:
+        """The same in the run's highest phase."""
+        return max(each.phase.peak_gib for each in self._each_phase())
+
+    @property
+    def higher_phase(self) -> str:
+        """Which phase takes more than training, and how much; empty = none does."""
+        highest = max(self._each_phase(), key=lambda each: each.phase.peak_gib).phase
+        return "" if highest.name == TRAINING else f"{highest.name} takes {highest.peak_gib:.1f} GiB"
+
+    @property
     def fits(self) -> bool:
         """Whether every device is safe to hold its part in every phase: published peaks were hardly ever higher."""
         return self.highest.share <= 1
@@ -179,11 +195,13 @@ class Plan:
     def with_rows_chosen(self) -> "Plan":
         """Return the plan with as many rows validated and answered at once as leave training the highest phase.
 
-        At least one row, which is higher where training's own batch is small. A phase whose models alone take more than
-        training may fill the device, by the safe figure.
+        At least one row, which is higher where training's own batch is small, and is all where training does not fit.
+        A phase whose models alone take more than training may fill the device, by the safe figure.
         """
         if self.job.evaluation is None:
             return self
+        if not self.trains:
+            return self._evaluating(1)
         highest = max(each.likely_share for each in self._each_phase() if each.phase.name == TRAINING)
         with_one = self._evaluating(1)._beside_training()
 
@@ -384,6 +402,8 @@ def ranked_plans(
                 if parallels is None:
                     continue
                 raise BadInputError(f"--parallel {parallel} is one process on one machine: pass --nodes 1, or pp.")
+            parts = (parallels and micro_batches) or _micro_batches(asked.batch.rows, parallel, cluster)
+            has_too_few = PARALLELISMS[parallel].pipelines and parts < len(cluster.gpus)
             job = replace(
                 asked,
                 technique=technique,
@@ -391,7 +411,8 @@ def ranked_plans(
                 devices=len(cluster.gpus),
                 dp_replicate_size=copies,
                 precision=precision or usual_precision(technique, cluster),
-                micro_batches=(parallels and micro_batches) or _micro_batches(asked.batch.rows, parallel, cluster),
+                micro_batches=parts,
+                schedule="gpipe" if has_too_few else asked.schedule,  # 1F1B needs one for each stage
             )
             tries = [False, True] if checkpointing is None else [checkpointing]
             found = [
@@ -569,6 +590,9 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                     )
                 ],
                 "highest_phase": plan.highest.phase.name,
+                "training_peak_gib": plan.training_peak_gib,
+                "run_peak_gib": plan.run_peak_gib,
+                "rows_evaluated_at_once": plan.job.evaluation.rows if plan.job.evaluation else None,
                 "host_gib": plan.host_gib,
                 "max_batch_size": plan.max_batch_size,
                 "step_time_s": plan.time.total_s,
@@ -586,14 +610,18 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
 
 
 def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
-    """Format the plans, best first, as a table for a terminal."""
-    rows = []
+    """Format the plans, best first, as a table for a terminal.
+
+    Memory is that of a run's highest phase; where a plan has another one than training, a column has training's, too.
+    """
+    rows, differ = [], any(plan.higher_phase for plan in plans)
     for plan in plans:
         (_, gpu, phase), usd = plan.highest, plan.epoch_usd(rows_per_epoch)
         rows.append([
             plan.short_name,
             plan.verdict,
             f"{phase.peak_gib:.1f} to {phase.safe_gib:.1f} / {gpu.memory_gib:.1f}",
+            *[f"{plan.training_peak_gib:.1f}"] * differ,
             plan.max_batch_size or "-",
             _seconds(plan.time.total_s),
             f"{plan.tokens_per_s:,.0f}",
@@ -601,8 +629,8 @@ def table(plans: Sequence[Plan], rows_per_epoch: int) -> str:
             _seconds(plan.epoch_s(rows_per_epoch)),
             "-" if usd is None else f"{usd:,.2f}",
         ])  # fmt: skip
-    headers = ("way", "fits", "likely to safe\n/ GPU, GiB", "largest\nbatch", "step", "tokens\nper s", "best\nper s",
-               "epoch", "epoch\nUSD")  # fmt: skip
+    headers = ("way", "fits", "likely to safe\n/ GPU, GiB", *["training\nlikely"] * differ, "largest\nbatch", "step",
+               "tokens\nper s", "best\nper s", "epoch", "epoch\nUSD")  # fmt: skip
     return f"{_outlined(rows, headers, text_columns=2)}\nprecision: {_precisions(plans)}"
 
 
