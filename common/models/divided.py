@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.models.loading import any_shape_config, load_base_model, load_pretrained, model_class
 from common.models.module_by_module import ending_with, weights_of
-from common.models.shards import part_of
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,16 @@ class Division:
         """Replace a module's own weights by this rank's parts of them, which have memory of their own."""
         for own, weight in weights_of(module).items():
             dimension = self.along(f"{name}.{own}" if name else own)
-            if dimension is not None and not isinstance(weight, DTensor):
-                part = nn.Parameter(self._part(weight, Shard(dimension)), requires_grad=weight.requires_grad)
+            if dimension is not None and not isinstance(weight, DTensor):  # a tied one was divided where it is read
+                part = nn.Parameter(self._part_of(weight, Shard(dimension)), requires_grad=weight.requires_grad)
                 part.__dict__.update(weight.__dict__)  # of 4 bits: how they were quantized
                 setattr(module, own, part)
 
-    def _part(self, weight: nn.Parameter, placement: Shard) -> DTensor:
-        whole = weight.detach().as_subclass(torch.Tensor)
-        local = part_of(whole, self.mesh, [placement]).clone(memory_format=torch.contiguous_format)
+    def _part_of(self, weight: nn.Parameter, placement: Shard) -> DTensor:
+        with torch.device("cpu"):  # the library makes tensors on `meta` while it makes a model
+            sizes, offsets = compute_local_shape_and_global_offset(weight.shape, self.mesh, [placement])
+        rows = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        local = weight.detach().as_subclass(torch.Tensor)[rows].clone(memory_format=torch.contiguous_format)
         about = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
         return DTensor.from_local(local, self.mesh, [placement], **about)
 

@@ -15,7 +15,6 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from peft.utils import CONFIG_NAME as ADAPTER_CONFIG_NAME
 from safetensors import SafetensorError
-from torch.distributed.tensor import DTensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -44,7 +43,6 @@ from common.data.templates import with_chat_template
 from common.models.minilm import MINILM, check_minilm, minilm_folder
 from common.models.module_by_module import EachModule, draw_weights, each_as_it_is_read, model_on_meta
 from common.models.quantization import forked_random_numbers, prepare_quantized, quantization_config
-from common.models.shards import local_part, part_of
 from common.models.weight_files import LOADING_LOGGERS
 from common.planning.architectures import find_config, is_hub_id, refuse_revision
 
@@ -385,10 +383,8 @@ def start_head(model: PreTrainedModel, loading: dict[str, Any], seed: int) -> No
         weight = model.get_parameter(name)
         if weight.ndim > 1:
             start = torch.empty(weight.shape).normal_(0, model.config.initializer_range, generator=generator)
-            if isinstance(weight, DTensor):
-                start = part_of(start, weight.device_mesh, weight.placements)
             with torch.no_grad():
-                local_part(weight).copy_(start)
+                weight.copy_(start)
 
 
 def model_class(run: RunConfig, config: PretrainedConfig) -> type[PreTrainedModel]:

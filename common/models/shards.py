@@ -1,25 +1,16 @@
 """Weights of which a rank holds a part (FSDP's, DeepSpeed's) or all: measure them, and make them whole."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a weight (or of its gradient): FSDP's shard, DeepSpeed's (stage 3), or all of it."""
     return weight.to_local() if isinstance(weight, DTensor) else getattr(weight, "ds_tensor", weight)
-
-
-def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """Return the view of a tensor that is this rank's part by `placements`, as DTensors have them; nothing is sent."""
-    with torch.device("cpu"):  # it may be called where tensors are made on `meta`
-        sizes, offsets = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
-    return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
 
 
 def global_numel(weight: torch.Tensor) -> int:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-from transformers import PreTrainedModel
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
@@ -73,23 +72,14 @@ class Fsdp(Strategy):
         else:
             mesh = mesh_of(self.rank, self.run)
             self.shard_group = mesh["shard"].get_group()
-            model = with_trained_weights(self._load_part(mesh), self.run)
+            by_rows = Division(loading_mesh(self.rank, self.run, mesh), lambda _: 0)
+            base = load_divided(self.run, "cpu" if self.run.offload == "cpu" else self.rank.device, by_rows)
+            model = with_trained_weights(base, self.run)
             said = describe_wrapping(model, self.run.wrap)
             shard(model, self.run, mesh)
         if self.rank.is_main:
             print(said)
         return model
-
-    def _load_part(self, mesh: DeviceMesh) -> PreTrainedModel:
-        """Return the base, of which each rank has some rows of each weight, on the host where it stays there.
-
-        Heads are whole: a checkpoint may have one for other labels, which then starts anew on every rank.
-        """
-        heads = set(self.run.goal.heads)
-        division = Division(
-            loading_mesh(self.rank, self.run, mesh), lambda name: None if heads & {*name.split(".")} else 0
-        )
-        return load_divided(self.run, "cpu" if self.run.offload == "cpu" else self.rank.device, division)
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Check that the model is divided; where Accelerate was launched with an FSDP file, it divides it only now."""

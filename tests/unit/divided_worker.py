@@ -3,6 +3,8 @@
 torchrun --nproc_per_node 2 divided_worker.py FOLDER CASE...: what each rank finds of each case.
 """
 
+import ctypes
+import gc
 import sys
 import threading
 import time
@@ -31,9 +33,20 @@ CASES: dict[str, dict[str, object]] = {
     "QLoRA": {"technique": "qlora", "model": LLAMA},
     "QLoRA, random": {"technique": "qlora", "model": LLAMA, "weights": "random"},
     "LoRA, random": {"technique": "lora", "model": LLAMA, "weights": "random"},
-    "full, tp": {"technique": "full", "model": BERT, "task": "classification", "parallel": "tp"},
-    "LoRA, tp": {"technique": "lora", "model": BERT, "task": "classification", "parallel": "tp"},
-    "LoRA, classifier": {"technique": "lora", "model": BERT, "task": "classification"},
+    "full, tp": {
+        "technique": "full",
+        "model": BERT,
+        "task": "classification",
+        "data": "assets/visitor_messages",
+        "parallel": "tp",
+    },
+    "LoRA, tp": {
+        "technique": "lora",
+        "model": BERT,
+        "task": "classification",
+        "data": "assets/visitor_messages",
+        "parallel": "tp",
+    },
 }
 SAMPLED_EVERY_S = 0.002
 Found = dict[str, object]
@@ -53,7 +66,9 @@ def anonymous_bytes() -> int:
 
 @contextmanager
 def growth(found: Found) -> Iterator[None]:
-    """Note the largest growth of the process's own memory within."""
+    """Note the largest growth of the process's own memory within; what was freed before does not hide it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     before, peak, done = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -92,7 +107,8 @@ def compare(case: str, folder: Path, rank: object) -> Found:
         "whole": byte_count(tensors_of(whole)),
         "drawn alike": drawn == torch.rand(1).item(),
         "weights": [name for name, _ in whole.named_parameters()] == [name for name, _ in model.named_parameters()],
-        "trained": [each.requires_grad for each in whole.parameters()] == [each.requires_grad for each in model.parameters()],
+        "trained": [each.requires_grad for each in whole.parameters()]
+        == [each.requires_grad for each in model.parameters()],
         "buffers": all(map(torch.equal, whole.buffers(), model.buffers())),
     }
     whole.eval(), model.eval()

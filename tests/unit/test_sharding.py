@@ -1,9 +1,6 @@
 """Sharding: what is refused, what DeepSpeed is told, and what is counted."""
 
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +25,7 @@ from common.runtime.world import Rank
 from common.training import fsdp, zero
 from common.training import strategy as strategy_module
 from common.training.deepspeed_config import deepspeed_config, with_sizes
-from common.training.fsdp import Fsdp, check_fully_sharded, in_turn, mesh_of, mixed_precision, modules_to_wrap
+from common.training.fsdp import Fsdp, check_fully_sharded, mesh_of, mixed_precision, modules_to_wrap
 from common.training.pipeline_parallel import PipelineParallel
 from common.training.usage import SentBytes, check_part, check_share, part_bytes
 from common.training.zero import Zero, check_deepspeed
@@ -226,22 +223,6 @@ def test_the_root_s_step_counts_its_ranks() -> None:
 
 
 # -- on machines with several GPUs
-
-
-def test_ranks_load_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a host with four GPUs holds one whole model, and not four."""
-    monkeypatch.setattr(fsdp, "wait_for_everyone", threading.Barrier(4).wait)
-    events: list[tuple[str, int]] = []
-
-    def load(turn: int) -> None:
-        with in_turn(turn, 4):
-            events.append(("begins", turn))
-            time.sleep(0.02)
-            events.append(("ends", turn))
-
-    with ThreadPoolExecutor(4) as ranks:
-        list(ranks.map(load, (3, 1, 0, 2)))
-    assert events == [(what, turn) for turn in range(4) for what in ("begins", "ends")]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp32"])
