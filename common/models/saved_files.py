@@ -18,13 +18,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from common.models.shards import byte_count, full_weights
+from common.planning.host_memory import file_bytes
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
-LARGEST_FILE_BYTES = 5_000_000_000  # the Hub's own
-SMALL_FILE_BYTES = 16_000_000
-"""A model of so few bytes is one file."""
-LEAST_FILES = 16
-"""Of a larger model: rank 0 holds one file's weights beside its own part."""
 OF_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -118,11 +114,6 @@ def planned_files(weights: Mapping[str, torch.Tensor], of_model: PreTrainedModel
         file_name: [name for layer in layers for name in together[layer]]
         for file_name, layers in split.filename_to_tensors.items()
     }
-
-
-def file_bytes(total_bytes: int) -> int:
-    """Return how large a file of a model of `total_bytes` may be; a single weight may be larger."""
-    return max(SMALL_FILE_BYTES, min(LARGEST_FILE_BYTES, total_bytes // LEAST_FILES))
 
 
 def _described(weight: torch.Tensor) -> torch.Tensor:

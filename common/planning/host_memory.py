@@ -1,9 +1,16 @@
-"""What a machine's own memory holds for its GPUs: what is offloaded, and copies of checkpoints being written."""
+"""What a machine's own memory holds for its GPUs: what is offloaded, what is being read, and what is being written."""
 
 from common.hardware.devices import GIB
 from common.planning.architectures import Architecture
 from common.planning.job import OPTIMIZER_BYTES, Job
-from common.planning.shares import parameters_of, trained_of_tower, trained_parameters, whole_model
+from common.planning.shares import (
+    parameters_of,
+    stages_of,
+    trained_of_tower,
+    trained_parameters,
+    whole_model,
+    widest_matrix,
+)
 from common.planning.terms import Term, where
 
 LITTLE_BYTES = GIB
@@ -14,9 +21,72 @@ ZERO_OFFLOADED_BYTES = 4 + 4 + 4 + 4
 (deepspeed.readthedocs.io, Memory Requirements)."""
 
 
-def host_terms(architecture: Architecture, job: Job, machines: int) -> list[Term]:
-    """Return the summands of each machine's own memory, beside what its programs take."""
-    return [*offloaded(architecture, job, machines), *staged(architecture, job, machines)]
+PLAIN_FILE_BYTES = 50e9
+"""The largest file that Transformers' `save_pretrained` writes: its weights are on the host meanwhile."""
+LARGEST_FILE_BYTES, SMALL_FILE_BYTES = 5_000_000_000, 16_000_000
+"""Where ranks hold parts: the largest file (the Hub's own), and the size up to which a model is one file."""
+LEAST_FILES = 16
+"""Of a larger model: rank 0 holds one file's weights beside its own part."""
+
+
+def file_bytes(total_bytes: int) -> int:
+    """Return how large a file of a model of `total_bytes` may be, where ranks hold parts; a weight may be larger."""
+    return max(SMALL_FILE_BYTES, min(LARGEST_FILE_BYTES, total_bytes // LEAST_FILES))
+
+
+def host_moments(architecture: Architecture, job: Job, machines: int) -> dict[str, list[Term]]:
+    """Return, by phase, the summands of the fullest machine's own memory, beside what its programs take."""
+    offload = offloaded(architecture, job, machines)
+    return {
+        "loading": [*(term for term in offload if term.part == "weights"), _being_read(architecture, job, machines)],
+        "training": [*offload, *staged(architecture, job, machines)],
+        "saving": _being_written(architecture, job, machines),
+        "merging": _being_merged(architecture, job, machines),
+    }
+
+
+def _being_read(architecture: Architecture, job: Job, machines: int) -> Term:
+    """Return the one weight, or part of it, that each rank has on the way from a file to its device."""
+    sharing, count = job.parallelism, max(widest_matrix(architecture), architecture.embedding_parameters)
+    ranks = 1 if sharing.in_one_process else job.devices // machines
+    reads_parts = (sharing.uses_fsdp or sharing.splits_matrices) and not (job.draws_weights or job.method.quantizes)
+    parts = (job.shard_ranks if sharing.uses_fsdp else job.devices) if reads_parts else 1
+    formula = f"{ranks} x {count:,} x {job.weight_bytes} bytes" + (f" / {parts} ranks" if parts > 1 else "")
+    what = "largest weight, each rank's own part" if parts > 1 else "largest weight on each rank"
+    return Term("weights", what, formula, ranks * count * job.weight_bytes / parts)
+
+
+def _being_written(architecture: Architecture, job: Job, machines: int) -> list[Term]:
+    """Return what is on the host of the model, or the adapters, that are saved at the end."""
+    weights, trained = _counts(architecture, job)
+    count, each = (trained, job.trained_bytes) if job.method.has_adapters else (weights, job.weight_bytes)
+    sharing = job.parallelism
+    if sharing.pipelines:
+        return [_stages(count, each, job, machines, "stages")]
+    if sharing.shards_weights or sharing.splits_matrices:
+        size = file_bytes(count * each)
+        return [Term("weights", "one file's weights", f"of {count:,} x {each} bytes", min(size, count * each))]
+    return [Term("weights", "one file's weights", "at most 50 GB", min(count * each, PLAIN_FILE_BYTES))]
+
+
+def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[Term]:
+    """Return what is on the host of the model with its adapter merged in."""
+    weights, each = parameters_of(architecture, whole_model(architecture)), job.whole_model_bytes
+    if not job.method.has_adapters:
+        return []
+    if stages_of(architecture, job) > 1:
+        return [_stages(weights, each, job, machines, "merged stages")]
+    if job.method.quantizes:  # rank 0 has both bases there, as they need twice the device's memory
+        return [Term("weights", "two merged models", f"2 x {weights:,} x {each} bytes", 2 * weights * each)]
+    return [Term("weights", "one file's weights", "at most 50 GB", min(weights * each, PLAIN_FILE_BYTES))]
+
+
+def _stages(count: int, each: int, job: Job, machines: int, what: str) -> Term:
+    """Return what the ranks of the first group of one machine hold of `count` numbers, a stage each."""
+    group = job.shard_ranks if job.parallelism.shards else job.devices
+    here = min(job.devices // machines, group)
+    formula = f"{count:,} x {each} bytes x {here} of {group} ranks"
+    return Term("weights", f"{what} that are written", formula, count * each * here / group)
 
 
 def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]:

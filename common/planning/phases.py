@@ -24,7 +24,7 @@ from common.planning.memory_plan import (
     DeviceSums,
     device_sums,
 )
-from common.planning.shares import Share, parameters_of, part_of_rank, sees, whole_model
+from common.planning.shares import Share, parameters_of, part_of_rank, sees, stages_of, whole_model, widest_matrix
 from common.planning.terms import Term, activations, numbers, size_of, times_each, where
 from common.planning.tower_activations import TowerActivations
 
@@ -121,7 +121,7 @@ class _PhaseSums:
         if is_divided and (job.draws_weights or job.method.quantizes or sharing.uses_deepspeed):
             architecture, each = self.architecture, job.weight_bytes
             embeddings = architecture.embedding_parameters
-            widest = _widest_matrix(architecture)
+            widest = widest_matrix(architecture)
             has_own_head = not (architecture.tied or architecture.classes)
             last = max(widest, embeddings) if has_own_head else widest
             moments += [
@@ -201,7 +201,7 @@ class _PhaseSums:
         quantizes = self.job.method.quantizes  # 4 bits have no room for the sum: without room for 16 the host merges
         if self.job.method.has_plain_adapters or (quantizes and self.stage and self._has_room_for_whole()):
             what = "an adapter's product, and its sum with the matrix"
-            product = numbers("weights", what, _widest_matrix(architecture), 4 + 4)
+            product = numbers("weights", what, widest_matrix(architecture), 4 + 4)
             moments.append(("an adapter is merged", [*self._whole_weights("weights that are merged"), product]))
         return self._phase("merging", "trained model; then the saved one", *moments)
 
@@ -276,7 +276,7 @@ class _PhaseSums:
     def _gathered_to_save(self) -> list[Term]:
         """Return the largest of the weights that ranks gather one by one while rank 0 writes them."""
         job, architecture = self.job, self.architecture
-        count = max(_widest_matrix(architecture), architecture.embedding_parameters)
+        count = max(widest_matrix(architecture), architecture.embedding_parameters)
         if job.method.has_adapters:
             adapted = [linear for stack in architecture.stacks for linear in stack.linears if job.adapts(linear)]
             count = max(job.lora_rank * max(linear.inputs, linear.outputs) for linear in adapted)
@@ -464,16 +464,6 @@ class _PhaseSums:
             if stack.kind != "encoder"
         )
         return [Term("buffers", what, "L B (S + N) 2 K a", 2 * layers * self._keys(rows, tokens, a))]
-
-
-def stages_of(architecture: Architecture, job: Job) -> int:
-    """Return in how many stages a model answers beside training; 1 = whole, or with mp as in training."""
-    return job.answering_stages(architecture.layers) if len(architecture.stacks) == 1 else 1
-
-
-def _widest_matrix(architecture: Architecture) -> int:
-    """Return the weights of the largest matrix in a layer."""
-    return max(linear.inputs * linear.outputs for stack in architecture.stacks for linear in stack.linears)
 
 
 def _compared(count: int) -> Term:

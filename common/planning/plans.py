@@ -23,14 +23,14 @@ from common.planning.device_maps import (
     shares_that_fit,
 )
 from common.planning.gpu_overhead import memory_with_overhead
-from common.planning.host_memory import host_terms
+from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
-from common.planning.phases import TRAINING, Phase, phases_of, stages_of
+from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.run_jobs import architecture_of_run, job_of_run, with_tiles
 from common.planning.searches import largest
-from common.planning.shares import Share, part_of_rank, sees, whole_model
+from common.planning.shares import Share, part_of_rank, sees, stages_of, whole_model
 from common.planning.terms import Term
 from common.planning.time_plan import Cluster, StepTime, calibration_from, parse_link, speed_of, step_time
 from common.planning.tower_activations import TowerActivations
@@ -161,14 +161,19 @@ class Plan:
         return "yes" if self.fits else "tight" if self.may_fit else "no"
 
     @cached_property
-    def host_terms(self) -> list[Term]:
-        """What a machine's own memory holds for its GPUs, beside what programs take."""
-        return host_terms(self.architecture, self.job, self.cluster.nodes)
+    def host_moments(self) -> dict[str, list[Term]]:
+        """By phase, what the fullest machine's own memory holds for its GPUs, beside what programs take."""
+        return host_moments(self.architecture, self.job, self.cluster.nodes)
+
+    @property
+    def host_moments_gib(self) -> dict[str, float]:
+        """The same in GiB."""
+        return {phase: sum(term.gib for term in terms) for phase, terms in self.host_moments.items()}
 
     @property
     def host_gib(self) -> float:
-        """Of each machine's own memory."""
-        return sum(term.gib for term in self.host_terms)
+        """Of the fullest machine's own memory, in the phase that needs most of it."""
+        return max(self.host_moments_gib.values())
 
     @property
     def tightest(self) -> int:
@@ -594,6 +599,7 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                 "run_peak_gib": plan.run_peak_gib,
                 "rows_evaluated_at_once": plan.job.evaluation.rows if plan.job.evaluation else None,
                 "host_gib": plan.host_gib,
+                "host_phases_gib": plan.host_moments_gib,
                 "max_batch_size": plan.max_batch_size,
                 "step_time_s": plan.time.total_s,
                 "tokens_per_s": plan.tokens_per_s,
@@ -676,12 +682,14 @@ def explanation(plan: Plan) -> str:
 
 
 def _host_lines(plan: Plan) -> list[str]:
-    """Return what each machine's own memory holds; nothing where it holds nothing for the GPUs."""
-    if not plan.host_terms:
-        return []
-    rows = [[term.what, term.formula, f"{term.gib:.1f}"] for term in plan.host_terms]
-    rows.append(["together", "beside what programs take", f"{plan.host_gib:.1f}"])
-    return ["each machine's own memory:", _outlined(rows, ("what", "formula", "GiB"), text_columns=2), ""]
+    """Return what the fullest machine's own memory holds in each phase."""
+    rows = [
+        [phase, term.what, term.formula, f"{term.gib:.1f}"]
+        for phase, terms in plan.host_moments.items()
+        for term in terms
+    ]
+    rows.append(["at most", "", "beside what programs take", f"{plan.host_gib:.1f}"])
+    return ["each machine's own memory:", _outlined(rows, ("phase", "what", "formula", "GiB"), text_columns=3), ""]
 
 
 def _unfolded(phase: Phase, gpu: Gpu, plan: Plan) -> list[str]:

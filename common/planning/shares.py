@@ -29,6 +29,16 @@ def whole_model(architecture: Architecture) -> Share:
     return Share(tuple(stack.layers for stack in architecture.stacks))
 
 
+def stages_of(architecture: Architecture, job: Job) -> int:
+    """Return in how many stages a model answers beside training; 1 = whole, or with mp as in training."""
+    return job.answering_stages(architecture.layers) if len(architecture.stacks) == 1 else 1
+
+
+def widest_matrix(architecture: Architecture) -> int:
+    """Return the weights of the largest matrix in a layer."""
+    return max(linear.inputs * linear.outputs for stack in architecture.stacks for linear in stack.linears)
+
+
 def part_of_rank(architecture: Architecture, job: Job) -> Architecture:
     """Return what each rank holds of every layer: all of it, or with tensor parallelism its slice.
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 from common.base.run_config import RunConfig
 from common.models import saved_files
 from common.models.shards import byte_count, full_weights, gathered, global_numel, local_part
+from common.planning import host_memory
 from common.runtime.rank import start_rank
 from common.training.deepspeed_config import deepspeed_config, with_sizes
 from common.training.zero import Zero, hand_over
@@ -99,7 +100,7 @@ def found_of(case: str, folder: Path, mesh: DeviceMesh, is_main: bool) -> dict[s
         return whole
 
     parts = byte_count(map(local_part, model.parameters()))
-    with patch.object(saved_files, "SMALL_FILE_BYTES", 0), patch.object(saved_files, "full_weights", counted):
+    with patch.object(host_memory, "SMALL_FILE_BYTES", 0), patch.object(saved_files, "full_weights", counted):
         saved_files.save_model(model, folder / "parts", is_main, gather)
     if not is_main:
         return {"held": max(held)}
@@ -107,7 +108,7 @@ def found_of(case: str, folder: Path, mesh: DeviceMesh, is_main: bool) -> dict[s
     loaded = AutoModelForCausalLM.from_pretrained(folder / "parts")
     largest = max(byte_count(layer.parameters()) for layer in one.model.layers)
     largest_weight = max(weight.nbytes for weight in one.parameters())
-    most = max(largest if kind == "experts" else largest_weight, byte_count(one.parameters()) / saved_files.LEAST_FILES)
+    most = max(largest if kind == "experts" else largest_weight, byte_count(one.parameters()) / host_memory.LEAST_FILES)
     return {
         "held": max(held) / most,
         "files": len(list((folder / "parts").glob("*.safetensors"))),

@@ -9,7 +9,7 @@ from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS
 from common.hardware.devices import GIB, find_gpu
 from common.planning.architectures import read_architecture
-from common.planning.host_memory import host_terms
+from common.planning.host_memory import file_bytes, host_moments
 from common.planning.job import BatchShape, Job
 from common.planning.plans import as_json, explanation, make_plan
 from common.planning.time_plan import Cluster
@@ -23,8 +23,8 @@ MACHINE = Cluster((find_gpu("a100-80g"),) * 8)
 SHARDED = Job("full", "fsdp", BATCH, devices=8, precision="bf16-mixed")
 
 
-def gib(job: Job, machines: int = 1) -> float:
-    return sum(term.gib for term in host_terms(LLAMA, job, machines))
+def gib(job: Job, machines: int = 1, phase: str = "training") -> float:
+    return sum(term.gib for term in host_moments(LLAMA, job, machines)[phase])
 
 
 COPIES = WEIGHTS * (2 * 4 + 8)  # best weights may wait for a full state that is being written
@@ -58,6 +58,29 @@ def test_copies_of_checkpoints_and_what_is_offloaded_are_on_the_host(
 def test_nothing_is_copied_where_training_waits_for_the_disk(parallel: str) -> None:
     devices = 1 if PARALLELISMS[parallel].is_single else 2
     assert gib(Job("full", parallel, BATCH, devices=devices)) == 0
+
+
+LORA = replace(SHARDED, technique="lora", precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("job", "machines", "phase", "expected_bytes"),
+    [
+        (SHARDED, 1, "loading", 128_256 * 4096 * 4),  # each of 8 ranks an eighth of the embeddings
+        (replace(SHARDED, parallel="zero3"), 1, "loading", 8 * 128_256 * 4096 * 2),  # a whole weight on each
+        (replace(OFFLOADED, precision="bf16"), 1, "loading", WEIGHTS * 2 + 128_256 * 4096 * 2),
+        (SHARDED, 1, "saving", file_bytes(WEIGHTS * 4)),  # and not the model
+        (replace(SHARDED, parallel="pp"), 2, "saving", WEIGHTS * 4 / 2),  # each rank its own stage
+        (LORA, 1, "merging", WEIGHTS * 2),  # the stages of all ranks
+        (LORA, 2, "merging", WEIGHTS),
+        (replace(LORA, parallel="ddp"), 1, "merging", WEIGHTS * 2),  # rank 0 alone
+        (SHARDED, 1, "merging", 0),
+    ],
+)
+def test_a_machine_holds_a_weight_while_loading_a_file_while_saving_and_stages_while_merging(
+    job: Job, machines: int, phase: str, expected_bytes: float
+) -> None:
+    assert gib(job, machines, phase) == pytest.approx(expected_bytes / GIB)
 
 
 def test_the_plan_shows_it() -> None:

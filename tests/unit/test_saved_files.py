@@ -9,9 +9,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from common.models import saved_files
-from common.models.saved_files import file_bytes, save_model, weights_to_save
+from common.models.saved_files import save_model, weights_to_save
 from common.models.shards import gathered
+from common.planning import host_memory
+from common.planning.host_memory import file_bytes
 from tests.unit.ranks import found_by_ranks
 
 AS_ONE_DEVICE = {"equal": True, "loads": True, "config": True, "numel": True}
@@ -47,7 +48,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def many_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_files, "SMALL_FILE_BYTES", 0)
+    monkeypatch.setattr(host_memory, "SMALL_FILE_BYTES", 0)
 
 
 @pytest.mark.usefixtures("many_files")
@@ -74,7 +75,7 @@ def test_a_small_model_is_one_file_and_a_later_one_takes_its_place(
     save_model(model, tmp_path, True, gathered)
     names = {"config.json", "generation_config.json", "model.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    monkeypatch.setattr(saved_files, "SMALL_FILE_BYTES", 0)
+    monkeypatch.setattr(host_memory, "SMALL_FILE_BYTES", 0)
     save_model(model, tmp_path, True, gathered)
     index = json.loads((tmp_path / SAFE_WEIGHTS_INDEX_NAME).read_text())
     files = {path.name for path in tmp_path.glob("*.safetensors")}
