@@ -21,6 +21,7 @@ from common.data.rows import Tokens
 from common.models.answering import answering_run, answering_stages, load_answering, sharing_of
 from common.models.loading import (
     check_equal_logits,
+    model_without_weights,
     next_token_logits,
     save_tokenizer,
     weight_dtype,
@@ -32,6 +33,7 @@ from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import PeakMemory, RunRecorder
 from common.runtime.world import Rank
 from common.training.counted_steps import resting
+from common.training.merge_room import MergeNeed, merge_need, why_not_merged
 from common.training.pipeline_parallel import save_parts
 from common.training.trainer import AuditedTrainer, free_model
 
@@ -43,39 +45,54 @@ def save_and_reload(
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Save the model (with LoRA the adapter, and the merged model), load it as any user would, and compare the logits.
 
-    The results folder gets `model`, or `adapter` and `merged`, on each disk and with the tokenizer. The trainer's own
-    model is freed on the way, so that a device holds no more than two models at a time. Called on every rank.
+    The results folder gets `model`, or `adapter` and where there is room `merged`, on each disk and with the tokenizer.
+    The trainer's own model is freed on the way, so that a device holds no more than two models at a time. Called on
+    every rank.
 
     Returns:
         What was saved, loaded to answer by `device_map` or as `load_answering` does, and the largest absolute
-        differences of logits from the trained one's.
+        differences of logits from the trained one's. Without a merged model it is the base with the adapter's layers.
 
     Raises:
         RuntimeError: what was saved is not what was trained.
     """
     run, load = answering_run(log.run), partial(load_answering, log.run, log.rank, device_map=device_map)
-    saved = [log.folder / name for name in (("adapter", "merged") if run.method.has_adapters else ("model",))]
-    first, folder = saved[0], saved[-1]
-    batch, expected, compares = save_and_free(trainer, first)
-    differences: dict[str, float] = {}
+    saved = [log.folder / ("adapter" if run.method.has_adapters else "model")]
+    batch, expected, compares = save_and_free(trainer, saved[0])
+    differences: dict[str, float | None] = {}
     if run.method.has_adapters:
         in_stages = not device_map and answering_stages(run) > 1
         if compares or in_stages:
-            differences["adapter"] = reloaded_difference(run, first, load, batch, expected, log.memory)
-        if log.rank.is_main or in_stages:
-            save_merged(run, log.rank, first, load, folder)
+            differences["adapter"] = reloaded_difference(run, saved[0], load, batch, expected, log.memory)
+        why_not = why_not_merged(gather_object([need_to_merge(run, log, in_stages)]))
+        if not why_not:
+            saved.append(log.folder / "merged")
+            if log.rank.is_main or in_stages:
+                save_merged(run, log.rank, saved[0], load, saved[1])
+        elif log.rank.is_main:
+            print(f"note: {why_not}")
     if log.rank.is_main:
         for each in saved:
             save_tokenizer(tokenizer, each)
     wait_for_everyone()
     for each in saved:
         broadcast_folder(each, source=0, lacks=log.writes and not log.rank.is_main)
-    tuned = load(source=folder)
-    with comparing(tuned, expected, log.memory):
-        what = "merged model" if run.method.has_adapters else "model"
-        differences[folder.name] = check_equal_logits(expected, tuned, batch, what, run.precision)
-    of_ranks = gather_object([differences])
+    if saved[-1].name == "adapter":
+        tuned = PeftModel.from_pretrained(load(), saved[0]).get_base_model().eval()
+    else:
+        tuned = load(source=saved[-1])
+        with comparing(tuned, expected, log.memory):
+            what = "merged model" if run.method.has_adapters else "model"
+            differences[saved[-1].name] = check_equal_logits(expected, tuned, batch, what, run.precision)
+    of_ranks = gather_object([{name: value for name, value in differences.items() if value is not None}])
     return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
+
+
+def need_to_merge(run: RunConfig, log: RunRecorder, in_stages: bool) -> MergeNeed:
+    """Return what this rank takes of its machine to write its part of the merged model."""
+    stages = answering_stages(run) if in_stages else 1
+    whole_bytes = model_without_weights(run).num_parameters() * weight_dtype(run).itemsize
+    return merge_need(whole_bytes // stages if log.rank.rank < stages else 0, whole_bytes, log.folder)
 
 
 def comparing(
