@@ -1,11 +1,24 @@
 """An adapter is merged where machines have room for the merged model's stages, and left out with a word elsewhere."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.base.run_config import RunConfig
+from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import GIB
+from common.models.loading import load_base_model, load_tokenizer, next_token_logits
+from common.models.trained_weights import add_lora
+from common.runtime.rank import end_rank
+from common.runtime.recorder import RunRecorder
+from common.runtime.world import Rank
+from common.training.export import save_and_reload
 from common.training.merge_room import MergeNeed, merge_need, why_not_merged
+from common.training.trainer import make_trainer
+
+ALONE = Rank(0, 1, "cpu", "python")
 
 
 def need(host: str = "a", stage: int = 10, free: int = 100, disk: int = 40, free_disk: int = 100) -> MergeNeed:
@@ -37,3 +50,24 @@ def test_what_this_machine_has_is_looked_at(tmp_path: Path) -> None:
     assert why_not_merged([merge_need(1, 1, tmp_path)]) == ""
     assert "of its memory are free" in why_not_merged([merge_need(2**60, 1, tmp_path)])
     assert "results' disk" in why_not_merged([merge_need(1, 2**60, tmp_path)])
+
+
+def test_without_room_the_base_answers_with_the_adapter(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("common.training.export.why_not_merged", lambda needs: "There is no room.")
+    run = replace(run_config, results_root=str(tmp_path), validation_rows=4)
+    tokenizer, log = load_tokenizer(run), RunRecorder(run, ALONE)
+    adapted = add_lora(load_base_model(run, {"": "cpu"}), run)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    rows = tokens_of(load_splits(run).validation, tokenizer, run)
+    trainer = make_trainer(adapted, tokenizer, rows, rows, log)
+    batch = trainer.collated(rows[:2])
+    trained = next_token_logits(adapted, batch)
+    tuned, differences = save_and_reload(log, trainer, tokenizer)
+    assert torch.equal(next_token_logits(tuned, batch), trained)
+    assert (list(differences), (log.folder / "merged").exists()) == (["adapter"], False)
+    assert "note: There is no room." in capsys.readouterr().out
+    end_rank()
