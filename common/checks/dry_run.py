@@ -192,15 +192,16 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
     try:
         plan = place_stages(run, batch).plan if divides_layers(run) else plan_run(run, batch)
         verdicts = [verdict(plan, number) for number in range(len(devices))]
+        times = [f"projected: {plan.phase_times.said}"] if plan.phase_times else []
     except BadInputError as unknown:
-        verdicts = [f"no verdict: {unknown}"]
+        verdicts, times = [f"no verdict: {unknown}"], []
     for number, device in enumerate(devices):
         if divides_layers(run):
             share = plan.shares[number]
             ends = ", embeddings" * share.has_embeddings + ", head" * share.has_head
             lines.append(f"device {number}: {sum(share.layers)} layers{ends}")
         lines += [*_report_of_device(device, run.device != "cpu"), verdicts[number]]
-    return "\n".join(lines)
+    return "\n".join([*lines, *times])
 
 
 def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:

@@ -35,6 +35,7 @@ from common.planning.job import (
     Precision,
     Quantization,
 )
+from common.planning.phase_times import ASSUMED_QUESTIONS, DISK_GB_PER_S
 from common.planning.plans import (
     DEFAULT_ROWS_PER_EPOCH,
     SORTED_BY,
@@ -318,7 +319,8 @@ def _assumptions_of(plans: Sequence[Plan], options: PlannerOptions) -> list[str]
         f"only some moments use; safe: {SPREAD_SHARE:.0%} of it more, which 19 in 20 published peaks did not need",
         "memory as PyTorch's own kernels take it, also where Liger's or compiled ones are faster; expandable segments; "
         "batches are copied from pinned memory while the GPU computes",
-        f"an epoch is {options.rows_per_epoch:,} rows",
+        f"an epoch is {options.rows_per_epoch:,} rows; loading reads each weight once per machine, at {DISK_GB_PER_S} "
+        f"GB/s; the test has {ASSUMED_QUESTIONS} questions",
         f"validated, and answered before and after training: as many rows at once as need no more than training, at "
         f"most {MOST_EVALUATED_AT_ONCE} ({best.name}: {job.evaluation.rows} on each GPU)",
     ]

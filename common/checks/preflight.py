@@ -364,6 +364,7 @@ def announcement(run: RunConfig, rows: Rows, plan: Plan | None, no_plan: str) ->
         f"{tried}\n{layers}planned for {gpu.name}: {memory.peak_gib:.2f} of {gpu.memory_gib:.1f} GiB {where}, "
         f"{planned_step_s(run, plan):.3g} s per step; {why(plan)}"
         + (f"\nbeside training, {plan.higher_phase}" if plan.higher_phase else "")
+        + (f"\nof the run itself, {plan.phase_times.said}" if plan.phase_times else "")
     )
 
 

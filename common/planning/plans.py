@@ -26,6 +26,7 @@ from common.planning.gpu_overhead import memory_with_overhead
 from common.planning.host_memory import host_moments
 from common.planning.job import BatchShape, EvaluationShape, Job, Precision
 from common.planning.memory_plan import DeviceMemory, hidden_bytes
+from common.planning.phase_times import PhaseTimes, phase_times
 from common.planning.phases import TRAINING, Phase, phases_of
 from common.planning.published_rates import best_tokens_per_s
 from common.planning.run_jobs import architecture_of_run, job_of_run, with_tiles
@@ -164,6 +165,11 @@ class Plan:
     def host_moments(self) -> dict[str, list[Term]]:
         """By phase, what the fullest machine's own memory holds for its GPUs, beside what programs take."""
         return host_moments(self.architecture, self.job, self.cluster.nodes)
+
+    @property
+    def phase_times(self) -> PhaseTimes | None:
+        """Seconds of loading and of an evaluation; None on a CPU, or where nothing is evaluated."""
+        return phase_times(self.architecture, self.job, self.cluster.gpus[0])
 
     @property
     def host_moments_gib(self) -> dict[str, float]:
@@ -421,8 +427,8 @@ def ranked_plans(
             )
             tries = [False, True] if checkpointing is None else [checkpointing]
             found = [
-                make_plan(architecture, replace(job, gradient_checkpointing=on), cluster, calibration).with_rows_chosen()
-                for on in tries
+                make_plan(architecture, each, cluster, calibration).with_rows_chosen()
+                for each in (replace(job, gradient_checkpointing=on) for on in tries)
             ]
             safe = [plan for plan in found if plan.fits]
             plans.append([*safe, *(plan for plan in found if plan.may_fit), found[-1]][0])
@@ -600,6 +606,9 @@ def as_json(model: str, plans: Sequence[Plan], assumptions: Sequence[str], rows_
                 "rows_evaluated_at_once": plan.job.evaluation.rows if plan.job.evaluation else None,
                 "host_gib": plan.host_gib,
                 "host_phases_gib": plan.host_moments_gib,
+                "loading_time_s": plan.phase_times and plan.phase_times.loading_s,
+                "evaluation_time_s": plan.phase_times and plan.phase_times.answering_s,
+                "evaluated_questions": plan.phase_times and plan.phase_times.questions,
                 "max_batch_size": plan.max_batch_size,
                 "step_time_s": plan.time.total_s,
                 "tokens_per_s": plan.tokens_per_s,
@@ -678,6 +687,7 @@ def explanation(plan: Plan) -> str:
         *_host_lines(plan),
         "a step's time:",
         *(f"  {term}" for term in plan.time.terms),
+        *([f"beside training: {plan.phase_times.said}"] if plan.phase_times else []),
     ])  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+"""How long loading a model and answering the test's questions take, in closed form; all of it is projected.
+
+Answering is `generate`'s greedy search: a batch's prompts are read in one pass, then each new token reads all weights
+and all keys and values so far. Where ranks hold a model in stages, these follow one another.
+"""
+
+from dataclasses import dataclass, replace
+
+from common.hardware.devices import CPU_DEVICE, Gpu
+from common.planning.architectures import Architecture
+from common.planning.job import QUANTIZED_BYTES, EvaluationShape, Job
+from common.planning.shares import quantized_weights, stages_of, whole_model
+from common.planning.step_speed import BANDWIDTH_REACHED, KERNEL_SETS, LAUNCH_S, products_per_s, step_flops
+
+DISK_GB_PER_S = 2.0
+"""Assumed: a machine's disk, from which each weight is read once (local NVMe drives reach 2 to 7)."""
+FILE_BYTES = 2
+"""Of a weight in the files that are read."""
+HAND_OVER_S = 100e-6
+"""Assumed: a stage's hidden states on their way to the next, and its wait for the last one's logits."""
+ASSUMED_QUESTIONS = 100
+"""Of the test, where a plan is of no run."""
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Seconds beside training.
+
+    Attributes:
+        loading_s: Of the model, once.
+        questions: Of the test, over all ranks.
+        answering_s: Of all of them, and of judging the answers.
+    """
+
+    loading_s: float
+    questions: int
+    answering_s: float
+
+    @property
+    def said(self) -> str:
+        """What the baseline costs, and how to do without it, as a sentence."""
+        return (
+            f"loading takes about {_minutes(self.loading_s)}, and a baseline evaluation of {self.questions} questions "
+            f"about {_minutes(self.answering_s)}; --baseline none leaves it out"
+        )
+
+
+def phase_times(architecture: Architecture, job: Job, gpu: Gpu) -> PhaseTimes | None:
+    """Return how long loading and an evaluation take with the job's rows at once; None on a CPU, or without evaluation.
+
+    Raises:
+        BadInputError: The GPU does not compute in the job's precision.
+    """
+    shape = job.evaluation
+    if shape is None or gpu.name == CPU_DEVICE:
+        return None
+    stages = stages_of(architecture, job)
+    groups = 1 if job.parallelism.in_one_process else job.devices // stages
+    questions = shape.test_rows or ASSUMED_QUESTIONS
+    of_group = -(-questions // groups)
+    at_once = replace(shape, test_rows=questions).answered(stages, groups)
+    batches = -(-of_group // at_once)
+    batch_s = _prompts_s(architecture, job, shape, gpu, at_once)
+    batch_s += shape.new_tokens * _token_s(architecture, job, shape, gpu, at_once, stages)
+    return PhaseTimes(loading_s(architecture), questions, batches * batch_s)
+
+
+def loading_s(architecture: Architecture) -> float:
+    """Return the seconds in which each machine reads the model's files, once."""
+    return architecture.parameters * FILE_BYTES / (DISK_GB_PER_S * 1e9)
+
+
+def _prompts_s(architecture: Architecture, job: Job, shape: EvaluationShape, gpu: Gpu, rows: int) -> float:
+    """Return the seconds in which a batch's prompts are read, and where the base judges its answers and references."""
+    return _pass_s(architecture, job, gpu, rows, shape.prompt_length) + 2 * shape.judged * _pass_s(
+        architecture, job, gpu, rows, max(shape.new_tokens, shape.labelled)
+    )
+
+
+def _pass_s(architecture: Architecture, job: Job, gpu: Gpu, rows: int, length: int) -> float:
+    batch = replace(job.batch, rows=rows, length=length, labelled=1)
+    answering = replace(job, technique="full", parallel="single", devices=1, dp_replicate_size=1, micro_batches=1,
+                        offload=False, batch=batch, target_modules=())  # fmt: skip
+    return step_flops(architecture, answering, whole_model(architecture)).forward / products_per_s(gpu, job)
+
+
+def _token_s(architecture: Architecture, job: Job, shape: EvaluationShape, gpu: Gpu, rows: int, stages: int) -> float:
+    """Return the seconds of a batch's next token: all weights are read, and keys and values of half the new tokens."""
+    quantized = quantized_weights(architecture) if job.method.quantizes else 0
+    weights = quantized * QUANTIZED_BYTES[job.quantization]
+    weights += (architecture.parameters - quantized) * job.whole_model_bytes
+    tokens = rows * shape.beams * (shape.prompt_length + shape.new_tokens / 2)
+    keys = 2 * architecture.layers * tokens * architecture.kv_heads * architecture.head_dim * job.whole_model_bytes
+    read_s = (weights + keys) / (gpu.memory_bandwidth_gb_per_s * 1e9 * BANDWIDTH_REACHED)
+    launches_s = architecture.layers * KERNEL_SETS[job.kernels].kernels * LAUNCH_S
+    return max(read_s, launches_s) + HAND_OVER_S * (stages if stages > 1 else 0)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
