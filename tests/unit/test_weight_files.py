@@ -187,6 +187,14 @@ def test_weights_that_no_file_has_are_refused(divided: Path) -> None:
     assert "lack" in refused(divided, task="classification")  # which starts its head alone
 
 
+def test_a_language_model_without_its_head_is_refused(divided: Path) -> None:
+    """It would start at random, as a classifier's head does; tied to the embedding it needs no weights."""
+    config = json.loads((divided / "config.json").read_text())
+    (divided / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert "lack lm_head.weight of the 39 weights" in refused(divided)
+    check(divided, task="classification")
+
+
 def test_another_shape_than_the_configs_is_refused(divided: Path) -> None:
     config = json.loads((divided / "config.json").read_text())
     (divided / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
