@@ -213,7 +213,8 @@ class Plan:
             return self
         if not self.trains:
             return self._evaluating(1)
-        highest = max(each.likely_share for each in self._each_phase() if each.phase.name == TRAINING)
+        gpus = self.cluster.gpus
+        highest = max(memory.peak_gib / gpu.memory_gib for memory, gpu in zip(self.devices, gpus, strict=True))
         with_one = self._evaluating(1)._beside_training()
 
         def fits_beside(rows: int) -> bool:
@@ -426,10 +427,12 @@ def ranked_plans(
                 schedule="gpipe" if has_too_few else asked.schedule,  # 1F1B needs one for each stage
             )
             tries = [False, True] if checkpointing is None else [checkpointing]
-            found = [
-                make_plan(architecture, each, cluster, calibration).with_rows_chosen()
-                for each in (replace(job, gradient_checkpointing=on) for on in tries)
-            ]
+            found: list[Plan] = []
+            for on in tries:
+                tried = replace(job, gradient_checkpointing=on)
+                found.append(make_plan(architecture, tried, cluster, calibration).with_rows_chosen())
+                if found[-1].fits:
+                    break
             safe = [plan for plan in found if plan.fits]
             plans.append([*safe, *(plan for plan in found if plan.may_fit), found[-1]][0])
     return [*_best_first([plan for plan in plans if plan.may_fit]),
