@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel, modeling_utils
 
 from common.models.quantization import forked_random_numbers, quantize_as
+from common.models.shards import return_freed_memory
 
 EachModule = Callable[[str, nn.Module], None]
 """Takes the name of a module and the module as soon as it has all weights of its own, and may replace these."""
@@ -40,11 +41,15 @@ def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, 
     with forked_random_numbers(device):
         torch.manual_seed(seed)
         for name, module, owner in list(_modules_with_owners("", model, model)):
-            drawn = [own for own in weights_of(module) if _join(name, own) not in model.all_tied_weights_keys]
+            drawn = [
+                own
+                for own, weight in weights_of(module).items()
+                if weight.is_meta and _join(name, own) not in model.all_tied_weights_keys
+            ]
             if drawn:
                 _draw(module, drawn, owner, device)
                 if each:
-                    each(name, module)
+                    _hand(each, name, module)
     model.tie_weights()
     for module in model.modules():
         module._buffers.update(
@@ -72,12 +77,16 @@ def _draw(module: nn.Module, drawn: list[str], owner: PreTrainedModel, device: s
     planned = weights_of(module)
     for own in drawn:
         empty = torch.empty(planned[own].shape, dtype=planned[own].dtype, device=device)
-        setattr(
-            module, own, nn.Parameter(empty, requires_grad=planned[own].requires_grad and empty.is_floating_point())
-        )
+        setattr(module, own, nn.Parameter(empty, requires_grad=planned[own].requires_grad))
     owner._init_weights(module)
     for own in drawn:
         setattr(module, own, quantize_as(planned[own], getattr(module, own), device))
+
+
+def _hand(each: EachModule, name: str, module: nn.Module) -> None:
+    """Call `each`, and give back what it has freed."""
+    each(name, module)
+    return_freed_memory()
 
 
 # -- read from files
@@ -107,7 +116,7 @@ def each_as_it_is_read(kind: type[PreTrainedModel], each: EachModule) -> Iterato
     told: dict[int, nn.Parameter] = {}
 
     def tell(module: nn.Module) -> None:
-        each(names[module], module)
+        _hand(each, names[module], module)
         for weight in weights_of(module).values():
             weight._is_hf_initialized = True  # else the library would start it anew
             told[id(weight)] = weight
