@@ -20,18 +20,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from common.base.run_config import RunConfig
 from common.models.shards import local_part
 
 FILE = "held-rank{}.json"
 EVERY_S = 0.01
 MOST_OF_TIME = 0.2
 """Of the main thread's time: what counting may take."""
-M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**19
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**16
 """Of glibc's mallopt: what is as large goes back to the system when it is freed, so that resident memory tells."""
 OURS = re.compile(r"/common/|/my_(workflow|utils)")
+REUSE_SETTINGS, REUSED_WEIGHTS = ("stage3_max_reuse_distance", "stage3_max_live_parameters"), 1_000_000
+"""Of DeepSpeed."""
 Span = tuple[int, int]
 
 
@@ -190,6 +194,21 @@ def watch() -> None:
     watched.start()
 
 
+def forget_gathered_weights() -> None:
+    """Have ZeRO-3 keep no more gathered layers than it works on: by default it keeps a billion weights, here all."""
+    from common.planning import memory_plan
+    from common.training import zero
+
+    told = zero.deepspeed_config
+
+    def told_less(run: RunConfig) -> dict[str, Any]:
+        about = told(run)
+        about["zero_optimization"] |= dict.fromkeys(REUSE_SETTINGS, REUSED_WEIGHTS)
+        return about
+
+    zero.deepspeed_config, memory_plan.ZERO_REUSED_WEIGHTS = told_less, REUSED_WEIGHTS
+
+
 def leave_out_comparisons(jobs: Path) -> None:
     """Have workflows measure no ceiling of this machine, nor other schedules: on a CPU alone they train more for it."""
     for job in json.loads(jobs.read_text()):
@@ -202,5 +221,6 @@ def leave_out_comparisons(jobs: Path) -> None:
 if __name__ == "__main__":
     sys.argv = sys.argv[1:]
     watch()
+    forget_gathered_weights()
     leave_out_comparisons(Path(sys.argv[1]))
     runpy.run_path(sys.argv[0], run_name="__main__")
