@@ -32,6 +32,7 @@ from transformers.integrations import moe
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.models.loading import ATTENTION, model_class, weight_dtype
+from common.models.stages import cut
 from common.models.trained_weights import with_trained_weights
 from common.planning.device_maps import device_map_of
 from common.planning.job import BatchShape
@@ -49,7 +50,7 @@ from common.runtime.memory_tracker import (
 from common.runtime.rank import name_deepspeeds_device
 from common.runtime.world import Rank
 from common.tasks.objectives import objective_of
-from common.training.pipeline import PassClock, Pipeline, StageModule, cut, hidden_dtype
+from common.training.pipeline import PassClock, Pipeline, StageModule, hidden_dtype
 from common.training.pipeline_parallel import PipelineParallel
 from common.training.strategy import chunk_loss, loss_is_chunked, tell_of_answers
 from common.training.trainer import training_arguments

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from common.data.batches import within_budget
 from common.data.messages import first_tokens
 from common.data.row_checks import say_once
 from common.data.rows import Tokens
+from common.hardware.devices import GIB, read_memory
 from common.models.answering import answering_run, answering_stages, load_answering, sharing_of
 from common.models.loading import (
     check_equal_logits,
@@ -29,6 +31,7 @@ from common.models.loading import (
 from common.models.quantization import dequantized
 from common.models.shards import tensors_of
 from common.planning.job import LOGITS_AT_ONCE
+from common.planning.phases import has_room_for_whole
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import PeakMemory, RunRecorder
 from common.runtime.world import Rank
@@ -91,8 +94,13 @@ def save_and_reload(
 def need_to_merge(run: RunConfig, log: RunRecorder, in_stages: bool) -> MergeNeed:
     """Return what this rank takes of its machine to write its part of the merged model."""
     stages = answering_stages(run) if in_stages else 1
-    whole_bytes = model_without_weights(run).num_parameters() * weight_dtype(run).itemsize
-    return merge_need(whole_bytes // stages if log.rank.rank < stages else 0, whole_bytes, log.folder)
+    own_bytes = bytes_to_merge(run, stages) if log.rank.rank < stages else 0
+    return merge_need(own_bytes, bytes_to_merge(run, stages=1), log.folder)
+
+
+def bytes_to_merge(run: RunConfig, stages: int) -> int:
+    """Return the bytes of one of the merged model's stages, which have about as many."""
+    return model_without_weights(run).num_parameters() * weight_dtype(run).itemsize // stages
 
 
 def comparing(
@@ -192,11 +200,14 @@ def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], fol
 def save_merged(run: RunConfig, rank: Rank, adapter: Path, load: Callable[..., PreTrainedModel], folder: Path) -> None:
     """Save the base with an adapter merged into it, on every rank that shares the base: each merges its own layers.
 
-    A base in 4 bits has no room for the sum, and is dequantized.
+    A base in 4 bits has no room for the sum, and is dequantized; on the host, where the GPU was chosen for 4 bits.
     """
-    base = load()
     if run.method.quantizes:
-        base = dequantized(base, weight_dtype(run))
+        plain_gib = bytes_to_merge(run, answering_stages(run)) / GIB
+        has_room = rank.device == "cpu" or has_room_for_whole(plain_gib, plain_gib, read_memory(rank.device).total_gib)
+        base = dequantized(load() if has_room else load_answering(run, replace(rank, device="cpu")), weight_dtype(run))
+    else:
+        base = load()
     merged = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     sharing = sharing_of(merged, rank)
     if sharing.stages > 1:
