@@ -74,11 +74,13 @@ def judges_before(log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer
 
 def evaluate_before(
     log: RunRecorder, model: PreTrainedModel, tokenizer: Tokenizer, data: Splits, has_room: bool
-) -> Evaluation:
-    """Evaluate the quantized base's answers to the test questions, before any training.
+) -> Evaluation | None:
+    """Evaluate the quantized base's answers to the test questions before any training; None with `--baseline none`.
 
     Where the original base does not fit, the quantized one judges itself, so that no second model is loaded.
     """
+    if log.run.baseline == "none":
+        return None
     if not has_room and log.rank.is_main:
         print("no room for unquantized models on this device: the quantized base judges, the original's merge does not")
     with log.phase("baseline evaluation"):
@@ -127,13 +129,14 @@ def record(
     log: RunRecorder,
     stored: StoredWeights,
     merged: Merged,
-    before: Evaluation,
+    before: Evaluation | None,
     after: dict[str, Evaluation | None],
     trained: Metrics,
 ) -> Record:
     """Write the record of the run: what was asked, and all that was measured."""
+    evaluations = {**({"before": before} if before else {}), **after}
     return log.complete(
-        quality={name: found and found.summary() for name, found in {"before": before, **after}.items()},
+        quality={name: found and found.summary() for name, found in evaluations.items()},
         judged_by="original base" if merged.has_room else "quantized base",
         quantization={**asdict(stored), "relative_error": merged.relative_error},
         largest_logit_differences=merged.differences,
