@@ -6,7 +6,7 @@ other, written, and dropped, so that no process holds more of them than one file
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -17,25 +17,24 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from common.models.shards import byte_count, full_weights
+from common.models.shards import byte_count, full_weights, return_freed_memory
 from common.planning.host_memory import file_bytes
 
-Gather = Callable[[torch.Tensor], torch.Tensor]
 OF_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
-def save_model(model: PreTrainedModel, folder: Path, is_main: bool, gather: Gather) -> None:
+def save_model(model: PreTrainedModel, folder: Path, is_main: bool) -> None:
     """Write the model's weights and configuration, as `save_pretrained` names and describes them, from rank 0.
 
-    `gather` makes a weight whole, and so every rank must call this. What the folder had of a model is removed first,
-    and the configuration is written last: a folder that was not finished does not load.
+    Called on every rank. What the folder had of a model is removed first, and the configuration is written last: a
+    folder that was not finished does not load.
     """
     weights = weights_to_save(model)
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("model*.safetensors*"), *folder.glob("config.json")):
             old.unlink()
-    save_weights(weights, folder, is_main, gather, of_model=model)
+    save_weights(weights, folder, is_main, of_model=model)
     if is_main:
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         model.config.dtype = str(model.dtype).removeprefix("torch.")
@@ -54,11 +53,7 @@ def weights_to_save(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def save_weights(
-    weights: Mapping[str, torch.Tensor],
-    folder: Path,
-    is_main: bool,
-    gather: Gather,
-    of_model: PreTrainedModel | None = None,
+    weights: Mapping[str, torch.Tensor], folder: Path, is_main: bool, of_model: PreTrainedModel | None = None
 ) -> list[Path]:
     """Write weights from rank 0, file by file, with their index, if they are several, last; called on every rank.
 
@@ -69,12 +64,13 @@ def save_weights(
     """
     file_of: dict[str, str] = {}
     for file_name, names in planned_files(weights, of_model).items():
-        whole = full_weights(((name, weights[name]) for name in names), is_main, gather)
+        whole = full_weights(((name, weights[name]) for name in names), is_main)
         if is_main:
             stored = revert_weight_conversion(of_model, whole) if of_model else whole
             save_file({name: each.contiguous() for name, each in stored.items()}, folder / file_name, {"format": "pt"})
             file_of |= dict.fromkeys(stored, file_name)
             del whole, stored  # before the next file's
+        return_freed_memory()
     files = [folder / name for name in dict.fromkeys(file_of.values())]
     if len(files) > 1:
         planned = list(map(_described, weights.values()))

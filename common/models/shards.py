@@ -1,11 +1,13 @@
 """Weights of which a rank holds a part (FSDP's, DeepSpeed's) or all: measure them, and make them whole."""
 
-from collections.abc import Callable, Iterable, Iterator
+import ctypes
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 def local_part(weight: torch.Tensor) -> torch.Tensor:
@@ -48,22 +50,46 @@ def host_copy(parts: dict[str, Any]) -> dict[str, Any]:
         stager.close()  # it would keep the copy
 
 
-def full_weights(
-    named: Iterable[tuple[str, torch.Tensor]], is_main: bool, gather: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def full_weights(named: Iterable[tuple[str, torch.Tensor]], is_main: bool) -> dict[str, torch.Tensor]:
     """Return every weight whole, on the host of rank 0 (elsewhere empty); one at a time on the devices.
 
-    `gather` makes a weight whole; every rank must call this. What no rank divides is not copied.
+    Called on every rank. What no rank divides is not copied.
     """
     whole = {}
     for name, weight in named:
-        gathered = gather(weight).detach()
+        one = gathered(weight).detach()
         if is_main:
-            whole[name] = gathered.cpu()
-        del gathered  # before the next one comes
+            whole[name] = one.cpu()
+        del one  # before the next one comes
     return whole
 
 
 def gathered(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight made whole from FSDP's shards."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+    """Return a weight made whole from the ranks' parts, FSDP's, tensor parallel's or DeepSpeed's; on every rank."""
+    if hasattr(weight, "ds_tensor"):
+        part, ranks = weight.ds_tensor.to(weight.device), dist.get_world_size()
+        flat = torch.empty(ranks * part.numel(), dtype=part.dtype, device=part.device)  # padded to a multiple
+        _fill(flat.chunk(ranks), part)
+        return flat[: weight.ds_numel].view(weight.ds_shape)
+    if not isinstance(weight, DTensor):
+        return weight
+    if weight.device_mesh.ndim > 1 or weight.placements != (Shard(0),):
+        return weight.full_tensor()
+    part = weight.to_local().detach()
+    whole = torch.empty(weight.shape, dtype=part.dtype, device=part.device)
+    _fill(whole.chunk(weight.device_mesh.size()), part, weight.device_mesh.get_group())
+    return whole
+
+
+def _fill(places: Sequence[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Bring each rank's part to its place in a whole weight: Gloo's own gathering needs as much memory again."""
+    for owner, place in enumerate(places):
+        if owner == dist.get_rank(group):
+            place.copy_(own)
+        dist.broadcast(place, group=group, group_src=owner)
+
+
+def return_freed_memory() -> None:
+    """Give the system back what was freed: glibc keeps it, in pieces too small for what comes next."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

@@ -37,7 +37,7 @@ from common.data.rows import IGNORED_LABEL, Tokens
 from common.models.loading import load_base_model, next_token_logits
 from common.models.saved_files import save_model
 from common.models.separate_rows import separate_rows, without_mask
-from common.models.shards import byte_count, full_weights, gathered, global_numel, host_copy, local_part
+from common.models.shards import byte_count, full_weights, global_numel, host_copy, local_part
 from common.models.stages import StageMap
 from common.models.trained_weights import parameter_counts, with_trained_weights
 from common.planning.device_maps import whole_model_on
@@ -72,7 +72,6 @@ class Strategy:
         autocasts: Whether products are in bf16 by autocast; DeepSpeed converts weights itself, as FSDP may.
         divides_checkpoints: Whether every rank writes a part of a checkpoint.
         needs_one_disk: Whether ranks write and read a checkpoint in one folder, which their machines must share.
-        gather: Function that returns a weight whole; called on every rank.
     """
 
     takes_steps = measures_usage = saves_in_background = needs_one_disk = autocasts = True
@@ -324,17 +323,15 @@ class Strategy:
 
     # -- one model of all parts
 
-    gather = staticmethod(gathered)
-
     def export(self, folder: Path) -> None:
         """Write the model (with LoRA: the adapter) as plain Transformers (or PEFT) loads it; called on every rank."""
         if isinstance(self.model, PeftModel):
             trained = [named for named in self.model.named_parameters() if named[1].requires_grad]
-            weights = full_weights(trained, self.rank.is_main, self.gather)
+            weights = full_weights(trained, self.rank.is_main)
             if self.rank.is_main:
                 self.model.save_pretrained(folder, state_dict=weights, save_embedding_layers=False)
         else:
-            save_model(self.model, folder, self.rank.is_main, self.gather)
+            save_model(self.model, folder, self.rank.is_main)
         wait_for_everyone()
 
     def free(self) -> None:

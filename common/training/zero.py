@@ -5,7 +5,7 @@ import os
 import shutil
 import warnings
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from safetensors import safe_open
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.cpp_extension import get_default_build_root
@@ -24,13 +24,13 @@ from common.models.divided import Division, load_divided
 from common.models.loading import next_token_logits
 from common.models.module_by_module import weights_of
 from common.models.saved_files import save_weights
-from common.models.shards import byte_count, global_numel, local_part
+from common.models.shards import byte_count, gathered, global_numel, local_part, return_freed_memory
 from common.models.stages import StageMap
 from common.models.trained_weights import with_trained_weights
 from common.models.weight_files import weight_files
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
 from common.training.digests import begin_hashing
-from common.training.fsdp import mesh_of
+from common.training.fsdp import loading_mesh, mesh_of
 from common.training.strategy import Batch, Model, Strategy
 from common.training.usage import Held, check_share, optimizer_bytes
 
@@ -87,10 +87,11 @@ class Zero(Strategy):
         warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
         if zero_stage(self.run) < 3:
             return super().load_model(stage_map)
-        device = "cpu" if self.run.offload == "cpu" else self.rank.device
-        rows = Division(init_device_mesh(torch.device(device).type, (self.rank.world_size,)), lambda name: 0)
-        model = with_trained_weights(load_divided(self.run, device, rows), self.run)
-        hand_over(model, self._config(model), mesh_of(self.rank, self.run))
+        mesh = mesh_of(self.rank, self.run)
+        by_rows = Division(loading_mesh(self.rank, self.run, mesh), lambda _: 0)
+        base = load_divided(self.run, "cpu" if self.run.offload == "cpu" else self.rank.device, by_rows)
+        model = with_trained_weights(base, self.run)
+        hand_over(model, self._config(model), mesh)
         return model.to(self.rank.device)  # buffers
 
     def group_weights(self, optimizer: torch.optim.Optimizer) -> None:
@@ -157,7 +158,7 @@ class Zero(Strategy):
 
     def save_weights(self, folder: Path) -> None:
         """Write what is trained from rank 0, file by file: DeepSpeed's checkpoints have the optimizer in any case."""
-        begin_hashing(save_weights(dict(self._trained_weights()), folder, self.rank.is_main, self.gather))
+        begin_hashing(save_weights(dict(self._trained_weights()), folder, self.rank.is_main))
 
     def load(self, folder: Path) -> None:
         """Take back this rank's part."""
@@ -169,27 +170,15 @@ class Zero(Strategy):
         if not file_of:  # a full state
             self.load(folder)
             return
+        from deepspeed.zero import GatheredParameters
+
         for name, weight in self._trained_weights():
-            whole = self._whole(weight, modifier_rank=0)
+            whole = GatheredParameters([weight], modifier_rank=0) if hasattr(weight, "ds_tensor") else nullcontext()
             with safe_open(file_of[name], framework="pt") as file, whole, torch.no_grad():
                 weight.copy_(file.get_tensor(name))
 
     def _trained_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [named for named in self.model.named_parameters() if named[1].requires_grad]
-
-    def gather(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight whole; stage 3 has divided it."""
-        with self._whole(weight):
-            return weight.detach().clone()
-
-    @staticmethod
-    def _whole(weight: torch.Tensor, modifier_rank: int | None = None) -> AbstractContextManager[object]:
-        """Return a context in which a weight is whole; what rank `modifier_rank` does to it remains on every rank."""
-        import deepspeed
-
-        if not hasattr(weight, "ds_tensor"):  # stages 1 and 2, and buffers
-            return nullcontext()
-        return deepspeed.zero.GatheredParameters([weight], modifier_rank)
 
     def free(self) -> None:
         """Free the engine, which has the fp32 copies."""
@@ -248,6 +237,7 @@ def hand_over(model: Model, config: dict[str, Any], mesh: DeviceMesh) -> None:
             partitioned = weight
         else:  # as it does with adapters itself: to read the settings again takes longer
             partitioned.convert_to_zero_parameters(param_list=[weight])
+        return_freed_memory()
 
 
 def _places_of_weights(model: torch.nn.Module) -> list[list[tuple[torch.nn.Module, str]]]:
@@ -264,8 +254,8 @@ def _whole_weight(
 ) -> torch.nn.Parameter:
     module, name = places[0]
     weight = module._parameters[name]
-    whole = weight.detach()
-    if isinstance(whole, DTensor):
-        part, about = whole.to_local().to(mesh.device_type), {"shape": whole.shape, "stride": whole.stride()}
-        whole = DTensor.from_local(part, mesh, whole.placements, run_check=False, **about).full_tensor()
-    return torch.nn.Parameter(whole.to(mesh.device_type, dtype), requires_grad=weight.requires_grad)
+    rows = weight.detach()
+    if isinstance(rows, DTensor):  # from_local moves them to the mesh's devices
+        about = {"run_check": False, "shape": rows.shape, "stride": rows.stride()}
+        rows = DTensor.from_local(rows.to_local(), mesh, rows.placements, **about)
+    return torch.nn.Parameter(gathered(rows).to(mesh.device_type, dtype), requires_grad=weight.requires_grad)

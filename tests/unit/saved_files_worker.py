@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 
 from common.base.run_config import RunConfig
 from common.models import saved_files
-from common.models.shards import byte_count, full_weights, gathered, global_numel, local_part
+from common.models.shards import byte_count, full_weights, global_numel, local_part
 from common.planning import host_memory
 from common.runtime.rank import start_rank
 from common.training.deepspeed_config import deepspeed_config, with_sizes
-from common.training.zero import Zero, hand_over
+from common.training.zero import hand_over
 from tests.unit.ranks import tell
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -72,12 +72,12 @@ def by_deepspeed(kind: str, mesh: DeviceMesh) -> PreTrainedModel:
 
 
 CASES = {
-    "fsdp": ("llama", in_rows, gathered),
-    "fsdp, tied": ("tied", in_rows, gathered),
-    "fsdp, experts": ("experts", in_rows, gathered),
-    "tp": ("llama", in_columns, gathered),
-    "zero3": ("llama", by_deepspeed, Zero(replace(RUN, parallel="zero3"), None).gather),
-    "zero3, tied": ("tied", by_deepspeed, Zero(replace(RUN, parallel="zero3"), None).gather),
+    "fsdp": ("llama", in_rows),
+    "fsdp, tied": ("tied", in_rows),
+    "fsdp, experts": ("experts", in_rows),
+    "tp": ("llama", in_columns),
+    "zero3": ("llama", by_deepspeed),
+    "zero3, tied": ("tied", by_deepspeed),
 }
 
 
@@ -91,7 +91,7 @@ def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
 
 def found_of(case: str, folder: Path, mesh: DeviceMesh, is_main: bool) -> dict[str, object]:
     """Save a model in parts, with files as small as may be; rank 0 compares it with what one device saves."""
-    kind, divide, gather = CASES[case]
+    kind, divide = CASES[case]
     one, model, held = toy(kind), divide(kind, mesh), []
 
     def counted(*arguments: object) -> dict[str, torch.Tensor]:
@@ -101,7 +101,7 @@ def found_of(case: str, folder: Path, mesh: DeviceMesh, is_main: bool) -> dict[s
 
     parts = byte_count(map(local_part, model.parameters()))
     with patch.object(host_memory, "SMALL_FILE_BYTES", 0), patch.object(saved_files, "full_weights", counted):
-        saved_files.save_model(model, folder / "parts", is_main, gather)
+        saved_files.save_model(model, folder / "parts", is_main)
     if not is_main:
         return {"held": max(held)}
     one.save_pretrained(folder / "one")

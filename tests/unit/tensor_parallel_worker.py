@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.shards import full_weights, gathered, local_part
+from common.models.shards import full_weights, local_part
 from common.runtime.rank import start_rank
 from common.runtime.world import Rank
 from common.training.strategy import Strategy
@@ -191,12 +191,13 @@ def passes(case: Case, mesh: DeviceMesh, batch: Batch) -> Found:
 
 def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every trained weight (of a model without adapters: every one), on each rank."""
-    return full_weights([named for named in model.named_parameters() if named[1].requires_grad], True, gathered)
+    whole = full_weights([named for named in model.named_parameters() if named[1].requires_grad], True)
+    return {name: weight.clone() for name, weight in whole.items()}
 
 
 def saved_difference(case: Case, divided: torch.nn.Module, batch: Batch, folder: Path, rank: Rank) -> float:
     """Of the logits of what plain libraries load, and the divided model's."""
-    Strategy.export(SimpleNamespace(model=divided, rank=rank, gather=gathered), folder)
+    Strategy.export(SimpleNamespace(model=divided, rank=rank), folder)
     is_adapted = isinstance(divided, PeftModel)
     plain = (
         PeftModel.from_pretrained(base_toy(case[0]), folder) if is_adapted else type(divided).from_pretrained(folder)

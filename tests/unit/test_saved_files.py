@@ -9,8 +9,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from common.models import shards
 from common.models.saved_files import save_model, weights_to_save
-from common.models.shards import gathered
 from common.planning import host_memory
 from common.planning.host_memory import file_bytes
 from tests.unit.ranks import found_by_ranks
@@ -53,9 +53,11 @@ def many_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("many_files")
 @pytest.mark.parametrize("weights", [0, 5, 20])
-def test_what_was_not_finished_does_not_load(model: PreTrainedModel, tmp_path: Path, weights: int) -> None:
+def test_what_was_not_finished_does_not_load(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: int
+) -> None:
     """Also where an earlier model was whole there."""
-    save_model(model, tmp_path, True, gathered)
+    save_model(model, tmp_path, True)
     left = iter(range(weights))
 
     def dies(weight: torch.Tensor) -> torch.Tensor:
@@ -63,8 +65,9 @@ def test_what_was_not_finished_does_not_load(model: PreTrainedModel, tmp_path: P
             raise ConnectionError("the other rank is gone")
         return weight
 
+    monkeypatch.setattr(shards, "gathered", dies)
     with pytest.raises(ConnectionError):
-        save_model(model, tmp_path, True, dies)
+        save_model(model, tmp_path, True)
     with pytest.raises((OSError, ValueError)):  # no config.json
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -72,11 +75,11 @@ def test_what_was_not_finished_does_not_load(model: PreTrainedModel, tmp_path: P
 def test_a_small_model_is_one_file_and_a_later_one_takes_its_place(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_model(model, tmp_path, True, gathered)
+    save_model(model, tmp_path, True)
     names = {"config.json", "generation_config.json", "model.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == names
     monkeypatch.setattr(host_memory, "SMALL_FILE_BYTES", 0)
-    save_model(model, tmp_path, True, gathered)
+    save_model(model, tmp_path, True)
     index = json.loads((tmp_path / SAFE_WEIGHTS_INDEX_NAME).read_text())
     files = {path.name for path in tmp_path.glob("*.safetensors")}
     assert files == set(index["weight_map"].values())
