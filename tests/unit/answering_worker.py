@@ -1,4 +1,4 @@
-"""Toy models that answer, whole on every rank and in stages that two ranks share: logits, answers and parts. By torchrun.
+"""Toy models that answer, whole on every rank and in stages that ranks share: logits, answers, parts. Run by torchrun.
 
 torchrun --nproc_per_node 4 answering_worker.py FOLDER CASE...: what each rank finds of each case.
 """
