@@ -5,10 +5,12 @@ PyTorch's `fully_shard` is called here directly: Accelerate's FSDP plugin runs p
 
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from peft import PeftModel
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -23,18 +25,13 @@ from common.models.module_by_module import weights_of
 from common.models.shards import byte_count, global_numel, local_part
 from common.models.stages import StageMap
 from common.models.trained_weights import with_trained_weights
-from common.planning.device_maps import whole_model_on
 from common.runtime.rank import accelerate_shards, exchange_timeout
 from common.runtime.world import BACKENDS, Rank
-from common.training.strategy import Batch, Model, Strategy, whole_model_to_train
+from common.training.strategy import Batch, Model, Strategy
 from common.training.usage import Held, check_part, part_bytes
 
 OWN_LAYERS = "layers"
 """The setting `wrap` for the model's own layers."""
-WHOLE_UNTIL_DIVIDED = (
-    "`accelerate launch` divides the model when training begins: until then each rank has all of it in its host's "
-    "memory; with torchrun it would load its part alone"
-)
 LEFT_TO_ACCELERATE = ("wrap", "prefetch", "offload", "dp_replicate_size")
 """Settings that do nothing where `accelerate launch` shards by its own file."""
 
@@ -60,32 +57,24 @@ class Fsdp(Strategy):
     def load_model(self, stage_map: StageMap | None = None) -> Model:
         """Return the divided model, of which each rank has loaded its part alone.
 
-        Accelerate, where it was launched with an FSDP file, divides it when training begins.
+        Where Accelerate was launched with an FSDP file, its own function divides it, as that file says.
 
         Raises:
             BadInputError: the model lacks a class to wrap, or layers to train.
         """
-        if accelerate_shards():
-            self.shard_group = None
-            model = whole_model_to_train(self.run, whole_model_on("cpu"))
-            said = f"{describe_wrapping(model, self.run.wrap)}\n{WHOLE_UNTIL_DIVIDED}"
-        else:
-            mesh = mesh_of(self.rank, self.run)
-            self.shard_group = mesh["shard"].get_group()
-            by_rows = Division(loading_mesh(self.rank, self.run, mesh), lambda _: 0)
-            base = load_divided(self.run, "cpu" if self.run.offload == "cpu" else self.rank.device, by_rows)
-            model = with_trained_weights(base, self.run)
-            said = describe_wrapping(model, self.run.wrap)
-            shard(model, self.run, mesh)
+        mesh = mesh_of(self.rank, self.run)
+        self.shard_group = mesh["shard"].get_group()
+        plugin = FullyShardedDataParallelPlugin() if accelerate_shards() else None  # by its file's variables
+        offloads = bool(plugin.cpu_offload) if plugin else self.run.offload == "cpu"
+        by_rows = Division(loading_mesh(self.rank, self.run, mesh, offloads), lambda _: 0)
+        base = load_divided(self.run, "cpu" if offloads else self.rank.device, by_rows)
+        model = with_trained_weights(base, self.run)
         if self.rank.is_main:
-            print(said)
-        return model
+            print(describe_wrapping(model, self.run.wrap))
+        return shard_by_accelerate(model, self.run, plugin) if plugin else shard(model, self.run, mesh)
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
-        """Check that the model is divided; where Accelerate was launched with an FSDP file, it divides it only now."""
-        if accelerate_shards():
-            accelerator.state.fsdp_plugin.mixed_precision_policy = mixed_precision(self.run)  # its own sums in bf16
-            self.model, optimizer = accelerator.prepare(self.model, optimizer)
+        """Check that the model is divided."""
         check_fully_sharded(self.model, self.run.shard_ranks)
         return super().prepare(optimizer, accelerator)
 
@@ -180,12 +169,12 @@ def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
     return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def loading_mesh(rank: Rank, run: RunConfig, mesh: DeviceMesh) -> DeviceMesh:
+def loading_mesh(rank: Rank, run: RunConfig, mesh: DeviceMesh, offloads: bool) -> DeviceMesh:
     """Return this rank's row of `mesh`, where weights stay: on the devices, or on the hosts; called on every rank.
 
     It has no names: PEFT takes parts on any mesh with other names than its own for tensor parallel's.
     """
-    if run.offload != "cpu":
+    if not offloads:
         return DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
     rows = torch.arange(rank.world_size).view(run.dp_replicate_size, -1).tolist()
     group, _ = dist.new_subgroups_by_enumeration(rows, backend=BACKENDS["cpu"], timeout=exchange_timeout(run))
@@ -211,6 +200,20 @@ def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
         fully_shard(module, **about)
     _put_back(loaded)
     prefetch(wrapped, run.prefetch)
+    return model
+
+
+def shard_by_accelerate(model: Model, run: RunConfig, plugin: FullyShardedDataParallelPlugin) -> Model:
+    """Divide every weight among the ranks, in place, by Accelerate's own function and settings; see `shard`.
+
+    But for the format that gradients are summed in: by its file that would be bf16.
+    """
+    plugin.mixed_precision_policy = mixed_precision(run)
+    loaded = _set_aside(model)
+    # what the function asks of an Accelerator; a real one would be made before the Trainer's own
+    of_file = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=False)
+    model = fsdp2_prepare_model(of_file, model)
+    _put_back(loaded)
     return model
 
 
