@@ -133,6 +133,16 @@ class FakeGpuTensor(torch.Tensor):
     def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return compute(operation, args, kwargs or {})
 
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        """Take other values, and let go of the memory of those before."""
+        torch.Tensor.data.__set__(self, other)
+        self.raw = _raw(other, [])
+
     # what reads a tensor's memory reads that of the CPU
 
     def untyped_storage(self) -> torch.UntypedStorage:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from common.base.paths import REPOSITORY
-from common.planning.phases import PHASES
+from common.hardware.devices import GIB
+from common.planning.phases import PHASES, TRAINING
 from tests.fake_gpus.run import WAITS
 from tests.fixtures import Trained
 from tests.forked import run_forked
+from tests.recipes.deep import save_deep_decoder
 from tests.recipes.folders import DDP, FULL, LORA, MP, PP
 
 FOLDERS = {"LoRA": LORA, "DDP": DDP, "full": FULL, "MP": MP, "PP": PP}
@@ -34,6 +37,9 @@ OWN = {
 }
 """Settings of a folder's technique. A pipeline's stages agree on each new shape of a batch, and wait for it: both of
 its steps have one, and no validation is between them."""
+ONE_ROW = ("--test_rows", "2", "--validation_rows", "2", "--per_device_eval_batch_size", "1", "--max_new_tokens", "1")
+ALONE = ("loading", "baseline evaluation", "final evaluation")
+"""Phases in which a model is alone, without gradients and optimizer states."""
 STARTER = "tests.fake_gpus.run"
 DEVICES = {"MP, two": 2, "MP, four": 4}
 Runs = dict[str, Trained]
@@ -137,3 +143,28 @@ def test_a_step_waits_for_its_gpu_once(one_process: Runs, two_ranks: Runs, name:
     if name == "DDP":  # its buckets are the host's here, and gradients are copied into them
         waits = [wait for wait in waits if wait != "aten.copy_.default"]
     assert waits == ["aten._local_scalar_dense.default"]
+
+
+@pytest.mark.parametrize("technique", ["full", "lora"])
+def test_no_device_ever_holds_more_of_a_divided_model_than_half_and_a_layer(
+    run_several: Callable[..., Runs], tmp_path: Path, fake_gpus: None, technique: str
+) -> None:
+    """Where a model is alone; in training gradients and optimizer states come on top.
+
+    Merging is left out: fake GPUs free what PEFT has merged, and what was trained, later than real ones.
+    """
+    save_deep_decoder(tmp_path / "deep", hidden_size=256, intermediate_size=512, num_attention_heads=4)
+    settings = (*ON_GPUS, *OWN["PP"], *ONE_ROW, "--technique", technique, "--model", str(tmp_path / "deep"))
+    run = run_several(tmp_path, {"PP": (PP, settings)}, 2, STARTER)["PP"]
+    base = load_file(tmp_path / "deep" / "model.safetensors")
+    whole_gib, layer_gib = (
+        sum(weight.nbytes for name, weight in base.items() if part in name) / GIB for part in ("", "layers.0.")
+    )
+    for entry in run.record["memory"]:
+        measured, planned = entry["peak_gib_by_phase"], entry["planned_gib_by_phase"]
+        shares = {
+            phase: round(measured[phase] / planned[phase], 2) for phase in PHASES if phase not in (TRAINING, "merging")
+        }
+        assert {phase: share for phase, share in shares.items() if share > 1.1} == {}
+        held = {phase: round(measured[phase] / whole_gib, 3) for phase in ALONE}
+        assert {phase: share for phase, share in held.items() if share > 0.5 + layer_gib / whole_gib} == {}

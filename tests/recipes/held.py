@@ -74,8 +74,7 @@ def spans_of(tensors: Iterable[torch.Tensor]) -> Iterator[Span]:
         if tensor.nbytes == size or not any(begin <= first < end for begin, end in mapped):
             yield first, first + size
         else:
-            last = sum((count - 1) * stride for count, stride in zip(tensor.size(), tensor.stride(), strict=True))
-            yield tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+            yield tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 def mapped_files() -> list[Span]:

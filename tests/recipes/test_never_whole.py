@@ -55,7 +55,7 @@ IN_TRAINING = (TRAINING, "validation")
 """Phases in which what layers keep, and with full fine-tuning a new gradient, come on top: their bound is the plan."""
 GATHERING = ("saving", "merging")
 """Phases in which FSDP and ZeRO compute, or save, by what they gather: `FSDP_GATHERED_IN_FORWARD` layers at most."""
-PLAN, LITTLE_BYTES = 1.1, 8 * MIB
+PLAN, LITTLE_BYTES = 1.1, 16 * MIB
 """How far above its plan a phase may be; and what rows, activations and Python's own objects may take beside."""
 WHOLE_SHARE = 0.6
 """Of the whole model, what a process may have of its own beside training, above its base."""
@@ -186,8 +186,9 @@ def test_a_process_has_no_more_memory_of_its_own_than_planned_beside_its_base(ru
 
 def test_a_process_has_little_more_than_half_of_the_model_of_its_own(run: Watched) -> None:
     def bound_of(rank: int, phase: str) -> float:
-        gathered = (run.layers_in(phase) - 1) * run.layer_bytes
-        return run.base_bytes(rank, phase) + WHOLE_SHARE * run.whole_bytes + gathered
+        gathered = run.layers_in(phase) - 1
+        copied = bool(gathered)  # a layer that is gathered, by gloo
+        return run.base_bytes(rank, phase) + WHOLE_SHARE * run.whole_bytes + (gathered + copied) * run.layer_bytes
 
     check_bounds(run, "resident_of_model", bound_of, run.phases_beside_training)
 
@@ -223,7 +224,7 @@ def greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question:
     asked = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     made = model.generate(**prompt, do_sample=False, max_new_tokens=NEW_TOKENS)
-    return tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    return tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def test_saved_weights_are_those_of_the_base_where_they_were_not_trained(run: Watched) -> None:
