@@ -31,7 +31,6 @@ from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
 from common.runtime.rank import rank_started
 from common.runtime.world import Rank
-from common.training import export
 from tests.forked import run_forked
 
 SINGLE, DDP = "2.1_lora_finetuning/run_0_cpu_x1", "2.2_lora_finetuning_with_ddp/run_0_cpu_x2"
@@ -434,8 +433,12 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
         assert trainer.state.global_step == preflight.STEPS
         assert trainer.work.rows == [0, 1, 2, 3] * 2 * preflight.STEPS
         assert any(weight.any() for name, weight in trainer.model.named_parameters() if "lora_B" in name)
-        load = export.load_base_model
-        monkeypatch.setattr(export, "load_base_model", lambda run, device_map: load(replace(run, seed=1), device_map))
+        load = preflight.load_answering
+
+        def load_another(run: RunConfig, rank: Rank, **about: object) -> torch.nn.Module:
+            return load(replace(run, seed=1), rank, **about)
+
+        monkeypatch.setattr(preflight, "load_answering", load_another)
         with pytest.raises(RuntimeError, match="what was saved is not what was trained"):
             preflight.save_and_reload(asked, trainer, {}, rank, tmp_path)
 
