@@ -1,6 +1,5 @@
 """Pipeline parallel as a strategy: what the stages do in a step and agree on, and the parts saved as one model."""
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -13,11 +12,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
+from common.models.saved_files import write_index
+from common.models.shards import byte_count
 from common.models.stages import Sharing, StageMap
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.runtime.world import Rank
@@ -225,17 +225,14 @@ def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing, is_main:
         weights = {name: weight for name, weight in weights.items() if not name.endswith(copies)}
     if sharing.group == 0:
         save_file(weights, folder / file_name, metadata={"format": "pt"})
-    size = sum(weight.numel() * weight.element_size() for weight in weights.values())
-    parts = [part for part in gather_object([(file_name, list(weights), size, sharing.group)]) if part[-1] == 0]
+    size, numel = byte_count(weights.values()), sum(weight.numel() for weight in weights.values())
+    parts = [part for part in gather_object([(file_name, list(weights), size, numel, sharing.group)]) if part[-1] == 0]
     if is_main:
         model.whole_config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-        index = {
-            "metadata": {"total_size": sum(size for _, _, size, _ in parts)},
-            "weight_map": {name: file_name for file_name, names, *_ in parts for name in names},
-        }
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        file_of = {name: file_name for file_name, names, *_ in parts for name in names}
+        write_index(folder, file_of, *(sum(part[place] for part in parts) for place in (2, 3)))
     return [folder / file_name] if sharing.group == 0 else []
 
 

@@ -87,9 +87,9 @@ class Zero(Strategy):
         warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
         if zero_stage(self.run) < 3:
             return super().load_model(stage_map)
-        mesh = mesh_of(self.rank, self.run)
-        by_rows = Division(loading_mesh(self.rank, self.run, mesh), lambda _: 0)
-        base = load_divided(self.run, "cpu" if self.run.offload == "cpu" else self.rank.device, by_rows)
+        mesh, offloads = mesh_of(self.rank, self.run), self.run.offload == "cpu"
+        by_rows = Division(loading_mesh(self.rank, self.run, mesh, offloads), lambda _: 0)
+        base = load_divided(self.run, "cpu" if offloads else self.rank.device, by_rows)
         model = with_trained_weights(base, self.run)
         hand_over(model, self._config(model), mesh)
         return model.to(self.rank.device)  # buffers

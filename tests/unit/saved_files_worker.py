@@ -4,6 +4,7 @@ torchrun --nproc_per_node 2 saved_files_worker.py FOLDER CASE...: what each rank
 """
 
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,11 +93,12 @@ def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
 def found_of(case: str, folder: Path, mesh: DeviceMesh, is_main: bool) -> dict[str, object]:
     """Save a model in parts, with files as small as may be; rank 0 compares it with what one device saves."""
     kind, divide = CASES[case]
-    one, model, held = toy(kind), divide(kind, mesh), []
+    one, model, made, held = toy(kind), divide(kind, mesh), [], []
 
     def counted(*arguments: object) -> dict[str, torch.Tensor]:
         whole = full_weights(*arguments)
-        held.append(byte_count(whole.values()))
+        made.extend(map(weakref.ref, whole.values()))
+        held.append(byte_count(weight for each in made if (weight := each()) is not None))
         return whole
 
     parts = byte_count(map(local_part, model.parameters()))
