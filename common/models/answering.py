@@ -7,6 +7,7 @@ logits, to the last bit. (With FSDP instead all weights would cross the links fo
 """
 
 from dataclasses import replace
+from datetime import timedelta
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,12 @@ def answering_map(run: RunConfig, stages: int) -> StageMap:
 
 
 def _group_of(run: RunConfig, rank: Rank, stages: int) -> dist.ProcessGroup | None:
-    return _groups(rank.world_size, stages, exchange_timeout(run)) if stages < rank.world_size else None
+    return _own_group(dist.group.WORLD, stages, exchange_timeout(run)) if stages < rank.world_size else None
 
 
-@lru_cache(maxsize=1)
-def _groups(world_size: int, stages: int, timeout: Any) -> dist.ProcessGroup:
-    ranks = torch.arange(world_size).view(-1, stages).tolist()
+@lru_cache(maxsize=1)  # models are loaded several times, and every rank makes all groups
+def _own_group(world: dist.ProcessGroup, stages: int, timeout: timedelta) -> dist.ProcessGroup:
+    ranks = torch.arange(world.size()).view(-1, stages).tolist()
     return dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
 
 
