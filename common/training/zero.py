@@ -170,10 +170,11 @@ class Zero(Strategy):
         if not file_of:  # a full state
             self.load(folder)
             return
-        from deepspeed.zero import GatheredParameters
+        import deepspeed  # `deepspeed.zero` is an attribute, and no module
 
         for name, weight in self._trained_weights():
-            whole = GatheredParameters([weight], modifier_rank=0) if hasattr(weight, "ds_tensor") else nullcontext()
+            is_divided = hasattr(weight, "ds_tensor")
+            whole = deepspeed.zero.GatheredParameters([weight], modifier_rank=0) if is_divided else nullcontext()
             with safe_open(file_of[name], framework="pt") as file, whole, torch.no_grad():
                 weight.copy_(file.get_tensor(name))
 
