@@ -17,7 +17,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,20 @@ def live_objects() -> tuple[list[torch.Tensor], list[object]]:
 
 
 def spans_of(tensors: Iterable[torch.Tensor]) -> Iterator[Span]:
-    """Yield the addresses of what tensors keep in memory: their whole storage, or what they see of a mapped file."""
-    mapped = mapped_files()
+    """Yield the addresses of what tensors keep in memory: their whole storage, or what they are of a mapped file.
+
+    A view of a mapped file has a base, which is all that is stored of a weight, and takes no memory.
+    """
+    mapped, tensors = mapped_files(), list(tensors)
+    bases = {id(tensor._base) for tensor in tensors if tensor._is_view()}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         first, size = storage.data_ptr(), storage.nbytes()
         if not size or not tensor.numel():
             continue
-        if tensor.nbytes == size or not any(begin <= first < end for begin, end in mapped):
+        if not any(begin <= first < end for begin, end in mapped):
             yield first, first + size
-        else:
+        elif id(tensor) not in bases:
             yield tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
@@ -111,13 +116,13 @@ class Watched:
     """What this process holds, by phase.
 
     Tensors are counted by the main thread, whenever a timer's signal comes: another one would hold tuples that PyTorch
-    is about to fill. A thread reads resident memory, also while the main one computes.
+    is about to fill. A thread reads resident memory, also while the main one computes; where that was is not known, as
+    another thread's frames are not to be looked at while it runs.
     """
 
     def __init__(self) -> None:
         self.phase, self.highest = "start", {}
         self.states: set[Span] = set()
-        self.main = threading.main_thread().ident
 
     def start(self) -> None:
         """Count until the process ends."""
@@ -128,7 +133,7 @@ class Watched:
 
     def _read(self) -> None:
         while True:
-            self._keep("resident", resident_bytes())
+            self._keep("resident", resident_bytes(), lambda: ("", ""))
             time.sleep(EVERY_S)
 
     def _count_again(self, *_: object) -> None:
@@ -143,20 +148,22 @@ class Watched:
         every = {*spans_of(tensors), *states}
         held, kept = together(every), together(states | (self.states & every))  # an optimizer forgets before it frees
         self.states = states
-        self._keep("tensors", held, tensors)
-        self._keep("of_model", held - kept, tensors)
-        self._keep("resident_of_model", resident_bytes() - kept, tensors)
+        about = partial(about_now, tensors)
+        self._keep("tensors", held, about)
+        self._keep("of_model", held - kept, about)
+        self._keep("resident_of_model", resident_bytes() - kept, about)
 
-    def _keep(self, name: str, size: int, tensors: list[torch.Tensor] = ()) -> None:
+    def _keep(self, name: str, size: int, about: Callable[[], tuple[str, str]]) -> None:
         so_far = self.highest.setdefault(self.phase, {})
         if size > so_far.get(name, {"bytes": -1})["bytes"]:
-            so_far[name] = {"bytes": size, "where": self.where(), "largest": largest(tensors)}
+            where, held = about()
+            so_far[name] = {"bytes": size, "where": where, "largest": held}
 
-    def where(self) -> str:
-        """Return the lines of this project, and the innermost line, that the main thread is at."""
-        stack = traceback.extract_stack(sys._current_frames()[self.main])
-        own = [each for each in stack if OURS.search(each.filename)]
-        return " > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in [*own[-5:], stack[-1]])
+
+def about_now(tensors: list[torch.Tensor]) -> tuple[str, str]:
+    """Return the lines of this project that the main thread is at, and what takes most of the memory."""
+    own = [each for each in traceback.extract_stack() if OURS.search(each.filename)]
+    return " > ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in own[-5:]), largest(tensors)
 
 
 def largest(tensors: list[torch.Tensor]) -> str:
