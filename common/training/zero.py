@@ -182,8 +182,12 @@ class Zero(Strategy):
         return [named for named in self.model.named_parameters() if named[1].requires_grad]
 
     def free(self) -> None:
-        """Free the engine, which has the fp32 copies."""
+        """Free the engine, its fp32 copies, and this rank's parts of the weights, whoever else still has them."""
+        parts = [weight.ds_tensor for weight in self.model.parameters() if hasattr(weight, "ds_tensor")]
+        self.forget_gradients()
         self.engine.destroy()
+        for tensor in (*self.kept_buffers(), *parts):
+            tensor.data = tensor.new_empty(0)
         self.engine = None
 
     def held(self) -> Held:
