@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from accelerate.utils import gather_object
 
@@ -35,7 +36,10 @@ def run_started(run: RunConfig) -> Iterator[RunRecorder]:
                 "note: a machine can be added only if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 was set for torchrun, on "
                 "all machines"
             )
-        yield RunRecorder(checked_everywhere(run, rank) if run.nodes > 1 else check_inputs(run), rank)
+        checked = checked_everywhere(run, rank) if run.nodes > 1 else check_inputs(run)
+        # each rank's plan chose how many rows its device answers at once: ranks with unlike devices take the fewest
+        at_once = min(gather_object([checked.per_device_eval_batch_size]))
+        yield RunRecorder(replace(checked, per_device_eval_batch_size=at_once), rank)
 
 
 def checked_everywhere(run: RunConfig, rank: Rank) -> RunConfig:
@@ -46,8 +50,9 @@ def checked_everywhere(run: RunConfig, rank: Rank) -> RunConfig:
     """
     said: Member | str
     try:
-        run = check_inputs(run)
-        said = member_of(rank.rank, run, load_splits(run).train)
+        asked, run = run, check_inputs(run)
+        own = replace(run, per_device_eval_batch_size=asked.per_device_eval_batch_size)  # chosen by its own plan
+        said = member_of(rank.rank, own, load_splits(run).train)
     except (BadInputError, OSError) as refusal:
         said = f"{socket.gethostname()}: {refusal}"
     everyone = gather_object([said])

@@ -23,20 +23,19 @@ from common.hardware.devices import GIB, read_memory
 from common.models.answering import answering_run, answering_stages, load_answering, sharing_of
 from common.models.loading import (
     check_equal_logits,
-    model_without_weights,
     next_token_logits,
     save_tokenizer,
     weight_dtype,
 )
-from common.models.quantization import dequantized
-from common.models.shards import tensors_of
+from common.models.quantization import dequantized, weight_counts
+from common.models.shards import byte_count, tensors_of
 from common.planning.job import LOGITS_AT_ONCE
 from common.planning.phases import has_room_for_whole
 from common.runtime.disks import broadcast_folder
 from common.runtime.recorder import PeakMemory, RunRecorder
 from common.runtime.world import Rank
 from common.training.counted_steps import resting
-from common.training.merge_room import MergeNeed, merge_need, why_not_merged
+from common.training.merge_room import merge_need, why_not_merged
 from common.training.pipeline_parallel import save_parts
 from common.training.trainer import AuditedTrainer, free_model
 
@@ -63,15 +62,17 @@ def save_and_reload(
     saved = [log.folder / ("adapter" if run.method.has_adapters else "model")]
     batch, expected, compares = save_and_free(trainer, saved[0])
     differences: dict[str, float | None] = {}
+    merged_answers = not run.method.has_adapters
     if run.method.has_adapters:
         in_stages = not device_map and answering_stages(run) > 1
         if compares or in_stages:
             differences["adapter"] = reloaded_difference(run, saved[0], load, batch, expected, log.memory)
-        why_not = why_not_merged(gather_object([need_to_merge(run, log, in_stages)]))
+        stages = answering_stages(run) if in_stages else 1
+        why_not = why_not_merged(gather_object([merge_need(run, log.rank, stages, log.folder)]))
         if not why_not:
             saved.append(log.folder / "merged")
-            if log.rank.is_main or in_stages:
-                save_merged(run, log.rank, saved[0], load, saved[1])
+            answers = save_merged(run, log.rank, saved[0], load, saved[1]) if log.rank.is_main or in_stages else True
+            merged_answers = all(gather_object([answers]))
         elif log.rank.is_main:
             print(f"note: {why_not}")
     if log.rank.is_main:
@@ -80,7 +81,7 @@ def save_and_reload(
     wait_for_everyone()
     for each in saved:
         broadcast_folder(each, source=0, lacks=log.writes and not log.rank.is_main)
-    if saved[-1].name == "adapter":
+    if not merged_answers:
         tuned = PeftModel.from_pretrained(load(), saved[0]).get_base_model().eval()
     else:
         tuned = load(source=saved[-1])
@@ -89,18 +90,6 @@ def save_and_reload(
             differences[saved[-1].name] = check_equal_logits(expected, tuned, batch, what, run.precision)
     of_ranks = gather_object([{name: value for name, value in differences.items() if value is not None}])
     return tuned, {name: value for of_rank in reversed(of_ranks) for name, value in of_rank.items()}
-
-
-def need_to_merge(run: RunConfig, log: RunRecorder, in_stages: bool) -> MergeNeed:
-    """Return what this rank takes of its machine to write its part of the merged model."""
-    stages = answering_stages(run) if in_stages else 1
-    own_bytes = bytes_to_merge(run, stages) if log.rank.rank < stages else 0
-    return merge_need(own_bytes, bytes_to_merge(run, stages=1), log.folder)
-
-
-def bytes_to_merge(run: RunConfig, stages: int) -> int:
-    """Return the bytes of one of the merged model's stages, which have about as many."""
-    return model_without_weights(run).num_parameters() * weight_dtype(run).itemsize // stages
 
 
 def comparing(
@@ -197,17 +186,21 @@ def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], fol
     say_once("WARNING: the adapter changes nothing, as in a run whose few steps have a learning rate of 0")
 
 
-def save_merged(run: RunConfig, rank: Rank, adapter: Path, load: Callable[..., PreTrainedModel], folder: Path) -> None:
-    """Save the base with an adapter merged into it, on every rank that shares the base: each merges its own layers.
+def save_merged(run: RunConfig, rank: Rank, adapter: Path, load: Callable[..., PreTrainedModel], folder: Path) -> bool:
+    """Save the base with an adapter merged into it, by the first group of ranks that share it, each its own layers.
 
-    A base in 4 bits has no room for the sum, and is dequantized; on the host, where the GPU was chosen for 4 bits.
+    A base in 4 bits has no room for the sum, and is dequantized: on the host, where the GPU has no room for that.
+
+    Returns:
+        Whether this rank's device has room for what was merged.
     """
+    base, has_room = load(), True
     if run.method.quantizes:
-        plain_gib = bytes_to_merge(run, answering_stages(run)) / GIB
-        has_room = rank.device == "cpu" or has_room_for_whole(plain_gib, plain_gib, read_memory(rank.device).total_gib)
-        base = dequantized(load() if has_room else load_answering(run, replace(rank, device="cpu")), weight_dtype(run))
-    else:
-        base = load()
+        has_room = has_room_for_plain(run, rank, base)
+        if not has_room:
+            free_model(base)
+            base = load_answering(run, replace(rank, device="cpu"))
+        base = dequantized(base, weight_dtype(run))
     merged = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     sharing = sharing_of(merged, rank)
     if sharing.stages > 1:
@@ -215,3 +208,12 @@ def save_merged(run: RunConfig, rank: Rank, adapter: Path, load: Callable[..., P
     else:
         merged.save_pretrained(folder)
     free_model(merged)
+    return has_room
+
+
+def has_room_for_plain(run: RunConfig, rank: Rank, quantized: PreTrainedModel) -> bool:
+    """Return whether a device has room for what it holds of a base in 4 bits and, beside it, in its 16 bits."""
+    if rank.device == "cpu":
+        return True
+    plain_gib = weight_counts(quantized) * weight_dtype(run).itemsize / GIB
+    return has_room_for_whole(plain_gib, byte_count(tensors_of(quantized)) / GIB, read_memory(rank.device).total_gib)

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import psutil
 
+from common.base.run_config import RunConfig
 from common.hardware.devices import size_text
+from common.models.loading import model_without_weights, weight_dtype
+from common.planning.host_memory import PLAIN_FILE_BYTES
+from common.runtime.world import Rank
 
 LATER = "the adapter is saved, and can be merged where there is room, with PEFT's merge_and_unload"
 
@@ -34,10 +38,14 @@ class MergeNeed:
     free_disk_bytes: int
 
 
-def merge_need(stage_bytes: int, whole_bytes: int, results: Path) -> MergeNeed:
-    """Return what this rank would take, and what its machine has now; all of the merged model has `whole_bytes`."""
-    free = psutil.virtual_memory().available
-    return MergeNeed(socket.gethostname(), stage_bytes, free, whole_bytes, shutil.disk_usage(results).free)
+def merge_need(run: RunConfig, rank: Rank, stages: int, results: Path) -> MergeNeed:
+    """Return what this rank would take, and what its machine has now; in `stages` the first ranks write one each."""
+    whole_bytes = model_without_weights(run).num_parameters() * weight_dtype(run).itemsize
+    # a stage is one file; a whole model is written file by file, but dequantized on the host where the GPU has no room
+    is_on_host = stages > 1 or (run.method.quantizes and rank.device != "cpu")
+    written = whole_bytes // stages if is_on_host else min(whole_bytes, int(PLAIN_FILE_BYTES))
+    free, disk = psutil.virtual_memory().available, shutil.disk_usage(results).free
+    return MergeNeed(socket.gethostname(), written if rank.rank < stages else 0, free, whole_bytes, disk)
 
 
 def why_not_merged(needs: Sequence[MergeNeed]) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,10 +47,16 @@ def test_ranks_of_a_machine_share_its_memory_and_its_disk(needs: list[MergeNeed]
     assert "merge_and_unload." in found or not said
 
 
-def test_what_this_machine_has_is_looked_at(tmp_path: Path) -> None:
-    assert why_not_merged([merge_need(1, 1, tmp_path)]) == ""
-    assert "of its memory are free" in why_not_merged([merge_need(2**60, 1, tmp_path)])
-    assert "results' disk" in why_not_merged([merge_need(1, 2**60, tmp_path)])
+def test_what_this_machine_has_is_looked_at(
+    run_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (merge_need(run_config, replace(ALONE, rank=rank), 2, tmp_path) for rank in range(3))
+    assert (first.stage_bytes, third.stage_bytes) == (first.disk_bytes // 2, 0)
+    assert why_not_merged([first, second, third]) == ""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=first.stage_bytes))
+    assert "of its memory are free" in why_not_merged(
+        [merge_need(run_config, replace(ALONE, rank=rank), 2, tmp_path) for rank in range(3)]
+    )
 
 
 def test_without_room_the_base_answers_with_the_adapter(
