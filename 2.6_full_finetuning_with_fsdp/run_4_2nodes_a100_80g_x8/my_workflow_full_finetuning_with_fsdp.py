@@ -24,7 +24,7 @@ from common.data.splits import tokens_of
 from common.planning.device_maps import whole_model_on
 from common.records.store import Record
 from common.runtime.recorder import RunRecorder
-from common.training.ceiling import measure_machine_ceiling
+from common.training.ceiling import can_measure_ceiling, measure_machine_ceiling
 from common.training.ddp import Ddp
 from common.training.loop import LoopTrainer
 from common.training.steps import Metrics, Tokenizer, evaluate_after, evaluate_before, load_data, record, save, train
@@ -49,7 +49,6 @@ RUN = RunConfig(
     learning_rate_scaling="sqrt",  # (3)
     per_device_eval_batch_size=8,
 )
-WHOLE_AT_MOST_BYTES = 256 * 2**20
 
 
 def build_trainer(log: RunRecorder, tokenizer: Tokenizer, rows: Sequence[Tokens], data: Splits) -> LoopTrainer:
@@ -72,7 +71,7 @@ def train_shards(log: RunRecorder, trainer: LoopTrainer) -> Metrics:
 
 def measure_ceiling(log: RunRecorder, trainer: LoopTrainer, held: dict[str, Any] | None) -> dict[str, float] | None:
     """Measure the highest possible speed-up (6); on CPU only, of a model small enough to be whole on each rank."""
-    if log.run.device == "cuda" or not held or held["whole"]["weights_bytes"] > WHOLE_AT_MOST_BYTES:
+    if not can_measure_ceiling(log.run, held):
         return None
     with log.phase("machine ceiling"):
         whole = whole_model_to_train(log.run, whole_model_on(log.rank.device))

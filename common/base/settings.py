@@ -504,8 +504,9 @@ class EvaluationSettings:
     )
     per_device_eval_batch_size: int = setting(
         0,
-        "Rows per rank in validation and generation; 0 = chosen by the plan: as many as need no more memory than "
-        f"training does, at most {MOST_EVALUATED_AT_ONCE}.",
+        "Rows that a rank validates or answers at once; ranks that share a model in stages answer all of theirs "
+        f"together. 0 = chosen by the plan: as many as leave training the highest phase, at most "
+        f"{MOST_EVALUATED_AT_ONCE}.",
         within=AT_LEAST_0,
     )
     max_new_tokens: int = setting(48, "Longest generated answer, in tokens.", within=AT_LEAST_1)
@@ -525,8 +526,8 @@ class EvaluationSettings:
     )
 
     @property
-    def evaluated_at_once(self) -> int:
-        """Rows per rank in validation and generation; the most, where no plan has chosen them."""
+    def rows_evaluated_at_once(self) -> int:
+        """Rows that a rank validates or answers at once; as many as a plan may choose, where none has chosen yet."""
         return self.per_device_eval_batch_size or MOST_EVALUATED_AT_ONCE
 
 

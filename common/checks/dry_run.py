@@ -192,16 +192,17 @@ def report(run: RunConfig, batch: BatchShape, where_from: str) -> str:
     try:
         plan = place_stages(run, batch).plan if divides_layers(run) else plan_run(run, batch)
         verdicts = [verdict(plan, number) for number in range(len(devices))]
-        times = [f"projected: {plan.phase_times.said}"] if plan.phase_times else []
+        beside = [f"beside training, {plan.higher_phase}"] if plan.higher_phase else []
+        beside += [f"projected: {plan.phase_times.said}"] if plan.phase_times else []
     except BadInputError as unknown:
-        verdicts, times = [f"no verdict: {unknown}"], []
+        verdicts, beside = [f"no verdict: {unknown}"] * len(devices), []
     for number, device in enumerate(devices):
         if divides_layers(run):
             share = plan.shares[number]
             ends = ", embeddings" * share.has_embeddings + ", head" * share.has_head
             lines.append(f"device {number}: {sum(share.layers)} layers{ends}")
         lines += [*_report_of_device(device, run.device != "cpu"), verdicts[number]]
-    return "\n".join([*lines, *times])
+    return "\n".join([*lines, *beside])
 
 
 def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
@@ -219,14 +220,13 @@ def _report_of_device(device: DryRun, is_gpu: bool) -> list[str]:
 
 
 def verdict(plan: Plan, number: int) -> str:
-    """Return what the closed form says of device `number`, and whether its GPU holds it."""
+    """Return what the closed form says of a training step on device `number`, and whether its GPU holds it."""
     memory, gpu = plan.devices[number], plan.cluster.gpus[number]
     may_fit = "tight" if memory.peak_gib <= gpu.memory_gib else "does not fit"
     fits = "fits" if memory.safe_gib <= gpu.memory_gib else may_fit
     return (
         f"closed form: {memory.allocated_gib:.3f} GiB, with overhead {memory.peak_gib:.2f}, safe {memory.safe_gib:.2f} "
         f"of {gpu.memory_gib:.1f} GiB on {gpu.name}: {fits}"
-        + (f"; beside training, {plan.higher_phase}" if plan.higher_phase else "")
     )
 
 

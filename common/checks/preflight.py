@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,12 +42,13 @@ from common.checks.tried_rows import Rows, batch_of, check_length, rows_of_lengt
 from common.data.batches import EpochBatches
 from common.data.pictures import pixels_of
 from common.hardware.devices import CPU_DEVICE, Gpu, cpu_device, find_gpu, forget_peak, gpu_of_device, gpus, read_memory
-from common.models.answering import answering_run, answering_stages, load_answering, sharing_of
+from common.models.answering import answering_run, answering_stages, load_answering
 from common.models.loading import load_tokenizer
 from common.models.stages import StageMap
 from common.planning.architectures import UnknownArchitectureError, read_architecture
 from common.planning.job import OPTIMIZER_BYTES, BatchShape, EvaluationShape
 from common.planning.plans import LARGEST_BATCH, Plan, plan_run, why
+from common.planning.run_jobs import evaluation_of_run
 from common.records.store import without_paths, write_json
 from common.runtime.launchers import ranks_command
 from common.runtime.rank import rank_started
@@ -54,7 +56,7 @@ from common.runtime.world import Rank, detect_launcher, is_main_process
 from common.tasks.answers import Judge, Texts, independent_judges
 from common.training.export import reloaded_difference, save_and_free
 from common.training.loop import LoopTrainer
-from common.training.placement import evaluation_of_rows, place_stages, with_evaluation, with_rows_at_once
+from common.training.placement import evaluation_of_rows, place_stages, with_rows_at_once
 from common.training.strategy import strategy_class
 from common.training.trainer import (
     AuditedTrainer,
@@ -100,9 +102,8 @@ def place_and_plan(
     if run.parallelism.splits_layers:
         if no_plan:
             raise BadInputError(f"Layers are placed by their planned memory, but {no_plan}.")
-        placement = place_stages(run, batch, device)
-        plan = placement.plan
-        return placement.stage_map, with_evaluation(plan, run, evaluation or plan.job.evaluation), ""
+        placement = place_stages(run, batch, device, evaluation)
+        return placement.stage_map, placement.plan, ""
     return {}, None if no_plan else plan_run(run, batch, device, evaluation), no_plan
 
 
@@ -152,7 +153,7 @@ class Measured:
     """What a rank measured on one of its devices; memory in GiB, on CPU of the process (RSS), else as allocated.
 
     `peak_gib` is that of the training steps. `logit_difference` is the largest absolute one between what was trained
-    and what was reloaded; one rank reloads, others have 0.
+    and what was reloaded: on the first rank that knows the trained model's, or on all that share one; others have 0.
     """
 
     rank: int
@@ -313,15 +314,16 @@ def save_and_reload(run: RunConfig, trainer: AuditedTrainer, stage_map: StageMap
 
 @torch.no_grad()
 def answer_one_batch(run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank) -> None:
-    """Answer (summarize, label) the longest batch with the base, as this rank's evaluations load it.
+    """Answer (summarize, label) as many of the longest rows as the run does at once, with the base as it loads it.
 
     The base and the independent judge compare the answers, as they do before training.
     """
     model, tokenizer = load_answering(run, rank, device_map=device_map_of_rank(stage_map, rank)), load_tokenizer(run)
-    prompts = {"input_ids": [row["input_ids"] for row in rows.validation] * sharing_of(model, rank).stages}
+    answered = list(islice(cycle(rows.validation), answered_at_once(run, rows, answering_stages(run))))
+    prompts = {"input_ids": [row["input_ids"] for row in answered]}
     batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
     if run.goal.sees:
-        batch.update(pixels_of([row["picture"] for row in rows.validation], tokenizer))
+        batch.update(pixels_of([row["picture"] for row in answered], tokenizer))
     batch = batch.to(model.device)
     if run.goal.classifies:
         model(**batch)
@@ -332,9 +334,15 @@ def answer_one_batch(run: RunConfig, rows: Rows, stage_map: StageMap, rank: Rank
     if run.goal.is_judged:
         answers = tokenizer.batch_decode(generated[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         texts = Texts(answers, references=answers, shuffled=[None] * len(answers))
-        for judge in (Judge("base", model, tokenizer), *independent_judges(run, rank.device)):
-            judge.judge(texts, range(len(answers)))
+        Judge("base", model, tokenizer).judge(texts, range(len(answers)))
+        for judge in independent_judges(run, rank.device):
+            judge.judge(texts, range(answered_at_once(run, rows, stages=1)))
     free_model(model)
+
+
+def answered_at_once(run: RunConfig, rows: Rows, stages: int) -> int:
+    """Return the rows of the run's largest batch of a model that `stages` ranks share: no more than the test has."""
+    return evaluation_of_run(run, batch_of(run, rows)).answered(stages, run.world_size // stages)
 
 
 def measure_all(run: RunConfig, rows: Rows, stage_map: StageMap, plan: Plan | None) -> list[Measured]:
@@ -417,6 +425,7 @@ def figures(
         "rows": batch.rows,
         "tokens": batch.length,
         "validation_rows": len(rows.validation),
+        "answered_rows": answered_at_once(run, rows, answering_stages(run)),
         "devices": [
             {**asdict(found), "planned_gib": planned_gib(plan, number)} for number, found in enumerate(measured)
         ],
@@ -433,6 +442,8 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
     what = "the process" if run.device == "cpu" else "what PyTorch allocates; context and gaps come on top"
     # stages work on the same rows, ranks else on their own
     unit = "rows" if run.parallelism.splits_layers or run.parallelism.splits_matrices else "rows per rank"
+    stages = answering_stages(run)
+    unit_of_answers = f"rows of {stages} ranks" if stages > 1 else unit
     lines = [
         f"memory of the training step ({what}):",
         memory_table(plan, measured),
@@ -448,10 +459,10 @@ def report(run: RunConfig, rows: Rows, plan: Plan | None, measured: Sequence[Mea
         *lines,
         *(
             f"{name}: measured {found[f'{key}_time_s']:.2f} s and a peak of {found[f'{key}_peak_gib']:.2f} GiB for "
-            f"{len(rows.validation)} {unit}{_planned_peak(plan, planned_phase)}"
-            for name, key, planned_phase in (
-                ("validation", "validation", "validation"),
-                ("answers", "answers", "baseline evaluation"),
+            f"{count}{_planned_peak(plan, planned_phase)}"
+            for name, key, planned_phase, count in (
+                ("validation", "validation", "validation", f"{found['validation_rows']} {unit}"),
+                ("answers", "answers", "baseline evaluation", f"{found['answered_rows']} {unit_of_answers}"),
             )
         ),
         f"passed: trained, validated, saved, reloaded and answered; logits measured {found['logit_difference']:.1e} "

@@ -84,7 +84,7 @@ def rows_of_run(run: RunConfig) -> Rows:
         ) from None
     return Rows(
         longest_rows(train, run.per_device_train_batch_size, run.task),
-        longest_rows(validation, run.evaluated_at_once, run.task),
+        longest_rows(validation, run.rows_evaluated_at_once, run.task),
         len(train),
         f"the longest of {len(train):,}" + ("" if tokenizer_is_own else ", in tokens of the embedded tokenizer"),
         most_tiles(train, tokenizer, run),
@@ -153,7 +153,7 @@ def rows_of_length(run: RunConfig, tokens: int) -> Rows:
         row = with_square_picture(row, tokenizer, any_shape_config(run.model, run.model_revision))
     return Rows(
         [row] * batch.rows,
-        [row] * run.evaluated_at_once,
+        [row] * run.rows_evaluated_at_once,
         run.train_rows if run.train_rows > 0 else None,
         "by --seq-len, all of it learnt" + " but a picture's tokens" * run.goal.sees,
         most_tiles([row], tokenizer, run),

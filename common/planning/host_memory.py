@@ -62,7 +62,7 @@ def _being_written(architecture: Architecture, job: Job, machines: int) -> list[
     count, each = (trained, job.trained_bytes) if job.method.has_adapters else (weights, job.weight_bytes)
     sharing = job.parallelism
     if sharing.pipelines:
-        return [_stages(count, each, job, machines, "stages")]
+        return [_stages(count, each, job, machines, job.devices, "stages")]
     if sharing.shards_weights or sharing.splits_matrices:
         size = file_bytes(count * each)
         return [Term("weights", "one file's weights", f"of {count:,} x {each} bytes", min(size, count * each))]
@@ -74,19 +74,21 @@ def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[T
     weights, each = parameters_of(architecture, whole_model(architecture)), job.whole_model_bytes
     if not job.method.has_adapters:
         return []
-    if stages_of(architecture, job) > 1:
-        return [_stages(weights, each, job, machines, "merged stages")]
-    if job.method.quantizes:  # rank 0 has both bases there, as they need twice the device's memory
-        return [Term("weights", "two merged models", f"2 x {weights:,} x {each} bytes", 2 * weights * each)]
+    stages = stages_of(architecture, job)
+    if stages > 1:
+        return [_stages(weights, each, job, machines, stages, "merged stages")]
+    if job.method.quantizes:  # merged on the host where the GPU has no room; with one rank (2.3) into both bases
+        models, of_both = (2, ", of the dequantized base and of the original") if job.parallelism.is_single else (1, "")
+        formula = f"{models} x {weights:,} x {each} bytes"
+        return [Term("weights", f"merged weights{of_both}", formula, models * weights * each)]
     return [Term("weights", "one file's weights", "at most 50 GB", min(weights * each, PLAIN_FILE_BYTES))]
 
 
-def _stages(count: int, each: int, job: Job, machines: int, what: str) -> Term:
-    """Return what the ranks of the first group of one machine hold of `count` numbers, a stage each."""
-    group = job.shard_ranks if job.parallelism.shards else job.devices
-    here = min(job.devices // machines, group)
-    formula = f"{count:,} x {each} bytes x {here} of {group} ranks"
-    return Term("weights", f"{what} that are written", formula, count * each * here / group)
+def _stages(count: int, each: int, job: Job, machines: int, stages: int, what: str) -> Term:
+    """Return what the first machine holds of `count` numbers, of which each of the first ranks writes a stage."""
+    here = min(job.devices // machines, stages)
+    formula = f"{count:,} x {each} bytes x {here} of {stages} stages"
+    return Term("weights", f"{what} that are written", formula, count * each * here / stages)
 
 
 def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]:

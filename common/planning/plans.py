@@ -95,10 +95,11 @@ class Plan:
         """Each device's phases; training alone where the job has no evaluation."""
         stages = stages_of(self.architecture, self.job)
         is_alone, numbers = self.job.parallelism.in_one_process, range(len(self.shares))
-        reloads = [is_alone or number < stages for number in numbers]  # the first rank, or group of ranks
+        merges = [is_alone or number < stages for number in numbers]  # the first rank, or group of ranks
+        reloads = [merging or stages > 1 for merging in merges]  # every group compares
         parts = answering_shares(self.architecture, stages) if stages > 1 else (None,)
         of_devices = [parts[number % stages] for number in numbers]
-        devices = list(zip(self.shares, self.cluster.gpus, reloads, of_devices, strict=True))
+        devices = list(zip(self.shares, self.cluster.gpus, reloads, merges, of_devices, strict=True))
         known = {device: phases_of(self.architecture, self.job, *device) for device in dict.fromkeys(devices)}
         return tuple(known[device] for device in devices)
 
@@ -166,7 +167,7 @@ class Plan:
         """By phase, what the fullest machine's own memory holds for its GPUs, beside what programs take."""
         return host_moments(self.architecture, self.job, self.cluster.nodes)
 
-    @property
+    @cached_property
     def phase_times(self) -> PhaseTimes | None:
         """Seconds of loading and of an evaluation; None on a CPU, or where nothing is evaluated."""
         return phase_times(self.architecture, self.job, self.cluster.gpus[0])
@@ -196,12 +197,13 @@ class Plan:
         """What the fullest device lacks in its highest phase to be safe; negative where it has room."""
         return self.highest.phase.safe_gib - self.highest.gpu.memory_gib
 
-    def evaluated_at_once(self) -> int:
-        """Return the most rows, halved from the job's own, with which every phase beside training is safe; 0: none."""
-        rows = self.job.evaluation.rows
-        while rows and any(each.share > 1 for each in self._evaluating(rows)._beside_training()):
-            rows //= 2
-        return rows
+    def safe_evaluation_rows(self) -> int:
+        """Return the most rows, up to the job's own, with which every phase beside training is safe; 0: none."""
+
+        def is_safe(rows: int) -> bool:
+            return all(each.share <= 1 for each in self._evaluating(rows)._beside_training())
+
+        return largest(is_safe, self.job.evaluation.rows, self.job.evaluation.rows)
 
     def with_rows_chosen(self) -> "Plan":
         """Return the plan with as many rows validated and answered at once as leave training the highest phase.
@@ -525,7 +527,7 @@ def _largest_parts(memory: DeviceMemory) -> str:
 def phase_that_is_too_large(plan: Plan) -> str:
     """Return the phase beside training that a device cannot hold, by how much, and what would fit."""
     device, gpu, phase = plan.highest_likely
-    fewer = plan.evaluated_at_once()
+    fewer = plan.safe_evaluation_rows()
     help_ = (
         f"--per_device_eval_batch_size {fewer} would fit"
         if fewer
@@ -805,6 +807,11 @@ def plan_run(
     link = parse_link(run.link, gpu) if run.link and run.device != "cpu" else None
     cluster = Cluster(gpus, run.nodes, link)
     plan = make_plan(architecture, job, cluster, calibration_from(kept_records(), batch.task), shares)
+    return with_rows_for(run, plan)
+
+
+def with_rows_for(run: RunConfig, plan: Plan) -> Plan:
+    """Return the run's plan with as many rows validated and answered at once as it chooses, where the run leaves it."""
     return plan if run.per_device_eval_batch_size else plan.with_rows_chosen()
 
 

@@ -10,7 +10,7 @@ from common.planning.job import ALL_LINEAR, BatchShape, EvaluationShape, Job
 def evaluation_of_run(run: RunConfig, batch: BatchShape) -> EvaluationShape:
     """Return what a run's phases beside training work on, where its rows to validate and test are like `batch`'s."""
     return EvaluationShape(
-        rows=run.evaluated_at_once,
+        rows=run.rows_evaluated_at_once,
         length=batch.length,
         labelled=batch.target_length or batch.labelled,
         prompt_length=batch.length,

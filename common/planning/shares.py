@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from common.base.specs import HasSpecs
 from common.planning.architectures import Architecture, Stack, slice_of_rank
 from common.planning.job import Job
 
@@ -29,7 +30,7 @@ def whole_model(architecture: Architecture) -> Share:
     return Share(tuple(stack.layers for stack in architecture.stacks))
 
 
-def stages_of(architecture: Architecture, job: Job) -> int:
+def stages_of(architecture: Architecture, job: HasSpecs) -> int:
     """Return in how many stages a model answers beside training; 1 = whole, or with mp as in training."""
     return job.answering_stages(architecture.layers) if len(architecture.stacks) == 1 else 1
 

@@ -37,7 +37,7 @@ def predict_rows(
     with its last stage knows what comes out. In the first batch memory is counted, of which `models` take a part.
     """
     rank, sharing = log.rank, sharing_of(models[0], log.rank)
-    size = log.run.evaluated_at_once * sharing.stages
+    size = log.run.rows_evaluated_at_once * sharing.stages
     share = sorted(range(len(lengths)), key=lambda number: -lengths[number])[sharing.group :: sharing.groups]
     batches = [share[start : start + size] for start in range(0, len(share), size)]
     title = f"{rank.prefix} {what} {title_of(when)}, batches"

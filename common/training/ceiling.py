@@ -4,15 +4,28 @@ import statistics
 import time
 from contextlib import nullcontext
 from itertools import islice
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object, wait_for_everyone
 from transformers import Trainer
 
+from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
 from common.runtime.world import Rank
 from common.training.strategy import Batch
 from common.training.trainer import AuditedTrainer
+
+WHOLE_AT_MOST_BYTES = 256 * 2**20
+"""Weights that may be whole on each rank beside training that divides them."""
+
+
+def can_measure_ceiling(run: RunConfig, held: dict[str, Any] | None) -> bool:
+    """Return whether a ceiling of divided training can be measured: on CPU, of a model small enough to be whole there.
+
+    `held` is what the run's record says of it; None: ranks did not look.
+    """
+    return run.device == "cpu" and held is not None and held["whole"]["weights_bytes"] <= WHOLE_AT_MOST_BYTES
 
 
 def measure_machine_ceiling(

@@ -18,7 +18,7 @@ from common.data.rows import Row, Splits, Tokens, texts_of, tokens_in
 from common.data.splits import tokens_of
 from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_here
 from common.models.loading import model_without_weights
-from common.models.stages import StageMap
+from common.models.stages import StageMap, stage_of
 from common.planning.architectures import Architecture, is_known_architecture
 from common.planning.device_maps import (
     balanced_shares,
@@ -37,6 +37,7 @@ from common.planning.plans import (
     make_plan,
     phase_that_is_too_large,
     plan_run,
+    with_rows_for,
 )
 from common.planning.run_jobs import evaluation_of_run
 from common.planning.time_plan import Cluster, calibration_from
@@ -70,10 +71,13 @@ class Placement:
         }
 
 
-def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> Placement:
+def place_stages(
+    run: RunConfig, batch: BatchShape, gpu: Gpu | None = None, evaluation: EvaluationShape | None = None
+) -> Placement:
     """Return the device map of a run with mp or pp, as `run.device_map` asks, and the plan of its largest batch.
 
-    A model that the closed form does not know is placed by its modules, and not planned.
+    `evaluation` as `plan_run`'s: how many rows at once is chosen here, too, where the run leaves it to the plan. A
+    model that the closed form does not know is placed by its modules, and not planned.
 
     Raises:
         BadInputError: there are more stages than layers, or a device map does not fit model or devices.
@@ -81,11 +85,12 @@ def place_stages(run: RunConfig, batch: BatchShape, gpu: Gpu | None = None) -> P
     """
     if is_placed_by_modules(run):
         return _placement_by_modules(run, run.device_map, gpu or _gpu_of(run))
-    architecture, job, gpus = _divided(run, batch, gpu)
+    architecture, job, gpus = _divided(run, batch, gpu, evaluation)
     stage_map = _stage_map(run, run.device_map, architecture, job, gpus)
-    divided = _plan_of(run.device_map, architecture, job, gpus, stage_map)
+    divided = with_rows_for(run, _plan_of(run.device_map, architecture, job, gpus, stage_map))
     layers = tuple(sum(share.layers) for share in divided.shares)
-    return Placement(stage_map, layers, divided if run.devices > 1 else plan_run(run, batch, gpu), divided)
+    plan = divided if run.devices > 1 else plan_run(run, batch, gpu, evaluation)
+    return Placement(stage_map, layers, plan, divided)
 
 
 def is_placed_by_modules(run: RunConfig) -> bool:
@@ -106,18 +111,15 @@ def _placement_by_modules(run: RunConfig, device_map: str, gpu: Gpu) -> Placemen
     return Placement(stage_map, tuple(layers[stage] for stage in range(count)))
 
 
-def stage_of(module: str, stage_map: StageMap) -> int:
-    """Return the stage of a module: the longest entry that its name begins with decides."""
-    return stage_map[max((name for name in stage_map if f"{module}.".startswith(f"{name}.") or not name), key=len)]
-
-
 def _gpu_of(run: RunConfig) -> Gpu:
     return cpu_device() if run.device == "cpu" else find_gpu(run.gpu)
 
 
-def _divided(run: RunConfig, batch: BatchShape, gpu: Gpu | None) -> tuple[Architecture, Job, tuple[Gpu, ...]]:
+def _divided(
+    run: RunConfig, batch: BatchShape, gpu: Gpu | None, evaluation: EvaluationShape | None = None
+) -> tuple[Architecture, Job, tuple[Gpu, ...]]:
     gpu = gpu or _gpu_of(run)
-    job = replace(job_of_run(run, batch), parallel=run.parallel, devices=run.stage_count)
+    job = replace(job_of_run(run, batch, evaluation), parallel=run.parallel, devices=run.stage_count)
     return architecture_of_run(run, batch), job, (gpu,) * run.stage_count
 
 
@@ -191,9 +193,9 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
         return tokens_of(few, tokenizer, replace(run, long_texts="cut"))  # those too long were refused before
 
     batch = longest_batch(longest(splits.train, run.per_device_train_batch_size), run.per_device_train_batch_size, run)
-    evaluation = evaluation_of_rows(run, longest(splits.validation, run.evaluated_at_once))
+    evaluation = evaluation_of_rows(run, longest(splits.validation, run.rows_evaluated_at_once))
     if run.parallelism.splits_layers:
-        plan = with_evaluation(place_stages(run, batch, gpu).plan, run, evaluation)
+        plan = place_stages(run, batch, gpu, evaluation).plan
     else:
         plan = None
         with suppress(BadInputError):
@@ -204,25 +206,14 @@ def check_placement_and_memory(run: RunConfig, splits: Splits, tokenizer: PreTra
     return with_rows_at_once(run, plan)
 
 
-def with_evaluation(plan: Plan | None, run: RunConfig, evaluation: EvaluationShape) -> Plan | None:
-    """Return a plan of the run's training with what its other phases work on, as `plan_run` plans them; None for None.
-
-    How many rows are validated and answered at once is chosen here, where the run leaves it to the plan.
-    """
-    if plan is None:
-        return None
-    plan = replace(plan, job=replace(plan.job, evaluation=evaluation))
-    return plan if run.per_device_eval_batch_size else plan.with_rows_chosen()
-
-
 def with_rows_at_once(run: RunConfig, plan: Plan | None) -> RunConfig:
     """Return the run with as many rows validated and answered at once as planned, or else as it asks for itself."""
-    return replace(run, per_device_eval_batch_size=plan.job.evaluation.rows if plan else run.evaluated_at_once)
+    return replace(run, per_device_eval_batch_size=plan.job.evaluation.rows if plan else run.rows_evaluated_at_once)
 
 
 def evaluation_of_rows(run: RunConfig, validation: Sequence[Tokens]) -> EvaluationShape:
     """Return what the phases beside training work on, by the longest validation rows, as if tests' were as long."""
-    longest = longest_batch(validation, run.evaluated_at_once, run, is_training=False)
+    longest = longest_batch(validation, run.rows_evaluated_at_once, run, is_training=False)
     evaluation = evaluation_of_run(run, longest.padded_to(run.pad_to_multiple_of))
     first = islice(validation, evaluation.validated)  # the others may be on disk
     return replace(evaluation, compared_length=max(map(tokens_in, first)))

@@ -638,7 +638,7 @@ def training_arguments(run: RunConfig, output_folder: Path) -> TrainingArguments
     arguments = trainer_class.arguments_class(
         output_dir=str(output_folder),
         per_device_train_batch_size=run.per_device_train_batch_size,
-        per_device_eval_batch_size=run.evaluated_at_once,
+        per_device_eval_batch_size=run.rows_evaluated_at_once,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         num_train_epochs=run.num_train_epochs,
         max_steps=run.max_steps,
