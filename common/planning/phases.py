@@ -78,17 +78,19 @@ def phases_of(
     share: Share,
     gpu: Gpu,
     reloads_adapter: bool = True,
+    merges: bool = True,
     stage: Share | None = None,
 ) -> tuple[Phase, ...]:
     """Return the phases of a run on one device, in their order; training alone where no evaluation is planned.
 
-    `reloads_adapter`: the device is of a rank that loads the saved adapter on the base again. `stage`: what the device
-    holds of a model that answers beside training; None: all of it, or with mp as much as in training.
+    `reloads_adapter`: the device is of a rank that loads the saved adapter on the base again; `merges`: of one that
+    merges it. `stage`: what the device holds of a model that answers beside training; None: all of it, or with mp as
+    much as in training.
     """
     training = Phase(TRAINING, "trained model", memory_with_overhead(architecture, job, share, gpu))
     if job.evaluation is None:
         return (training,)
-    sums = _PhaseSums(architecture, job, job.evaluation, share, gpu, reloads_adapter, stage)
+    sums = _PhaseSums(architecture, job, job.evaluation, share, gpu, reloads_adapter, merges, stage)
     others = (sums.loading(), sums.evaluation("baseline evaluation"), sums.validation(), sums.saving(), sums.merging(),
               sums.evaluation("final evaluation"))  # fmt: skip
     by_name = {phase.name: phase for phase in (training, *others)}
@@ -105,6 +107,7 @@ class _PhaseSums:
     share: Share
     gpu: Gpu
     reloads_adapter: bool
+    merges: bool
     stage: Share | None
 
     # -- phases
@@ -184,9 +187,11 @@ class _PhaseSums:
             expected = [Term("logits", "the trained model's logits", "P V 4", 4 * count)]
             if self.job.method.has_adapters and self.reloads_adapter:
                 expected.append(Term("logits", "those with the adapter that was loaded", "P V 4", 4 * count))
+            copying = gathered[1] if self.job.parallelism.uses_deepspeed else []  # FSDP lets go when the forward ends
             moments += [
                 ("the saved model's vision tower", [*self._reloaded(), *expected, *self._looking(rows)]),
                 ("the trained model's logits", [*kept, *gathered[1], self._whole_logits(count)]),
+                ("the trained model's logits in fp32", [*kept, *copying, self._whole_logits(count, with_copy=True)]),
                 ("forward of a layer of the saved model", [*self._reloaded(), *expected, *reading]),
                 ("the comparison with the saved model's", [*self._reloaded(), _compared(count)]),
             ]
@@ -198,8 +203,10 @@ class _PhaseSums:
                 ("forward of a layer of the saved model", [*self._reloaded(), *reading]),
                 ("the saved model's logits", [*self._reloaded(), received]),
             ]
-        quantizes = self.job.method.quantizes  # 4 bits have no room for the sum: without room for 16 the host merges
-        if self.job.method.has_plain_adapters or (quantizes and self.stage and self._has_room_for_whole()):
+        sharing, method = self.job.parallelism, self.job.method
+        # 4 bits have no room for the sum: without room for 16 the host merges, and one rank (2.3) does so in any case
+        is_here = method.has_plain_adapters or (not sharing.is_single and self._has_room_for_whole())
+        if method.has_adapters and is_here and self.merges:
             what = "an adapter's product, and its sum with the matrix"
             product = numbers("weights", what, widest_matrix(architecture), 4 + 4)
             moments.append(("an adapter is merged", [*self._whole_weights("weights that are merged"), product]))
@@ -220,7 +227,7 @@ class _PhaseSums:
             moments.append(("the base judges", [*judging, *self._layer(self._answered, length, length, a), hidden]))
         if shape.has_independent_judge:
             moments.append(
-                ("the independent judge", [*answering, *_independent_judge(self._answered * shape.labelled)])
+                ("the independent judge", [*answering, *_independent_judge(self._rows_at_once(1) * shape.labelled)])
             )
         return self._phase(name, alive, *moments)
 
@@ -269,7 +276,10 @@ class _PhaseSums:
     @property
     def _answered(self) -> int:
         """Rows that this device answers at once, with those that share its model."""
-        stages = 1 if self.stage is None else stages_of(self.architecture, self.job)
+        return self._rows_at_once(1 if self.stage is None else stages_of(self.architecture, self.job))
+
+    def _rows_at_once(self, stages: int) -> int:
+        """Return the rows of a batch of a model that so many ranks share; the independent judge is whole on each."""
         ranks = 1 if self.job.parallelism.in_one_process else self.job.devices
         return self.shape.answered(stages, ranks // stages)
 
@@ -322,10 +332,10 @@ class _PhaseSums:
             *where((not self.share.has_embeddings, received), (not self.share.has_head, handed_on)),
         ]
 
-    def _whole_logits(self, count: int) -> Term:
-        """Return all logits, and what they are made of: those of a pipeline's micro-batches, or a shorter format's."""
+    def _whole_logits(self, count: int, with_copy: bool = False) -> Term:
+        """Return all logits, a pipeline's with those of its micro-batches; of a shorter format also their fp32 copy."""
         a, parts = self.job.arithmetic_bytes, self.job.micro_batches
-        each = a + (a if parts > 1 else 0) + (4 if a < 4 else 0)
+        each = a + (a if parts > 1 else 0) + (4 if a < 4 and with_copy else 0)
         return Term("logits", "whole logits of a few rows, and their copies", f"P V {each}", count * each)
 
     def _autocast_copies(self) -> list[Term]:
