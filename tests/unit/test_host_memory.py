@@ -73,7 +73,10 @@ LORA = replace(SHARDED, technique="lora", precision="bf16")
         (replace(SHARDED, parallel="pp"), 2, "saving", WEIGHTS * 4 / 2),  # each rank its own stage
         (LORA, 1, "merging", WEIGHTS * 2),  # the stages of all ranks
         (LORA, 2, "merging", WEIGHTS),
+        (replace(LORA, devices=64), 2, "merging", WEIGHTS * 2),  # 32 layers make 32 stages, all on the first machine
         (replace(LORA, parallel="ddp"), 1, "merging", WEIGHTS * 2),  # rank 0 alone
+        (replace(LORA, technique="qlora", parallel="ddp"), 1, "merging", WEIGHTS * 2),
+        (replace(LORA, technique="qlora", parallel="single", devices=1), 1, "merging", 2 * WEIGHTS * 2),  # in 2.3
         (SHARDED, 1, "merging", 0),
     ],
 )

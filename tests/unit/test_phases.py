@@ -15,7 +15,7 @@ from common.hardware.devices import GIB, find_gpu
 from common.planning.architectures import Architecture, read_architecture
 from common.planning.device_maps import answering_shares
 from common.planning.job import BatchShape, EvaluationShape, Job
-from common.planning.phases import PHASES, TRAINING, phases_of
+from common.planning.phases import JUDGE_HIDDEN, PHASES, TRAINING, phases_of
 from common.planning.plans import Plan, plan_run
 from common.planning.shares import Share, whole_model
 from common.runtime.memory_tracker import MemoryTracker
@@ -148,6 +148,22 @@ def test_each_stage_has_its_own_layers_keys_and_values_for_the_rows_of_all(archi
     assert [cached(job, part) for part in parts] == [cached(alone, None)] * 3
     few = replace(job, evaluation=replace(SHAPE, test_rows=24))  # half of 3 x 16
     assert cached(few, parts[0]) == cached(job, parts[0]) / 2
+
+
+def test_the_independent_judge_is_whole_on_each_rank_for_the_rows_of_one(architecture: Architecture) -> None:
+    judged = replace(SHAPE, judged=True, has_independent_judge=True)
+    job = Job("full", "fsdp", BatchShape(4, 64, 63), devices=3, precision="fp32", evaluation=judged)
+    first = answering_shares(architecture, 3)[0]
+
+    def judging(job: Job) -> float:
+        found = phases_of(architecture, job, whole_model(architecture), find_gpu("a6000"), stage=first)
+        (memory,) = (phase.memory for phase in found if phase.name == "baseline evaluation")
+        assert memory.moment == "the independent judge"
+        return sum(term.count for term in memory.terms if term.part == "activations")
+
+    all_at_once = SHAPE.rows * SHAPE.labelled * 12 * JUDGE_HIDDEN * 4
+    assert judging(job) == all_at_once
+    assert judging(replace(job, evaluation=replace(judged, test_rows=24))) == all_at_once / 2  # a third of 24 each
 
 
 def test_rows_at_once_are_as_many_as_leave_training_the_highest_phase_unless_the_user_says() -> None:

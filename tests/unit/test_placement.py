@@ -214,6 +214,19 @@ def test_every_stage_of_a_computed_map_is_seen(way: str, stages: int) -> None:
     assert len(seen) == stages
 
 
+@pytest.mark.parametrize("settings", [{"parallel": "mp"}, {"parallel": "pp", "schedule": "gpipe"}], ids=["mp", "pp"])
+def test_rows_at_once_are_chosen_where_layers_are_placed(settings: dict[str, str]) -> None:
+    gpu, batch = find_gpu("a5000"), BatchShape(1, 1024, 1023)
+    run = RunConfig(model="llama-3.1-8b", devices=2, device="cuda", gpu=gpu.name, precision="bf16", **settings)
+    plan = place_stages(run, batch, gpu).plan
+    assert 1 <= plan.job.evaluation.rows < 32
+    assert plan.job.evaluation == plan_run(run, batch, gpu).job.evaluation
+    assert place_stages(replace(run, per_device_eval_batch_size=32), batch, gpu).plan.job.evaluation.rows == 32
+    longer = replace(plan.job.evaluation, length=2048, prompt_length=2048)
+    chosen = place_stages(run, batch, gpu, longer).plan.job.evaluation
+    assert (chosen.length, chosen.rows < plan.job.evaluation.rows) == (2048, True)
+
+
 # -- what cannot fit
 
 

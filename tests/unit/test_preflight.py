@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -26,7 +27,7 @@ from common.data.batches import EpochBatches, longest_batch
 from common.data.rows import tokens_in
 from common.data.splits import load_splits, tokens_of
 from common.hardware.devices import cpu_device
-from common.models.loading import load_tokenizer
+from common.models.loading import load_base_model, load_tokenizer
 from common.planning.job import BatchShape
 from common.planning.plans import Plan, plan_run
 from common.runtime.rank import rank_started
@@ -441,6 +442,24 @@ def test_every_micro_batch_is_the_longest_one_and_a_wrong_reload_is_found(
         monkeypatch.setattr(preflight, "load_answering", load_another)
         with pytest.raises(RuntimeError, match="what was saved is not what was trained"):
             preflight.save_and_reload(asked, trainer, {}, rank, tmp_path)
+
+
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize(("test_rows", "by_base", "by_minilm"), [(-1, 8, 4), (6, 6, 3)])
+def test_as_many_rows_are_answered_and_judged_as_in_the_largest_batch_of_the_run(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch, test_rows: int, by_base: int, by_minilm: int
+) -> None:
+    """Two ranks that share the base answer together; each has MiniLM for itself."""
+    asked = replace(
+        run, parallel="fsdp", devices=2, per_device_eval_batch_size=4, test_rows=test_rows, max_new_tokens=1
+    )
+    rows, judged = tried_rows.rows_of_length(asked, 16), {}
+    minilm = SimpleNamespace(judge=lambda texts, numbers: judged.update(minilm=len(numbers)))
+    monkeypatch.setattr(preflight, "independent_judges", lambda *_: [minilm])
+    monkeypatch.setattr(preflight, "load_answering", lambda *_, **about: load_base_model(run, {"": "cpu"}))
+    monkeypatch.setattr(preflight.Judge, "judge", lambda judge, texts, numbers: judged.update(base=len(numbers)))
+    preflight.answer_one_batch(asked, rows, {}, Rank(0, 2, "cpu", "torchrun"))
+    assert judged == {"base": by_base, "minilm": by_minilm}
 
 
 @pytest.mark.usefixtures("own_environment")
