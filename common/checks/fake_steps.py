@@ -339,7 +339,7 @@ class StepTrainer(Trainer):
                 return self.fake_loss(self.model, model, inputs)
         if not self.share.has_embeddings:  # a hidden state of shape (rows, tokens, hidden) from the device before
             base = _base_of(self.model)
-            dtype = hidden_dtype(base, autocasts=self.accelerator.mixed_precision != "no")
+            dtype = hidden_dtype(base, base.dtype, autocasts=self.accelerator.mixed_precision != "no")
             shape = (*inputs["input_ids"].shape, base.config.hidden_size)
             hidden = torch.empty(shape, dtype=dtype, requires_grad=True)
             inputs = {"inputs_embeds": hidden} | {name: inputs[name] for name in inputs if name != "input_ids"}

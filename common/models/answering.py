@@ -17,11 +17,12 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
-from common.models.loading import load_base_model
+from common.models.loading import load_base_model, weight_dtype
 from common.models.stages import Sharing, StageMap, load_stage
 from common.planning.architectures import UnknownArchitectureError
 from common.planning.device_maps import answering_shares, device_map_of, whole_model_on
 from common.planning.run_jobs import answering_architecture
+from common.planning.shares import stages_of
 from common.runtime.rank import exchange_timeout
 from common.runtime.world import Rank
 
@@ -34,8 +35,8 @@ def sharing_of(model: torch.nn.Module, rank: Rank) -> Sharing:
 def answering_run(run: RunConfig) -> RunConfig:
     """Return the run with weights in the format in which models answer beside training.
 
-    Where ranks divide the weights it is that of the matrix products: fp32 weights of mixed precision are for the
-    optimizer.
+    Where no rank trains the whole model as it is (`Parallelism.answers_as_computed`), that is the matrix products' one:
+    fp32 weights of mixed precision are for the optimizer.
     """
     return replace(run, precision=run.compute_dtype) if run.parallelism.answers_as_computed else run
 
@@ -43,7 +44,7 @@ def answering_run(run: RunConfig) -> RunConfig:
 def answering_stages(run: RunConfig) -> int:
     """Return how many ranks share a model that answers; 1 = each has it whole, also one whose layers are not known."""
     try:
-        return run.answering_stages(answering_architecture(run).layers)
+        return stages_of(answering_architecture(run), run)
     except UnknownArchitectureError:
         return 1
 
@@ -67,7 +68,7 @@ def load_answering(
         return load_base_model(run, device_map or whole_model_on(rank.device), source, quantized)
     sharing = Sharing(rank.rank % stages, stages, rank.rank // stages, rank.world_size // stages)
     model = load_stage(run, answering_map(run, stages), sharing.stage, rank.device, source, quantized)
-    return in_stages(model, sharing, _group_of(run, rank, stages))
+    return in_stages(model, sharing, weight_dtype(run), _group_of(run, rank, stages))
 
 
 def answering_map(run: RunConfig, stages: int) -> StageMap:
@@ -86,22 +87,28 @@ def _own_group(world: dist.ProcessGroup, stages: int, timeout: timedelta) -> dis
     return dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]
 
 
-def in_stages(model: PreTrainedModel, sharing: Sharing, group: dist.ProcessGroup | None) -> PreTrainedModel:
+def in_stages(
+    model: PreTrainedModel, sharing: Sharing, dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> PreTrainedModel:
     """Let a stage take its hidden states from the one before, hand its own on, and know the last one's logits.
 
-    `group` has the ranks that share the model; None = all. (`forward` is replaced, as PEFT's models call that of the
-    model within, past its hooks.)
+    `dtype` is that of hidden states. `group` has the ranks that share the model; None = all. (`forward` is replaced, as
+    PEFT's models call that of the model within, past its hooks.)
     """
     body = model.base_model
     compute, answer = body.forward, model.forward
     own_rank = sharing.first_rank + sharing.stage
+    layers = _count_own_layers(body)
 
     @wraps(compute)
     def compute_stage(input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         if not sharing.is_first:
-            hidden = torch.empty((*input_ids.shape, _width(model)), dtype=model.dtype, device=model.device)
+            hidden = torch.empty((*input_ids.shape, _width(model)), dtype=dtype, device=model.device)
             dist.recv(hidden, own_rank - 1)
             input_ids, kwargs["inputs_embeds"] = None, hidden
+        cache = kwargs.get("past_key_values")
+        if cache is not None and len(cache.layers) > len(layers):  # new: `generate` makes it for the whole model
+            cache.layers = [cache.layers[number] for number in layers]
         output = compute(input_ids, *args, **kwargs)
         if not sharing.is_last:
             dist.send(output.last_hidden_state.contiguous(), own_rank + 1)
@@ -117,7 +124,6 @@ def in_stages(model: PreTrainedModel, sharing: Sharing, group: dist.ProcessGroup
         return output
 
     body.forward, model.forward, model.sharing = compute_stage, answer_stage, sharing
-    _count_own_layers(body)
     return model
 
 
@@ -131,9 +137,13 @@ def _shape_of_logits(model: PreTrainedModel, hidden: torch.Tensor) -> tuple[int,
     return (len(hidden), model.config.num_labels)
 
 
-def _count_own_layers(body: torch.nn.Module) -> None:
-    """Number a stage's layers from 0: by the first one's keys and values `generate` knows how many tokens were read."""
+def _count_own_layers(body: torch.nn.Module) -> list[int]:
+    """Number a stage's layers from 0, and return their numbers in the whole model.
+
+    By the first one's keys and values `generate` knows how many tokens were read.
+    """
     numbered = [module for module in body.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    first = min((module.layer_idx for module in numbered), default=0)
+    numbers = sorted({module.layer_idx for module in numbered})
     for module in numbered:
-        module.layer_idx -= first
+        module.layer_idx -= numbers[0]
+    return numbers

@@ -4,15 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.models.loading import any_shape_config, load_base_model, load_pretrained, model_class
-from common.models.module_by_module import ending_with, weights_of
+from common.models.module_by_module import ending_with
+from common.models.quantization import is_quantized
+from common.runtime.rank import exchange_timeout
+from common.runtime.world import BACKENDS, Rank
 
 
 @dataclass(frozen=True)
@@ -29,20 +32,14 @@ class Division:
 
     def divide(self, name: str, module: nn.Module) -> None:
         """Replace a module's own weights by this rank's parts of them, which have memory of their own."""
-        for own, weight in weights_of(module).items():
+        for own, weight in list(module.named_parameters(recurse=False)):
             dimension = self.along(f"{name}.{own}" if name else own)
             if dimension is not None and not isinstance(weight, DTensor):  # a tied one was divided where it is read
-                part = nn.Parameter(self._part_of(weight, Shard(dimension)), requires_grad=weight.requires_grad)
+                plain = weight.detach().as_subclass(torch.Tensor)
+                part = distribute_tensor(plain, self.mesh, [Shard(dimension)], src_data_rank=None)  # nothing is sent
+                part = nn.Parameter(part, requires_grad=weight.requires_grad)
                 part.__dict__.update(weight.__dict__)  # of 4 bits: how they were quantized
                 setattr(module, own, part)
-
-    def _part_of(self, weight: nn.Parameter, placement: Shard) -> DTensor:
-        with torch.device("cpu"):  # the library makes tensors on `meta` while it makes a model
-            sizes, offsets = compute_local_shape_and_global_offset(weight.shape, self.mesh, [placement])
-        rows = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-        local = weight.detach().as_subclass(torch.Tensor)[rows].clone(memory_format=torch.contiguous_format)
-        about = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
-        return DTensor.from_local(local, self.mesh, [placement], **about)
 
 
 def load_divided(run: RunConfig, device: str, division: Division) -> PreTrainedModel:
@@ -62,7 +59,6 @@ def load_divided(run: RunConfig, device: str, division: Division) -> PreTrainedM
             division.divide(name, module)
 
     model = load_pretrained(ending_with(kind, divide_all), run, {"": device})
-    model.__class__ = kind
     _own_memory(model)
     return model
 
@@ -75,3 +71,46 @@ def _own_memory(model: PreTrainedModel) -> None:
             and weight._local_tensor.untyped_storage().nbytes() > weight._local_tensor.nbytes
         ):
             weight._local_tensor = weight._local_tensor.clone()
+
+
+# -- rows of every weight, as FSDP and ZeRO-3 divide them
+
+
+def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
+    """Return the devices of all ranks in a row, or with several copies in as many rows; called on every rank."""
+    kind, copies = torch.device(rank.device).type, run.dp_replicate_size
+    if copies == 1:
+        return init_device_mesh(kind, (rank.world_size,), mesh_dim_names=("shard",))
+    ranks, timeout = torch.arange(rank.world_size).view(copies, -1), exchange_timeout(run)
+    # made here, as those that a mesh makes itself have PyTorch's time-out
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0] for each in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def load_rows(run: RunConfig, rank: Rank, mesh: DeviceMesh, offloads: bool) -> PreTrainedModel:
+    """Load the run's base, of which this rank gets rows of every weight; called on every rank.
+
+    They are divided among its row of `mesh`, from `mesh_of`, and stay on its device, or with `offloads` on the host.
+    What 4-bit numbers are computed with is on the device in any case.
+
+    Raises:
+        BadInputError: as `load_base_model`.
+    """
+    by_rows = Division(_loading_mesh(run, rank, mesh, offloads), lambda _: 0)
+    model = load_divided(run, "cpu" if offloads else rank.device, by_rows)
+    for module in model.modules():
+        if is_quantized(module):
+            module.quant_state.to(rank.device)
+    return model
+
+
+def _loading_mesh(run: RunConfig, rank: Rank, mesh: DeviceMesh, offloads: bool) -> DeviceMesh:
+    """Return this rank's row of `mesh` where weights stay: of devices, or of hosts.
+
+    It has no names: PEFT takes parts on any mesh with other names than its own for tensor parallel's.
+    """
+    if not offloads:
+        return DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
+    rows = torch.arange(rank.world_size).view(run.dp_replicate_size, -1).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(rows, backend=BACKENDS["cpu"], timeout=exchange_timeout(run))
+    return DeviceMesh.from_group(group, "cpu")

@@ -321,10 +321,9 @@ def load_base_model(
     else:
         settings = {"quantization_config": quantization_config(run)} if quantized else {}
         if each:
-            kind = model_class(run, any_shape_config(str(source or run.model), "" if source else run.model_revision))
+            kind = model_class(run, any_shape_config(run.model, run.model_revision))
             with each_as_it_is_read(kind, each) as watched:
-                model = load_pretrained(watched, run, device_map, source, **settings)
-            model.__class__ = kind
+                model = load_pretrained(watched, run, device_map, **settings)
         else:
             model = load_pretrained(getattr(transformers, run.goal.auto_class), run, device_map, source, **settings)
     return prepare_quantized(model) if quantized else model

@@ -22,11 +22,6 @@ EachModule = Callable[[str, nn.Module], None]
 """Takes the name of a module and the module as soon as it has all weights of its own, and may replace these."""
 
 
-def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a module's own weights by their names in it; those of its children are not among them."""
-    return {name: weight for name, weight in module._parameters.items() if weight is not None}
-
-
 def model_on_meta(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     """Return the model that `make` makes, its weights on `meta` and its buffers on the host."""
     with init_empty_weights(include_buffers=False):
@@ -43,7 +38,7 @@ def draw_weights(model: PreTrainedModel, seed: int, device: str | torch.device, 
         for name, module, owner in list(_modules_with_owners("", model, model)):
             drawn = [
                 own
-                for own, weight in weights_of(module).items()
+                for own, weight in module.named_parameters(recurse=False)
                 if weight.is_meta and _join(name, own) not in model.all_tied_weights_keys
             ]
             if drawn:
@@ -74,7 +69,7 @@ def _join(prefix: str, name: str) -> str:
 @torch.no_grad()
 def _draw(module: nn.Module, drawn: list[str], owner: PreTrainedModel, device: str | torch.device) -> None:
     """Give some of a module's own weights their start, and quantize its matrix where that is to be."""
-    planned = weights_of(module)
+    planned = dict(module.named_parameters(recurse=False))
     for own in drawn:
         empty = torch.empty(planned[own].shape, dtype=planned[own].dtype, device=device)
         setattr(module, own, nn.Parameter(empty, requires_grad=planned[own].requires_grad))
@@ -93,11 +88,12 @@ def _hand(each: EachModule, name: str, module: nn.Module) -> None:
 
 
 def ending_with(kind: type[PreTrainedModel], then: Callable[[PreTrainedModel], None]) -> type[PreTrainedModel]:
-    """Return a subclass of `kind`, called as it is, whose `__init__` ends by calling `then` with the model."""
+    """Return a class whose `from_pretrained` loads a model of `kind`, and calls `then` with it before it is read."""
 
     class Ending(kind):
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             super().__init__(*arguments, **settings)
+            self.__class__ = kind
             then(self)
 
     Ending.__name__, Ending.__module__ = kind.__name__, kind.__module__
@@ -117,7 +113,7 @@ def each_as_it_is_read(kind: type[PreTrainedModel], each: EachModule) -> Iterato
 
     def tell(module: nn.Module) -> None:
         _hand(each, names[module], module)
-        for weight in weights_of(module).values():
+        for weight in module.parameters(recurse=False):
             weight._is_hf_initialized = True  # else the library would start it anew
             told[id(weight)] = weight
 
@@ -127,7 +123,7 @@ def each_as_it_is_read(kind: type[PreTrainedModel], each: EachModule) -> Iterato
         if not names:  # by now quantizing has put other modules in the place of some
             names.update({module: name for name, module in models[0].named_modules()})
         module._parameters[own] = weight
-        if all(map(_is_read, weights_of(module).values())):
+        if all(map(_is_read, module.parameters(recurse=False))):
             tell(module)
         return module._parameters[own]
 
@@ -141,7 +137,7 @@ def each_as_it_is_read(kind: type[PreTrainedModel], each: EachModule) -> Iterato
     finally:
         hook.remove()
     for module in names:
-        if any(id(weight) not in told for weight in weights_of(module).values()):
+        if any(id(weight) not in told for weight in module.parameters(recurse=False)):
             tell(module)
 
 

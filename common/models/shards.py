@@ -73,9 +73,10 @@ def gathered(weight: torch.Tensor) -> torch.Tensor:
         return flat[: weight.ds_numel].view(weight.ds_shape)
     if not isinstance(weight, DTensor):
         return weight
+    weight = weight.detach().to(weight.device_mesh.device_type)  # offloaded, from the host: NCCL sends nothing there
     if weight.device_mesh.ndim > 1 or weight.placements != (Shard(0),):
         return weight.full_tensor()
-    part = weight.to_local().detach()
+    part = weight.to_local()
     whole = torch.empty(weight.shape, dtype=part.dtype, device=part.device)
     _fill(whole.chunk(weight.device_mesh.size()), part, weight.device_mesh.get_group())
     return whole

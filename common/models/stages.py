@@ -10,18 +10,23 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import transformers
 from peft import PeftModel
 from transformers import AutoConfig, PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.models.loading import load_base_model, load_pretrained, model_class, what_to_load
+from common.models.module_by_module import ending_with
 from common.models.quantization import prepare_quantized, quantization_config
 from common.models.trained_weights import add_lora
 from common.planning.device_maps import whole_model_on
 
 StageMap = dict[str, int]
 """Which stage, and so which device, holds which module."""
+
+
+def stage_of(module: str, stage_map: StageMap) -> int:
+    """Return the stage of a module: the longest entry that its name begins with decides."""
+    return stage_map[max((name for name in stage_map if f"{module}.".startswith(f"{name}.") or not name), key=len)]
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,8 @@ class Sharing:
     Attributes:
         stage: Of the model, this rank's.
         stages: Ranks that hold the model together, and so work on the same rows.
-        group: This rank's group of so many; each has rows of its own.
-        groups: Of all ranks.
+        group: This rank's, among the groups of so many; each has rows of its own.
+        groups: How many there are among all ranks.
     """
 
     stage: int
@@ -42,7 +47,7 @@ class Sharing:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the embeddings."""
+        """Whether this rank reads token ids; the others get hidden states."""
         return self.stage == 0
 
     @property
@@ -113,23 +118,19 @@ def load_stage(
         return model
     whole = model_class(run, AutoConfig.from_pretrained(**what_to_load(run, source)))
 
-    class Stage(whole):
-        _keys_to_ignore_on_load_unexpected = (r".*",)  # other stages' weights
-
-        def __init__(self, config: transformers.PretrainedConfig) -> None:
-            super().__init__(config)
-            cut(self, stage_map, stage)
+    def cut_unread(model: PreTrainedModel) -> None:
+        cut(model, stage_map, stage)
+        model._keys_to_ignore_on_load_unexpected = {r".*"}  # other stages' weights
 
     settings = {"quantization_config": quantization_config(run)} if quantizes else {}
-    model = load_pretrained(Stage, run, place, source, **settings)
+    model = load_pretrained(ending_with(whole, cut_unread), run, place, source, **settings)
     return prepare_quantized(model) if quantizes else model
 
 
 def _drop_unheld(stage_map: StageMap, stage: int, name: str, module: torch.nn.Module) -> None:
     """Forget a module's weights if another stage holds it; the last one may need a copy of the embeddings."""
-    holder = stage_map[max((entry for entry in stage_map if f"{name}.".startswith(f"{entry}.")), key=len)]
     is_copied = stage == max(stage_map.values()) and name.endswith("embed_tokens")
-    if holder != stage and not is_copied:
+    if stage_of(name, stage_map) != stage and not is_copied:
         for key, weight in module.named_parameters(recurse=False):
             nothing = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
             module.register_parameter(key, torch.nn.Parameter(nothing, requires_grad=weight.requires_grad))

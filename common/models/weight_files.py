@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import try_to_load_from_cache
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
@@ -32,35 +31,24 @@ run, what the library's own tensor parallel, which is not asked for, does not di
 
 
 @dataclass(frozen=True)
-class StoredWeight:
+class WeightInFile:
     """Where a weight is: its file, and its shape there."""
 
     file: Path
     shape: tuple[int, ...]
 
 
-def weight_files(source: str | Path, revision: str = "") -> dict[str, Path]:
-    """Return the file of each weight, by its name in the files, of a model's folder or Hub id, which is downloaded.
-
-    Of pickled weights (`.bin`), which cannot be read by name, nothing is returned.
-
-    Raises:
-        BadInputError: as `stored_weights`.
-    """
-    return {name: weight.file for name, weight in stored_weights(source, revision).items()}
-
-
-def stored_weights(source: str | Path, revision: str = "", downloads: bool = True) -> dict[str, StoredWeight]:
+def weights_in_files(source: str | Path, revision: str = "") -> dict[str, WeightInFile]:
     """Return where each weight of a model's folder or Hub id is, by its name in the files; no tensor is read.
 
-    Without `downloads` a model of which a file is not in the Hub's cache yet has none.
+    There are none of pickled weights (`.bin`), nor of a model of which a file is not in the Hub's cache yet.
 
     Raises:
         BadInputError: a file is missing, shorter than its header says, or not safetensors; or the index is none, or
             contradicts its files; or two of the files have one weight.
     """
-    single = _find(source, SAFE_WEIGHTS_NAME, revision, downloads)
-    index = _find(source, SAFE_WEIGHTS_INDEX_NAME, revision, downloads)
+    single = _find(source, SAFE_WEIGHTS_NAME, revision)
+    index = _find(source, SAFE_WEIGHTS_INDEX_NAME, revision)
     if single:
         if index and set(_places(index).values()) != {single.name}:
             say_once(f"{source}: {single.name} is loaded, and not the files of {index.name}: Transformers takes one")
@@ -68,7 +56,7 @@ def stored_weights(source: str | Path, revision: str = "", downloads: bool = Tru
     if not index:
         return {}
     places = _places(index)
-    files = {name: _find(source, name, revision, downloads) for name in sorted(set(places.values()))}
+    files = {name: _find(source, name, revision) for name in sorted(set(places.values()))}
     lost = [name for name, path in files.items() if path is None]
     if lost and not Path(source).is_dir():  # the Hub has it, and it is downloaded when it is loaded
         return {}
@@ -88,11 +76,11 @@ def check_weight_files(
     Weights that the model has no use for are said once: a checkpoint of another task has such a head.
 
     Raises:
-        BadInputError: as `stored_weights`; or weights are missing or have another shape than `config` says, but for a
+        BadInputError: as `weights_in_files`; or weights are missing or have another shape than `config` says, but for a
             classifier's head; or they are pickled, and the run reads them in parts; or a folder has none.
     """
-    stored = stored_weights(source, run.model_revision, downloads=False)
-    pickled = [_find(source, name, run.model_revision, downloads=False) for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)]
+    stored = weights_in_files(source, run.model_revision)
+    pickled = [_find(source, name, run.model_revision) for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)]
     if not stored and any(pickled):
         check_readable_in_parts(run)
     elif not stored and Path(source).is_dir():
@@ -142,16 +130,11 @@ def check_readable_in_parts(run: RunConfig) -> None:
     )
 
 
-def _find(source: str | Path, name: str, revision: str, downloads: bool) -> Path | None:
-    """Return a file of a folder or Hub id, or None where it has no such file, or where it is not in the cache yet."""
+def _find(source: str | Path, name: str, revision: str) -> Path | None:
+    """Return a file of a folder or of a Hub id's in the cache, or None where there is none."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
-    if downloads:
-        try:
-            return Path(hf_hub_download(str(source), name, revision=revision or None))
-        except EntryNotFoundError:
-            return None
     found = try_to_load_from_cache(str(source), name, revision=revision or None)
     return Path(found) if isinstance(found, str) else None  # else a mark that there is none
 
@@ -169,7 +152,7 @@ def _places(index: Path) -> dict[str, str]:
     return places
 
 
-def _header(file: Path) -> dict[str, StoredWeight]:
+def _header(file: Path) -> dict[str, WeightInFile]:
     """Return what a safetensors file holds, by its header (https://huggingface.co/docs/safetensors)."""
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -180,7 +163,7 @@ def _header(file: Path) -> dict[str, StoredWeight]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        weights = {name: StoredWeight(file, tuple(each["shape"])) for name, each in header.items()}
+        weights = {name: WeightInFile(file, tuple(each["shape"])) for name, each in header.items()}
         end = LENGTH_BYTES + length + max((each["data_offsets"][1] for each in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError):
         start = "is empty" if not size else f"has {size:,} bytes, but starts with no header of safetensors"
@@ -200,10 +183,10 @@ def _short(file: Path, size: int, expected: str) -> BadInputError:
 
 
 def _agreeing(
-    index: Path, places: dict[str, str], headers: dict[str, dict[str, StoredWeight]]
-) -> dict[str, StoredWeight]:
+    index: Path, places: dict[str, str], headers: dict[str, dict[str, WeightInFile]]
+) -> dict[str, WeightInFile]:
     """Return the weights of an index's files, each of which is in one of them, and where the index has it."""
-    stored: dict[str, StoredWeight] = {}
+    stored: dict[str, WeightInFile] = {}
     for weights in headers.values():
         for name in weights.keys() & stored.keys():
             raise BadInputError(
@@ -221,7 +204,7 @@ def _agreeing(
 
 
 def _as_loaded(
-    stored: dict[str, StoredWeight], kind: type[PreTrainedModel], config: PretrainedConfig
+    stored: dict[str, WeightInFile], kind: type[PreTrainedModel], config: PretrainedConfig
 ) -> tuple[PreTrainedModel, dict]:
     """Return a model on `meta`, and what Transformers says of its loading from weights of these names and shapes.
 

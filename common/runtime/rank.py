@@ -108,6 +108,7 @@ def start_rank(run: RunConfig) -> Rank:
     fault_at("start", 0)
     name_deepspeeds_device()
     leave_deepspeed_to_the_run(run)
+    os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)  # Accelerate's default, by which rank 0 alone would load
     on_cpu = run.device == "cpu"
     if on_cpu:
         os.environ.setdefault("OMP_NUM_THREADS", str(run.threads))  # else Accelerate warns that it does so itself

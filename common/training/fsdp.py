@@ -12,21 +12,20 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from peft import PeftModel
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.divided import Division, load_divided
+from common.models.divided import load_rows, mesh_of
 from common.models.loading import model_without_weights
-from common.models.module_by_module import weights_of
 from common.models.shards import byte_count, global_numel, local_part
 from common.models.stages import StageMap
 from common.models.trained_weights import with_trained_weights
-from common.runtime.rank import accelerate_shards, exchange_timeout
-from common.runtime.world import BACKENDS, Rank
+from common.runtime.rank import accelerate_shards
+from common.runtime.world import Rank
 from common.training.strategy import Batch, Model, Strategy
 from common.training.usage import Held, check_part, part_bytes
 
@@ -66,12 +65,14 @@ class Fsdp(Strategy):
         self.shard_group = mesh["shard"].get_group()
         plugin = FullyShardedDataParallelPlugin() if accelerate_shards() else None  # by its file's variables
         offloads = bool(plugin.cpu_offload) if plugin else self.run.offload == "cpu"
-        by_rows = Division(loading_mesh(self.rank, self.run, mesh, offloads), lambda _: 0)
-        base = load_divided(self.run, "cpu" if offloads else self.rank.device, by_rows)
-        model = with_trained_weights(base, self.run)
+        model = with_trained_weights(load_rows(self.run, self.rank, mesh, offloads), self.run)
+        if plugin:
+            model = shard_by_accelerate(model, self.run, plugin, self.rank.device)
+        else:
+            shard(model, self.run, mesh)
         if self.rank.is_main:
-            print(describe_wrapping(model, self.run.wrap))
-        return shard_by_accelerate(model, self.run, plugin) if plugin else shard(model, self.run, mesh)
+            print(describe_wrapping(model))
+        return model
 
     def prepare(self, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> torch.optim.Optimizer:
         """Check that the model is divided."""
@@ -158,33 +159,10 @@ def modules_to_wrap(model: Model, wrap: str) -> list[torch.nn.Module]:
     return [module for module in base.modules() if type(module).__name__ in asked]
 
 
-def mesh_of(rank: Rank, run: RunConfig) -> DeviceMesh:
-    """Return the devices of all ranks in a row, or with several copies in as many rows; called on every rank."""
-    kind, copies = torch.device(rank.device).type, run.dp_replicate_size
-    if copies == 1:
-        return init_device_mesh(kind, (rank.world_size,), mesh_dim_names=("shard",))
-    ranks, timeout = torch.arange(rank.world_size).view(copies, -1), exchange_timeout(run)
-    # made here, as those that a mesh makes itself have PyTorch's time-out
-    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout=timeout)[0] for each in (ranks.T, ranks)]
-    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
-
-
-def loading_mesh(rank: Rank, run: RunConfig, mesh: DeviceMesh, offloads: bool) -> DeviceMesh:
-    """Return this rank's row of `mesh`, where weights stay: on the devices, or on the hosts; called on every rank.
-
-    It has no names: PEFT takes parts on any mesh with other names than its own for tensor parallel's.
-    """
-    if not offloads:
-        return DeviceMesh.from_group(mesh["shard"].get_group(), mesh.device_type)
-    rows = torch.arange(rank.world_size).view(run.dp_replicate_size, -1).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(rows, backend=BACKENDS["cpu"], timeout=exchange_timeout(run))
-    return DeviceMesh.from_group(group, "cpu")
-
-
 def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     """Divide every weight among the ranks, in place: wrapped modules one by one, then what is left in the root.
 
-    What ranks hold parts of already (`load_divided`) stays where it is.
+    What ranks hold parts of already (`load_rows`) stays where it is.
 
     Raises:
         BadInputError: see `modules_to_wrap`.
@@ -203,7 +181,7 @@ def shard(model: Model, run: RunConfig, mesh: DeviceMesh) -> Model:
     return model
 
 
-def shard_by_accelerate(model: Model, run: RunConfig, plugin: FullyShardedDataParallelPlugin) -> Model:
+def shard_by_accelerate(model: Model, run: RunConfig, plugin: FullyShardedDataParallelPlugin, device: str) -> Model:
     """Divide every weight among the ranks, in place, by Accelerate's own function and settings; see `shard`.
 
     But for the format that gradients are summed in: by its file that would be bf16.
@@ -211,7 +189,8 @@ def shard_by_accelerate(model: Model, run: RunConfig, plugin: FullyShardedDataPa
     plugin.mixed_precision_policy = mixed_precision(run)
     loaded = _set_aside(model)
     # what the function asks of an Accelerator; a real one would be made before the Trainer's own
-    of_file = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=False)
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    of_file = SimpleNamespace(state=state, device=device, mixed_precision="no", is_main_process=False)
     model = fsdp2_prepare_model(of_file, model)
     _put_back(loaded)
     return model
@@ -222,7 +201,7 @@ def _set_aside(model: Model) -> list[tuple[torch.nn.Module, str, DTensor]]:
     places: list[tuple[torch.nn.Module, str, DTensor]] = []
     stand_ins: dict[int, torch.nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
-        for name, part in weights_of(module).items():
+        for name, part in list(module.named_parameters(recurse=False)):
             if isinstance(part, DTensor):
                 empty = torch.empty(part.shape, dtype=part.dtype, device="meta")
                 stand_in = torch.nn.Parameter(empty, requires_grad=part.requires_grad)
@@ -265,9 +244,9 @@ def check_fully_sharded(model: torch.nn.Module, world_size: int) -> None:
     check_part("weights", local, part_bytes(weights.values(), world_size))
 
 
-def describe_wrapping(model: Model, wrap: str) -> str:
-    """Return one line: which modules are gathered one at a time, and what the root keeps together."""
-    wrapped = modules_to_wrap(model, wrap)
+def describe_wrapping(model: Model) -> str:
+    """Return one line: which modules of a divided model are gathered by themselves, and what the root keeps."""
+    wrapped = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
     inside = {id(weight) for module in wrapped for weight in module.parameters()}
     rest = sum(global_numel(weight) for weight in model.parameters() if id(weight) not in inside)
     counts = Counter(type(module).__name__.removeprefix("FSDP") for module in wrapped)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL
+from common.models.loading import weight_dtype
 from common.models.stages import StageMap, add_lora_to_stage, load_stage
 from common.models.trained_weights import train_own_weights
 from common.runtime.world import Rank
@@ -63,7 +64,7 @@ class StageModule(torch.nn.Module):
         self.is_first, self.is_last = rank.rank == 0, rank.rank == rank.world_size - 1
         autocasts = run.precision.startswith("bf16")
         self.autocast = torch.autocast(run.device, torch.bfloat16, enabled=autocasts)
-        self.hidden_dtype = hidden_dtype(self.causal, autocasts)
+        self.hidden_dtype = hidden_dtype(self.causal, weight_dtype(run), autocasts)
         self.takes_chunks = self.is_last and loss_is_chunked(run, model)
         if self.takes_chunks:
             self.losses_of = losses_or_logits(self.causal)
@@ -94,10 +95,13 @@ class StageModule(torch.nn.Module):
         return cross_entropy(flat, target.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
-def hidden_dtype(model: PreTrainedModel, autocasts: bool) -> torch.dtype:
-    """Return the dtype of hidden states; under autocast layer norms, which end an encoder's layers, give fp32."""
+def hidden_dtype(model: PreTrainedModel, loaded: torch.dtype, autocasts: bool) -> torch.dtype:
+    """Return the dtype of hidden states of a model that was `loaded` in one, in which its adapters need not be.
+
+    Under autocast layer norms, which end an encoder's layers, give fp32.
+    """
     ends_with_layer_norm = not hasattr(model.base_model, "embed_tokens")
-    return torch.float32 if autocasts and ends_with_layer_norm else model.dtype
+    return torch.float32 if autocasts and ends_with_layer_norm else loaded
 
 
 # -- passes

@@ -20,17 +20,15 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
-from common.models.divided import Division, load_divided
+from common.models.divided import load_rows, mesh_of
 from common.models.loading import next_token_logits
-from common.models.module_by_module import weights_of
 from common.models.saved_files import save_weights
 from common.models.shards import byte_count, gathered, global_numel, local_part, return_freed_memory
 from common.models.stages import StageMap
 from common.models.trained_weights import with_trained_weights
-from common.models.weight_files import weight_files
+from common.models.weight_files import weights_in_files
 from common.training.deepspeed_config import deepspeed_config, with_sizes, zero_stage
 from common.training.digests import begin_hashing
-from common.training.fsdp import loading_mesh, mesh_of
 from common.training.strategy import Batch, Model, Strategy
 from common.training.usage import Held, check_share, optimizer_bytes
 
@@ -88,9 +86,7 @@ class Zero(Strategy):
         if zero_stage(self.run) < 3:
             return super().load_model(stage_map)
         mesh, offloads = mesh_of(self.rank, self.run), self.run.offload == "cpu"
-        by_rows = Division(loading_mesh(self.rank, self.run, mesh, offloads), lambda _: 0)
-        base = load_divided(self.run, "cpu" if offloads else self.rank.device, by_rows)
-        model = with_trained_weights(base, self.run)
+        model = with_trained_weights(load_rows(self.run, self.rank, mesh, offloads), self.run)
         hand_over(model, self._config(model), mesh)
         return model.to(self.rank.device)  # buffers
 
@@ -166,8 +162,8 @@ class Zero(Strategy):
 
     def load_weights(self, folder: Path) -> None:
         """Take back the weights, which the engine does not train any further; each rank its part."""
-        file_of = weight_files(folder)
-        if not file_of:  # a full state
+        stored = weights_in_files(folder)
+        if not stored:  # a full state
             self.load(folder)
             return
         import deepspeed  # `deepspeed.zero` is an attribute, and no module
@@ -175,7 +171,7 @@ class Zero(Strategy):
         for name, weight in self._trained_weights():
             is_divided = hasattr(weight, "ds_tensor")
             whole = deepspeed.zero.GatheredParameters([weight], modifier_rank=0) if is_divided else nullcontext()
-            with safe_open(file_of[name], framework="pt") as file, whole, torch.no_grad():
+            with safe_open(stored[name].file, framework="pt") as file, whole, torch.no_grad():
                 weight.copy_(file.get_tensor(name))
 
     def _trained_weights(self) -> list[tuple[str, torch.nn.Parameter]]:
@@ -249,7 +245,7 @@ def _places_of_weights(model: torch.nn.Module) -> list[list[tuple[torch.nn.Modul
     """Return of each weight the modules that have it, several where it is tied, and its names there."""
     places: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
-        for name, weight in weights_of(module).items():
+        for name, weight in module.named_parameters(recurse=False):
             places[weight].append((module, name))
     return list(places.values())
 

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common.base.run_config import RunConfig
+from common.models.divided import mesh_of
 from common.models.shards import local_part
 from common.runtime.world import BACKENDS, Rank
 from common.training.checkpoints import UnfinishedCheckpoint
 from common.training.ddp import Ddp
-from common.training.fsdp import Fsdp, mesh_of, shard
+from common.training.fsdp import Fsdp, shard
 from common.training.strategy import Strategy
 
 STEPS = 4

@@ -123,7 +123,11 @@ def compare(case: str, folder: Path, rank: Rank) -> Found:
     run, found = run_of(case, folder), {}
     strategy = strategy_class(run)(run, rank)
     set_seed(3)
-    with launched(case), growth(found), patch.object(sys.modules[type(strategy).__module__], "with_trained_weights") as train:
+    with (
+        launched(case),
+        growth(found),
+        patch.object(sys.modules[type(strategy).__module__], "with_trained_weights") as train,
+    ):
         train.side_effect = lambda base, run: with_trained_weights(noted(base, found), run)
         model = strategy.load_model()
     drawn = torch.rand(1).item()
@@ -154,6 +158,7 @@ def compare(case: str, folder: Path, rank: Rank) -> Found:
 
 
 def main() -> None:
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"  # as `accelerate launch` sets it where a file says nothing
     rank = start_rank(RunConfig(technique="full", parallel="fsdp", devices=2))
     torch.set_num_threads(1)
     load_base_model(RunConfig(technique="qlora"), {"": "cpu"})  # what libraries allocate once does not count

@@ -69,14 +69,14 @@ def cases() -> dict[str, dict[str, object]]:
     }
 
 
-def save_toy(folder: Path, kind: str, tied: bool, vocabulary: int = VOCABULARY) -> None:
+def save_toy(folder: Path, kind: str, tied: bool, vocabulary: int = VOCABULARY, **more: object) -> None:
     torch.manual_seed(0)
     of_kind = {"num_key_value_heads": 2, "tie_word_embeddings": tied, **({"head_dim": 8} if kind == "Qwen3" else {})}
     auto_class = transformers.AutoModelForCausalLM
     if kind == "Roberta":
         of_kind = {"num_labels": 3, "max_position_embeddings": 40, **NO_DROPOUT}
         auto_class = transformers.AutoModelForSequenceClassification
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, "vocab_size": vocabulary}, **of_kind)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, "vocab_size": vocabulary}, **of_kind, **more)
     auto_class.from_config(config).save_pretrained(folder)
 
 

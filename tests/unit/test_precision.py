@@ -11,13 +11,14 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from common.base.run_config import RunConfig
 from common.base.specs import PARALLELISMS
+from common.models.divided import mesh_of
 from common.models.loading import load_tokenizer
 from common.models.trained_weights import with_trained_weights
 from common.planning.job import BatchShape, Job
 from common.runtime.world import Rank
 from common.training.ddp import Ddp
 from common.training.deepspeed_config import deepspeed_config
-from common.training.fsdp import Fsdp, mesh_of, shard
+from common.training.fsdp import Fsdp, shard
 from common.training.pipeline_parallel import PipelineParallel
 from common.training.replicas import Replicas
 from common.training.strategy import Strategy, WholeModel

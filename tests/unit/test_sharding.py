@@ -20,12 +20,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.checks.inputs import check_folder, check_inputs
+from common.models.divided import load_rows, mesh_of
+from common.models.shards import local_part
 from common.runtime.rank import accelerate_shards, exchange_timeout
 from common.runtime.world import Rank
 from common.training import fsdp, zero
 from common.training import strategy as strategy_module
 from common.training.deepspeed_config import deepspeed_config, with_sizes
-from common.training.fsdp import Fsdp, check_fully_sharded, mesh_of, mixed_precision, modules_to_wrap
+from common.training.fsdp import Fsdp, check_fully_sharded, mixed_precision, modules_to_wrap, shard_by_accelerate
 from common.training.pipeline_parallel import PipelineParallel
 from common.training.usage import SentBytes, check_part, check_share, part_bytes
 from common.training.zero import Zero, check_deepspeed
@@ -225,20 +227,30 @@ def test_the_root_s_step_counts_its_ranks() -> None:
 # -- on machines with several GPUs
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_scales_of_offloaded_4_bit_weights_are_where_these_are_computed_with() -> None:
+    """`meta` stands in for a GPU."""
+    pytest.importorskip("bitsandbytes")
+    run = RunConfig(technique="qlora")
+    mesh = mesh_of(Rank(0, 1, "cpu", "torchrun"), run)
+    model = load_rows(run, Rank(0, 1, "meta", "torchrun"), mesh, offloads=True)
+    quantized = model.get_submodule("model.layers.0.self_attn.q_proj")
+    assert local_part(quantized.weight).device.type == "cpu"
+    tensors = [value for value in quantized.quant_state.as_dict().values() if torch.is_tensor(value)]
+    assert {value.device.type for value in tensors} == {"meta"}
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp32"])
 def test_gradients_are_summed_in_fp32_also_where_accelerate_divides_the_model(
     monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     """Its own policy sums them in bf16."""
-    monkeypatch.setattr(fsdp, "accelerate_shards", lambda: True)
-    monkeypatch.setattr(fsdp, "check_fully_sharded", lambda *_: None)
+    prepare = Mock()
+    monkeypatch.setattr(fsdp, "fsdp2_prepare_model", prepare)
     run, plugin = replace(FSDP, precision=precision), SimpleNamespace(mixed_precision_policy="Accelerate's own")
-    prepare, state = Mock(return_value=(toy(), Mock())), SimpleNamespace(fsdp_plugin=plugin)
-    strategy = Fsdp(run, Rank(0, 2, "cuda:0", "acclaunch"))
-    strategy.attach(toy())
-    strategy.prepare(Mock(), SimpleNamespace(state=state, prepare=prepare))
+    shard_by_accelerate(toy(), run, plugin, "cuda:0")
     assert plugin.mixed_precision_policy == mixed_precision(run)
-    assert prepare.called
+    assert prepare.call_args.args[0].state.fsdp_plugin is plugin
 
 
 def test_a_stage_without_gradients_takes_part_in_the_norm_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from common.base.run_config import RunConfig
 from common.checks.inputs import check_weights
 from common.models.loading import EMBEDDED_BASE, EMBEDDED_SUMMARIZER, any_shape_config, load_base_model, model_class
 from common.models.minilm import MINILM
-from common.models.weight_files import check_weight_files, stored_weights, weight_files
+from common.models.weight_files import check_weight_files, weights_in_files
 from common.planning.device_maps import whole_model_on
 from common.runtime.machines import digest_of_model
 
@@ -55,6 +55,11 @@ def refused(folder: Path, **settings: Any) -> str:
     return said
 
 
+def files_of(folder: Path) -> dict[str, Path]:
+    """The file of each weight."""
+    return {name: weight.file for name, weight in weights_in_files(folder).items()}
+
+
 def in_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
     index = json.loads((folder / INDEX).read_text())
     change(index["weight_map"])
@@ -70,13 +75,13 @@ def in_file(file: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Non
 def test_each_weight_is_read_from_the_file_that_is_named(divided: Path) -> None:
     whole = load_file(EMBEDDED_BASE / SINGLE)
     for folder in (divided, EMBEDDED_BASE):
-        files = weight_files(folder)
+        files = files_of(folder)
         assert set(files) == set(whole)
         for name, file in files.items():
             with safe_open(file, "pt") as opened:
                 assert torch.equal(opened.get_tensor(name), whole[name])
     shapes = {name: tuple(weight.shape) for name, weight in whole.items()}
-    assert {name: weight.shape for name, weight in stored_weights(divided).items()} == shapes
+    assert {name: weight.shape for name, weight in weights_in_files(divided).items()} == shapes
 
 
 @pytest.mark.parametrize(
@@ -99,11 +104,11 @@ def test_good_models_pass_and_nothing_is_said(settings: dict[str, Any], capfd: p
 
 
 def test_files_beside_those_of_the_index_are_none_of_the_models(divided: Path) -> None:
-    files = weight_files(divided)
+    files = files_of(divided)
     (divided / "consolidated.safetensors").write_bytes(b"not even safetensors")
     save_file({UP: torch.zeros(1)}, divided / "adapter_model.safetensors")
     check(divided)
-    assert weight_files(divided) == files
+    assert files_of(divided) == files
 
 
 def test_of_one_file_and_an_index_that_is_taken_which_transformers_loads(
@@ -114,7 +119,7 @@ def test_of_one_file_and_an_index_that_is_taken_which_transformers_loads(
     check(divided)
     check(divided)
     assert capsys.readouterr().out.count("model.safetensors is loaded, and not the files of") == 1
-    assert set(weight_files(divided).values()) == {divided / SINGLE}
+    assert set(files_of(divided).values()) == {divided / SINGLE}
     loaded = load_base_model(RunConfig(model=str(divided)), whole_model_on(torch.device("cpu")))
     assert torch.all(loaded.get_parameter(UP) == 7)
 
@@ -162,14 +167,14 @@ def test_what_is_no_index_is_refused(divided: Path, text: str) -> None:
 
 
 def test_an_index_that_contradicts_its_files_is_refused(divided: Path) -> None:
-    place = weight_files(divided)[UP].name
+    place = files_of(divided)[UP].name
     other = FIRST if place != FIRST else SECOND
     in_index(divided, lambda places: places.update({UP: other}))
     assert f"has {UP} in {other}, which does not hold it" in refused(divided)
 
 
 def test_a_weight_in_two_of_the_files_is_refused(divided: Path) -> None:
-    place = weight_files(divided)[UP].name
+    place = files_of(divided)[UP].name
     other = FIRST if place != FIRST else SECOND
     in_file(divided / other, lambda weights: weights.update({UP: torch.zeros(384, 128)}))
     said = refused(divided)
@@ -180,7 +185,7 @@ def test_a_weight_in_two_of_the_files_is_refused(divided: Path) -> None:
 
 def test_weights_that_no_file_has_are_refused(divided: Path) -> None:
     for name in (UP, "model.norm.weight"):
-        in_file(weight_files(divided)[name], lambda weights, name=name: weights.pop(name))
+        in_file(files_of(divided)[name], lambda weights, name=name: weights.pop(name))
         in_index(divided, lambda places, name=name: places.pop(name))
     said = refused(divided)
     assert f"lack {UP} and 1 more of the 38 weights that a LlamaForCausalLM" in said
@@ -225,7 +230,7 @@ def test_pickled_weights_are_refused_where_ranks_read_parts(tmp_path: Path) -> N
         if path.name != SINGLE:
             shutil.copy(path, tmp_path)
     torch.save(load_file(EMBEDDED_BASE / SINGLE), tmp_path / "pytorch_model.bin")
-    assert weight_files(tmp_path) == {}
+    assert weights_in_files(tmp_path) == {}
     for settings in ({}, {"parallel": "ddp"}, {"parallel": "zero2", "technique": "full"}):
         check(tmp_path, devices=2 if settings else 1, **settings)
     for parallel in ("fsdp", "zero3", "pp"):
@@ -252,7 +257,7 @@ def test_a_model_of_the_hub_is_checked_as_far_as_it_is_in_the_cache(divided: Pat
     config = any_shape_config(str(divided))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-        assert set(stored_weights("some/model", commit, downloads=False)) == set(weight_files(divided))
+        assert set(weights_in_files("some/model", commit)) == set(files_of(divided))
         file = kept / SECOND
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(BadInputError, match="not copied to its end"):
