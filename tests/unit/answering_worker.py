@@ -24,13 +24,16 @@ from common.training.export import save_merged
 from tests.unit.pipeline_worker import VOCABULARY, save_toy
 from tests.unit.ranks import tell
 
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}
 CASES = {
     "Llama, tied": {},
     "Qwen3, untied": {"kind": "Qwen3", "tied": False},
+    "Qwen2, in its later layers sliding": {"kind": "Qwen2", "config": SLIDING},
     "Roberta": {"kind": "Roberta", "tied": False},
     "Llama, random": {"weights": "random"},
     "Llama, 4 bits": {"technique": "qlora"},
     "Llama, 4 bits, random": {"technique": "qlora", "weights": "random"},
+    "Llama, 4 bits, bf16, pp": {"technique": "qlora", "parallel": "pp", "precision": "bf16"},
 }
 LENGTHS = (9, 4, 7, 9, 2, 6, 5)
 
@@ -56,15 +59,19 @@ def logits_by_row(model: PreTrainedModel, run: RunConfig, rank: Rank) -> torch.T
     return torch.tensor(predict_rows(log, list(LENGTHS), "logits", "before", found, model))
 
 
-def merged_differs(run: RunConfig, rank: Rank, folder: Path) -> float:
-    """By how much an adapter that was merged stage by stage differs from one that was merged whole."""
-    adapted = add_lora(load_base_model(run, {"": "cpu"}, quantized=False), run)
+def save_adapter(adapted: PeftModel, rank: Rank, folder: Path) -> None:
+    """Write an adapter that was not just begun."""
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(7))
     if rank.is_main:
         adapted.save_pretrained(folder / "adapter")
     wait_for_everyone()
+
+
+def merged_differs(run: RunConfig, rank: Rank, folder: Path) -> float:
+    """By how much an adapter that was merged stage by stage differs from one that was merged whole."""
+    save_adapter(add_lora(load_base_model(run, {"": "cpu"}, quantized=False), run), rank, folder)
     save_merged(run, rank, folder / "adapter", lambda: load_answering(run, rank, quantized=False), folder / "merged")
     wait_for_everyone()
     saved = load_base_model(run, {"": "cpu"}, source=folder / "merged")
@@ -77,19 +84,22 @@ def merged_differs(run: RunConfig, rank: Rank, folder: Path) -> float:
 def compare(case: dict[str, object], folder: Path, rank: Rank) -> dict[str, float]:
     kind, is_random = case.get("kind", "Llama"), "weights" in case
     if rank.is_main:
-        save_toy(folder, kind, case.get("tied", True), 2048 if is_random else VOCABULARY)
+        save_toy(folder, kind, case.get("tied", True), 2048 if is_random else VOCABULARY, **case.get("config", {}))
     wait_for_everyone()
     classifies = kind == "Roberta"
+    parallel = "tp" if classifies else case.get("parallel", "fsdp")
     run = RunConfig(
         task="classification" if classifies else "chat",
         max_length=32,
         technique=case.get("technique", "full"),
-        parallel="tp" if classifies else "fsdp",
-        dp_replicate_size=1 if classifies else 2,
+        parallel=parallel,
+        dp_replicate_size=2 if parallel == "fsdp" else 1,
+        precision=case.get("precision", "fp32"),
         devices=rank.world_size,
         model=str(folder),
         weights=case.get("weights", "pretrained"),
         per_device_eval_batch_size=1,
+        **({"micro_batches": 4, "per_device_train_batch_size": 4} if parallel == "pp" else {}),
         **({"lora_r": 2, "lora_dropout": 0.0} if "technique" in case else {}),
     )
     source = folder if classifies else None  # a tuned model, which has its head
@@ -106,6 +116,10 @@ def compare(case: dict[str, object], folder: Path, rank: Rank) -> dict[str, floa
     if not classifies:
         answers = [each.generate(**rows, max_new_tokens=6, do_sample=False) for each in (whole, staged)]
         found["same answers"] = torch.equal(*answers)
+    if parallel == "pp":
+        save_adapter(add_lora(load_base_model(run, {"": "cpu"}), run), rank, folder)
+        adapted = [PeftModel.from_pretrained(each, folder / "adapter")(**rows).logits for each in (whole, staged)]
+        found["adapted"] = (adapted[0] - adapted[1]).abs().max().item()
     if kind == "Qwen3":
         with torch.enable_grad():
             found["merged"] = merged_differs(RunConfig(**{**vars(run), "technique": "lora", "lora_r": 2}), rank, folder)
