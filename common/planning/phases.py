@@ -183,10 +183,12 @@ class _PhaseSums:
         ]
         count = rows * (1 if architecture.classes else target_length) * architecture.vocab
         reading = [*self._layer(rows, length, target_length, a), *self._pictures(rows)]
+        adapted = where((
+            self.job.method.has_adapters and self.reloads_adapter,
+            Term("logits", "logits with the adapter that was loaded", "P V 4", 4 * count),
+        ))  # fmt: skip
         if self.share.has_head or not self.job.parallelism.pipelines:  # the last stage compares
-            expected = [Term("logits", "the trained model's logits", "P V 4", 4 * count)]
-            if self.job.method.has_adapters and self.reloads_adapter:
-                expected.append(Term("logits", "those with the adapter that was loaded", "P V 4", 4 * count))
+            expected = [Term("logits", "the trained model's logits", "P V 4", 4 * count), *adapted]
             copying = gathered[1] if self.job.parallelism.uses_deepspeed else []  # FSDP lets go when the forward ends
             moments += [
                 ("the saved model's vision tower", [*self._reloaded(), *expected, *self._looking(rows)]),
@@ -198,10 +200,11 @@ class _PhaseSums:
             if self.job.method.quantizes and self._has_room_for_whole():
                 moments.append(("the comparison with the merged model's", [*self._whole_weights(), _compared(count)]))
         elif self.stage:
-            received = Term("logits", "logits that the last stage sends", f"P V {a}", count * a)
+            each = a + (4 if a < 4 else 0)
+            received = Term("logits", "logits that the last stage sends, in fp32, too", f"P V {each}", count * each)
             moments += [
-                ("forward of a layer of the saved model", [*self._reloaded(), *reading]),
-                ("the saved model's logits", [*self._reloaded(), received]),
+                ("forward of a layer of the saved model", [*self._reloaded(), *adapted, *reading]),
+                ("the saved model's logits", [*self._reloaded(), *adapted, received]),
             ]
         sharing, method = self.job.parallelism, self.job.method
         # 4 bits have no room for the sum: without room for 16 the host merges, and one rank (2.3) does so in any case
