@@ -7,14 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from common.base.run_config import RunConfig
 from common.data.batches import EpochBatches
 from common.data.rows import IGNORED_LABEL, NO_ROW, labels_in
 from common.models.stages import PassThrough, cut
+from common.runtime.world import Rank
 from common.training.loop import LoopTrainer
-from common.training.pipeline import PassClock
+from common.training.pipeline import PassClock, StageModule, trained_stage
 from common.training.pipeline_measure import full_batches, ideal_idle_share, ideal_speedup, measure_pipeline, speedups
 from common.training.pipeline_parallel import PipelineParallel
-from tests.unit.pipeline_worker import cases
+from tests.unit.pipeline_worker import cases, save_toy, stage_map_of
 from tests.unit.ranks import found_by_ranks
 
 THREE_STAGES = ("Llama, tied, 1f1b", "Qwen3, untied, 1f1b", "Roberta, gpipe", "Llama, tied, adapters")
@@ -119,6 +121,26 @@ def test_cutting_keeps_names_and_values_of_what_stays(tied: bool) -> None:
     assert len(last.model.layers) == 3
     stand_ins = [isinstance(module, PassThrough) for module in (whole.lm_head, last.lm_head, last.model.rotary_emb)]
     assert stand_ins == [True, False, False], "every stage computes positions"
+
+
+def test_a_stage_takes_the_format_that_the_one_before_sends_also_with_adapters_on_4_bits(tmp_path: Path) -> None:
+    """The first floating weights of such a stage are its adapters', in fp32."""
+    pytest.importorskip("bitsandbytes")
+    save_toy(tmp_path, "Llama", tied=False)
+    run = RunConfig(
+        technique="qlora",
+        precision="bf16",
+        parallel="pp",
+        devices=2,
+        model=str(tmp_path),
+        per_device_train_batch_size=4,
+        micro_batches=2,
+    )
+    first, last = (Rank(number, 2, "cpu", "torchrun") for number in range(2))
+    stage_map = stage_map_of(tmp_path, 2)
+    sends, takes = (StageModule(trained_stage(run, stage_map, rank), run, rank) for rank in (first, last))
+    sent = sends(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))
+    assert sent.dtype == takes.hidden_dtype == torch.bfloat16
 
 
 def test_what_stands_for_a_module_hands_on_what_it_gets() -> None:
