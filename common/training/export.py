@@ -36,7 +36,7 @@ from common.runtime.recorder import PeakMemory, RunRecorder
 from common.runtime.world import Rank
 from common.training.counted_steps import resting
 from common.training.merge_room import merge_need, why_not_merged
-from common.training.pipeline_parallel import save_parts
+from common.training.pipeline_parallel import save_parts, wait_for_parts
 from common.training.trainer import AuditedTrainer, free_model
 
 DeviceMap = dict[str, str | int]
@@ -71,7 +71,9 @@ def save_and_reload(
         why_not = why_not_merged(gather_object([merge_need(run, log.rank, stages, log.folder)]))
         if not why_not:
             saved.append(log.folder / "merged")
-            answers = save_merged(run, log.rank, saved[0], load, saved[1]) if log.rank.is_main or in_stages else True
+            answers = save_merged(run, log.rank, saved[0], load, saved[1]) if log.rank.rank < stages else True
+            if log.rank.rank >= stages > 1:  # of another group
+                wait_for_parts()
             merged_answers = all(gather_object([answers]))
         elif log.rank.is_main:
             print(f"note: {why_not}")
@@ -187,7 +189,7 @@ def check_changes_logits(adapted: PeftModel, batch: dict[str, torch.Tensor], fol
 
 
 def save_merged(run: RunConfig, rank: Rank, adapter: Path, load: Callable[..., PreTrainedModel], folder: Path) -> bool:
-    """Save the base with an adapter merged into it, by the first group of ranks that share it, each its own layers.
+    """Save the base with an adapter merged into it, on the first ranks that share one, each its own layers.
 
     A base in 4 bits has no room for the sum, and is dequantized: on the host, where the GPU has no room for that.
 

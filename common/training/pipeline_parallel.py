@@ -191,15 +191,17 @@ def sum_of_first_and_last(gradient: torch.Tensor, rank: Rank) -> torch.Tensor:
 
 
 def save_parts(model: Model, folder: Path, sharing: Sharing) -> list[Path]:
-    """Save all stages as one model that plain Transformers (or PEFT) loads: call it on every rank.
+    """Save all stages as one model that plain Transformers (or PEFT) loads: call it on every rank that has one.
+
+    Other ranks call `wait_for_parts`.
 
     Each rank writes its stage's weights as a part of a model in several files; no weight is sent. Of adapters, which
-    are small, the first writes all. Of several groups of ranks the first one writes.
+    are small, the first writes all.
 
     Returns:
         The files of weights that this rank has written.
     """
-    is_main = sharing.is_first and sharing.group == 0
+    is_main = sharing.is_first
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
     wait_for_everyone()
@@ -212,28 +214,34 @@ def save_parts(model: Model, folder: Path, sharing: Sharing) -> list[Path]:
             save_file(every, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
         written = [folder / SAFETENSORS_WEIGHTS_NAME] if is_main else []
     else:
-        written = _save_stage(model, folder, sharing, is_main)
+        written = [_save_stage(model, folder, sharing)]
     wait_for_everyone()
     return written
 
 
-def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing, is_main: bool) -> list[Path]:
+def wait_for_parts() -> None:
+    """Wait on a rank that has none of the parts while others call `save_parts`."""
+    wait_for_everyone()
+    gather_object([])
+    wait_for_everyone()
+
+
+def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> Path:
     file_name = f"model-{sharing.stage + 1:05}-of-{sharing.stages:05}.safetensors"
     weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
     if model.ends_are_tied and not sharing.is_first:
         copies = ("embed_tokens.weight", "lm_head.weight")  # the first stage saves them
         weights = {name: weight for name, weight in weights.items() if not name.endswith(copies)}
-    if sharing.group == 0:
-        save_file(weights, folder / file_name, metadata={"format": "pt"})
+    save_file(weights, folder / file_name, metadata={"format": "pt"})
     size, numel = byte_count(weights.values()), sum(weight.numel() for weight in weights.values())
-    parts = [part for part in gather_object([(file_name, list(weights), size, numel, sharing.group)]) if part[-1] == 0]
-    if is_main:
+    parts = gather_object([(file_name, list(weights), size, numel)])
+    if sharing.is_first:
         model.whole_config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         file_of = {name: file_name for file_name, names, *_ in parts for name in names}
         write_index(folder, file_of, *(sum(part[place] for part in parts) for place in (2, 3)))
-    return [folder / file_name] if sharing.group == 0 else []
+    return folder / file_name
 
 
 def load_parts(model: Model, folder: Path) -> None:
