@@ -215,7 +215,9 @@ def _put_back(places: list[tuple[torch.nn.Module, str, DTensor]]) -> None:
     parts: dict[int, torch.nn.Parameter] = {}
     for module, name, loaded in places:
         of_meta = getattr(module, name)
-        part = DTensor(loaded.to_local(), of_meta._spec, requires_grad=False)  # `from_local` would leave the host
+        part = DTensor(
+            loaded.to_local().detach(), of_meta._spec, requires_grad=False
+        )  # `from_local` would leave the host
         part = torch.nn.Parameter(part, requires_grad=of_meta.requires_grad)
         setattr(module, name, parts.setdefault(id(loaded), part))
 
