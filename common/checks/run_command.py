@@ -45,9 +45,10 @@ def last_lines(plans: Sequence[Plan], rows_per_epoch: int, command_of: Callable[
         return "Recommended: none of these, as nothing fits.", "Run: nothing yet."
     phase, gpu, usd = best.highest.phase, best.highest.gpu, best.epoch_usd(rows_per_epoch)
     price = "" if usd is None else f" and {usd:,.2f} USD"
+    host = f"{best.host_gib:,.0f} GiB of each machine's own memory, " if best.host_gib >= 1 else ""
     return (
         f"Recommended: {best.name}, {best.job.precision}: {phase.peak_gib:.1f} (safe: {phase.safe_gib:.1f}) of "
-        f"{gpu.memory_gib:.1f} GiB, {best.tokens_per_s:,.0f} tokens per s, "
+        f"{gpu.memory_gib:.1f} GiB, {host}{best.tokens_per_s:,.0f} tokens per s, "
         f"{best.epoch_s(rows_per_epoch) / 3600:,.2g} h{price} per epoch of {rows_per_epoch:,} rows.",
         f"Run: {_first_command(plans, command_of)}",
     )
@@ -61,7 +62,10 @@ def _first_command(plans: Sequence[Plan], command_of: Callable[[Plan], str]) -> 
         said = f"no run folder takes this plan: {refused}"
     for plan in plans[1:]:
         with suppress(BadInputError):
-            return f"{said} For {plan.name}: {command_of(plan)}" if plan.may_fit else said
+            if not plan.may_fit:
+                return said
+            host = f" ({plan.host_gib:,.0f} GiB of the machine's own memory)" if plan.job.offload else ""
+            return f"{said} For {plan.name}{host}: {command_of(plan)}"
     return said
 
 

@@ -62,7 +62,7 @@ def _being_written(architecture: Architecture, job: Job, machines: int) -> list[
     count, each = (trained, job.trained_bytes) if job.method.has_adapters else (weights, job.weight_bytes)
     sharing = job.parallelism
     if sharing.pipelines:
-        return [_stages(count, each, job, machines, job.devices, "stages")]
+        return [_stages(count, each, job, machines, job.devices)]
     if sharing.shards_weights or sharing.splits_matrices:
         size = file_bytes(count * each)
         return [Term("weights", "one file's weights", f"of {count:,} x {each} bytes", min(size, count * each))]
@@ -76,7 +76,7 @@ def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[T
         return []
     stages = stages_of(architecture, job)
     if stages > 1:
-        return [_stages(weights, each, job, machines, stages, "merged stages")]
+        return [_stages(weights, each, job, machines, stages, on_host=job.method.quantizes)]
     if job.method.quantizes:  # merged on the host where the GPU has no room; with one rank (2.3) into both bases
         models, of_both = (2, ", of the dequantized base and of the original") if job.parallelism.is_single else (1, "")
         formula = f"{models} x {weights:,} x {each} bytes"
@@ -84,11 +84,16 @@ def _being_merged(architecture: Architecture, job: Job, machines: int) -> list[T
     return [Term("weights", "one file's weights", "at most 50 GB", min(weights * each, PLAIN_FILE_BYTES))]
 
 
-def _stages(count: int, each: int, job: Job, machines: int, stages: int, what: str) -> Term:
-    """Return what the first machine holds of `count` numbers, of which each of the first ranks writes a stage."""
-    here = min(job.devices // machines, stages)
-    formula = f"{count:,} x {each} bytes x {here} of {stages} stages"
-    return Term("weights", f"{what} that are written", formula, count * each * here / stages)
+def _stages(count: int, each: int, job: Job, machines: int, stages: int, on_host: bool = False) -> Term:
+    """Return what the first machine holds of `count` numbers, of which each of the first ranks writes a stage.
+
+    File by file; of 4 bits, which a GPU without room for 16 merges `on_host`, all of the stage.
+    """
+    here, stage_bytes = min(job.devices // machines, stages), count * each / stages
+    if on_host:
+        return Term("weights", "merged stages", f"{here} x {count:,} x {each} bytes / {stages}", here * stage_bytes)
+    size = min(file_bytes(int(stage_bytes)), stage_bytes)
+    return Term("weights", "a file's weights on each rank", f"{here} x {size / GIB:.1f} GiB", here * size)
 
 
 def offloaded(architecture: Architecture, job: Job, machines: int) -> list[Term]:

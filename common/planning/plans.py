@@ -12,7 +12,7 @@ from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.base.settings import MOST_EVALUATED_AT_ONCE
 from common.base.specs import PARALLELISMS, TECHNIQUES
-from common.hardware.devices import GIB, Gpu, cpu_device, find_gpu, gpu_of_device
+from common.hardware.devices import CPU_DEVICE, GIB, Gpu, cpu_device, find_gpu, gpu_of_device
 from common.planning.architectures import Architecture
 from common.planning.device_maps import (
     answering_shares,
@@ -294,7 +294,8 @@ class Plan:
     def name(self) -> str:
         """`LoRA, ddp, checkpointed`."""
         checkpointed = ", checkpointed" if self.job.gradient_checkpointing else ""
-        return f"{self.job.method.label}, {self.job.sharing}{checkpointed}"
+        offloaded = ", offloaded" if self.job.offload else ""
+        return f"{self.job.method.label}, {self.job.sharing}{checkpointed}{offloaded}"
 
     @property
     def short_name(self) -> str:
@@ -396,8 +397,8 @@ def ranked_plans(
     """Return plans, best first: what fits, then by quality (full, LoRA, QLoRA), then by speed, then by simplicity.
 
     Of plans that are about as fast as the fastest of their technique, the simplest comes first. A tight plan comes
-    after all that are not tight, where one of these is about as fast, whatever its technique. What does not fit is
-    sorted by how much it lacks.
+    after all that are not tight, where one of these is about as fast, whatever its technique. Where ranks cannot share
+    rows, FSDP that offloads to the host follows. What does not fit is sorted by how much it lacks.
 
     `precision` None: the usual one of each technique. `checkpointing` None: with gradient checkpointing only where it
     does not fit without. `micro_batches` None: with pp as many as make sense. `dp_replicate_size` None: with fsdp one
@@ -437,8 +438,23 @@ def ranked_plans(
                     break
             safe = [plan for plan in found if plan.fits]
             plans.append([*safe, *(plan for plan in found if plan.may_fit), found[-1]][0])
-    return [*_best_first([plan for plan in plans if plan.may_fit]),
+    found = [plan for plan in plans if plan.may_fit]
+    resort = [] if any(plan.job.parallelism.splits_rows for plan in found) else _offloaded(plans, calibration)
+    return [*_best_first(found), *resort,
             *sorted((plan for plan in plans if not plan.may_fit), key=lambda plan: plan.shortfall_gib)]  # fmt: skip
+
+
+def _offloaded(plans: Sequence[Plan], calibration: dict[str, list[float]]) -> list[Plan]:
+    """Return what would fit with shards in the host's memory, for where no ranks can share rows without: least first.
+
+    FSDP alone: what waits for a GPU is then all that it holds.
+    """
+    tried = [
+        make_plan(plan.architecture, replace(plan.job, offload=True), plan.cluster, calibration).with_rows_chosen()
+        for plan in plans
+        if plan.job.parallelism.uses_fsdp and not plan.job.offload and plan.cluster.gpus[0].name != CPU_DEVICE
+    ]
+    return sorted((plan for plan in tried if plan.fits), key=lambda plan: plan.host_gib)
 
 
 def _usual_parallelisms(technique: str, batch: BatchShape, cluster: Cluster) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Whether an adapter can be merged where it was trained: what each machine's memory and disk hold of the merged model.
 
-A rank that writes a stage of the merged model has all of it in the host's memory; the files of all stages go to each
-disk.
+A rank that writes a stage of the merged model has one file of it in the host's memory; the files of all stages go to
+each disk.
 """
 
 import shutil
@@ -16,7 +16,7 @@ import psutil
 from common.base.run_config import RunConfig
 from common.hardware.devices import size_text
 from common.models.loading import model_without_weights, weight_dtype
-from common.planning.host_memory import PLAIN_FILE_BYTES
+from common.planning.host_memory import PLAIN_FILE_BYTES, file_bytes
 from common.runtime.world import Rank
 
 LATER = "the adapter is saved, and can be merged where there is room, with PEFT's merge_and_unload"
@@ -41,9 +41,11 @@ class MergeNeed:
 def merge_need(run: RunConfig, rank: Rank, stages: int, results: Path) -> MergeNeed:
     """Return what this rank would take, and what its machine has now; in `stages` the first ranks write one each."""
     whole_bytes = model_without_weights(run).num_parameters() * weight_dtype(run).itemsize
-    # a stage is one file; a whole model is written file by file, but dequantized on the host where the GPU has no room
-    is_on_host = stages > 1 or (run.method.quantizes and rank.device != "cpu")
-    written = whole_bytes // stages if is_on_host else min(whole_bytes, int(PLAIN_FILE_BYTES))
+    own_bytes = whole_bytes // stages
+    if run.method.quantizes and rank.device != "cpu":  # dequantized on the host, where the GPU has no room
+        written = own_bytes
+    else:  # file by file
+        written = min(own_bytes, file_bytes(own_bytes) if stages > 1 else int(PLAIN_FILE_BYTES))
     free, disk = psutil.virtual_memory().available, shutil.disk_usage(results).free
     return MergeNeed(socket.gethostname(), written if rank.rank < stages else 0, free, whole_bytes, disk)
 

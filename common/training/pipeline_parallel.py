@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from common.base.errors import BadInputError
 from common.base.run_config import RunConfig
 from common.data.rows import IGNORED_LABEL, Tokens, without_labels
-from common.models.saved_files import write_index
+from common.models.saved_files import planned_files, write_index
 from common.models.shards import byte_count
 from common.models.stages import Sharing, StageMap
 from common.planning.architectures import UnknownArchitectureError, read_architecture
@@ -214,7 +214,7 @@ def save_parts(model: Model, folder: Path, sharing: Sharing) -> list[Path]:
             save_file(every, folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
         written = [folder / SAFETENSORS_WEIGHTS_NAME] if is_main else []
     else:
-        written = [_save_stage(model, folder, sharing)]
+        written = _save_stage(model, folder, sharing)
     wait_for_everyone()
     return written
 
@@ -222,26 +222,32 @@ def save_parts(model: Model, folder: Path, sharing: Sharing) -> list[Path]:
 def wait_for_parts() -> None:
     """Wait on a rank that has none of the parts while others call `save_parts`."""
     wait_for_everyone()
-    gather_object([])
+    for _ in ("files", "weights"):
+        gather_object([])
     wait_for_everyone()
 
 
-def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> Path:
-    file_name = f"model-{sharing.stage + 1:05}-of-{sharing.stages:05}.safetensors"
-    weights = {name: weight.detach().contiguous() for name, weight in model.state_dict().items()}
+def _save_stage(model: PreTrainedModel, folder: Path, sharing: Sharing) -> list[Path]:
+    """Write a stage file by file, so that the host never has all of it, and on the first stage the index of all."""
+    weights = model.state_dict()
     if model.ends_are_tied and not sharing.is_first:
         copies = ("embed_tokens.weight", "lm_head.weight")  # the first stage saves them
         weights = {name: weight for name, weight in weights.items() if not name.endswith(copies)}
-    save_file(weights, folder / file_name, metadata={"format": "pt"})
-    size, numel = byte_count(weights.values()), sum(weight.numel() for weight in weights.values())
-    parts = gather_object([(file_name, list(weights), size, numel)])
+    planned = list(planned_files(weights).values())
+    counts = gather_object([len(planned)])
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(planned, sum(counts[: sharing.stage]) + 1):
+        file_name = f"model-{number:05}-of-{sum(counts):05}.safetensors"
+        save_file({name: weights[name].contiguous() for name in names}, folder / file_name, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(names, file_name)
+    parts = gather_object([(file_of, byte_count(weights.values()), sum(each.numel() for each in weights.values()))])
     if sharing.is_first:
         model.whole_config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-        file_of = {name: file_name for file_name, names, *_ in parts for name in names}
-        write_index(folder, file_of, *(sum(part[place] for part in parts) for place in (2, 3)))
-    return folder / file_name
+        file_of_all = {name: file for files, *_ in parts for name, file in files.items()}
+        write_index(folder, file_of_all, *(sum(part[place] for part in parts) for place in (1, 2)))
+    return [folder / name for name in dict.fromkeys(file_of.values())]
 
 
 def load_parts(model: Model, folder: Path) -> None:

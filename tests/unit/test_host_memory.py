@@ -9,7 +9,7 @@ from common.base.errors import BadInputError
 from common.base.specs import PARALLELISMS
 from common.hardware.devices import GIB, find_gpu
 from common.planning.architectures import read_architecture
-from common.planning.host_memory import file_bytes, host_moments
+from common.planning.host_memory import LEAST_FILES, file_bytes, host_moments
 from common.planning.job import BatchShape, Job
 from common.planning.plans import as_json, explanation, make_plan
 from common.planning.time_plan import Cluster
@@ -70,10 +70,11 @@ LORA = replace(SHARDED, technique="lora", precision="bf16")
         (replace(SHARDED, parallel="zero3"), 1, "loading", 8 * 128_256 * 4096 * 2),  # a whole weight on each
         (replace(OFFLOADED, precision="bf16"), 1, "loading", WEIGHTS * 2 + 128_256 * 4096 * 2),
         (SHARDED, 1, "saving", file_bytes(WEIGHTS * 4)),  # and not the model
-        (replace(SHARDED, parallel="pp"), 2, "saving", WEIGHTS * 4 / 2),  # each rank its own stage
-        (LORA, 1, "merging", WEIGHTS * 2),  # the stages of all ranks
-        (LORA, 2, "merging", WEIGHTS),
-        (replace(LORA, devices=64), 2, "merging", WEIGHTS * 2),  # 32 layers make 32 stages, all on the first machine
+        (replace(SHARDED, parallel="pp"), 2, "saving", WEIGHTS * 4 / 2 / LEAST_FILES),  # each rank a file of its stage
+        (LORA, 1, "merging", WEIGHTS * 2 / LEAST_FILES),
+        (LORA, 2, "merging", WEIGHTS / LEAST_FILES),
+        (replace(LORA, devices=64), 2, "merging", WEIGHTS * 2 / LEAST_FILES),  # 32 layers: 32 stages, all on machine 0
+        (replace(LORA, technique="qlora"), 2, "merging", WEIGHTS),  # on the host, where the GPU has no room
         (replace(LORA, parallel="ddp"), 1, "merging", WEIGHTS * 2),  # rank 0 alone
         (replace(LORA, technique="qlora", parallel="ddp"), 1, "merging", WEIGHTS * 2),
         (replace(LORA, technique="qlora", parallel="single", devices=1), 1, "merging", 2 * WEIGHTS * 2),  # in 2.3

@@ -62,3 +62,16 @@ def test_a_way_that_divides_the_model_has_a_folder_that_takes_it(parallel: str) 
     question = "--model qwen2.5-7b --gpu rtx-3090 --gpus 2 --technique lora --batch-size 1 --seq-len 1024"
     command = ranked(f"{question} --parallel {parallel}")["run"]
     assert "--technique lora" in command
+
+
+def test_where_no_ranks_can_share_rows_fsdp_that_offloads_is_offered_with_its_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = "--model llama-3.1-70b --gpu 4090 --gpus 2 --batch-size 1 --seq-len 512"
+    fitting = [plan for plan in ranked(question)["ranked"] if plan["per_device"][0]["fits"]]
+    assert [plan["parallel"] for plan in fitting] == ["mp", "fsdp"]
+    assert fitting[1]["host_gib"] > 100
+    assert planner_command.answer(read_options(question.split())) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert "--technique qlora" in last
+    assert "--offload cpu" in last
