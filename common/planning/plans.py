@@ -65,11 +65,6 @@ class Highest(NamedTuple):
         """The same by the likely figure."""
         return self.phase.peak_gib / self.gpu.memory_gib
 
-    @property
-    def models_share(self) -> float:
-        """What the phase's models alone take of it."""
-        return self.phase.memory.parts_gib["weights"] / self.gpu.memory_gib
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -209,7 +204,8 @@ class Plan:
         """Return the plan with as many rows validated and answered at once as leave training the highest phase.
 
         At least one row, which is higher where training's own batch is small, and is all where training does not fit.
-        A phase whose models alone take more than training may fill the device, by the safe figure.
+        A phase that is above training with one row already may fill the device, by the safe figure: its models are, say
+        a judge beside a tiny base, and one row at a time would save little and cost much.
         """
         if self.job.evaluation is None:
             return self
@@ -221,7 +217,7 @@ class Plan:
 
         def fits_beside(rows: int) -> bool:
             return all(
-                each.likely_share <= max(highest, one.likely_share) or (one.models_share > highest and each.share <= 1)
+                each.likely_share <= highest or (one.likely_share > highest and each.share <= 1)
                 for one, each in zip(with_one, self._evaluating(rows)._beside_training(), strict=True)
             )
 

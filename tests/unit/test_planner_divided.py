@@ -3,13 +3,18 @@
 import io
 import json
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.base.paths import REPOSITORY
+from common.base.run_folders import literal_of
 from common.checks import planner_command
 from common.checks.planner_command import read_options
+from common.planning.job import BatchShape
+from common.planning.plans import plan_run
 
 TOO_LARGE = "--model llama-3.1-70b --gpu h100 --gpus 8 --batch-size 1 --seq-len 2048"
 
@@ -75,3 +80,11 @@ def test_where_no_ranks_can_share_rows_fsdp_that_offloads_is_offered_with_its_co
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert "--technique qlora" in last
     assert "--offload cpu" in last
+
+
+def test_a_judge_that_is_larger_than_the_model_does_not_leave_one_row_at_a_time() -> None:
+    run = literal_of(REPOSITORY / "2.7_full_finetuning_with_pp/run_0_cpu_x2")
+    plan = plan_run(run, BatchShape(64, 39, 20))
+    with_one = plan_run(replace(run, per_device_eval_batch_size=1), BatchShape(64, 39, 20))
+    assert with_one.run_peak_gib > with_one.training_peak_gib
+    assert plan.job.evaluation.rows >= 8
